@@ -59,6 +59,10 @@ SCANS = {
     "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",
     "ingest/judges/replies.py:ReplyStore._keep": "one row, the first of an index",
     "ingest/store/listing.py:newest_scored_groups": LISTING,
+    "deploy/admin/changes/idempotency.py:begin": "MAX_ROWS keys at most, of one day",
+    "deploy/registry/history/aliases.py:add": "one row, the last of the primary key",
+    "deploy/registry/history/aliases.py:verify": "a row for each move of an alias, at the call of "
+    "`sidecar audit verify`, without the write lock",
 }
 """Functions that may pass over a whole table or index -> why."""
 SORTS = {
@@ -67,6 +71,7 @@ SORTS = {
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
     "deploy/canary/gate_store.py:comparisons": GATE,
+    "deploy/canary/gate_store.py:judged_since": GATE,
     "deploy/registry/lineage.py:_canary": GATE,
     "deploy/admin/records.py:_add_sessions.<locals>.session_read": OF_SESSION,
     "ingest/feedback/deriving.py:derive_session": OF_SESSION,

@@ -96,6 +96,7 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         (_COMPARISONS, {"last": exchanges}),
         (_AUDIT, {"last": 20 * versions}),
         (_ALIASES, {"champion": adapter(versions - 1), "previous": adapter(versions - 2)}),
+        (_MOVES, {"last": versions}),
         (_COUNTERS, {}),
         (_STORED, {}),
         (_FEEDBACK, {}),
@@ -270,6 +271,16 @@ FROM n
 _ALIASES = f"""
 INSERT INTO alias (model, alias, adapter, generation)
 VALUES ('{MODEL}', 'champion', :champion, 1), ('{MODEL}', 'previous', :previous, 1)
+"""
+
+# Each version is tried, promoted, and the one before it kept.
+_MOVES = f"""
+{_NUMBERS}
+INSERT INTO alias_event (at, model, alias, before, after, generation, actor, reason, prev_hash,
+  hash)
+SELECT {_AT}, '{MODEL}', alias, NULL, {_adapter_sql("i")}, i, 'control', 'because', '', ''
+FROM n, (SELECT 'canary' AS alias UNION SELECT 'champion' UNION SELECT 'previous')
+ORDER BY i
 """
 
 _COUNTERS = """

@@ -26,15 +26,18 @@ from sqlalchemy import func, select, update
 
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
+from deploy.canary import gate_store
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
+from deploy.canary.gate_draw import Drawing
 from deploy.cli.main import main
 from deploy.doctor.look import look
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.page.mount import PAGES, with_page
-from deploy.registry import routing_writer
+from deploy.registry import canaries, candidates, routing_writer
+from deploy.registry.leases.holder import Lease
 from ingest.best_of.groups import answers_digest
 from ingest.best_of.questions import BestOfJudge
 from ingest.best_of.store import BestOfScores, save_scores
@@ -74,8 +77,11 @@ from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import HeldError, LearnerError
 from learner.records import StepMetrics, TrainingJob, TrainingOutcome
+from learner.replay import replay
+from learner.resume.work_folder import CLAIMED, PLACING, WorkFolder
+from learner.runs.blame import blame_for_death
 from learner.runs.hold import check_hold
-from learner.runs.runs import open_run
+from learner.runs.runs import can_go_on, open_run
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from learner.schedule.turns import keep_turns
@@ -539,10 +545,12 @@ def _learn(use: _Use) -> None:
     _turn(use, timed)
     with use.database.write() as session:
         open_run(session, run_id="dead", model=MODEL, parent=CHAMPION, settings={}, now=NOW)
+    _killed(use)
+    settings = _with_base(use)
     use.clock.now += 3_600.0
     for number, error in enumerate((ValueError("broken"), None, None)):
         run = Run(
-            use.settings,
+            settings,
             use.database,
             lambda error=error: _Trainer(error),  # type: ignore[misc]  # bound at once
             run_id=f"own-{number}",
@@ -553,7 +561,47 @@ def _learn(use: _Use) -> None:
             run.start()
         except (LearnerError, ValueError):
             continue
+    _replay(use, settings)
     _hold(use)
+
+
+def _killed(use: _Use) -> None:
+    """A run that was killed and cannot go on, and what another one left that placed an adapter."""
+    adapters_dir = use.settings.learner.adapters_dir
+    for run_id, name, text in (("dead", CLAIMED, "{}"), ("left", PLACING, "0" * 64)):
+        folder = WorkFolder(adapters_dir, run_id)
+        folder.make()
+        folder.write(name, text)
+    with use.database.write() as session:
+        assert can_go_on(session, "dead", adapters_dir)
+    with use.database.write() as session:
+        blame_for_death(session, "dead", "it was killed")
+
+
+def _with_base(use: _Use) -> Settings:
+    """The settings with a base model whose files are there."""
+    base = use.folder / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    serving = use.settings.serving.model_copy(update={"base_model_path": str(base)})
+    return use.settings.model_copy(update={"serving": serving, "state_dir": use.folder})
+
+
+def _replay(use: _Use, settings: Settings) -> None:
+    """Replay a run, and again after a group is damaged; one that made no version is refused."""
+
+    def printed(run_id: str) -> str:
+        out = io.StringIO()
+        replay(settings, use.database, run_id, trainer=_Trainer, out=out)
+        return out.getvalue()
+
+    assert "the same weights" in printed("own-1")
+    trained = select(GroupRow.group_id).where(
+        GroupRow.run_id == "own-1", GroupRow.status == "trained"
+    )
+    use.change(AnswerRow, {"token_ids": b"?"}, AnswerRow.group_id.in_(trained.limit(1)))
+    assert "cannot be read any more" in (told := printed("own-1")), told
+    assert "made no version" in printed("dead")
 
 
 def _hold(use: _Use) -> None:
@@ -592,6 +640,7 @@ async def _control(use: _Use) -> None:
     )
     await reconciler.reconcile()
     controller = _controller(use, control)
+    _shadow(use)
     await controller.tick()  # it ramps
     for state in ("gating", "loading"):
         use.change(CanaryRow, {"state": state}, CanaryRow.canary_id == CANARY)
@@ -603,6 +652,34 @@ async def _control(use: _Use) -> None:
     for _ in range(2):  # the learner's adapter begins its canary
         await controller.tick()
     await reconciler.reconcile()
+    _by_hand(use)
+    _lease(use)
+
+
+def _shadow(use: _Use) -> None:
+    """What the ramp asks candidate and champion beside the users."""
+    drawing = Drawing(use.database, use.settings.canary, parallel=2, clock=use.clock)
+    with use.database.read() as session:
+        canary = canaries.active(session, MODEL)
+        assert canary is not None
+        assert gate_store.live_prompts(session, canary, after=0.0, limit=50, known=())
+    drawing.for_shadow(canary)
+
+
+def _by_hand(use: _Use) -> None:
+    """An operator has an old version tried again."""
+    with use.database.write() as session:
+        assert canaries.active(session, MODEL) is None
+        candidates.start(
+            session, MODEL, adapter(5), steps=(1,), now=use.clock.now, actor="me", reason="r"
+        )
+
+
+def _lease(use: _Use) -> None:
+    lease = Lease(use.database, "own")
+    assert lease.beat()
+    assert lease.beat()
+    lease.give_back()
 
 
 def _controller(use: _Use, control: FakeControl) -> Controller:
@@ -654,6 +731,8 @@ QUERY = {
     "at": str(NOW),
 }
 """A value for each parameter in a query; `cursor` is taken from the page before."""
+STREAM = "/admin/v1/events"
+"""It ends when `for_s` says so, and is read after the first change too."""
 ACTIONS = {
     "canary_id": ("pause", "resume", "promote", "abort"),
     "": ("pause", "resume", "run", "override"),
@@ -673,12 +752,16 @@ async def _admin(use: _Use, fleet: Fleet) -> None:
     paths: dict[str, dict[str, Any]] = app.openapi()["paths"]
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8081") as client:
+        for after in ({}, {"last-event-id": "1"}):
+            reply = await client.get(STREAM, params={"for_s": 0}, headers=after)
+            assert reply.status_code == 200, reply.text
         for path, methods in paths.items():
-            if "get" in methods:
+            if "get" in methods and path != STREAM:
                 await _get(client, path, methods["get"].get("parameters", []))
         for path, methods in paths.items():
             for posted in _posted(path) if "post" in methods else ():
-                reply = await client.post(posted, json={"reason": "r"}, headers={"if-match": "*"})
+                headers = {"if-match": "*", "idempotency-key": posted}
+                reply = await client.post(posted, json={"reason": "r"}, headers=headers)
                 assert reply.status_code < 500, (posted, reply.text)
     await _pages(context)
 
@@ -758,4 +841,5 @@ def _commands(use: _Use) -> None:
     command("keys", "create", "--project", "p")
     made = json.loads(command("keys", "ls", "-o", "json"))
     command("keys", "revoke", made["items"][0]["key_id"])
+    command("audit", "verify", codes=(1,))  # the large store's moves have no hashes
     command("rollback", "--offline", "--to", "base", "--reason", "r")

@@ -87,13 +87,37 @@ def hash_of(row: AliasEventRow) -> str:
 
 def held_at(session: Session, model: str, at: float) -> list[Held]:
     """Return where each alias pointed at a time (Unix seconds), by alias."""
-    rows = session.execute(
-        select(AliasEventRow.alias, AliasEventRow.after, AliasEventRow.generation)
-        .where(AliasEventRow.model == model, AliasEventRow.at <= at)
-        .order_by(AliasEventRow.seq)
-    )
-    newest = {alias: Held(alias, adapter, generation) for alias, adapter, generation in rows}
-    return [one for _, one in sorted(newest.items()) if one.adapter is not None]
+    held: list[Held] = []
+    for alias in _aliases(session, model):
+        newest = (
+            select(AliasEventRow.after, AliasEventRow.generation)
+            .where(
+                AliasEventRow.model == model,
+                AliasEventRow.alias == alias,
+                AliasEventRow.at <= at,
+            )
+            .order_by(AliasEventRow.seq.desc())
+            .limit(1)
+        )
+        found = session.execute(newest).first()
+        if found is not None and found[0] is not None:
+            held.append(Held(alias, found[0], found[1]))
+    return held
+
+
+def _aliases(session: Session, model: str) -> Iterator[str]:
+    """Yield every alias that ever pointed somewhere, in order; each is one step in the index."""
+    alias: str | None = ""
+    while alias is not None:
+        following = (
+            select(AliasEventRow.alias)
+            .where(AliasEventRow.model == model, AliasEventRow.alias > alias)
+            .order_by(AliasEventRow.alias)
+            .limit(1)
+        )
+        alias = session.scalar(following)
+        if alias is not None:
+            yield alias
 
 
 def verify(session: Session) -> Verified:

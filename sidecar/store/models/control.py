@@ -53,7 +53,7 @@ class AliasEventRow(Base):
     """Append-only: every move of an alias, chained by hashes."""
 
     __tablename__ = "alias_event"
-    __table_args__ = (Index("ix_alias_event_alias", "model", "at"),)
+    __table_args__ = (Index("ix_alias_event_model", "model", "alias", "seq"),)
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     at: Mapped[float]
     model: Mapped[str] = mapped_column(String(255))

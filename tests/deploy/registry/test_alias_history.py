@@ -9,7 +9,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import text
 
-from deploy.registry.history.aliases import START, held_at, verify
+from deploy.registry.history.aliases import START, Held, add, held_at, verify
 from deploy.registry.rollback import rollback
 from sidecar.store.database import MIGRATIONS
 
@@ -47,6 +47,30 @@ def test_who_was_champion_at_any_time(world: World, served: tuple[str, str]) -> 
     found = [champion_at(world, at) for at in (-1.0, 0.0, 1_099.9, 1_100.0, 1_250.0, 1_300.0)]
 
     assert found == [None, "base", "base", first, second, first]
+
+
+@pytest.mark.both_stores
+def test_of_two_moves_the_later_made_holds_also_when_the_clock_was_set_back(world: World) -> None:
+    moves = [("m", "first", 2_000.0, 7), ("m", "second", 1_900.0, 8), ("other", "x", 1_900.0, 1)]
+    with world.database.write() as session:
+        for model, after, at, generation in moves:
+            add(
+                session,
+                at=at,
+                model=model,
+                alias="anchor",
+                before=None,
+                after=after,
+                generation=generation,
+                actor="me",
+                reason="",
+            )
+
+    with world.database.read() as session:
+        found = [held_at(session, "m", at) for at in (1_899.0, 1_900.0, 2_000.0)]
+
+    anchors = [[one for one in held if one.alias == "anchor"] for held in found]
+    assert anchors == [[], [Held("anchor", "second", 8)], [Held("anchor", "second", 8)]]
 
 
 def test_the_canary_alias_points_at_a_candidate_while_it_is_tried(world: World) -> None:
