@@ -285,6 +285,8 @@ class TrainingJob:
     quiet: int = 0
     """Groups that the run left out because their scores differ by no more than noise: they make the
     steps smaller (`learner.grpo.optimizer`)."""
+    least_spread: Mapping[str, float] = field(default_factory=dict)
+    """Group id -> least spread of its rewards, score units, by the noise of its judge."""
     samplers: Mapping[str, Parent] = field(default_factory=dict)
     """Registered adapters, other than the parent and the base, that sampled some of the groups."""
     report: Callable[[str], None] = lambda place: None

@@ -35,6 +35,7 @@ class _Work:
     groups: tuple[TrainingGroup, ...]
     settings: Learner
     quiet: int
+    least_spread: Mapping[str, float]
     samplers: Mapping[str, Parent]
 
 
@@ -55,6 +56,7 @@ class RankedTrainer:
             groups=job.groups,
             settings=job.settings,
             quiet=job.quiet,
+            least_spread=job.least_spread,
             samplers=job.samplers,
         )
         with self._connect() as exchange:
@@ -86,6 +88,7 @@ def work(connect: Callable[[], AbstractContextManager[Exchange]], place: Place) 
             folder=Path(folder),
             check_stop=lambda: None,
             quiet=found.quiet,
+            least_spread=found.least_spread,
             samplers=found.samplers,
         )
         _train(job, exchange, place)

@@ -18,8 +18,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
-from learner.grpo.advantages import MIN_TRAINABLE, assign
+from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
 from learner.grpo.drift import excess, measure
 from learner.grpo.touched import untouched
 from learner.records import CheckedAnswers, Fault, TrainableRow, TrainingGroup
@@ -31,6 +32,9 @@ ALL_TOUCHED = "all_tokens_masked"
 NOT_BETTER = "not_positive"
 UNKNOWN = "logprobs_unknown"
 TOO_FEW = "too_few_trainable"
+NO_SPREAD, WITHIN_NOISE = "no_spread", "within_noise"
+QUIET = (NO_SPREAD, WITHIN_NOISE)
+"""Reasons of groups whose rewards differ too little, as `learner.runs.selection` has them."""
 COUNTED = (ALL_TOUCHED, NOT_BETTER)
 """Reasons of answers that were drawn as the others were: their rewards count in the baseline."""
 
@@ -67,13 +71,16 @@ def judge_answers(
     settings: Learner,
     *,
     sampler: bool = True,
+    least_spread: float = 0.0,
 ) -> Judged | Fault:
     """Decide about every trainable answer, and about the group.
 
+    least_spread: score units; of the group's rewards, by the noise of its judge.
     recomputed: index of a trainable answer -> its log-probabilities, nats, at its temperature; or
         why they cannot be computed.
     sampler: False: the adapter that sampled the group is not at hand, and these are the parent's.
-    Returns: a fault when too few answers are left, or the group drifts as a whole.
+    Returns: a fault when too few answers are left, the group drifts as a whole, or the rewards of
+        what is left differ too little.
     """
     verdicts = {
         place: _look_at(row, recomputed[place], group.masked_by, settings, sampler=sampler)
@@ -89,6 +96,9 @@ def judge_answers(
     why = excess(measure(differences), settings.max_drift) if differences else None
     if why is not None:
         return Fault(DRIFT, why)
+    flat = _flat(group, rows, settings.min_spread, least_spread)
+    if flat is not None:
+        return flat
     kept = [row for row in rows if row.trainable]
     answers = CheckedAnswers(
         left_out={place: one.reason for place, one in out.items()},
@@ -206,6 +216,22 @@ def _with_advantages(
             )
         )
     return tuple(rows), settled
+
+
+def _flat(
+    before: TrainingGroup, rows: Sequence[TrainableRow], min_spread: float, least: float
+) -> Fault | None:
+    """Return the fault of a group whose spread was that of answers which do not count any more."""
+    counted = [row.counted for row in rows]
+    if counted == [row.counted for row in before.rows]:
+        return None  # the gate saw these rewards
+    found = spread(list(compress(before.scores, counted)))
+    text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
+    if found == 0.0 or found < min_spread:
+        return Fault(NO_SPREAD, f"{text}, least {min_spread:.4f} (learner.min_spread)")
+    if found < least:
+        return Fault(WITHIN_NOISE, f"{text}, least {least:.4f}, by the judge's noise")
+    return None
 
 
 def _too_few(out: Mapping[int, _Verdict], answers: int) -> Fault:

@@ -32,6 +32,7 @@ from learner.grpo.answers import (
     DRIFT,
     NOT_BETTER,
     OUT_OF_VOCABULARY,
+    QUIET,
     TOO_FEW,
     UNKNOWN,
     Judged,
@@ -49,7 +50,7 @@ OUT_OF_MEMORY = "out_of_memory"
 UNCHECKED = "drift_unchecked"
 NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
-SAYS_NOTHING = (UNCHECKED, OUT_OF_MEMORY, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW)
+SAYS_NOTHING = (UNCHECKED, OUT_OF_MEMORY, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW, *QUIET)
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
 """Reasons for which the trainer leaves a group out."""
@@ -216,7 +217,8 @@ def _check(
     found = attempt(group.group_id, job, lambda: _recompute(policy, group, job))
     if isinstance(found, Fault):
         return found
-    judged = judge_answers(group, found, job.settings, sampler=sampler)
+    least = job.least_spread.get(group.group_id, 0.0)
+    judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
     if isinstance(judged, Judged):
         for place, reason in judged.answers.left_out.items():
             log.warning(

@@ -22,6 +22,7 @@ import torch
 from opentelemetry import trace
 
 from learner.errors import NonFiniteError, OptimizerStateError
+from learner.grpo.answers import QUIET
 from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl
 from learner.grpo.checks import (
     NON_FINITE,
@@ -197,7 +198,7 @@ def run_steps(
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
         "warmup_nats": list(kept.warmed or ()),
-        "quiet_groups": job.quiet,
+        "quiet_groups": _quiet(job, kept),
         "packs": policy.shape.packs,
     }
     outcome = TrainingOutcome(
@@ -277,7 +278,7 @@ def _steps(
             started = time.monotonic()
             away = measure_base_kl(policy, dealt, job, turn=number)
             sums = accumulate(policy, dealt, job, aim, optimizer, kl_weight(away, job.settings))
-            optimizer.add_quiet(job.quiet * len(dealt) / len(groups))
+            optimizer.add_quiet(_quiet(job, kept) * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
             except NonFiniteError as error:
@@ -366,6 +367,11 @@ def kl_weight(away: BaseKl | None, settings: Learner) -> float:
     """Return the weight of the divergence from the base in a step's loss: 0 within the budget."""
     over = away is not None and away.nats > settings.kl_budget
     return settings.kl_coef if over else 0.0
+
+
+def _quiet(job: TrainingJob, kept: Snapshot) -> int:
+    """Number of groups that the run or its check left out for their spread."""
+    return job.quiet + sum(fault.reason in QUIET for fault in kept.faults.values())
 
 
 def _signal(packs: Sequence[Pack]) -> float:

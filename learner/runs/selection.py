@@ -57,6 +57,11 @@ class Selection:
         """Number of groups that were dropped for their spread."""
         return sum(reason in SPREAD for reason in self.dropped.values())
 
+    @property
+    def least_spread(self) -> Mapping[str, float]:
+        """Group id -> the least spread of its rewards, for the groups to train on."""
+        return {group.group_id: self.gates[group.group_id].least for group in self.groups}
+
 
 def select_groups(
     scored_groups: Sequence[ScoredGroup],

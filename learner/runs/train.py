@@ -202,6 +202,7 @@ class Run:
                 folder=work.empty_adapter(),
                 check_stop=lambda: self._check_stop(heartbeat),
                 quiet=material.selection.quiet,
+                least_spread=material.selection.least_spread,
                 samplers=material.samplers,
                 report=lambda place: report_place(self._database, self.run_id, place),
                 watch=observe(self._settings, self._database, self.run_id, self._clock, self._show),

@@ -213,15 +213,52 @@ def test_a_gone_sampler_leaves_the_better_answers_anchored_at_the_parent(answers
 
 
 def test_a_foreign_token_id_masks_its_answer_alone(answers: Any) -> None:
-    group = answers(PI, PI, PI)
+    group = answers(PI, PI, PI, PI)
 
     foreign = Fault("token_out_of_vocabulary", "token id 48 is outside")
-    found = judge_answers(group, {0: PI, 1: foreign, 2: PI}, settings())
+    found = judge_answers(group, {**values(group), 0: foreign}, settings())
 
     assert isinstance(found, Judged)
-    assert found.answers.left_out == {1: "token_out_of_vocabulary"}
-    assert [row.advantage for row in found.group.rows] == [0.0, 0.0, 0.0], "1 and 1 are left"
-    assert not found.group.rows[1].counted
+    assert found.answers.left_out == {0: "token_out_of_vocabulary"}
+    found_advantages = [row.advantage for row in found.group.rows]
+    assert found_advantages == pytest.approx([0.0, -1 / 6, 1 / 3, -1 / 6])
+    assert not found.group.rows[0].counted
+
+
+FLAT = (0.95, 0.51, 0.5, 0.5, 0.5, 0.505, 0.5, 0.5)
+"""Without the first their deviation is 0.0036."""
+
+
+@pytest.mark.parametrize(
+    ("scores", "least", "reason"),
+    [
+        (FLAT, 0.0, "no_spread"),
+        ((0.95, *[0.5] * 7), 0.0, "no_spread"),
+        # Six of 0.5 and one of 0.57: 0.07 sqrt(6) / 7 = 0.0245.
+        ((0.95, 0.57, *[0.5] * 6), 0.025, "within_noise"),
+        ((0.95, 0.57, *[0.5] * 6), 0.024, None),
+    ],
+)
+def test_the_spread_is_that_of_the_answers_that_are_left(
+    answers: Any, scores: tuple[float, ...], least: float, reason: str | None
+) -> None:
+    group = replace(answers(SHIFTED, *[PI] * 7), scores=scores)
+
+    found = judge_answers(group, values(group), settings(min_spread=0.02), least_spread=least)
+
+    assert (found.reason if isinstance(found, Fault) else None) == reason
+    if reason == "no_spread" and scores is FLAT:
+        assert isinstance(found, Fault)
+        assert found.text == (
+            "the rewards of the 7 answers that count spread by 0.0036, least 0.0200 "
+            "(learner.min_spread)"
+        )
+
+
+def test_the_gate_does_not_look_again_where_no_answer_left_the_baseline(answers: Any) -> None:
+    group = replace(answers(*[PI] * 8), scores=FLAT)
+
+    assert isinstance(judge_answers(group, values(group), settings(), least_spread=0.4), Judged)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -404,6 +404,22 @@ def test_a_run_that_is_asked_to_stop_ends_between_packs(
         run_steps(policy, job_of(groups, learner_settings, check_stop=check_stop))
 
 
+def test_a_group_whose_spread_was_that_of_a_drifting_answer_counts_as_quiet(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
+) -> None:
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=name) for name in ("a", "b")]
+    good, bad = groups[0].rows
+    far = replace(good, logprobs=tuple(value + 5.0 for value in good.logprobs))
+    rows = (far, bad, bad, bad, good)
+    flat = replace(groups[0], group_id="flat", rows=rows, scores=(0.95, 0.5, 0.5, 0.5, 0.51))
+    settings = learner_settings.model_copy(update={"min_spread": 0.02, "max_drift": 1.0})
+
+    outcome, _ = run_steps(policy, replace(job_of([*groups, flat], settings), quiet=2))
+
+    assert {name: one.reason for name, one in outcome.faults.items()} == {"flat": "no_spread"}
+    assert outcome.algorithm["quiet_groups"] == 3
+
+
 def test_groups_left_out_for_their_spread_make_the_steps_smaller(
     tiny_base: Path, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
