@@ -88,10 +88,12 @@ class GrpoTrainer:
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         state = parents_state(policy, job.parent)
         _require_same(policy, job, state)
+        longest, gathered = _longest(policy, job)
         saving = prepare(
             policy,
             job.settings.checkpointing,
-            longest=_longest(policy, job),
+            longest=longest,
+            gathered=gathered,
             share=job.settings.memory_fraction,
         )
         job.check_stop()
@@ -113,10 +115,12 @@ def _require_same(policy: Policy, job: TrainingJob, state: OptimizerState | None
     job.ranks.require_same(tensors)
 
 
-def _longest(policy: Policy, job: TrainingJob) -> int:
-    """Return the length of the longest pack, in tokens."""
-    packs = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
-    return max((len(pack.input_ids) for of_group in packs for pack in of_group), default=0)
+def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
+    """Return the most tokens of a pack, and the most keys on the paths of its segments."""
+    groups = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
+    packs = [pack for of_group in groups for pack in of_group]
+    paths = (sum(one.position + one.length for one in pack.segments) for pack in packs)
+    return max((len(pack.input_ids) for pack in packs), default=0), max(paths, default=0)
 
 
 def parents_state(policy: Policy, parent: Parent) -> OptimizerState | None:

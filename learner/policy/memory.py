@@ -73,13 +73,21 @@ def within_share(device: torch.device, free: int | None, share: float) -> int | 
     return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
 
 
-def prepare(policy: Policy, setting: Checkpointing, *, longest: int, share: float = 1.0) -> bool:
+def prepare(
+    policy: Policy,
+    setting: Checkpointing,
+    *,
+    longest: int,
+    gathered: int = 0,
+    share: float = 1.0,
+) -> bool:
     """Switch checkpointing on if the setting says so, or if the longest pack needs it.
 
-    longest: tokens. share: of the card, that this process may take. Returns: whether it is on.
+    longest: tokens. gathered: most keys that the form `varlen` copies for a pack. share: of the
+    card, that this process may take. Returns: whether it is on.
     """
     free = within_share(policy.device, free_bytes(policy.device), share)
-    plain, saving = estimate(policy, longest)
+    plain, saving = estimate(policy, longest, gathered)
     tight = plain is not None and free is not None and plain > SHARE * free
     on = setting == "on" or (setting == "auto" and tight)
     needed = saving if on else plain
@@ -93,7 +101,7 @@ def prepare(policy: Policy, setting: Checkpointing, *, longest: int, share: floa
     return on
 
 
-def estimate(policy: Policy, longest: int) -> tuple[int | None, int | None]:
+def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | None, int | None]:
     """Return the bytes that the longest pack needs, without and with checkpointing, the optimiser's
     included; None where the config does not say enough."""
     base = policy.model.get_base_model()
@@ -107,8 +115,11 @@ def estimate(policy: Policy, longest: int) -> tuple[int | None, int | None]:
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     moments = trainable * MOMENTS * 4
     cuda = policy.device.type == "cuda"
-    plain = pack_bytes(model, longest, number_bytes=number, checkpointing=False)
-    saving = pack_bytes(model, longest, number_bytes=number, checkpointing=True)
+    copied = gathered if policy.form == "varlen" else 0
+    plain, saving = (
+        pack_bytes(model, longest, number_bytes=number, checkpointing=twice, gathered=copied)
+        for twice in (False, True)
+    )
     return (
         with_allocator(plain, cuda=cuda, checkpointing=False) + moments,
         with_allocator(saving, cuda=cuda, checkpointing=True) + moments,

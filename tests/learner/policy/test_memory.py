@@ -186,6 +186,18 @@ def test_a_pack_has_masks_in_the_dense_form_alone(policy: Policy) -> None:
     assert estimate(dense, 1_000)[1] - estimate(policy, 1_000)[1] == 1_000 * 1_000 * 4  # type: ignore[operator]
 
 
+def test_the_keys_that_attention_copies_count_in_the_form_that_copies_them(policy: Policy) -> None:
+    copying = replace(policy, form="varlen")
+    model = sizes(policy.model.get_base_model().config)
+
+    before, after = estimate(copying, 1_000), estimate(copying, 1_000, 5_000_000)
+
+    assert before == estimate(policy, 1_000, 5_000_000)
+    assert before[1] is not None
+    # A key and its value, of one layer, in fp32.
+    assert after[1] == before[1] + 2 * model.keys * 5_000_000 * 4
+
+
 @pytest.mark.parametrize(
     ("setting", "free", "on"),
     [
