@@ -204,6 +204,8 @@ def _judge_named(model: str, params: Mapping[str, Any]) -> Judge:
 def _check_options(rubric: object, passes: object, seed: object) -> None:
     if not isinstance(rubric, str) or not rubric.strip():
         raise TrajectoriesError("rubric is no text; say in plain English what is better")
+    if any("\ud800" <= character <= "\udfff" for character in rubric):
+        raise TrajectoriesError("rubric holds half of a surrogate pair, which no request can carry")
     if not isinstance(passes, int) or not 1 <= passes <= 8:
         raise TrajectoriesError(f"passes is {passes}; give 1 to 8: each is a call that is paid for")
     if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**SEED_BITS):

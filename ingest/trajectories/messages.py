@@ -57,6 +57,6 @@ def _message(given: Message, name: str) -> Mapping[str, Any]:
 
 def _check_json(found: Mapping[str, Any], name: str) -> None:
     try:
-        json.dumps(found)
+        json.dumps(found, sort_keys=True)  # sorted, as they are compared: names must be of one type
     except (TypeError, ValueError, RecursionError) as error:
         raise TrajectoriesError(f"{name} cannot be written as JSON: {error}") from None

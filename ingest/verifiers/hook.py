@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
+from ingest.errors import JudgeReplyError
+from ingest.judge_prompt.shown import unique_names
 from ingest.privacy.judge_view import JudgeView, NotRedactedError, View
 from ingest.records import Answer
 from ingest.verifiers.frames import MAX_TASK_BYTES
@@ -116,7 +118,9 @@ class HttpChecker:
                 if len(said) > MAX_REPLY_BYTES:
                     return Failure(reason="bad_finding", why=f"over {MAX_REPLY_BYTES} bytes")
         try:
-            found = _object(bytes(said))
+            found = _object(bytes(said), names=unique_names)
+        except JudgeReplyError as error:  # a score that is given twice, for one
+            return Failure(reason="bad_finding", why=str(error))
         except (ValueError, RecursionError):
             return Failure(reason="bad_finding", why="the reply is no JSON object")
         if "score" not in found:
@@ -124,8 +128,10 @@ class HttpChecker:
         return read_result(found["score"], found.get("why", ""))
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    value = json.loads(body)
+def _object(
+    body: bytes, names: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict
+) -> dict[str, Any]:
+    value = json.loads(body, object_pairs_hook=names)
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

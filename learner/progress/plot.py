@@ -29,8 +29,8 @@ def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure  # without pyplot: no backend is chosen
 
     figure = Figure(figsize=(10, 7), dpi=110, layout="constrained")
-    figure.suptitle(title, fontsize=9)
-    places = [one.get("step", place) for place, one in enumerate(steps, 1)]
+    figure.suptitle(title, fontsize=9, parse_math=False)  # an id may hold `$`
+    places = [_value(one.get("step", place)) for place, one in enumerate(steps, 1)]
     for axis, (words, keys) in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
         for key, color in zip(keys, COLORS, strict=False):
             values = [_value(one.get(key)) for one in steps]
@@ -42,4 +42,10 @@ def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
 
 
 def _value(found: object) -> float:
-    return float(found) if isinstance(found, int | float) else float("nan")
+    """Return a figure; NaN, which is not drawn, for what is none or too large for a float."""
+    if not isinstance(found, int | float):
+        return float("nan")
+    try:
+        return float(found)
+    except OverflowError:
+        return float("nan")

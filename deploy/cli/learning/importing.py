@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ACTOR = "sidecar adapters import"
 PREFIX = ".import-"
 """Prefix of the folder that an import writes into, beside the published ones."""
+ABANDONED_AFTER_S = 3600.0
+"""Age of the newest file of such a folder at which its import is dead: a copy that goes on writes
+to a file all the time, and what follows it takes minutes."""
 
 
 def adapters_import(
@@ -58,7 +61,7 @@ def adapters_import(
 def import_adapter(
     settings: Settings, database: Database, folder: Path, *, reason: str, now: float
 ) -> Candidate:
-    """Copy, validate and register a PEFT folder.
+    """Copy, validate and register a PEFT folder. Folders of imports that were killed are removed.
 
     reason: for the audit, and the lineage. now: Unix seconds.
     Raises: InvalidAdapterError, when it cannot be served or is a version already; OSError;
@@ -81,6 +84,7 @@ def import_adapter(
     )
     adapters_dir = settings.learner.adapters_dir.resolve()
     adapters_dir.mkdir(parents=True, exist_ok=True)
+    _sweep(adapters_dir, now=now)
     work = adapters_dir / f"{PREFIX}{uuid.uuid4().hex}"
     work.mkdir()
     try:
@@ -113,6 +117,20 @@ def import_adapter(
     finally:
         for one in (work, replaced(work)):
             remove_folder(one)
+
+
+def _sweep(adapters_dir: Path, *, now: float) -> None:
+    """Remove what imports left that were killed. Raises: OSError."""
+    from learner.resume.work_folder import remove_folder
+
+    for folder in adapters_dir.glob(f"{PREFIX}*"):
+        try:
+            newest = max(one.lstat().st_mtime for one in (folder, *folder.iterdir()))
+        except FileNotFoundError:
+            continue  # another import ended, or sweeps too
+        if now - newest > ABANDONED_AFTER_S:
+            note(f"removes {folder}: an import was killed there")
+            remove_folder(folder)
 
 
 def _copy(folder: Path, work: Path) -> None:

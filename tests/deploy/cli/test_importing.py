@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,24 @@ def test_the_same_weights_are_not_imported_twice(
         import_adapter(settings, world.database, folder, reason="r", now=6.0)
 
     assert len(world.rows(AdapterRow)) == 1
+
+
+@pytest.mark.parametrize(("age_s", "left"), [(3590, True), (3610, False)])
+def test_what_a_killed_import_left_is_removed_by_the_next_one_and_a_live_one_is_not(
+    world: World, settings: Settings, folder: Path, age_s: int, left: bool
+) -> None:
+    """Alive is what wrote to a file within the hour, however old its folder is."""
+    other = settings.learner.adapters_dir / ".import-0a"
+    other.mkdir(parents=True)
+    (other / WEIGHTS).write_bytes(b"half")
+    os.utime(other / WEIGHTS, (10_000 - age_s, 10_000 - age_s))
+    os.utime(other, (0, 0))
+    other.chmod(0o555)
+
+    made = import_adapter(settings, world.database, folder, reason="r", now=10_000.0)
+
+    kept = {one.name for one in settings.learner.adapters_dir.iterdir()}
+    assert kept == ({made.digest, ".import-0a"} if left else {made.digest})
 
 
 def test_a_link_to_weights_is_refused(world: World, settings: Settings, folder: Path) -> None:

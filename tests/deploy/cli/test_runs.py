@@ -9,7 +9,7 @@ import typer
 
 from deploy.cli.learning import runs
 from deploy.cli.learning.runs import progress_words, runs_plot, step_lines
-from learner.progress.plot import PANELS
+from learner.progress.plot import PANELS, draw
 
 FIGURES = {
     "step": 1,
@@ -66,3 +66,12 @@ def test_a_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
     assert len(PANELS) == 9, "as many as the figure has axes"
+
+
+@pytest.mark.parametrize("figure", ["loss", "step"])
+def test_ids_with_dollars_and_figures_of_any_size_are_drawn(tmp_path: Path, figure: str) -> None:
+    steps = [FIGURES, {**FIGURES, "step": 2, figure: 10**400}]
+
+    draw(steps, tmp_path / "x", title=r"run $a_{$ \frac$")
+
+    assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")

@@ -151,6 +151,10 @@ async def test_a_size_outside_4_to_8_is_warned_of_once(size: int, warned: bool) 
     assert all(f"{size} trajectories" in one and "4 to 8 are best" in one for one in told)
 
 
+MIXED_CALL = {"function": {"name": "f", "arguments": {"a": 1, 1: 2}}}
+"""JSON could hold it, but names of two types have no order."""
+
+
 @pytest.mark.parametrize(
     ("lists", "words"),
     [
@@ -158,6 +162,18 @@ async def test_a_size_outside_4_to_8_is_warned_of_once(size: int, warned: bool) 
         ([*said("a", "b", "c"), []], "trajectory 3 has no messages"),
         ([*said("a", "b"), [{"content": "x"}], *said("c")], "trajectory 2, message 0 is no chat"),
         ([*said("a", "b", "c"), [*ASK, 7]], "trajectory 3, message 2 is no chat message"),
+        (
+            [
+                *said("a"),
+                [*ASK, {"role": "assistant", "content": [{1: 2, "b": 3}]}],
+                *said("b", "c"),
+            ],
+            "trajectory 1, message 2 cannot be written as JSON",
+        ),
+        (
+            [*said("a"), [{"role": "assistant", "tool_calls": [MIXED_CALL]}], *said("b", "c")],
+            "trajectory 1, message 0 cannot be written as JSON",
+        ),
         ([*said("a", "b", "c"), [{"role": "assistant", "tool_calls": [1]}]], "tool_calls"),
         ([*said("a", "b", "c"), [{"role": "user", "content": {1, 2}}]], "written as JSON"),
     ],
@@ -215,6 +231,7 @@ async def test_bad_options_are_refused_before_the_judge_is_asked() -> None:
     judge, lists = RankingJudge(WORTH), said("fair", "bad", "best", "good")
     for options, words in (
         ({"passes": 0}, "passes is 0"),
+        ({"rubric": "polite \ud800"}, "half of a surrogate pair"),
         ({"passes": 9}, "passes is 9"),
         ({"extra_litellm_params": {"temperature": 0}}, "by its LiteLLM name"),
     ):

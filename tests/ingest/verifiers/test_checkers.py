@@ -406,6 +406,7 @@ def respond(status: int, body: str, headers: str = "") -> str:
         (200, "b'[1]'", "bad_finding"),
         (200, "b'<html>'", "bad_finding"),
         (200, "b'{}'", "bad_finding"),
+        (200, 'b\'{"score": 1, "score": 0}\'', "bad_finding"),
         (200, "b'[' * 60_000", "bad_finding"),
         (503, "b'away'", "refused"),
         (302, "b''", "refused"),
