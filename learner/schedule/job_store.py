@@ -32,6 +32,8 @@ AGAIN_S = 5.0
 """Seconds until a store that is away is asked again."""
 SLACK = timedelta(seconds=1)
 """A row may name a time that is later than the trigger's by this: both are rounded."""
+CRON_STEP = timedelta(seconds=1)
+"""Less than the time between two turns of a cron expression, which are a minute apart."""
 TURN = "turn"
 """What a job does, as a row names it."""
 
@@ -112,7 +114,7 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
                 return None
             try:
                 return self._job(row)
-            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, OSError) as error:
                 log.warning("schedule_row_replaced", job=job_id, why=str(error))
                 connection.execute(self.jobs_t.delete().where(self.jobs_t.c.id == job_id))
                 return None
@@ -125,8 +127,10 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
         if not isinstance(at, int | float) or not math.isfinite(at):
             raise ValueError(f"its next time is {at!r}")
         now = datetime.now(UTC)
+        # OSError, OverflowError or ValueError for a time outside the years 1 to 9999.
+        stored = datetime.fromtimestamp(at, UTC)
         latest = self._trigger.get_next_fire_time(None, now)
-        if latest is not None and datetime.fromtimestamp(at, UTC) > latest + SLACK:
+        if latest is not None and stored > latest + SLACK:
             raise ValueError(f"its next time, {at:.0f}, is later than the schedule's")
         job = Job(
             self._scheduler,
@@ -139,7 +143,7 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
             misfire_grace_time=None,
             coalesce=True,
             max_instances=1,
-            next_run_time=_latest_missed(self._trigger, datetime.fromtimestamp(at, UTC), now),
+            next_run_time=latest_missed(self._trigger, stored, now),
         )
         job._jobstore_alias = self._alias
         return job
@@ -168,13 +172,32 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
         log.warning("schedule_not_stored", why=type(error).__name__, again_in_s=AGAIN_S)
 
 
-def _latest_missed(trigger: BaseTrigger, at: datetime, now: datetime) -> datetime:
+def latest_missed(trigger: BaseTrigger, at: datetime, now: datetime) -> datetime:
     """Return the last of the times from `at` to `now`; `at` when it is still to come.
 
     Times that were missed count as one. APScheduler would make a list of them all, which for an
     interval of a second and a month away are millions.
     """
-    interval = getattr(trigger, "interval", None)
-    if at >= now or not isinstance(interval, timedelta):
+    if at >= now:
         return at
-    return at + (now - at) // interval * interval
+    interval = getattr(trigger, "interval", None)
+    if isinstance(interval, timedelta):
+        return at + (now - at) // interval * interval
+    return _last_between(trigger, at, now)
+
+
+def _last_between(trigger: BaseTrigger, at: datetime, now: datetime) -> datetime:
+    """Return the last time of a cron trigger from `at` to `now`; `at` when there is none.
+
+    The first time after a moment only grows with the moment, so halving finds it: 36 questions for
+    a thousand years.
+    """
+    found, low, high = at, at, now
+    while high - low >= CRON_STEP:
+        middle = low + (high - low) / 2
+        first = trigger.get_next_fire_time(None, middle)
+        if first is not None and first <= now:
+            found, low = first, middle
+        else:
+            high = middle
+    return found

@@ -122,6 +122,7 @@ class Schedule:
         self._run_id = ""
         self._failures = 0
         self._hold_until = 0.0
+        self._wait_s = 0.0
         self._held = False
         self._no_room = ""
         self._logged: Decision | None = None
@@ -212,12 +213,14 @@ class Schedule:
         done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM)
         self._failures = 0 if done else self._failures + 1
         self._held = code == HELD
-        wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self._failures)
-        self._hold_until = self._clock() + wait_s
-        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=wait_s)
+        self._wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self._failures)
+        self._hold_until = self._clock() + self._wait_s
+        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=self._wait_s)
 
     def _situation(self, session: Session) -> Situation:
-        model, settings = self._settings.serving.model, self._settings.learner
+        model, settings, now = self._settings.serving.model, self._settings.learner, self._clock()
+        # A clock that is set back must not lengthen the hold by its jump.
+        self._hold_until = min(self._hold_until, now + self._wait_s)
         groups = count_fresh(
             session,
             model=model,
@@ -225,7 +228,7 @@ class Schedule:
             max_age=settings.max_age_versions,
         )
         if settings.idle_below:
-            self._users.see(self._clock(), _requests(session))
+            self._users.see(now, _requests(session))
         return Situation(
             running=self._child is not None,
             paused=get_flag(session, PAUSED_FLAG) == "1",
@@ -234,13 +237,13 @@ class Schedule:
             canary=_undecided(session, model),
             groups=groups,
             min_groups=settings.min_groups,
-            now=self._clock(),
+            now=now,
             hold_until=self._hold_until,
             held=self._held,
             no_room=self._no_room,
             idle_below=settings.idle_below,
             users_per_minute=self._users.per_minute,
-            unfinished=unfinished(session, model, self._clock()),
+            unfinished=unfinished(session, model, now),
         )
 
 

@@ -301,6 +301,22 @@ def test_a_version_that_waits_for_its_canary_is_waited_for(
 
 
 @pytest.mark.usefixtures("two_groups")
+def test_a_clock_that_is_set_back_lengthens_no_hold(world: MakeWorld, clock: Clock) -> None:
+    here = world()
+    assert here.poll() == "start"
+    here.children[-1].code = 1
+    assert here.poll() == "held_back"
+
+    clock.now -= 86_400.0
+
+    assert here.poll() == "held_back"
+    clock.now += 29.9
+    assert here.poll() == "held_back"
+    clock.now += 0.1
+    assert here.poll() == "start"
+
+
+@pytest.mark.usefixtures("two_groups")
 def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: MakeWorld, clock: Clock) -> None:
     here = world()
     here.poll()

@@ -15,6 +15,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from sqlalchemy import delete, update
 from structlog.testing import capture_logs
 
+from learner.schedule.cron import read_cron
+from learner.schedule.job_store import latest_missed
 from learner.schedule.turns import keep_turns
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
@@ -126,6 +128,49 @@ def test_a_month_of_missed_seconds_is_one_turn(process: Start, database: Databas
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("days", [30, 20_000])
+def test_years_of_missed_minutes_of_a_cron_are_one_turn(
+    process: Start, database: Database, days: int
+) -> None:
+    """20,000 days are 28.8 million minutes."""
+    process(schedule="cron", cron="* * * * *").clock.shutdown()
+    put(database, next_run_time=time.time() - days * 24 * HOUR)
+
+    again = process(schedule="cron", cron="* * * * *")
+
+    assert again.turned.acquire(timeout=10)
+    at = stored(database)
+    assert at is not None
+    assert 0 < at <= 60
+
+
+@pytest.mark.parametrize(
+    ("cron", "last"),
+    [
+        ("* * * * *", datetime(2026, 3, 4, 10, 30, tzinfo=UTC)),
+        ("0 3 * * *", datetime(2026, 3, 4, 3, tzinfo=UTC)),
+        ("*/5 * 1 1 *", datetime(2026, 1, 1, 23, 55, tzinfo=UTC)),
+        ("0 0 29 2 *", datetime(2024, 2, 29, tzinfo=UTC)),
+        ("0 11 4 3 *", datetime(2025, 3, 4, 11, tzinfo=UTC)),
+    ],
+)
+def test_of_the_missed_times_of_a_cron_the_last_is_kept(cron: str, last: datetime) -> None:
+    now = datetime(2026, 3, 4, 10, 30, 20, tzinfo=UTC)
+    of_1970 = datetime(1970, 1, 1, tzinfo=UTC)
+    trigger = read_cron(cron)
+
+    assert latest_missed(trigger, of_1970, now) == last
+    assert latest_missed(trigger, last, now) == last
+
+
+def test_a_missed_time_that_no_other_followed_stays() -> None:
+    at = datetime(2026, 3, 4, 3, tzinfo=UTC)
+    now = datetime(2026, 3, 4, 10, 30, tzinfo=UTC)
+
+    assert latest_missed(read_cron("0 3 * * *"), at, now) == at
+    assert latest_missed(read_cron("0 3 * * *"), now, at) == now
+
+
 def test_an_interval_turns_again_and_again(process: Start) -> None:
     here = process(schedule="interval", interval_s=1.0)
 
@@ -172,6 +217,9 @@ DAMAGED: list[dict[str, Any]] = [
     {"next_run_time": 1e300},
     {"next_run_time": 4e9},
     {"next_run_time": float("inf")},
+    {"next_run_time": 1e17},
+    {"next_run_time": -1e17},
+    {"next_run_time": -9e10},
 ]
 
 
