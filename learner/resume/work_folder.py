@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class WorkFolder:
 
     def _keep(self, fill: Callable[[Path], None]) -> None:
         before = list(self._checkpoints())
-        number = max(map(_number, before), default=0) + 1
+        number = max(map(_number, self._numbered()), default=0) + 1
         remove_folder(self._unfinished)
         self._unfinished.mkdir()
         fill(self._unfinished)
@@ -134,6 +135,10 @@ class WorkFolder:
             remove_folder(one)
 
     def _checkpoints(self) -> Iterator[Path]:
+        yield from (one for one in self._numbered() if _is_folder(one))
+
+    def _numbered(self) -> Iterator[Path]:
+        """Yield what has a checkpoint's name, also where it is a file or a link."""
         if self.path.is_dir():
             yield from (one for one in self.path.iterdir() if one.name.isdecimal())
 
@@ -143,16 +148,34 @@ def _number(checkpoint: Path) -> int:
 
 
 def work_folders(adapters_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (run id, folder) for every work folder there."""
+    """Yield (run id, folder) for every work folder there; a file or a link is none (logged)."""
     for folder in adapters_dir.glob(f"{PREFIX}*"):
-        yield folder.name.removeprefix(PREFIX), folder
+        if _is_folder(folder):
+            yield folder.name.removeprefix(PREFIX), folder
+        else:
+            log.warning(
+                "no_work_folder", path=str(folder), why="it is a file or a link; left alone"
+            )
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, read-only or not, if it is there. Raises: OSError."""
-    if folder.exists():
+    """Delete a folder, read-only or not, if it is there. Raises: OSError.
+
+    Of a link or a file in its place only the name is deleted: a link is not followed.
+    """
+    if _is_folder(folder):
         folder.chmod(0o755)
         shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    """Return True for a folder itself, not for a link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def sync(path: Path) -> None:

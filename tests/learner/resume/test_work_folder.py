@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from learner.errors import RunStoppedError
-from learner.resume.work_folder import CLAIMED, STATE, WorkFolder
+from learner.resume.work_folder import CLAIMED, STATE, WorkFolder, remove_folder, work_folders
 
 
 @pytest.fixture
@@ -100,3 +101,57 @@ def test_what_processes_left_unfinished_is_removed(work: WorkFolder) -> None:
 
     assert list(work.empty_adapter().iterdir()) == []
     assert names(work) == ["adapter-01234567"]
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder elsewhere that is nobody's to change."""
+    found = tmp_path / "foreign"
+    found.mkdir()
+    (found / "kept").write_text("x")
+    found.chmod(0o700)
+    return found
+
+
+def test_a_file_or_a_link_is_no_work_folder(work: WorkFolder, foreign: Path) -> None:
+    adapters_dir = work.path.parent
+    (adapters_dir / ".run-notes.txt").write_text("x")
+    (adapters_dir / ".run-link").symlink_to(foreign)
+    (adapters_dir / ".run-dangling").symlink_to("nowhere")
+
+    with capture_logs() as logs:
+        found = list(work_folders(adapters_dir))
+
+    assert found == [("r1", work.path)]
+    assert sorted(Path(entry["path"]).name for entry in logs) == [
+        ".run-dangling",
+        ".run-link",
+        ".run-notes.txt",
+    ]
+
+
+def test_a_link_is_not_followed_when_it_is_removed(tmp_path: Path, foreign: Path) -> None:
+    for name, target in (("link", foreign), ("dangling", tmp_path / "nowhere")):
+        link = tmp_path / name
+        link.symlink_to(target)
+
+        remove_folder(link)
+
+        assert not link.is_symlink()
+    assert (foreign / "kept").read_text() == "x"
+    assert foreign.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_or_a_link_with_a_checkpoints_name_is_none(work: WorkFolder, foreign: Path) -> None:
+    work.keep(write_state('{"step": 1}'))
+    (work.path / "000002").write_text("x")
+    (work.path / "000007").symlink_to(foreign)
+    assert work.newest() == work.path / "000001"
+
+    work.keep(write_state('{"step": 2}'))
+
+    assert names(work) == ["000002", "000007", "000008"]
+    assert work.state() == {"step": 2}
+    work.discard("damaged")
+    assert names(work) == ["000002", "000007"]
+    assert (foreign / "kept").exists()
