@@ -1,6 +1,7 @@
 """A run's progress and steps in the store.
 
-A locked store costs a report of the progress. A step that could not be written is written with the
+A process that lost its run to another, or to its end, writes nothing more of it. A locked store
+costs a report of the progress. A step that could not be written is written with the
 next one. Values that are no number (NaN, infinity) are stored as null, because a JSON column of
 PostgreSQL takes no others.
 """
@@ -28,11 +29,21 @@ log = structlog.get_logger()
 class StoredRun:
     """Implements `learner.progress.watch.Keeper` over the store."""
 
-    def __init__(self, database: Database, run_id: str, *, clock: Callable[[], float]) -> None:
-        """clock: Unix seconds."""
+    def __init__(
+        self,
+        database: Database,
+        run_id: str,
+        *,
+        clock: Callable[[], float],
+        holds: Callable[[Session], bool] = lambda session: True,
+    ) -> None:
+        """clock: Unix seconds. holds: asked in the transaction of each write, whether the run is
+        still this process's."""
         self._database = database
         self._run_id = run_id
         self._clock = clock
+        self._holds = holds
+        self._lost = False
         self._unwritten: list[RunStepRow] = []
         self._missing: list[RunStepRow] = []
         """Steps that may be in the store already, and then keep the time that they have."""
@@ -77,8 +88,15 @@ class StoredRun:
             session.merge(row)
 
     def _write(self, what: str, change: Callable[[Session], object]) -> None:
+        if self._lost:
+            return
         try:
             with self._database.write(alone=False) as session:
+                if not self._holds(session):
+                    self._lost = True
+                    why = "the run has ended, or another process goes on with it"
+                    log.warning("progress_not_kept", run_id=self._run_id, what=what, error=why)
+                    return
                 change(session)
         except StoreError as error:
             log.warning("progress_not_kept", run_id=self._run_id, what=what, error=str(error))

@@ -52,7 +52,7 @@ def blame_for_death(session: Session, run_id: str, reason: str) -> Mapping[str, 
     """Return the groups of a run that may have caused its sudden end, with their faults."""
     run = session.get(RunRow, run_id)
     place = run.place if run is not None else None
-    if place is None:
+    if not isinstance(place, str):  # not said, or damaged
         return _suspects(session, run_id, reason)
     if not place:  # the run was loading, stepping or saving
         return {}

@@ -104,16 +104,20 @@ def last_failed(session: Session, model: str) -> bool:
     return session.scalar(statement) == "failed"
 
 
-def report_place(database: Database, run_id: str, place: str | None) -> None:
+def report_place(
+    database: Database, run_id: str, place: str | None, *, token: str | None = None
+) -> None:
     """Record the group that a run computes now, in case the run is killed meanwhile.
 
-    place: "" for none; None: its trainer has not said yet.
+    place: "" for none; None: its trainer has not said yet. token: as `holds`.
 
-    While the store is locked the record is skipped, and the run continues.
+    While the store is locked, or when the run is no longer this process's, the record is skipped;
+    the heartbeat stops such a run.
     """
     try:
         with database.write(alone=False) as session:
-            session.execute(update(RunRow).where(RunRow.run_id == run_id).values(place=place))
+            if holds(session, run_id, token):
+                session.execute(update(RunRow).where(RunRow.run_id == run_id).values(place=place))
     except StoreError as error:
         log.warning("place_not_noted", run_id=run_id, place=place, error=str(error))
 
@@ -210,6 +214,15 @@ def taken_from(session: Session, run_id: str, token: str) -> bool:
     return row is not None and row.status == RUNNING and not _mine(row, token)
 
 
+def holds(session: Session, run_id: str, token: str | None) -> bool:
+    """Return True when a run goes on, in the process of this token, until the transaction ends.
+
+    token: None: it is not compared.
+    """
+    row = session.get(RunRow, run_id, with_for_update=True)
+    return row is not None and row.status == RUNNING and _mine(row, token)
+
+
 def end_dead(session: Session, row: RunRow, reason: str, *, now: float, times: int = 1) -> None:
     """End a dead run; its death counts against the group that it computed.
 
@@ -249,7 +262,7 @@ def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
         checkpoint=0 if newest is None else int(newest.name),
         step=step if isinstance(step, int) else 0,
         steps=steps if isinstance(steps, int) else 0,
-        place=row.place,
+        place=row.place if isinstance(row.place, str) else None,  # not a text: damaged
     )
 
 
@@ -356,10 +369,9 @@ class Heartbeat:
         while not self._done.wait(self._period_s):
             try:
                 with self._database.write(alone=False) as session:
-                    row = session.get(RunRow, self._run_id, with_for_update=True)
-                    if row is None or row.status != RUNNING or not _mine(row, self._token):
+                    if not holds(session, self._run_id, self._token):
                         self.lost.set()
                         return
-                    row.heartbeat_at = self._clock()
+                    session.get_one(RunRow, self._run_id).heartbeat_at = self._clock()
             except StoreError as error:
                 log.warning("heartbeat_missed", run_id=self._run_id, error=str(error))

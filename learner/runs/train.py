@@ -30,6 +30,7 @@ from learner.errors import (
 )
 from learner.explain import explain
 from learner.progress.keepers import observe
+from learner.progress.store import StoredRun
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import present_holder
 from learner.resume.rule import resumed_words
@@ -49,6 +50,7 @@ from learner.runs.runs import (
     end_dead,
     end_run,
     find_parent,
+    holds,
     kept_ids,
     open_run,
     report_place,
@@ -194,6 +196,7 @@ class Run:
         published = False
         try:
             material = self._material(parent, work, dead)
+            database, run_id, token = self._database, self.run_id, self._holder.token
             job = TrainingJob(
                 base_model_path=self._settings.serving.base_model_path,
                 parent=parent,
@@ -204,11 +207,21 @@ class Run:
                 quiet=material.selection.quiet,
                 least_spread=material.selection.least_spread,
                 samplers=material.samplers,
-                report=lambda place: report_place(self._database, self.run_id, place),
-                watch=observe(self._settings, self._database, self.run_id, self._clock, self._show),
+                report=lambda place: report_place(database, run_id, place, token=token),
+                watch=observe(
+                    self._settings,
+                    StoredRun(
+                        database,
+                        run_id,
+                        clock=self._clock,
+                        holds=lambda session: holds(session, run_id, token),
+                    ),
+                    run_id,
+                    self._show,
+                ),
                 checkpoints=work,
             )
-            report_place(self._database, self.run_id, None)
+            report_place(database, run_id, None, token=token)
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
             check_parent(parent)  # the trainer read the files after the first check

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import select, text
+from structlog.testing import capture_logs
 
 from learner.progress.estimate import Progress
 from learner.progress.store import StoredRun
@@ -150,6 +151,29 @@ def test_a_store_that_refuses_costs_a_report_and_the_step_comes_with_the_next(
 
     with database.read() as session:
         assert session.scalars(select(RunStepRow.step).order_by(RunStepRow.step)).all() == [1, 2]
+
+
+def test_a_run_that_is_another_process_s_by_now_keeps_its_steps_and_progress(
+    database: Database, clock: Clock
+) -> None:
+    a_run(database)
+    held = True
+    first = StoredRun(database, "r1", clock=clock, holds=lambda session: held)
+    first.keep_progress(Progress(phase="checking"))
+    first.keep_step(a_step(1, loss=0.5))
+    held = False
+
+    with capture_logs() as logs:
+        first.drop_steps()
+        first.keep_step(a_step(1, loss=0.25))
+        first.keep_progress(Progress(phase="training"))
+
+    with database.read() as session:
+        row = session.get_one(RunRow, "r1")
+        assert (row.progress or {})["phase"] == "checking"
+        (step,) = session.scalars(select(RunStepRow)).all()
+        assert step.body["loss"] == 0.5
+    assert [entry["event"] for entry in logs] == ["progress_not_kept"]  # once
 
 
 def _rename(database: Database, old: str, new: str) -> None:

@@ -12,9 +12,21 @@ from sqlalchemy import select, text
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
+from learner.resume.holder import present_holder
+from learner.resume.work_folder import CLAIMED, WorkFolder
 from learner.runs import source
+from learner.runs.blame import blame_for_death
 from learner.runs.retry import choose
-from learner.runs.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
+from learner.runs.runs import (
+    LEASE_S,
+    Heartbeat,
+    abandon,
+    end_run,
+    find_parent,
+    open_run,
+    report_place,
+    take_over,
+)
 from learner.runs.source import (
     claim,
     count_fresh,
@@ -122,6 +134,73 @@ def test_a_champion_whose_path_is_damaged_is_one_line(
 
     with database.read() as session, pytest.raises(ParentError, match=f"the path of {name} is"):
         find_parent(session, "m")
+
+
+@pytest.mark.parametrize("place", ["x'fffe'", "x''"])
+def test_a_dead_run_whose_place_is_damaged_is_taken_over(
+    database: Database, tmp_path: Path, place: str
+) -> None:
+    begin(database, "dead", now=100.0)
+    with database.write() as session:
+        session.execute(text(f"UPDATE training_run SET place = {place}"))
+    folder = WorkFolder(tmp_path, "dead")
+    folder.make()
+    folder.write(CLAIMED, {"group_ids": ["a"]})
+
+    with database.write() as session:
+        taken = take_over(
+            session,
+            model="m",
+            adapters_dir=tmp_path,
+            holder=present_holder(),
+            now=100.0 + LEASE_S,
+        )
+
+    assert taken is not None
+    with database.read() as session:
+        row = session.get_one(RunRow, "dead")
+        assert [death["place"] for death in row.deaths or []] == [None]
+        assert row.place == ""
+
+
+def test_a_damaged_place_suspects_every_group_of_its_run(
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+) -> None:
+    for name in ("a", "b"):
+        put_group(scored_group((0.0, 1.0), group_id=name))
+    begin(database, "dead", now=100.0)
+    with database.write() as session:
+        claim(session, "dead", ["a", "b"])
+        session.execute(text("UPDATE training_run SET place = x'fffe'"))
+
+    with database.read() as session:
+        assert set(blame_for_death(session, "dead", "it died")) == {"a", "b"}
+
+
+@pytest.mark.both_stores
+def test_only_the_process_that_holds_a_run_says_where_it_is(database: Database) -> None:
+    holder = present_holder()
+    with database.write() as session:
+        open_run(
+            session,
+            run_id="one",
+            model="m",
+            parent="base",
+            settings={},
+            now=1.0,
+            holder=holder,
+        )
+
+    report_place(database, "one", "a", token=holder.token)
+    report_place(database, "one", "b", token="another")
+    with database.read() as session:
+        assert session.get_one(RunRow, "one").place == "a"
+
+    with database.write() as session:
+        end_run(session, "one", "finished", now=2.0)
+    report_place(database, "one", "c", token=holder.token)
+    with database.read() as session:
+        assert session.get_one(RunRow, "one").place == "a"
 
 
 @pytest.mark.both_stores

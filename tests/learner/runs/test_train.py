@@ -680,3 +680,50 @@ def test_leftovers_of_killed_runs_are_removed(new_run: NewRun, settings: Setting
     candidate = new_run().start()
 
     assert adapter_folders(settings) == [candidate.digest]
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_stray_file_or_link_beside_the_work_folders_costs_no_run(
+    new_run: NewRun, settings: Settings, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    settings.learner.adapters_dir.mkdir()
+    (settings.learner.adapters_dir / ".run-notes.txt").write_text("x")
+    (settings.learner.adapters_dir / ".run-zzz").symlink_to(foreign)
+
+    candidate = new_run().start()
+
+    assert adapter_folders(settings) == sorted([".run-notes.txt", ".run-zzz", candidate.digest])
+    assert foreign.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_process_that_lost_its_run_changes_nothing_that_the_run_has_stored(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
+) -> None:
+    """It stood still while another process took the run over, finished it, and stored two steps."""
+    finished = {"phase": "saving", "at": 7.0}
+
+    def stand_still(job: TrainingJob) -> None:
+        with database.write() as session:
+            row = session.get_one(RunRow, "r1")
+            row.holder = {**(row.holder or {}), "token": "another"}
+            row.progress, row.place = finished, "b"
+            for step in (1, 2):
+                session.add(RunStepRow(run_id="r1", step=step, at=7.0, body={}))
+        job.watch.phase("checking")
+        job.watch.begin_steps()
+        job.report("a")
+        numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 9)
+        job.watch.step(StepMetrics(**{**numbers, "step": 1}))
+
+    fake_trainer.on_train = stand_still
+    with pytest.raises(RunStoppedError):
+        new_run("r1").start()
+
+    row = run_row(database)
+    assert (row.status, row.progress, row.place) == ("running", finished, "b")
+    with database.read() as session:
+        steps = session.execute(select(RunStepRow.step, RunStepRow.at, RunStepRow.body)).all()
+    assert sorted(tuple(step) for step in steps) == [(1, 7.0, {}), (2, 7.0, {})]
