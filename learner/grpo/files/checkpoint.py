@@ -44,6 +44,18 @@ _GIVEN = ("group_id", "prompt_token_ids", "token_ids", "rows")
 """Fields of a group or a row that the trainer never changes, or that are written by themselves."""
 
 
+DAMAGE = (
+    SafetensorError,
+    msgspec.MsgspecError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+)
+"""Errors of reading a file that is damaged: other types than were written, or deep nesting."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A run between two of its steps."""
@@ -189,7 +201,7 @@ def load_snapshot(
                 second=_of(SECOND, tensors, parameters),
             ),
         )
-    except (SafetensorError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"cannot be read ({type(error).__name__}: {error})") from error
