@@ -30,7 +30,6 @@ from learner.errors import (
 )
 from learner.explain import explain
 from learner.progress.keepers import observe
-from learner.progress.store import StoredRun
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import present_holder
 from learner.resume.rule import resumed_words
@@ -210,14 +209,11 @@ class Run:
                 report=lambda place: report_place(database, run_id, place, token=token),
                 watch=observe(
                     self._settings,
-                    StoredRun(
-                        database,
-                        run_id,
-                        clock=self._clock,
-                        holds=lambda session: holds(session, run_id, token),
-                    ),
+                    database,
                     run_id,
+                    self._clock,
                     self._show,
+                    lambda s: holds(s, run_id, token),
                 ),
                 checkpoints=work,
             )
