@@ -21,8 +21,8 @@ import torch
 
 from learner.policy.logprobs import Policy
 from learner.policy.sizes import (
-    BF16_BYTES,
     FP32_BYTES,
+    KEPT_BF16_BYTES,
     MIXED_BYTES,
     MOMENTS,
     SHARE,
@@ -111,7 +111,7 @@ def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | Non
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None, None
     halves = next(base.parameters()).dtype != torch.float32
-    number = BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
+    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     moments = trainable * MOMENTS * 4
     cuda = policy.device.type == "cuda"

@@ -18,6 +18,7 @@ from learner.policy.room import room_of
 from learner.policy.sizes import (
     BF16_BYTES,
     FP32_BYTES,
+    KEPT_BF16_BYTES,
     MIXED_BYTES,
     MOMENTS,
     SHARE,
@@ -48,7 +49,7 @@ def longest_input(
     return longest_pack(
         model,
         int(SHARE * (budget - weights - adapter)),
-        number_bytes=BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES,
+        number_bytes=KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES,
         cuda=cuda,
         checkpointing=checkpointing,
     )

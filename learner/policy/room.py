@@ -26,6 +26,7 @@ from learner.policy.memory import CGROUP, free_bytes
 from learner.policy.sizes import (
     BF16_BYTES,
     FP32_BYTES,
+    KEPT_BF16_BYTES,
     MIXED_BYTES,
     MOMENTS,
     Sizes,
@@ -125,7 +126,7 @@ def _needed(base_model_path: str, settings: Learner, device: torch.device) -> in
         return None
     autocast = wants_autocast(settings.precision, device)
     halves = autocast and device.type == "cuda"
-    number = BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
+    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
     if settings.shard_base and device.type == "cuda":
         away = base.in_blocks - base.in_blocks // settings.processes
         base = replace(base, numbers=base.numbers - away)
