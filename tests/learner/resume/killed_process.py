@@ -21,6 +21,7 @@ from typing import Any
 
 import learner.grpo.checks
 import learner.grpo.files.checkpoint
+import learner.grpo.files.saving
 import learner.grpo.trainer
 import learner.resume.work_folder
 import learner.runs.material
@@ -39,7 +40,7 @@ BEFORE: list[tuple[str, Any, str]] = [
     ("checkpoint begins", learner.grpo.files.checkpoint, "save_snapshot"),
     ("checkpoint half written", learner.grpo.files.checkpoint, "file_digest"),
     ("file or folder synced", learner.resume.work_folder, "sync"),
-    ("saving", learner.grpo.trainer, "save_adapter"),
+    ("saving", learner.grpo.files.saving, "save_adapter"),
     ("sealing", learner.runs.train, "seal"),
     ("placing", learner.runs.train, "place"),
     ("placed, not registered", learner.runs.train, "register"),
