@@ -212,6 +212,12 @@ def test_with_the_adapter_switched_off_it_is_the_base_bit_for_bit(
     bare = AutoModelForCausalLM.from_pretrained(
         tiny_base, dtype=torch.float32, attn_implementation=attention
     )
+    wrapped = policy.model.get_base_model().named_parameters()
+    loaded = {name.replace(".base_layer", ""): parameter for name, parameter in wrapped}
+    for name, parameter in bare.named_parameters():
+        assert torch.equal(parameter, loaded[name])
+        # In the same memory: where weights begin in it decides how their products are rounded.
+        parameter.data = loaded[name].data
     base = replace(policy, model=_Bare(bare))
     for group in batch:
         (pack,) = pack_group(group, max_tokens=1000)
