@@ -51,7 +51,13 @@ class _Recipe:
     adapter: str
     digest: str
     """Of the weights that came out."""
-    lineage: Mapping[str, Any]
+    run_id: str
+    base: str
+    """Path of the base model."""
+    quiet: int
+    """As `TrainingJob.quiet`."""
+    code: Mapping[str, Any]
+    libraries: Any  # JSON; what is no object counts as not known
     settings: Learner
     parent: Parent
     groups: tuple[TrainingGroup, ...]
@@ -77,7 +83,7 @@ def replay(
         with database.read() as session:
             recipe = _recipe(session, settings, reference)
         stream.write(
-            f"replaying run {recipe.lineage['run_id']}, which made {recipe.adapter}: "
+            f"replaying run {recipe.run_id}, which made {recipe.adapter}: "
             f"{len(recipe.groups)} groups, from {recipe.parent.name}\n"
         )
         with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
@@ -102,13 +108,19 @@ def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
     try:
         learner = Learner.model_validate(lineage["settings"])
         noise = noise_of_json(lineage["judge_noise"])
+        run_id = str(lineage["run_id"])
+        quiet = int(lineage["algorithm"].get("quiet_groups", 0))
+        code = msgspec.convert(lineage["code"], dict[str, Any])
         ids = [str(group["group_id"]) for group in lineage["groups"]]
         parent = _parent(session, lineage["parent"])
         _check_base(settings, lineage["base"])
         content = lineage["window"]["groups_sha256"]
+    except LearnerError:
+        raise
     except ValidationError as error:
         _impossible(f"its settings are not known to this version: {error.errors()[0]['loc']}")
-    except (LookupError, TypeError, msgspec.MsgspecError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        # Any JSON may stand there; msgspec's ValidationError is a ValueError too.
         _impossible(f"its {LINEAGE} is damaged ({type(error).__name__}: {error})")
     scored, broken = source.load(session, ids, pack_tokens=learner.pack_tokens)
     if broken:
@@ -132,7 +144,11 @@ def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
     return _Recipe(
         adapter=row.name,
         digest=row.digest,
-        lineage=lineage,
+        run_id=run_id,
+        base=str(lineage["base"]["model"]),
+        quiet=quiet,
+        code=code,
+        libraries=lineage.get("libraries"),
         settings=learner,
         parent=parent,
         groups=selection.groups,
@@ -165,7 +181,7 @@ def _lineage(row: AdapterRow) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         _impossible(f"{path} is gone")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _impossible(f"{path} cannot be read: {error}")
     if not isinstance(found, dict) or found.get("imported"):
         _impossible(f"{row.name} was trained elsewhere")
@@ -175,11 +191,12 @@ def _lineage(row: AdapterRow) -> dict[str, Any]:
 
 
 def _parent(session: Session, stored: Mapping[str, Any]) -> Parent:
-    if stored["name"] == BASE:
+    name = msgspec.convert(stored["name"], str)
+    if name == BASE:
         return Parent(name=BASE)
-    row = session.get(AdapterRow, stored["name"])
+    row = session.get(AdapterRow, name)
     if row is None:
-        _impossible(f"its parent {stored['name']} is not in the store any more")
+        _impossible(f"its parent {name} is not in the store any more")
     parent = source.as_parent(row)
     check_parent(parent)
     if parent.digest != stored["digest"]:
@@ -218,24 +235,23 @@ def _gone(session: Session, broken: Mapping[str, Any]) -> str:
 
 def _job(recipe: _Recipe, folder: Path) -> TrainingJob:
     return TrainingJob(
-        base_model_path=str(recipe.lineage["base"]["model"]),
+        base_model_path=recipe.base,
         parent=recipe.parent,
         groups=recipe.groups,
         settings=recipe.settings,
         folder=folder,
         check_stop=lambda: None,
-        quiet=int(recipe.lineage["algorithm"].get("quiet_groups", 0)),
+        quiet=recipe.quiet,
         samplers=recipe.samplers,
     )
 
 
 def _reasons(recipe: _Recipe, outcome: TrainingOutcome) -> Sequence[str]:
     """Say what is not as it was when the run trained, a line each."""
-    lineage = recipe.lineage
-    before = {"libraries": lineage.get("libraries"), "commit": lineage["code"].get("commit")}
+    before = {"libraries": recipe.libraries, "commit": recipe.code.get("commit")}
     now = {"libraries": library_versions(), "commit": code_version().commit}
     found = differences(before, now)
-    if lineage["code"].get("dirty") or code_version().dirty:
+    if recipe.code.get("dirty") or code_version().dirty:
         found.append("the learner's code has changes that its commit does not tell of")
     for group_id, fault in outcome.faults.items():
         found.append(f"group {group_id} is left out now: {fault.text}")
