@@ -254,7 +254,8 @@ def noise(**changes: Any) -> JudgeNoiseOut:
     fields: dict[str, Any] = {
         "at": NOW, "judge_model": "j", "rubric_hash": "r", "passes": 2, "groups": 50,
         "whole": True, "sd": 0.0414, "sd_low": 0.035, "sd_high": 0.049, "slope": 0.0,
-        "slope_low": -0.01, "slope_high": 0.01, "flips": 0.1, "project": "", "drift": "", "drift_at": None,
+        "slope_low": -0.01, "slope_high": 0.01, "flips": 0.1, "drift": "", "drift_at": None,
+        "project": "",
     }  # fmt: skip
     return JudgeNoiseOut(**{**fields, **changes})
 
