@@ -21,7 +21,7 @@ class Examiner:
     model: str
     """A LiteLLM name; empty: there is none, and the gate waits."""
     rubric_hash: str
-    """Of the rubric for projects without one of their own."""
+    """Hash of the rubric for projects without one of their own."""
     passes: int
     own_judge: bool
     """True when another model, or the model at another address, gives the reward."""

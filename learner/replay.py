@@ -50,7 +50,7 @@ class _Recipe:
 
     adapter: str
     digest: str
-    """Of the weights that came out."""
+    """Digest of the weights that came out."""
     run_id: str
     base: str
     """Path of the base model."""

@@ -306,7 +306,7 @@ class ProfileOut(Out):
     groups: int
     """Scored groups that tell of length."""
     length_correlation: float | None
-    """Of reward and log length within groups."""
+    """Correlation of reward and log length within groups."""
     signals_share: float | None
     """Share of answers that the user corrected or asked for again."""
     feedback_mean: float | None

@@ -32,7 +32,7 @@ class Amount:
 
     nano_usd: int = 0
     tokens: int = 0
-    """Of prompt and reply together."""
+    """Tokens of prompt and reply together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     newest_group: int = 0
     """`answer_group.seq` of the newest scored group that was looked at."""
     correlation: float | None = None
-    """Of reward and log length within groups."""
+    """Correlation of reward and log length within groups."""
     correlation_error: float = 0.0
     signals: RateOf | None = None
     """Answers that the user corrected, asked again or asked anew."""

@@ -63,12 +63,12 @@ class Snapshot:
     checked: Checked
     """Its groups are those that are still trained on, with all that was found out about them."""
     faults: Mapping[str, Fault]
-    """Of every group that was left out so far."""
+    """Faults of every group that was left out so far."""
     warmed: tuple[float, ...] | None = None
     """Nats a token of each supervised step; None: they are still to be taken, and the weights and
     moments are those of the start."""
     metrics: tuple[StepMetrics, ...] = ()
-    """Of the steps that are done."""
+    """Figures of the steps that are done."""
     weights: Mapping[str, Tensor] | None = None
     """Parameter name -> value; None: that of the start."""
     moments: OptimizerState | None = None
