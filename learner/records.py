@@ -185,7 +185,7 @@ class Part:
     answers: int
     """Trainable ones."""
     tokens: int
-    """Of its prompt and of its trainable answers."""
+    """Tokens of its prompt and of its trainable answers."""
     step: int = 0
     """Optimiser step that it belongs to, from 1; 0: none."""
 

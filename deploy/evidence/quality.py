@@ -80,7 +80,7 @@ class Quality:
     harm: Bets = START
     flaws: Mapping[str, Bets] = field(default_factory=lambda: dict.fromkeys(FLAWS, START))
     chart: Sequence = EMPTY
-    """Of the difference to the champion, moved to 0..1."""
+    """Confidence sequence of the difference to the champion, moved to 0..1."""
 
     @property
     def unknown_share(self) -> float:

@@ -79,7 +79,7 @@ class Run:
     unusable: int = 0
     """Answered calls whose scores could not be used."""
     replayed: int = 0
-    """Of the answered calls, those whose reply was paid for before and kept."""
+    """Answered calls whose reply was paid for before and kept."""
     tokens: int = 0
     """Tokens of prompts and replies, as far as the provider reports them."""
     cost_usd: float | None = 0.0

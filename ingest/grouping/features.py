@@ -50,7 +50,7 @@ class Features:
     cut: bool = False
     """The token limit cut the served answer: so it mostly does the others."""
     tokens: int = 0
-    """Of the served answer."""
+    """Length of the served answer."""
     tool_choice: bool = False
     """The first choice of a tool: tools are shown, and the user spoke last."""
     final_answer: bool = False

@@ -108,9 +108,9 @@ class Found:
 
     answers: tuple[Answer, ...] = ()
     mates: tuple[str, ...] = ()
-    """Of the same batch."""
+    """Exchanges of the same batch that join the group."""
     siblings: tuple[Sibling, ...] = ()
-    """Of earlier ones."""
+    """Exchanges of earlier batches that join it."""
 
 
 NOT_FOUND: Final = Found()

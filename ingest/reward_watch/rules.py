@@ -66,7 +66,7 @@ class Line:
     earlier: str | None = None
     """Where the gains begin: the version so many promotions before the champion."""
     gains: Sequence[Gain] = ()
-    """Of each promotion from `earlier` to the champion; empty: one of them is not known."""
+    """Gain of each promotion from `earlier` to the champion; empty: one of them is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,7 +147,7 @@ class Checked:
     name: str
     version: str
     digest: str
-    """Of its kind and parameters, SHA-256 hex."""
+    """SHA-256 (hex) of its kind and parameters."""
     weight: float
     gate: bool
     pass_at: float

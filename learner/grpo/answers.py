@@ -57,7 +57,7 @@ class _Verdict:
     row: TrainableRow | None = None
     """As it is trained on; None: it is left out."""
     differences: tuple[float, ...] = ()
-    """Of the tokens that are trained on; empty: its log-probabilities were not recorded."""
+    """Differences of the tokens that are trained on; empty: no log-probabilities were recorded."""
     reason: str = ""
     text: str = ""
     recomputed: bool = False

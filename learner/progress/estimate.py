@@ -36,7 +36,7 @@ class Progress:
     """The optimiser step that is computed, from 1; 0 outside of the steps."""
     steps: int = 0
     tokens_done: int = 0
-    """Of the whole run: of all its passes."""
+    """Tokens of all passes of the run that are done."""
     tokens_left: int = 0
     left_s: float | None = None
     """Estimated seconds until the last step is done; None while nothing is measured."""

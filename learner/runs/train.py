@@ -88,7 +88,7 @@ class Run:
         """trainer: called only when there is something to learn (torch loads slowly).
         show: prints where the run is."""
         self.run_id = run_id
-        """Of the run that goes on, where a killed one is resumed."""
+        """Id of the run; where a killed run is resumed, the id of that one."""
         self.deaths: list[dict[str, Any]] = []
         """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
         self._settings = settings

@@ -41,7 +41,7 @@ class Trajectory:
 
     rows: tuple[TokenRow, ...]
     reward: float
-    """Of the whole, unitless, 0..1."""
+    """Reward of the whole trajectory, unitless, 0..1."""
 
 
 def trajectory_groups(

@@ -140,7 +140,7 @@ class LengthVerifier(VerifierSection):
 
     kind: Literal["length"]
     min_characters: Limit = 0
-    """Of the content."""
+    """Fewest characters of the content."""
     max_characters: Limit | None = None
     min_tokens: Limit = 0
     """Sampled tokens, thoughts and calls included; not checked where they are not known."""

@@ -37,7 +37,7 @@ class RunRow(Base):
     place: Mapped[str | None] = mapped_column(String(64))
     """The group that it computes now; "": none; null: its trainer does not say."""
     held: Mapped[dict[str, Any] | None]
-    """Of a run that the reward watch held: `findings`, and how often it was asked (`checks`)."""
+    """Why the reward watch held the run: `findings`, and how often it was asked (`checks`)."""
     holder: Mapped[dict[str, Any] | None]
     """The process that has the lease (`learner.resume.holder.Holder`); null: not known."""
     deaths: Mapped[list[Any] | None]
