@@ -30,7 +30,7 @@ from learner.runs import source
 from learner.runs.lineage import FORMAT
 from learner.runs.material import noise_of_json
 from learner.runs.runs import check_parent
-from learner.runs.selection import select_groups
+from learner.runs.selection import select_by
 from learner.runs.train import Trainer
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
@@ -125,14 +125,7 @@ def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
     scored, broken = source.load(session, ids, pack_tokens=learner.pack_tokens)
     if broken:
         _impossible(_gone(session, broken))
-    selection = select_groups(
-        scored,
-        min_spread=learner.min_spread,
-        pack_tokens=learner.pack_tokens,
-        noise=noise,
-        advantage=learner.advantage,
-        recompute=learner.missing_logprobs != "drop",
-    )
+    selection = select_by(learner, scored, noise)
     if selection.dropped:
         group_id, why = next(iter(selection.dropped.items()))
         _impossible(

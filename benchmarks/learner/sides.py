@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from learner.grpo.losses import Tokens
-from learner.grpo.objective import Objective, objective
+from learner.grpo.objective import Objective, objective, tokens_of
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack
@@ -58,15 +57,7 @@ def ours(policy: Policy, packs: Sequence[Pack]) -> float:
     total = 0.0
     for pack in packs:
         logprobs_N, _ = policy.logprobs(pack)
-        found = aim.sums(
-            Tokens(
-                logprobs_N=logprobs_N,
-                recorded_N=torch.tensor(pack.recorded, device=policy.device),
-                start_N=torch.tensor(pack.start, device=policy.device),
-                advantages_N=torch.tensor(pack.advantages, device=policy.device),
-                answers_N=torch.tensor(pack.answers, device=policy.device),
-            )
-        )
+        found = aim.sums(tokens_of(pack, logprobs_N))
         (found.loss / denominator).backward()
         total += float(found.loss)
     policy.model.zero_grad()

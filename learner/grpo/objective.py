@@ -82,6 +82,21 @@ class Objective:
         )
 
 
+def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
+    """Return a pack's targets as the losses take them, on the device of their log-probabilities.
+
+    logprobs_N: [N] nats, under the policy.
+    """
+    device = logprobs_N.device
+    return Tokens(
+        logprobs_N=logprobs_N,
+        recorded_N=torch.tensor(pack.recorded, device=device),
+        start_N=torch.tensor(pack.start, device=device),
+        advantages_N=torch.tensor(pack.advantages, device=device),
+        answers_N=torch.tensor(pack.answers, device=device),
+    )
+
+
 def objective(settings: Learner) -> Objective:
     """Return the objective that the settings name."""
     return Objective(

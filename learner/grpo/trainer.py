@@ -35,8 +35,7 @@ from learner.grpo.checks import (
 from learner.grpo.files.checkpoint import Snapshot, keep, resumed, set_weights
 from learner.grpo.files.optimizer_file import load_state
 from learner.grpo.files.saving import save
-from learner.grpo.losses import Tokens
-from learner.grpo.objective import Objective, objective
+from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
@@ -348,15 +347,7 @@ def _add_group(
         # Before the policy's own pass: the adapter is off meanwhile.
         base_N = base_logprobs(policy, pack) if sums.kl_coef else None
         logprobs_N, entropy = policy.logprobs(pack)
-        found = aim.sums(
-            Tokens(
-                logprobs_N=logprobs_N,
-                recorded_N=torch.tensor(pack.recorded, device=policy.device),
-                start_N=torch.tensor(pack.start, device=policy.device),
-                advantages_N=torch.tensor(pack.advantages, device=policy.device),
-                answers_N=torch.tensor(pack.answers, device=policy.device),
-            )
-        )
+        found = aim.sums(tokens_of(pack, logprobs_N))
         loss = found.loss / sums.denominator
         if base_N is not None:
             loss = loss + sums.kl_coef * k3(logprobs_N, base_N).sum() / sums.tokens

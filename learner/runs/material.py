@@ -26,7 +26,7 @@ from learner.resume.work_folder import CLAIMED, RUN, WorkFolder
 from learner.runs import retry, source
 from learner.runs.blame import FAILED_RUNS
 from learner.runs.runs import last_failed
-from learner.runs.selection import Selection, select_groups
+from learner.runs.selection import Selection, select_by
 from learner.runs.spread_gate import Noise
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -150,14 +150,7 @@ def gather(
         )
         if noise is None:
             noise = measured_noise(session, (g.judged_by for g in scored))
-    selection = select_groups(
-        scored,
-        min_spread=learner.min_spread,
-        pack_tokens=learner.pack_tokens,
-        noise=noise,
-        advantage=learner.advantage,
-        recompute=learner.missing_logprobs != "drop",
-    )
+    selection = select_by(learner, scored, noise)
     useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
     return Material(
         parent=parent,

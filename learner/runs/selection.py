@@ -22,6 +22,7 @@ from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
 from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
 from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
+from sidecar.settings import Learner
 
 DropReason = Literal[
     "too_few_answers",
@@ -61,6 +62,20 @@ class Selection:
     def least_spread(self) -> Mapping[str, float]:
         """Group id -> the least spread of its rewards, for the groups to train on."""
         return {group.group_id: self.gates[group.group_id].least for group in self.groups}
+
+
+def select_by(
+    learner: Learner, scored_groups: Sequence[ScoredGroup], noise: Noise | None
+) -> Selection:
+    """Select as a run with these settings does: a run and its replay must select alike."""
+    return select_groups(
+        scored_groups,
+        min_spread=learner.min_spread,
+        pack_tokens=learner.pack_tokens,
+        noise=noise,
+        advantage=learner.advantage,
+        recompute=learner.missing_logprobs != "drop",
+    )
 
 
 def select_groups(
