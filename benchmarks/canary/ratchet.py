@@ -17,7 +17,7 @@ from sidecar.settings import Canary as CanarySettings
 
 CANDIDATES = 40
 MEAN, SPREAD = -0.02, 0.02
-"""Of the true difference of a candidate to its champion."""
+"""Mean and standard deviation of the true difference of a candidate to its champion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

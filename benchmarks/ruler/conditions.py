@@ -20,7 +20,7 @@ class Condition:
     """One row of the table for each side."""
 
     kind: str
-    """Of the groups, in `benchmarks.ruler.material.KINDS`."""
+    """The kind of the groups, a key of `benchmarks.ruler.material.KINDS`."""
     traits: Traits = PLAIN
     limit: int | None = None
     """Most tokens of prompt and reply that the judge takes; `judge.context_tokens` of ours."""

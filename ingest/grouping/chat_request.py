@@ -52,8 +52,8 @@ HARD_MASKS = frozenset({
     "guided_grammar", "allowed_token_ids", "bad_words", "min_tokens", "tool_choice",
     "parallel_tool_calls", STRICT_TOOLS,
 })  # fmt: skip
-"""Of `masking_fields`: those that leave a token as it is or make it impossible. The others move
-log-probabilities, force tokens or end answers."""
+"""The masking fields that leave a token as it is or make it impossible. The other masking fields
+move log-probabilities, force tokens or end answers."""
 KNOWN_FIELDS = PROMPT_FIELDS | SAMPLING_FIELDS | MASKING_FIELDS | PASSIVE_FIELDS
 
 _UNMASKED_FORMATS: tuple[dict[str, str], ...] = ({}, {"type": "text"})

@@ -30,7 +30,7 @@ class Progress:
 
     phase: Phase
     answers_done: int = 0
-    """Of the present phase; 0 of 0 while nothing is counted."""
+    """Answers of the present phase that are done; with `answers` 0, nothing is counted yet."""
     answers: int = 0
     step: int = 0
     """The optimiser step that is computed, from 1; 0 outside of the steps."""

@@ -49,7 +49,7 @@ class Plan:
     """How users ask."""
 
     blocks: int
-    """Of each arm."""
+    """How many blocks each arm has."""
     block_s: float
     rate: float
     """Requests a second."""

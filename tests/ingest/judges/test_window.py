@@ -35,7 +35,7 @@ class Asked:
     """Between being let through and the request going out, as the ledger's write takes."""
     lasts_s: float
     share: float
-    """Of the estimate, that is used."""
+    """The share of the estimated tokens that a call uses."""
     ends: str
 
 

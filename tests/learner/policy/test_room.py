@@ -17,7 +17,7 @@ from sidecar.settings import Learner
 
 CPU = torch.device("cpu")
 TINY = 48 * 32 + 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 48 * 32 + 2 * 32) + 32
-"""Of the tiny base: embeddings, two blocks (q o, k v, MLP, two norms), and the last norm."""
+"""Weights that the tiny base has: embeddings, two blocks (q o, k v, MLP, two norms), last norm."""
 
 
 def test_the_weights_of_a_base_are_counted_from_the_heads_of_its_files(tiny_base: Path) -> None:

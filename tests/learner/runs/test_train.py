@@ -659,7 +659,7 @@ def test_a_crash_between_folder_and_row_is_made_good(
 def test_others_write_while_the_adapter_is_hashed_and_synced(
     new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large adapter it takes seconds. A writer that had to wait would give up."""
+    """Hashing a large adapter takes seconds. A writer that had to wait would give up."""
 
     def seal(folder: Path) -> publish.Sealed:
         with database.write() as session:

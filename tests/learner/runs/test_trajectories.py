@@ -48,7 +48,7 @@ def session(policy: Policy | None, *names: str) -> list[TokenRow]:
 def logprobs_of(
     policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...], temperature: float = 1.0
 ) -> tuple[float, ...]:
-    """Of one exchange by itself, as the server computed it."""
+    """Return the log-probabilities of one exchange by itself, as the server computed them."""
     row = TrainableRow(
         token_ids=answer,
         logprobs=(0.0,) * len(answer),
