@@ -17,7 +17,17 @@ AdapterState = Literal[
 """registered: waits for its canary; rejected: never answered a user (invalid, without effect, or
 failed the gate); rolled_back: had traffic and lost it; retired: replaced by another adapter."""
 
-Phase = Literal["loading", "gating", "ramping", "promoted", "rolled_back", "inconclusive"]
+Phase = Literal[
+    "queued",
+    "loading",
+    "gating",
+    "ramping",
+    "promoted",
+    "rolled_back",
+    "inconclusive",
+    "withdrawn",
+]
+"""queued: waits until the canary that runs has ended; withdrawn: left the queue without a trial."""
 ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
 
 
@@ -85,12 +95,19 @@ class Canary:
     """Exchanges of the ramp have larger numbers."""
     proven: frozenset[str] = frozenset()
     """Claims that judged groups have proven (`deploy.registry.proof_rule`): they stay so."""
+    waived_step: int | None = None
+    """Step whose shortest time and fewest sessions and exchanges an operator waived."""
     judge_gives_reward: bool | None = None
     """True when the gate's judge also scores what the candidate learned from; None: not known."""
 
     @property
     def active(self) -> bool:
         return self.phase in ACTIVE_PHASES
+
+    @property
+    def step_waived(self) -> bool:
+        """True when the present step may end without its time, sessions and exchanges."""
+        return self.phase == "ramping" and self.waived_step == self.step
 
     @property
     def weight_bp(self) -> int:

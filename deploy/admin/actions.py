@@ -1,7 +1,7 @@
 """The admin API's POSTs.
 
 Rollback, abort and pause take no `If-Match` and are idempotent: they must never fail on a race.
-Resume, promote and the learner's run require the ETag of the state that the caller read.
+Resume, promote, skip-step and the learner's run require the ETag of the state that the caller read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sidecar.records import BASE
 
 log = structlog.get_logger()
 
-CanaryAction = Literal["pause", "resume", "promote", "abort"]
+CanaryAction = Literal["pause", "resume", "promote", "abort", "skip-step"]
 LearnerAction = Literal["pause", "resume", "run", "override"]
 Reason = Annotated[ReasonIn | None, Body()]
 
@@ -109,7 +109,7 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> CanaryOut:
-        """Pause, resume, promote or abort a canary."""
+        """Pause, resume, promote or abort a canary, or skip the step that it is in."""
         reason = reason_in(body)
         canary = _act(context, canary_id, action, reason, actor, if_match)
         context.on_change()
@@ -131,11 +131,12 @@ def _act(
         "resume": transitions.resume,
         "promote": transitions.promote,
         "abort": transitions.abort,
+        "skip-step": transitions.skip_step,
     }[action]
     with context.database.write() as session:
         row = canaries.find_row(session, canary_id)
         before = canaries.to_canary(row)
-        if action in ("resume", "promote"):
+        if action in ("resume", "promote", "skip-step"):
             check_match(if_match, canaries.etag(before))
         try:
             return do(session, row, reason=reason, now=context.clock(), actor=actor)

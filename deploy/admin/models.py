@@ -102,6 +102,8 @@ class CanaryOut(Out):
     next_step_earliest_at: float | None
     """Earliest end of the step, in Unix seconds; null unless ramping with its clock running."""
     ended_at: float | None
+    step_waived: bool = False
+    """An operator waived what this step must last and see; control ends it at its next look."""
     gate_judges: list[str] = Field(default_factory=list)
     """Judge models and rubric hashes that scored its gate so far."""
     judge_gives_reward: bool | None = None
@@ -112,7 +114,8 @@ class CanaryOut(Out):
     @classmethod
     def of(cls, canary: Canary, rules: CanarySettings) -> CanaryOut:
         running = canary.phase == "ramping" and canary.stopped_at is None
-        earliest = canary.step_started_at + canary.stopped_s + rules.step_min_s
+        least_s = 0.0 if canary.step_waived else rules.step_min_s
+        earliest = canary.step_started_at + canary.stopped_s + least_s
         return cls(
             canary_id=canary.canary_id,
             candidate=canary.candidate,
@@ -127,6 +130,7 @@ class CanaryOut(Out):
             step_started_at=canary.step_started_at,
             next_step_earliest_at=earliest if running else None,
             ended_at=canary.ended_at,
+            step_waived=canary.step_waived,
             gate_judges=list(canary.gate_judges),
             judge_gives_reward=canary.judge_gives_reward,
             generation=canary.generation,
@@ -330,6 +334,8 @@ class StatusOut(Out):
     previous: str
     routing: RoutingOut | None
     canary: CanaryOut | None
+    queued: CanaryOut | None = None
+    """The canary that begins when this one has ended; null: none waits."""
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]

@@ -98,7 +98,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             table = routing_writer.current(session, model)
-            canary = canaries.active(session, model)
+            canary, queued = canaries.active(session, model), canaries.queued(session, model)
             groups = groups_by_status(read_funnel(session, model).stages)
             return StatusOut(
                 model=model,
@@ -116,6 +116,11 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 if canary is None
                 else _shown(
                     f"canary {canary.canary_id}", lambda: CanaryOut.of(canary, context.rules)
+                ),
+                queued=None
+                if queued is None
+                else _shown(
+                    f"canary {queued.canary_id}", lambda: CanaryOut.of(queued, context.rules)
                 ),
                 learner=read_learner(session, model),
                 engine=EngineOut.of(context.engine),

@@ -126,18 +126,18 @@ class Controller:
         with self._database.read() as session:
             has_table = routing_writer.current(session, self._model) is not None
             canary = canaries.active(session, self._model)
-            waits = canary is None and candidates.has_waiting(session, self._model)
+            waits = candidates.has_waiting(session, self._model)
         if not has_table:
             self._mend_routing()
         if not waits:
             return canary
         with self._database.write() as session:
-            canary = candidates.begin_next(
+            found = candidates.begin_next(
                 session, self._model, steps=self._rules.steps, now=self._clock()
             )
-        if canary is not None:
-            log.info("canary_began", canary=canary.canary_id, candidate=canary.candidate)
-        return canary
+        if canary is None and found is not None:
+            log.info("canary_began", canary=found.canary_id, candidate=found.candidate)
+        return found
 
     def _mend_routing(self) -> None:
         """Write a damaged or absent routing table anew: a proxy that starts needs it."""

@@ -18,18 +18,22 @@ canary_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The canary of a new adapter."
 )
 CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
-WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
+NEEDS_ETAG = ("resume", "promote", "skip-step")
+WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3, "withdrawn": 3}
+NEWEST = 20
+"""Canaries among which the newest one is looked for that is or was tried: others may wait."""
 NOT_ASKED = 4
 TIMED_OUT = 124
 
 
 def _newest_canary(client: AdminClient) -> dict[str, Any]:
-    items = client.get("/canaries", limit=1)["items"]
+    items = client.get("/canaries", limit=NEWEST)["items"]
     if not items:
         raise UnknownCanaryError(
             "no adapter has been on canary yet; `sidecar learn --once` makes one"
         )
-    return dict(items[0])
+    tried = (one for one in items if one.get("state") not in ("queued", "withdrawn"))
+    return dict(next(tried, items[0]))
 
 
 @canary_app.command("get")
@@ -44,7 +48,7 @@ def _act(context: typer.Context, action: str, canary: str, reason: str | None, o
     client = admin_client(context)
     name = canary or str(_newest_canary(client)["canary_id"])
     # Pause and abort never fail on a race; the others must know the state that they change.
-    etag = client.etag("/canaries", name) if action in {"resume", "promote"} else None
+    etag = client.etag("/canaries", name) if action in NEEDS_ETAG else None
     body = {} if reason is None else {"reason": reason}
     print_found(client.post("/canaries", name, action, body=body, etag=etag), output)
 
@@ -55,6 +59,7 @@ def canary_start(
 ) -> None:
     """Try a version, also again: such as v7, one that ended inconclusive or was aborted.
 
+    While another canary runs it is queued, in the place of the one that waits.
     Not the champion, and no version whose files are banned (`sidecar adapters ls` says so)."""
     body = {"version": version} if reason is None else {"version": version, "reason": reason}
     print_found(admin_client(context).post("/canaries", body=body), output)
@@ -88,8 +93,18 @@ def canary_promote(
 def canary_abort(
     context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
 ) -> None:
-    """End the canary; the champion keeps the traffic."""
+    """End the canary; the champion keeps the traffic. A queued one leaves the queue."""
     _act(context, "abort", canary, reason, output)
+
+
+@canary_app.command("skip-step")
+def canary_skip_step(
+    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+) -> None:
+    """End the present step of the ramp now, whatever it has lasted and seen.
+
+    The guards go on, and a promotion still needs its evidence."""
+    _act(context, "skip-step", canary, reason, output)
 
 
 @canary_app.command("wait")
@@ -98,8 +113,8 @@ def canary_wait(
     canary: CanaryId = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
 ) -> None:
-    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 4 not answered
-    (no admin API, or no such canary), 124 timed out."""
+    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive or withdrawn, 4
+    not answered (no admin API, or no such canary), 124 timed out."""
     try:
         code = _wait(admin_client(context), canary, timeout_s)
     except DeployError as error:  # exit 1 would say that the canary was rolled back

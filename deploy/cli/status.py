@@ -112,6 +112,7 @@ class Status(msgspec.Struct, kw_only=True):
     previous: str
     routing: Routing | None
     canary: Canary | None
+    queued: Canary | None = None
     learner: Learner
     engine: Engine
     control: dict[str, Loop]
@@ -150,6 +151,7 @@ def status_lines(
     return [
         *_serving(status),
         *_canary(status.canary, now),
+        *_queued(status.queued, now),
         *_learner(status.learner, now, schedule),
         *_engine(status.engine),
         *_control(status.control),
@@ -181,6 +183,12 @@ def _serving(status: Status) -> Iterator[str]:
         yield f"Model {status.model}: {_name(champion)} answers every session."
     if status.previous != champion:
         yield f"A rollback goes to {_name(status.previous)}."
+
+
+def _queued(queued: Canary | None, now: float) -> Iterator[str]:
+    if queued is not None:
+        since = shown_time(queued.step_started_at, now)
+        yield f"Queue: {queued.candidate} waits since {since} (canary {queued.canary_id})."
 
 
 def _canary(canary: Canary | None, now: float) -> Iterator[str]:

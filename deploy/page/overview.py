@@ -110,7 +110,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
         more_changes=len(rows) == NEWEST and rows[-1].at > looked.before,
         needs=needs(
             status,
-            canaries.items[0] if canaries.items else None,
+            next((one for one in canaries.items if one.state not in ("queued", "withdrawn")), None),
             lost=max(0, lost - looked.lost_before),
             now=now,
         ),

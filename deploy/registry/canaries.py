@@ -1,8 +1,8 @@
 """Read canaries from the store. Only this module knows the layout of a `canary` row.
 
 Values without a column of their own are in the row's `evidence` object, under the keys `steps`,
-`anchor`, `clock`, `probe`, `loading`, `gate`, `ramp`, `quality`, `guards`, `step_<n>`, `breaker`
-and `tick_errors`.
+`queued`, `waived_step`, `anchor`, `clock`, `probe`, `loading`, `gate`, `ramp`, `quality`, `guards`,
+`step_<n>`, `breaker` and `tick_errors`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def to_canary(row: CanaryRow) -> Canary:
         ramp_after_seq=_whole(ramp.get("after_seq"), 0),
         proven=frozenset(_names(entry(row, "quality").get("proven"))),
         gate_judges=_names(gate.get("judges")),
+        waived_step=_waived(evidence.get("waived_step")),
         judge_gives_reward=gives if isinstance(gives, bool) else None,
     )
 
@@ -87,6 +88,10 @@ def _whole(value: object, damaged: int) -> int:
     return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else damaged
 
 
+def _waived(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def _names(value: object) -> tuple[str, ...]:
     return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
@@ -114,6 +119,22 @@ def active_row(session: Session, model: str) -> CanaryRow | None:
         .order_by(CanaryRow.created_at)
     )
     return session.scalars(statement).first()
+
+
+def queued_row(session: Session, model: str) -> CanaryRow | None:
+    """Return the row of the model's queued canary, for a writer. At most one is queued."""
+    statement = (
+        select(CanaryRow)
+        .where(CanaryRow.model == model, CanaryRow.state == "queued")
+        .order_by(CanaryRow.created_at.desc())
+    )
+    return session.scalars(statement.limit(1)).first()
+
+
+def queued(session: Session, model: str) -> Canary | None:
+    """Return the model's queued canary, or None."""
+    row = queued_row(session, model)
+    return to_canary(row) if row is not None else None
 
 
 def active(session: Session, model: str) -> Canary | None:

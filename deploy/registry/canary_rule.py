@@ -18,7 +18,8 @@ In plain words:
    groups prove harm. It is held while users' sessions are not split by the weight. A step ends
    after `step_min_s`, `step_min_exchanges` and `step_min_sessions`; while the newest
    `BREAKER_FAILURES` requests all met an unknown adapter, it does not end. A step that reaches
-   `step_max_s` first is inconclusive. After the last step the candidate is promoted, if the groups
+   `step_max_s` first is inconclusive. An operator may waive what a step must last and see
+   (`skip-step`), and nothing else. After the last step the candidate is promoted, if the groups
    prove what `promote_on` asks for and no guard is suspicious. Until then it waits, up to
    `max_groups` or `evidence_max_s`; then the canary is inconclusive.
 
@@ -270,8 +271,12 @@ def _after_ramping(
             return _inconclusive(split)
         return Hold(reason=f"{split}; look for a proxy that routes by another table")
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
-    enough = seen >= rules.step_min_exchanges and evidence.sessions >= rules.step_min_sessions
-    if enough and spent_s >= rules.step_min_s and not missing and not evidence.behind:
+    enough = (
+        seen >= rules.step_min_exchanges
+        and evidence.sessions >= rules.step_min_sessions
+        and spent_s >= rules.step_min_s
+    )
+    if (enough or canary.step_waived) and not missing and not evidence.behind:
         return _after_step(canary, evidence, rules, seen=seen, spent_s=spent_s)
     if spent_s >= rules.step_max_s:
         return _inconclusive(

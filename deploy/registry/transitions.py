@@ -1,4 +1,4 @@
-"""Change canaries in the store: begin, move, hold, pause, resume, abort, promote.
+"""Change canaries in the store: begin, move, hold, pause, resume, abort, promote, skip a step.
 
 Every function works in the caller's write transaction and writes all that belongs to one change:
 the canary, the adapters' states, the aliases, the routing table and the audit row. `apply` is a
@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState, Canary, Phase
-from deploy.registry import audit, canaries, routing_writer, versions
+from deploy.registry import audit, canaries, routing_writer, versions, waiting
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
 from sidecar.records import BASE
@@ -32,35 +32,29 @@ def begin(
     now: float,
     actor: str,
     reason: str = "a registered adapter waits",
+    row: CanaryRow | None = None,
 ) -> Canary:
-    """Begin the canary of a registered adapter against the current champion."""
-    row = CanaryRow(
-        canary_id=uuid.uuid4().hex,
-        model=model,
-        candidate=candidate,
-        champion=versions.champion(session, model),
-        state="loading",
-        paused=False,
-        reason=None,
-        step=0,
-        salt=uuid.uuid4().hex,
-        created_at=now,
-        step_started_at=now,
-        ended_at=None,
-        evidence={
-            "steps": list(steps),
-            "anchor": versions.aliases_of(session, model).get("anchor", BASE),
-        },
-        generation=1,
-    )
-    session.add(row)
+    """Begin the canary of a registered adapter against the current champion.
+
+    row: the queued canary that begins; None makes a new one.
+    """
+    before = None if row is None else canaries.to_canary(row)
+    if row is None:
+        row = waiting.new_row(model=model, candidate=candidate, now=now)
+        session.add(row)
+    row.champion = versions.champion(session, model)
+    row.state, row.reason = "loading", None
+    row.created_at = row.step_started_at = now
+    row.generation = 1 if before is None else before.generation + 1
+    anchor = versions.aliases_of(session, model).get("anchor", BASE)
+    canaries.add_evidence(row, steps=list(steps), anchor=anchor)
     versions.set_state(session, candidate, "gating")
     session.flush()
     versions.move_alias(
         session, model=model, alias="canary", to=candidate, now=now, actor=actor, reason=reason
     )
     canary = canaries.to_canary(row)
-    _audit(session, None, canary, now=now, actor=actor, reason=reason)
+    _audit(session, before, canary, now=now, actor=actor, reason=reason)
     return canary
 
 
@@ -97,8 +91,13 @@ def apply(
 
 
 def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """Stop all decisions and keep the traffic weight. No effect on a paused or ended canary."""
+    """Stop all decisions and keep the traffic weight. No effect on a paused or ended canary.
+
+    Raises: TransitionError when the canary is queued: it decides nothing yet.
+    """
     before = canaries.to_canary(row)
+    if before.phase == "queued":
+        raise TransitionError(f"canary {row.canary_id} is queued; abort takes it out of the queue")
     if before.paused or not before.active:
         return before
     row.paused = True
@@ -158,17 +157,38 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
 
 
 def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """End the canary and its traffic. No effect on a canary that ended without promotion.
+    """End the canary and its traffic, or take it out of the queue. No effect on a canary that ended
+    without promotion.
 
     Raises: TransitionError when the candidate was promoted: use a rollback then.
     """
     before = canaries.to_canary(row)
     if before.phase == "promoted":
         raise TransitionError(f"{row.candidate} was promoted already; use rollback")
-    if before.active:
+    if before.phase == "queued":
+        waiting.withdraw(session, row, reason=reason, now=now, actor=actor)
+    elif before.active:
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
     return canaries.to_canary(row)
+
+
+def skip_step(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
+    """Waive what the present step must last and see; the next tick of control ends it.
+
+    The guards and the evidence are not waived: nothing is promoted without what `promote_on` asks
+    for. Raises: TransitionError unless the canary is ramping, not paused, and its step not waived.
+    """
+    before = canaries.to_canary(row)
+    if "skip-step" not in allowed_actions(before):
+        state = "paused" if before.paused else before.phase
+        told = f"step {before.step + 1} is skipped already" if before.step_waived else f"it {state}"
+        raise TransitionError(
+            f"canary {row.canary_id} has no step to skip: {told.replace('it ', 'it is ')}"
+        )
+    canaries.add_evidence(row, waived_step=before.step)
+    row.generation = before.generation + 1
+    return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
 def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
@@ -192,10 +212,15 @@ def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor:
 
 def allowed_actions(canary: Canary) -> list[str]:
     """List the actions that an operator may take on a canary now."""
+    if canary.phase == "queued":
+        return ["abort"]
     if not canary.active:
         return ["rollback"] if canary.phase == "promoted" else []
     actions = ["resume" if canary.paused else "pause", "abort"]
-    return [*actions, "promote"] if canary.phase == "ramping" else actions
+    if canary.phase != "ramping":
+        return actions
+    skips = ["skip-step"] if not canary.paused and not canary.step_waived else []
+    return [*actions, "promote", *skips]
 
 
 def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
@@ -267,6 +292,8 @@ def _audit(
         action = "resumed"
     if before is not None and before.taken_out is None and after.taken_out is not None:
         action = "taken_out"
+    if before is not None and before.waived_step != after.waived_step:
+        action = "step_skipped"
     audit.record(
         session,
         now=now,

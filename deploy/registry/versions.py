@@ -125,9 +125,12 @@ def named(session: Session, model: str, names: Collection[str]) -> list[AdapterV
     return [to_version(row) for row in session.scalars(statement)]
 
 
-def any_in(session: Session, model: str, state: AdapterState) -> bool:
-    """Return True when a version of the model is in this state."""
-    statement = select(AdapterRow.name).where(AdapterRow.model == model, AdapterRow.state == state)
+def any_in(session: Session, model: str, state: AdapterState, *, but: str = "") -> bool:
+    """Return True when a version of the model is in this state. but: a version that
+    is not meant."""
+    statement = select(AdapterRow.name).where(
+        AdapterRow.model == model, AdapterRow.state == state, AdapterRow.name != but
+    )
     return session.scalar(statement.limit(1)) is not None
 
 

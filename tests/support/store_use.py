@@ -734,7 +734,7 @@ QUERY = {
 STREAM = "/admin/v1/events"
 """It ends when `for_s` says so, and is read after the first change too."""
 ACTIONS = {
-    "canary_id": ("pause", "resume", "promote", "abort"),
+    "canary_id": ("pause", "skip-step", "resume", "promote", "abort"),
     "": ("pause", "resume", "run", "override"),
 }
 

@@ -37,8 +37,9 @@ def begin_router(context: AdminContext) -> APIRouter:
     def start(asked: StartIn, response: Response, actor: Caller) -> CanaryOut:
         """Try a version in a canary, also one that was tried before and is not banned.
 
-        It makes a new canary, so it takes no If-Match. Asked again while that canary runs, it
-        answers with it."""
+        It makes a new canary, so it takes no If-Match. Asked again while that canary runs or
+        waits, it answers with it. While another canary runs, this one is queued, in the place of
+        the one that waits (`state` is `queued`)."""
         reason = not_blank(asked.reason)
         with database.write() as session:
             active = canaries.active(session, model)
@@ -55,7 +56,8 @@ def begin_router(context: AdminContext) -> APIRouter:
             except TransitionError as error:
                 allowed = [] if active is None else transitions.allowed_actions(active)
                 raise ConflictError(str(error), allowed) from error
-        log.info("canary_began", canary=canary.canary_id, candidate=canary.candidate, actor=actor)
+        told = "canary_queued" if canary.phase == "queued" else "canary_began"
+        log.info(told, canary=canary.canary_id, candidate=canary.candidate, actor=actor)
         context.on_change()
         response.headers["etag"] = canaries.etag(canary)
         response.headers["location"] = f"{PREFIX}/canaries/{canary.canary_id}"

@@ -53,9 +53,11 @@ def headline(
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
     canary = status.canary
+    waiting = status.queued
+    after = "" if waiting is None else f" {_upper(short(waiting.candidate))} waits in the queue."
     if canary is None:
-        return f"{first}. No candidate is being tried."
-    return f"{first}; {_candidate(canary, waits, now, next_step_at)}."
+        return f"{first}. No candidate is being tried.{after}"
+    return f"{first}; {_candidate(canary, waits, now, next_step_at)}.{after}"
 
 
 def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | None) -> str:
@@ -78,7 +80,7 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
 
 def step_waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
     """Say how many replies, and sessions where the settings ask for them, the step still needs."""
-    if canary.state != "ramping":
+    if canary.state != "ramping" or canary.step_waived:
         return ""
     step = evidence.get(f"step_{canary.step + 1}")
     step = step if isinstance(step, dict) else {}

@@ -87,9 +87,17 @@ def banned_ancestor(session: Session, names: list[str]) -> str | None:
 
 def refuse(session: Session, model: str, digest: str) -> None:
     """Raises: TransitionError when the digest is banned."""
+    why = reason_of(session, model, digest)
+    if why is not None:
+        raise TransitionError(why)
+
+
+def reason_of(session: Session, model: str, digest: str) -> str | None:
+    """Return why a digest is banned and how the ban is lifted; None when it is not banned."""
     found = find(session, model, digest)
-    if found is not None:
-        raise TransitionError(
-            f"these files are banned: {found.adapter} lost its traffic ({found.reason}); "
-            f"`sidecar adapters allow {found.adapter}` lifts the ban"
-        )
+    if found is None:
+        return None
+    return (
+        f"these files are banned: {found.adapter} lost its traffic ({found.reason}); "
+        f"`sidecar adapters allow {found.adapter}` lifts the ban"
+    )

@@ -208,7 +208,7 @@ async def test_a_canary_and_its_evidence(world: World, api: Api) -> None:
     evidence = (await api.get(f"/canaries/{canary_id}/evidence")).json()
 
     assert reply.headers["etag"] == '"g3"'
-    assert reply.json()["allowed_actions"] == ["pause", "abort", "promote"]
+    assert reply.json()["allowed_actions"] == ["pause", "abort", "promote", "skip-step"]
     assert evidence["evidence"]["probe"] == {"live": True}
     assert evidence["comparisons"] == []
 
@@ -754,7 +754,7 @@ async def test_what_the_state_does_not_allow_says_what_it_does(world: World, api
 
     body = assert_problem(await api.post(f"{path}/resume", if_match="*"), 409, "not-allowed-now")
 
-    assert body["allowed_actions"] == ["pause", "abort", "promote"]
+    assert body["allowed_actions"] == ["pause", "abort", "promote", "skip-step"]
 
 
 async def test_an_unknown_action_is_a_problem(world: World, api: Api) -> None:

@@ -77,3 +77,47 @@ async def test_a_ban_is_shown_and_lifted(world: World, api: Api) -> None:
     assert (allowed.status_code, allowed.json()["banned"]) == (200, None)
     assert (await api.post("/canaries", {"version": 1})).status_code == 201
     assert (await api.post("/adapters/base/allow")).status_code == 404
+
+
+async def test_a_second_start_is_queued_shown_and_taken_out_again(world: World, api: Api) -> None:
+    world.register(1)
+    world.register(2)
+    first = (await api.post("/canaries", {"version": 1})).json()
+
+    second = await api.post("/canaries", {"version": 2, "reason": "next"})
+
+    queued = second.json()
+    assert (second.status_code, queued["state"], queued["weight_bp"]) == (201, "queued", 0)
+    assert queued["allowed_actions"] == ["abort"]
+    status = (await api.get("/status")).json()
+    assert status["canary"]["canary_id"] == first["canary_id"]
+    assert status["queued"]["canary_id"] == queued["canary_id"]
+    paused = await api.post(f"/canaries/{queued['canary_id']}/pause")
+    assert (paused.status_code, paused.json()["allowed_actions"]) == (409, ["abort"])
+    ended = await api.post(f"/canaries/{queued['canary_id']}/abort", {"reason": "not now"})
+    assert (ended.status_code, ended.json()["state"]) == (200, "withdrawn")
+    assert (await api.get("/status")).json()["queued"] is None
+
+
+async def test_a_step_is_skipped_once_by_who_saw_the_present_state(world: World, api: Api) -> None:
+    name = world.register(1)
+    made = (await api.post("/canaries", {"version": 1})).json()
+    path = f"/canaries/{made['canary_id']}/skip-step"
+    early = await api.post(path, if_match="*")
+    end(world, name, Move(to="gating", candidate_state="gating", reason="loaded"))
+    end(world, name, Move(to="ramping", candidate_state="ramping", reason="gate passed"))
+    etag = (await api.get(f"/canaries/{made['canary_id']}")).headers["etag"]
+
+    bare = await api.post(path)
+    stale = await api.post(path, if_match='"g1"')
+    done = await api.post(path, {"reason": "a quiet night"}, if_match=etag, idempotency_key="k1")
+    again = await api.post(path, {"reason": "a quiet night"}, if_match=etag, idempotency_key="k1")
+    twice = await api.post(path, if_match=done.headers["etag"])
+
+    codes = [one.status_code for one in (early, bare, stale, done, again, twice)]
+    assert codes == [409, 428, 412, 200, 200, 409]
+    assert done.json()["step_waived"] is True
+    assert "skip-step" not in done.json()["allowed_actions"]
+    assert again.headers["idempotency-replayed"] == "true"
+    newest = (await api.get("/audit")).json()["items"][0]
+    assert (newest["action"], newest["reason"]) == ("canary.step_skipped", "a quiet night")

@@ -197,6 +197,35 @@ def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> 
     )
 
 
+def test_a_skipped_step_ends_without_time_and_sessions_but_not_before_its_exchanges_are_read(
+    rules: CanarySettings,
+) -> None:
+    skipped = replace(RAMPING, waived_step=0)
+
+    moved = decide(skipped, ramp(arm(0), arm(0)), rules, 100)
+
+    assert isinstance(moved, Move)
+    assert (moved.to, moved.step) == ("ramping", 1)
+    assert isinstance(decide(skipped, ramp(arm(0), arm(0), behind=True), rules, 100), Hold)
+    assert isinstance(decide(skipped, ramp(arm(9), arm(9), missing_in_a_row=5), rules, 100), Hold)
+    later = replace(skipped, step=1)
+    assert isinstance(decide(later, ramp(arm(0), arm(0)), rules, 100), Hold)
+
+
+def test_a_skipped_step_waives_neither_the_guards_nor_the_proof(rules: CanarySettings) -> None:
+    last = replace(RAMPING, step=1, waived_step=1)
+    proving = rules.model_copy(update={"promote_on": "no_worse"})
+
+    unproven = decide(last, ramp(arm(0), arm(0)), proving, 100)
+    bad = ramp(arm(9), arm(9), guards=guards("failed", 20, 0).guards)
+
+    assert isinstance(unproven, Hold)
+    assert "waits for proof that it is no worse" in unproven.reason
+    harmed = decide(last, bad, rules, 100)
+    assert isinstance(harmed, Move)
+    assert harmed.to == "rolled_back"
+
+
 def test_the_last_step_promotes(rules: CanarySettings) -> None:
     decision = decide(replace(RAMPING, step=1), ramp(arm(3), arm(3)), rules, 110)
 

@@ -284,7 +284,7 @@ def test_resume_of_what_is_not_paused_is_refused(world: World) -> None:
     [
         ((), False, ["pause", "abort"]),
         ((TO_GATE,), True, ["resume", "abort"]),
-        ((TO_GATE, TO_RAMP), False, ["pause", "abort", "promote"]),
+        ((TO_GATE, TO_RAMP), False, ["pause", "abort", "promote", "skip-step"]),
         ((TO_GATE, TO_RAMP, PROMOTE), False, ["rollback"]),
         ((ROLL_BACK,), False, []),
     ],
@@ -338,3 +338,41 @@ def test_ends_are_counted(world: World) -> None:
         ("adapter", "banned"): 1,
         ("canary", "inconclusive"): 1,
     }
+
+
+@pytest.mark.both_stores
+def test_a_skipped_step_is_waived_once_and_the_next_one_is_not(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP)
+
+    skipped = by_operator(world, name, transitions.skip_step)
+    with pytest.raises(TransitionError, match="step 1 is skipped already"):
+        by_operator(world, name, transitions.skip_step)
+    go(world, name, STEP_2)
+
+    assert (skipped.step_waived, skipped.step, skipped.weight_bp) == (True, 0, 2_000)
+    assert "skip-step" not in transitions.allowed_actions(skipped)
+    assert not world.canary(name).step_waived
+    assert "skip-step" in transitions.allowed_actions(world.canary(name))
+    assert world.actions().count("canary.step_skipped") == 1
+
+
+@pytest.mark.parametrize("moves", [(), (TO_GATE,), (TO_GATE, TO_RAMP, ROLL_BACK)])
+def test_only_a_ramp_has_a_step_to_skip(world: World, moves: tuple[Move, ...]) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, *moves)
+
+    with pytest.raises(TransitionError, match="no step to skip"):
+        by_operator(world, name, transitions.skip_step)
+
+
+def test_a_paused_ramp_has_no_step_to_skip(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP)
+    by_operator(world, name, transitions.pause)
+
+    with pytest.raises(TransitionError, match="it is paused"):
+        by_operator(world, name, transitions.skip_step)
