@@ -17,6 +17,8 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from deploy.adapters.needed import FolderRule
+from deploy.adapters.prune import Pruner
 from deploy.admin.context import AdminContext
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
@@ -51,6 +53,8 @@ RECONCILE_AWAY_S = 0.25
 """Interval while vLLM is unreachable: until the champion is loaded again, its users get errors."""
 STREAMS_END_S = 2
 """Longest time that a stop waits for replies: a stream of events may go on for an hour."""
+PRUNE_S = 3_600.0
+"""Interval of looking for adapter folders that nothing needs any more."""
 KEEPALIVE_S = 2.0
 """Idle time after which we close a connection, before vLLM does (5 s)."""
 
@@ -191,11 +195,24 @@ async def _run(
             on_change()
 
     guard = ChampionGuard(database, model, fleet.view, on_change=on_change)
+    pruner = make_pruner(settings, database)
+
+    async def prune() -> None:
+        loaded = frozenset[str]().union(*(one.view.loaded for one in reconcilers.values()))
+        now = time.time()
+        done = await asyncio.to_thread(pruner.prune, now=now, actor=audit.CONTROL, loaded=loaded)
+        for one in done.fates:
+            if one.goes:
+                log.info("adapter_removed", adapter=one.version.name, why=one.why)
+            elif one.failed:
+                log.warning("adapter_not_removed", adapter=one.version.name, reason=one.why)
+
     loops = [
         Loop("lease", beat, lambda: BEAT_S),
         Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
         Loop("guard", lease.only_acting(guard.check), lambda: CHECK_S),
         Loop("shadow", lease.only_acting(shadow.tick), lambda: SHADOW_S),
+        Loop("prune", lease.only_acting(prune), lambda: PRUNE_S),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(
@@ -254,6 +271,13 @@ def make_gate(
         screen=Screen(settings.privacy),
         judge_gives_reward=not examiner_of(settings).own_judge,
     )
+
+
+def make_pruner(settings: Settings, database: Database) -> Pruner:
+    """Build what removes adapter folders, from the settings."""
+    rules = settings.adapters
+    rule = FolderRule(folder_days=rules.folder_days, keep_champions=rules.keep_champions)
+    return Pruner(database=database, adapters_dir=settings.learner.adapters_dir, rule=rule)
 
 
 def make_controller(

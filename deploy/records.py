@@ -49,6 +49,8 @@ class AdapterVersion:
     created_at: float
     forgotten_at: float | None = None
     """When content was forgotten that it, or an adapter that it continues, had learned from."""
+    removed_at: float | None = None
+    """When retention removed the folder, in Unix seconds; None: it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,8 @@ class AdapterOut(Out):
     run_id: str | None
     created_at: float
     forgotten_at: float | None
+    removed_at: float | None
+    """When retention removed its folder; null: it is there."""
     aliases: list[str]
     banned: str | None
     """Why its files are banned; null: they are not."""
@@ -77,6 +79,7 @@ class AdapterOut(Out):
             run_id=version.run_id,
             created_at=version.created_at,
             forgotten_at=version.forgotten_at,
+            removed_at=version.removed_at,
             aliases=sorted(alias for alias, name in aliases.items() if name == version.name),
             banned=banned.get(version.digest),
             loaded=None if loaded is None else version.name in loaded,

@@ -73,6 +73,7 @@ def _newest_sound(session: Session, model: str) -> tuple[str, list[str]]:
             CanaryRow.model == model,
             CanaryRow.state == "promoted",
             AdapterRow.forgotten_at.is_(None),
+            AdapterRow.removed_at.is_(None),
             AdapterRow.state.not_in(("rolled_back", "rejected")),
         )
         .order_by(CanaryRow.created_at.desc())

@@ -170,6 +170,8 @@ def _refused(session: Session, model: str, name: str) -> str | None:
     version = versions.find(session, name)
     if (why := bans.reason_of(session, model, version.digest)) is not None:
         return why
+    if (why := versions.reason_removed(session, name)) is not None:
+        return why
     parents = [one.name for one in versions.ancestors(session, name)[1:]]
     if (banned := bans.banned_ancestor(session, parents)) is not None:
         return f"{name} descends from {banned}, which is banned"

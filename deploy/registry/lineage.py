@@ -262,6 +262,8 @@ def _render_adapter(adapter: AdapterVersion) -> list[str]:
         f"  from {parent}; sha256 {adapter.digest}",
         f"  folder {adapter.path}",
     ]
+    if adapter.removed_at is not None:
+        lines.append("  that folder was removed, because nothing had used it for long")
     if adapter.forgotten_at is not None:
         lines.append(
             "  it, or an adapter that it continues, learned from content that is forgotten"

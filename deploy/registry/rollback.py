@@ -63,7 +63,8 @@ def rollback(
     to: "previous", "base", a version or a full name. A version must have been champion before.
     pause_learner: when the rollback changes anything.
     ban: False when what it takes away is not known to be bad.
-    Raises: UnknownAdapterError; TransitionError when the version never passed a canary.
+    Raises: UnknownAdapterError; TransitionError when the version never passed a canary, or its
+        folder was removed.
     """
     with database.write() as session:
         return roll_back_in(
@@ -97,6 +98,8 @@ def roll_back_in(
             f"{target} has never been champion; roll back to previous, base or a version that "
             "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
         )
+    if target != before:
+        versions.refuse_removed(session, target)
     on_canary = _candidate(session, model)
     ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
     moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)

@@ -20,7 +20,7 @@ from typing import cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.errors import UnknownAdapterError
+from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
 from deploy.registry.history import aliases as history
@@ -48,6 +48,7 @@ def to_version(row: AdapterRow) -> AdapterVersion:
         reason=row.reason,
         created_at=row.created_at,
         forgotten_at=row.forgotten_at,
+        removed_at=row.removed_at,
     )
 
 
@@ -166,6 +167,24 @@ def has_been_champion(session: Session, name: str) -> bool:
         CanaryRow.candidate == name, CanaryRow.state == "promoted"
     )
     return session.scalar(statement.limit(1)) is not None
+
+
+def reason_removed(session: Session, name: str) -> str | None:
+    """Return in words that retention removed the version's folder, and what to do; else None."""
+    row = session.get(AdapterRow, name) if name != BASE else None
+    if row is None or row.removed_at is None:
+        return None
+    return (
+        f"the folder of {name} was removed, because nothing had used it for long "
+        "(adapters.folder_days); name another version, or bring it back from a copy: "
+        "`sidecar adapters import FOLDER`"
+    )
+
+
+def refuse_removed(session: Session, name: str) -> None:
+    """Raises: TransitionError when retention removed the version's folder."""
+    if (why := reason_removed(session, name)) is not None:
+        raise TransitionError(why)
 
 
 def move_alias(

@@ -39,6 +39,7 @@ from sidecar.settings.privacy import Privacy
 from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section
 from sidecar.settings.store import Store
+from sidecar.settings.training.adapters import Adapters
 from sidecar.settings.training.learner import Learner
 
 ENV_PREFIX = "SIDECAR_"
@@ -283,6 +284,7 @@ class Settings(BaseSettings):
     store: Store = Store()
     privacy: Privacy = Privacy()
     retention: Retention = Retention()
+    adapters: Adapters = Adapters()
     groups: Groups = Groups()
     judge: Judge = Judge()
     gate_judge: GateJudge = GateJudge()

@@ -81,6 +81,8 @@ def alias_router(context: AdminContext) -> APIRouter:
             target = versions.resolve(session, model, to)
             if not versions.has_been_champion(session, target):
                 raise TransitionError(f"{target} has never been champion: no canary passed it")
+            if name == "anchor":
+                versions.refuse_removed(session, target)
             if name == "champion":
                 roll_back_in(session, model, to=target, reason=reason, actor=actor, now=now)
             else:

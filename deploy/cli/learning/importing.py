@@ -63,10 +63,12 @@ def import_adapter(
 ) -> Candidate:
     """Copy, validate and register a PEFT folder. Folders of imports that were killed are removed.
 
+    A version whose folder retention removed gets it back, and stays what it was.
     reason: for the audit, and the lineage. now: Unix seconds.
     Raises: InvalidAdapterError, when it cannot be served or is a version already; OSError;
         StoreError.
     """
+    from deploy.adapters.restore import put_back, with_documents
     from deploy.engine.validation import Registered, ServingLimits, validate_folder
     from deploy.errors import InvalidAdapterError
     from deploy.registry.history import bans
@@ -94,10 +96,13 @@ def import_adapter(
         lineage = _lineage(settings, folder, _config(work), reason=reason, now=now)
         (work / LINEAGE).write_text(json.dumps(lineage, indent=1) + "\n", encoding="utf-8")
         (work / CARD).write_text(_card(lineage), encoding="utf-8")
+        with_documents(work, adapters_dir, digest)
         sealed = seal(work)
         with database.write() as session:
             bans.refuse(session, serving.model, sealed.digest)
             known = find_published(session, serving.model, sealed.digest)
+            if known is not None and put_back(session, known, sealed, adapters_dir, now=now):
+                return known
             if known is not None:
                 raise InvalidAdapterError(
                     f"{folder}: these weights are {known.adapter} already; `sidecar adapters show "

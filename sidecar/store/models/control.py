@@ -14,6 +14,7 @@ class IdempotentReplyRow(Base):
     """A change of the admin API that was asked with an `Idempotency-Key`, and its reply."""
 
     __tablename__ = "idempotent_reply"
+    __table_args__ = (Index("ix_idempotent_reply_at", "at"),)
     actor: Mapped[str] = mapped_column(String(128), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))

@@ -34,6 +34,8 @@ class AdapterRow(Base):
     created_at: Mapped[float]
     forgotten_at: Mapped[float | None]
     """When content was forgotten that it, or an adapter that it continues, had learned from."""
+    removed_at: Mapped[float | None]
+    """When retention removed the folder; null: it is there."""
 
 
 class AliasRow(Base):

@@ -1,0 +1,181 @@
+"""Compare two adapter versions: descent, config, what they learned from, weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.adapters.weights import ModuleChange, total
+from deploy.registry.lineage import Lineage, LineageRun
+from sidecar.records import BASE
+from sidecar.visible import visible
+
+SHOWN_MODULES = 20
+"""Modules that are named in the text, those that differ most; `-o json` has all."""
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descent:
+    """How two versions are related."""
+
+    common: str
+    """Newest version that both descend from or are, or "base"."""
+    steps_a: int
+    """Versions from it to A; 0: A is it."""
+    steps_b: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """Groups that the versions and their ancestors were trained on."""
+
+    only_a: tuple[str, ...]
+    """Ids of groups that A alone learned from."""
+    only_b: tuple[str, ...]
+    both: int
+    judges_a: tuple[str, ...]
+    """Judge and rubric hash of each kind of score that A learned from."""
+    judges_b: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDiff:
+    """Everything in which A and B differ."""
+
+    a: str
+    b: str
+    same_files: bool
+    descent: Descent
+    config: Mapping[str, tuple[Any, Any]]
+    """Key of `adapter_config.json` -> value in A and in B, of the keys that differ."""
+    settings: Mapping[str, tuple[Any, Any]]
+    """Setting of the training run -> value in A's and B's, of those that differ."""
+    data: TrainingData
+    modules: tuple[ModuleChange, ...]
+    """What the two add to each module; empty when it was not compared."""
+    not_compared: str
+    """Why the weights were not compared; empty: they were."""
+
+
+def compare_descent(a: Lineage, b: Lineage) -> Descent:
+    """Find the newest common ancestor of two versions."""
+    names_a = [step.adapter.name for step in a.steps]
+    names_b = [step.adapter.name for step in b.steps]
+    common = next((name for name in names_a if name in names_b), BASE)
+    if common == BASE:
+        return Descent(common=BASE, steps_a=len(names_a), steps_b=len(names_b))
+    return Descent(common=common, steps_a=names_a.index(common), steps_b=names_b.index(common))
+
+
+def compare_data(a: Lineage, b: Lineage) -> TrainingData:
+    """Compare what the whole chains of two versions were trained on."""
+    groups_a, groups_b = _trained(a), _trained(b)
+    return TrainingData(
+        only_a=tuple(one for one in groups_a if one not in groups_b),
+        only_b=tuple(one for one in groups_b if one not in groups_a),
+        both=len(groups_a.keys() & groups_b.keys()),
+        judges_a=tuple(sorted(set(groups_a.values()))),
+        judges_b=tuple(sorted(set(groups_b.values()))),
+    )
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return key -> both values, of the keys that differ; a missing one is None."""
+    keys = sorted({*a, *b})
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def settings_of_run(lineage: Lineage) -> Mapping[str, Any]:
+    """Return the settings of the run that made the version; empty when none is recorded."""
+    run = lineage.steps[0].run if lineage.steps else None
+    return run.settings if run is not None else {}
+
+
+def render(diff: AdapterDiff) -> str:
+    """Say in words how two versions differ."""
+    return "\n".join(visible(line) for line in _lines(diff))
+
+
+def _lines(diff: AdapterDiff) -> Iterator[str]:
+    yield f"A: {diff.a}"
+    yield f"B: {diff.b}"
+    if diff.same_files:
+        yield "They have the same files."
+    yield _descent_words(diff)
+    yield from _value_lines("Config", diff.config)
+    yield from _value_lines("Settings of the run", diff.settings)
+    data = diff.data
+    yield (
+        f"Trained on: {len(data.only_a)} groups in A alone, {len(data.only_b)} in B alone, "
+        f"{data.both} in both (with all ancestors)"
+    )
+    if data.judges_a != data.judges_b:
+        yield f"  judges of A: {', '.join(data.judges_a) or 'none'}"
+        yield f"  judges of B: {', '.join(data.judges_b) or 'none'}"
+    if diff.not_compared:
+        yield f"Weights: not compared: {diff.not_compared}"
+        return
+    yield from _weight_lines(diff.modules)
+
+
+def _descent_words(diff: AdapterDiff) -> str:
+    found = diff.descent
+    if found.common == diff.a:
+        return f"Descent: B descends from A, {_runs(found.steps_b)} later"
+    if found.common == diff.b:
+        return f"Descent: A descends from B, {_runs(found.steps_a)} later"
+    common = "the base model" if found.common == BASE else found.common
+    return (
+        f"Descent: both descend from {common}: A {_runs(found.steps_a)}, "
+        f"B {_runs(found.steps_b)} later"
+    )
+
+
+def _runs(number: int) -> str:
+    return "1 version" if number == 1 else f"{number} versions"
+
+
+def _value_lines(title: str, values: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    yield f"{title}: {'the same' if not values else ''}".rstrip()
+    for key, (a, b) in values.items():
+        yield f"  {key}: {_value(a)} in A, {_value(b)} in B"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None or value == "" else str(value)
+
+
+def _weight_lines(modules: Sequence[ModuleChange]) -> Iterator[str]:
+    yield (
+        "Weights: what the adapter adds to a module (Frobenius norm of scale * B A), the norm of "
+        "the difference, and the cosine of the two"
+    )
+    yield f"{'A':>10}{'B':>10}{'A - B':>10}{'cosine':>9}  module"
+    most = sorted(modules, key=lambda one: -one.norm_difference)
+    for one in [total(list(modules)), *most[:SHOWN_MODULES]]:
+        cosine = "-" if one.cosine is None else f"{one.cosine:+.4f}"
+        yield (
+            f"{one.norm_a:>10.4g}{one.norm_b:>10.4g}{one.norm_difference:>10.4g}{cosine:>9}"
+            f"  {one.module}"
+        )
+    if len(modules) > SHOWN_MODULES:
+        yield f"and {len(modules) - SHOWN_MODULES} modules that differ less (-o json has all)"
+
+
+def _trained(lineage: Lineage) -> dict[str, str]:
+    """Group id -> its judge, of the groups that the chain was trained on, the newest run first."""
+    found: dict[str, str] = {}
+    for step in lineage.steps:
+        for group_id, judge in _of_run(step.run):
+            found.setdefault(group_id, judge)
+    return found
+
+
+def _of_run(run: LineageRun | None) -> Iterator[tuple[str, str]]:
+    for group in run.groups if run is not None else ():
+        if group.status == "trained":
+            yield group.group_id, f"{group.judge_model} rubric {str(group.rubric_hash or '')[:12]}"

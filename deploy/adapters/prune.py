@@ -1,0 +1,251 @@
+"""Remove the folders of adapter versions that nothing needs, so that a kill leaves nothing half.
+
+For each folder, in this order:
+
+1. Its files are hashed: one that is not what was registered stays, for whoever looks into it.
+2. Its documents (config, lineage, card, curves, probe) are copied to `removed/<digest>/`.
+3. In one transaction it is asked again whether anything needs it, and the version is marked
+   `removed_at`, with the manifest of its files in the audit. From then on nothing may begin to use
+   it: rollback, canary and alias refuse it.
+4. The folder is renamed to `.removed-<digest>`, again in a transaction that finds the mark.
+5. That is deleted.
+
+A process that is killed between two of them is followed by one that goes on: a marked version whose
+folder stands there is renamed, and every `.removed-*` is deleted. Only `<adapters_dir>/<digest>` is
+ever removed; a version whose row names another place is left alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from deploy.adapters import standing
+from deploy.adapters.needed import Fate, FolderRule, decide_fates
+from deploy.errors import error_line
+from deploy.records import AdapterVersion
+from deploy.registry import audit
+from learner.adapter_folder import (
+    CARD,
+    CONFIG,
+    CURVES,
+    LINEAGE,
+    PROBE,
+    file_digest,
+    folder_digest,
+)
+from learner.resume.work_folder import remove_folder, sync
+from sidecar.store.database import Database, count
+from sidecar.store.models import AdapterRow
+
+TRASH = ".removed-"
+"""Prefix of a folder that is being deleted, beside the published ones."""
+REMOVED = "removed"
+"""Folder with the documents of versions whose folders are gone."""
+DOCUMENTS = (CONFIG, LINEAGE, CARD, CURVES, PROBE)
+_UNFINISHED = ".documents-"
+ACTION = "adapter.removed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What one pass did, or would do."""
+
+    fates: tuple[Fate, ...]
+    """Of every version whose folder was not removed before; `goes` with what became of it."""
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruner:
+    """Removes folders of one `adapters_dir`."""
+
+    database: Database
+    adapters_dir: Path
+    rule: FolderRule
+
+    def plan(self, *, now: float, loaded: Iterable[str] = ()) -> Pruned:
+        """Say what `prune` would do; change nothing. Raises: StoreError; OSError."""
+        with self.database.read() as session:
+            fates = [self._here(one) for one in self._fates(session, now, loaded)]
+        size = sum(_size(self._folder(one.version)) for one in fates if one.goes)
+        return Pruned(fates=tuple(fates), freed_bytes=size)
+
+    def prune(self, *, now: float, actor: str, loaded: Iterable[str] = ()) -> Pruned:
+        """Remove what nothing needs, and finish what a killed pass began.
+
+        loaded: adapters that a vLLM has loaded now. actor: for the audit.
+        Raises: StoreError; OSError, when the disk refuses what is left of an earlier pass.
+        """
+        self._finish()
+        found = self.plan(now=now, loaded=loaded)
+        fates, freed = [], 0
+        for fate in found.fates:
+            if fate.goes:
+                size = _size(self._folder(fate.version))
+                fate = self._remove(fate, now=now, actor=actor, loaded=loaded)
+                freed += size if fate.goes else 0
+            fates.append(fate)
+        return Pruned(fates=tuple(fates), freed_bytes=freed)
+
+    def _fates(self, session: Session, now: float, loaded: Iterable[str]) -> list[Fate]:
+        found = standing.read_versions(session)
+        needed = standing.read_needed(
+            session, found, keep_champions=self.rule.keep_champions, loaded=loaded
+        )
+        return decide_fates(found, needed, standing.read_last_used(session), self.rule, now=now)
+
+    def _folder(self, version: AdapterVersion) -> Path:
+        return self.adapters_dir.resolve() / str(version.digest)
+
+    def _here(self, fate: Fate) -> Fate:
+        """Keep what is not at the place where this pruner may remove it."""
+        folder = self._folder(fate.version)
+        if not fate.goes:
+            return fate
+        if not _is_digest(fate.version.digest) or str(folder) != fate.version.path:
+            return _stays(fate, f"its folder is not in {self.adapters_dir.resolve()}")
+        if folder.is_symlink() or not folder.is_dir():
+            return _stays(fate, "there is no such folder here")
+        return fate
+
+    def _remove(self, fate: Fate, *, now: float, actor: str, loaded: Iterable[str]) -> Fate:
+        version, folder = fate.version, self._folder(fate.version)
+        try:
+            if folder_digest(folder) != version.digest:
+                return _failed(fate, "its files are not the registered ones: find out why")
+            manifest = _manifest(folder)
+            self._keep_documents(folder, version.digest)
+            why = self._mark(fate, manifest, now=now, actor=actor, loaded=loaded)
+            if why is not None:
+                return _stays(fate, why)
+            self._move_out(version.digest)
+            remove_folder(self._trash(version.digest))
+        except OSError as error:
+            return _failed(fate, f"the disk refused: {error_line(error)}")
+        return fate
+
+    def _mark(
+        self,
+        fate: Fate,
+        manifest: list[dict[str, Any]],
+        *,
+        now: float,
+        actor: str,
+        loaded: Iterable[str],
+    ) -> str | None:
+        """Mark every version with these files. Returns: why it stays after all; None: marked."""
+        digest = fate.version.digest
+        with self.database.write() as session:
+            again = {one.version.name: one for one in self._fates(session, now, loaded)}
+            found = again.get(fate.version.name)
+            if found is None or not found.goes:
+                return "removed by another process" if found is None else found.why
+            rows = session.scalars(
+                update(AdapterRow)
+                .where(AdapterRow.digest == digest)
+                .values(removed_at=now)
+                .returning(AdapterRow.name)
+                .execution_options(synchronize_session=False)
+            ).all()
+            for name in rows:
+                audit.record(
+                    session,
+                    now=now,
+                    actor=actor,
+                    action=ACTION,
+                    subject=name,
+                    before={"folder": str(self._folder(fate.version))},
+                    after={"folder": None, "digest": digest, "files": manifest},
+                    reason=fate.why,
+                )
+            count(session, "adapter", "removed", len(rows))
+        return None
+
+    def _move_out(self, digest: str) -> None:
+        """Rename the folder, unless its version came back meanwhile. Raises: OSError."""
+        folder, trash = self.adapters_dir.resolve() / digest, self._trash(digest)
+        with self.database.write() as session:
+            marked = session.scalars(
+                select(AdapterRow.removed_at).where(AdapterRow.digest == digest)
+            ).all()
+            if not marked or None in marked or not folder.is_dir():
+                return
+            remove_folder(trash)
+            folder.chmod(0o755)  # a folder that is moved must be writable
+            folder.rename(trash)
+        sync(trash.parent)
+
+    def _finish(self) -> None:
+        """Go on where a killed pass stopped. Raises: OSError; StoreError."""
+        with self.database.read() as session:
+            marked = session.scalars(
+                select(AdapterRow.digest).where(AdapterRow.removed_at.is_not(None)).distinct()
+            ).all()
+        for digest in marked:
+            if _is_digest(digest) and (self.adapters_dir / digest).is_dir():
+                self._move_out(digest)
+        for leftover in self._leftovers():
+            remove_folder(leftover)
+
+    def _leftovers(self) -> Iterator[Path]:
+        for prefix in (TRASH, _UNFINISHED):
+            yield from self.adapters_dir.glob(f"{prefix}*")
+
+    def _trash(self, digest: str) -> Path:
+        return self.adapters_dir.resolve() / f"{TRASH}{digest}"
+
+    def _keep_documents(self, folder: Path, digest: str) -> None:
+        """Copy the documents to `removed/<digest>`, complete or not at all. Raises: OSError."""
+        kept = self.adapters_dir / REMOVED / digest
+        if kept.is_dir():
+            return  # a pass that was killed after this
+        unfinished = self.adapters_dir / f"{_UNFINISHED}{digest}"
+        remove_folder(unfinished)
+        unfinished.mkdir()
+        for name in DOCUMENTS:
+            if (folder / name).is_file() and not (folder / name).is_symlink():
+                shutil.copyfile(folder / name, unfinished / name)
+                sync(unfinished / name)
+        sync(unfinished)
+        kept.parent.mkdir(exist_ok=True)
+        unfinished.rename(kept)
+        sync(kept.parent)
+
+
+def removed_documents(adapters_dir: Path, digest: str) -> Path:
+    """Return the folder with the documents of a removed version."""
+    return adapters_dir / REMOVED / digest
+
+
+def _failed(fate: Fate, why: str) -> Fate:
+    return Fate(version=fate.version, goes=False, why=why, failed=True)
+
+
+def _stays(fate: Fate, why: str) -> Fate:
+    return Fate(version=fate.version, goes=False, why=why)
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
+def _manifest(folder: Path) -> list[dict[str, Any]]:
+    """List the files of a folder as its digest counts them, the optimiser's too."""
+    files = sorted(one for one in folder.iterdir() if one.is_file() and not one.is_symlink())
+    return [
+        {"path": one.name, "size": one.stat().st_size, "sha256": file_digest(one)} for one in files
+    ]
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum(one.lstat().st_size for one in folder.iterdir())
+    except OSError:
+        return 0

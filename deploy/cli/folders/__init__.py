@@ -1,0 +1,1 @@
+"""`sidecar adapters`: what concerns the folders of versions on this machine."""
