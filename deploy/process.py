@@ -30,6 +30,12 @@ from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.examiner import examiner_of
+from deploy.outside import approval, checking, telling
+from deploy.outside.approval import Approvals
+from deploy.outside.checking import MetricChecks
+from deploy.outside.http import Caller
+from deploy.outside.metrics import HttpMetrics
+from deploy.outside.telling import Hooks, Sender
 from deploy.page.mount import with_page
 from deploy.registry import audit, routing_writer
 from deploy.registry.leases.holder import BEAT_S, Lease, own_id
@@ -194,6 +200,13 @@ async def _run(
         if await asyncio.to_thread(lease.beat) and not acted:
             on_change()
 
+    outside = Caller()
+    checks = MetricChecks(
+        database, model, HttpMetrics(outside), settings.canary, on_change=on_change
+    )
+    approvals = Approvals(database, model, settings.approval, outside)
+    sender = Sender(model, outside, timeout_s=settings.notify.timeout_s)
+    hooks = Hooks(database, settings.notify, sender)
     guard = ChampionGuard(database, model, fleet.view, on_change=on_change)
     pruner = make_pruner(settings, database)
 
@@ -211,6 +224,9 @@ async def _run(
         Loop("lease", beat, lambda: BEAT_S),
         Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
         Loop("guard", lease.only_acting(guard.check), lambda: CHECK_S),
+        Loop("metrics", lease.only_acting(checks.tick), lambda: checking.EVERY_S),
+        Loop("approval", lease.only_acting(approvals.tick), lambda: approval.EVERY_S),
+        Loop("hooks", lease.only_acting(hooks.tick), lambda: telling.EVERY_S),
         Loop("shadow", lease.only_acting(shadow.tick), lambda: SHADOW_S),
         Loop("prune", lease.only_acting(prune), lambda: PRUNE_S),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
@@ -222,6 +238,7 @@ async def _run(
         judge=settings.judge,
         fleet=fleet,
         watch=settings.watch,
+        hooks=tuple(settings.notify.hooks),
         tokens=settings.admin.tokens,
         on_change=on_change,
         examiner=examiner_of(settings),
@@ -246,6 +263,7 @@ async def _run(
     for result in results:
         if isinstance(result, Exception):
             raise result
+    await outside.aclose()
     await controller.settle()
     try:
         await asyncio.to_thread(lease.give_back)
@@ -301,6 +319,7 @@ def make_controller(
             base_model_path=serving.base_model_path,
         ),
         model=serving.model,
+        approval=settings.approval,
         on_change=on_change,
     )
 

@@ -6,9 +6,12 @@ writers (`transitions`, `rollback`) change the row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from deploy.evidence.approval import Approval
+from deploy.evidence.outside import MetricState
 from sidecar.records import BASE
 
 AdapterState = Literal[
@@ -99,6 +102,10 @@ class Canary:
     """Claims that judged groups have proven (`deploy.registry.proof_rule`): they stay so."""
     waived_step: int | None = None
     """Step whose shortest time and fewest sessions and exchanges an operator waived."""
+    metrics: Mapping[str, MetricState] = field(default_factory=dict)
+    """What numbers from outside said, by the metric's name."""
+    approval: Approval | None = None
+    """The move that waits for the operator's service, or did; None: none does."""
     judge_gives_reward: bool | None = None
     """True when the gate's judge also scores what the candidate learned from; None: not known."""
 

@@ -33,6 +33,8 @@ class AdminContext:
     clock: Callable[[], float] = time.time
     examiner: Examiner | None = None
     """The judge of the gate; None: control has none."""
+    hooks: tuple[str, ...] = ()
+    """Names of the web hooks."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     """Has the budgets of the judges."""
     loops: Callable[[], Mapping[str, LoopView]] = dict

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
+from deploy.admin.evidence.out import ApprovalOut, HookOut, MetricOut
 from deploy.admin.out import (
     BusOut,
     FeedbackOut,
@@ -107,6 +108,10 @@ class CanaryOut(Out):
     ended_at: float | None
     step_waived: bool = False
     """An operator waived what this step must last and see; control ends it at its next look."""
+    approval: ApprovalOut | None = None
+    """What the approval service says; null: no move waits for it."""
+    metrics: list[MetricOut] = Field(default_factory=list)
+    """Numbers from outside as they were last checked; the evidence has the newest 20 checks."""
     gate_judges: list[str] = Field(default_factory=list)
     """Judge models and rubric hashes that scored its gate so far."""
     judge_gives_reward: bool | None = None
@@ -134,6 +139,14 @@ class CanaryOut(Out):
             next_step_earliest_at=earliest if running else None,
             ended_at=canary.ended_at,
             step_waived=canary.step_waived,
+            approval=None
+            if canary.approval is None
+            else ApprovalOut.model_validate(canary.approval),
+            metrics=[
+                shown
+                for name, state in canary.metrics.items()
+                if (shown := MetricOut.of(name, state)) is not None
+            ],
             gate_judges=list(canary.gate_judges),
             judge_gives_reward=canary.judge_gives_reward,
             generation=canary.generation,
@@ -366,6 +379,8 @@ class StatusOut(Out):
     """How far the judge's scores can be trusted; null when no score process has run."""
     verifiers: list[VerifierOut] = Field(default_factory=list)
     """Empty when the settings of the scoring process name none."""
+    hooks: list[HookOut] = Field(default_factory=list)
+    """Empty when the settings name none."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
     dead_letters: int = 0

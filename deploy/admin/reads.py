@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.evidence.out import ComparisonOut, EvidenceOut
+from deploy.admin.evidence.out import ComparisonOut, EvidenceOut, HookOut
 from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
@@ -44,6 +44,7 @@ from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
+from deploy.outside.telling import read_states
 from deploy.registry import canaries, routing_writer, tallies, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import switches as learner_switches
@@ -141,6 +142,10 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 else GateJudgeOut.model_validate(context.examiner),
                 judge_noise=_judge_noise(session),
                 verifiers=_verifiers(session),
+                hooks=[
+                    HookOut.of(name, state)
+                    for name, state in read_states(session, context.hooks).items()
+                ],
                 sampling=_sampling(session, context.clock()),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),

@@ -20,6 +20,7 @@ import structlog
 from sqlalchemy import func, select
 
 from deploy.canary import ramp_counts, tick_errors
+from deploy.canary.approving import with_approval
 from deploy.canary.facts import guard_facts, quality_facts, step_facts
 from deploy.canary.gate import Gate
 from deploy.canary.judged import Judged
@@ -40,6 +41,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
+from sidecar.settings import Approval
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
 from sidecar.store.models import ExchangeRow
@@ -59,10 +61,11 @@ class Controller:
         rules: CanarySettings,
         limits: ServingLimits,
         model: str,
+        approval: Approval | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """replicas: every vLLM replica, by base URL.
+        """replicas: every vLLM replica, by base URL. approval: None asks nobody.
         on_change: called after every transition, so that vLLM is reconciled at once."""
         self._database = database
         self._replicas = replicas
@@ -70,6 +73,7 @@ class Controller:
         self._rules = rules
         self._limits = limits
         self._model = model
+        self._approval = approval or Approval()
         self._judged = Judged(rules)
         self._turns = LiveTurns(rules)
         self._on_change = on_change
@@ -107,8 +111,12 @@ class Controller:
         evidence, facts = await self._gather(canary)
         if canary.tick_errors:
             facts = {**facts, "tick_errors": {}}
-        decision = decide(canary, evidence, self._rules, self._clock())
-        return await asyncio.to_thread(self._apply, canary, decision, facts)
+        now = self._clock()
+        decision = decide(canary, evidence, self._rules, now)
+        asked = with_approval(canary, decision, self._approval, now)
+        return await asyncio.to_thread(
+            self._apply, canary, asked.decision, facts | asked.facts, ban=not asked.denied
+        )
 
     def _count_error(self, canary: Canary, error: Exception) -> bool:
         log.error(
@@ -191,6 +199,7 @@ class Controller:
             quality=quality,
             proven=canary.proven,
             away=self._gate.away(canary),
+            metrics=canary.metrics,
         )
         return evidence, {
             f"step_{canary.step + 1}": step_facts(canary, evidence),
@@ -227,7 +236,7 @@ class Controller:
             documents = versions.document_digests(session, canary.candidate)
             return version, Registered(digest=version.digest, documents=documents), loading
 
-    def _apply(self, canary: Canary, decision: Decision, facts: Facts) -> bool:
+    def _apply(self, canary: Canary, decision: Decision, facts: Facts, *, ban: bool = True) -> bool:
         """Write a decision. Returns: True when the canary changed its phase or step."""
         # A hold that repeats the last one needs no write and no lock, which others wait for.
         hold = (canary.canary_id, canary.generation, decision, facts)
@@ -238,7 +247,7 @@ class Controller:
             if isinstance(decision, Move) and (canary.phase, decision.to) == ("gating", "ramping"):
                 newest = session.scalar(select(func.max(ExchangeRow.seq))) or 0
                 facts = {**facts, "ramp": {"began_at": now, "after_seq": newest}}
-            applied = transitions.apply(session, canary, decision, evidence=facts, now=now)
+            applied = transitions.apply(session, canary, decision, evidence=facts, now=now, ban=ban)
         self._last_hold = hold
         if not applied:
             log.info("canary_changed_meanwhile", canary=canary.canary_id)

@@ -30,6 +30,7 @@ from deploy.cli.keys import keys_app
 from deploy.cli.learning.learner import learner_app
 from deploy.cli.learning.runs import runs_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
+from deploy.cli.outside.hooks import hooks_app
 from deploy.cli.store.audit import audit_app
 from deploy.cli.store.encryption import store_app
 from deploy.supervise.processes import MODULES
@@ -45,6 +46,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+app.add_typer(hooks_app, name="hooks")
 app.add_typer(audit_app, name="audit")
 judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")

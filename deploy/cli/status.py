@@ -19,6 +19,7 @@ from deploy.cli.learning.judges import (
 )
 from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
+from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
 from sidecar.records import BASE
 
@@ -126,6 +127,7 @@ class Status(msgspec.Struct, kw_only=True):
     gate_judge: GateJudge | None = None
     judge_noise: JudgeNoise | None = None
     verifiers: list[Verifier] = []
+    hooks: list[HookTold] = []
     sampling: Trouble | None = None
     dead_letters: int = 0
     token_check: str
@@ -165,6 +167,7 @@ def status_lines(
         *judge_lines(status.judge, status.judge_noise, now),
         *gate_judge_lines(status.gate_judge),
         *verifier_lines(status.verifiers, now),
+        *hook_lines(status.hooks, now),
         *_retention(status.retention, now),
         *([f"Token check: {status.token_check}"] if status.token_check != "on" else []),
     ]

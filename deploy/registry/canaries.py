@@ -2,17 +2,20 @@
 
 Values without a column of their own are in the row's `evidence` object, under the keys `steps`,
 `queued`, `waived_step`, `anchor`, `clock`, `probe`, `loading`, `gate`, `ramp`, `quality`, `guards`,
-`step_<n>`, `breaker` and `tick_errors`.
+`step_<n>`, `metrics`, `approval`, `breaker` and `tick_errors`.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownCanaryError
+from deploy.evidence.approval import Approval
+from deploy.evidence.outside import MetricState
 from deploy.records import ACTIVE_PHASES, Canary, Phase
 from sidecar.records import BASE
 from sidecar.routing.table import BUCKETS, is_adapter_name
@@ -57,6 +60,8 @@ def to_canary(row: CanaryRow) -> Canary:
         ramp_after_seq=_whole(ramp.get("after_seq"), 0),
         proven=frozenset(_names(entry(row, "quality").get("proven"))),
         gate_judges=_names(gate.get("judges")),
+        metrics=_metrics(entry(row, "metrics")),
+        approval=_approval(entry(row, "approval")),
         waived_step=_waived(evidence.get("waived_step")),
         judge_gives_reward=gives if isinstance(gives, bool) else None,
     )
@@ -86,6 +91,25 @@ def _number(value: object) -> float:
 
 def _whole(value: object, damaged: int) -> int:
     return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else damaged
+
+
+def _metrics(stored: dict[str, Any]) -> dict[str, MetricState]:  # Any: JSON
+    """A metric whose record is damaged begins anew."""
+    found: dict[str, MetricState] = {}
+    for name, value in stored.items():
+        try:
+            found[str(name)] = msgspec.convert(value, MetricState)
+        except msgspec.ValidationError:
+            continue
+    return found
+
+
+def _approval(stored: dict[str, Any]) -> Approval | None:  # Any: JSON
+    """The service is asked anew when the record is damaged."""
+    try:
+        return msgspec.convert(stored, Approval) if stored else None
+    except msgspec.ValidationError:
+        return None
 
 
 def _waived(value: object) -> int | None:

@@ -15,7 +15,9 @@ In plain words:
    with fewer than `gate_min_prompts` the canary is inconclusive.
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
-   groups prove harm. It is held while users' sessions are not split by the weight. A step ends
+   groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in
+   a row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
+   cannot be asked. A step ends
    after `step_min_s`, `step_min_exchanges` and `step_min_sessions`; while the newest
    `BREAKER_FAILURES` requests all met an unknown adapter, it does not end. A step that reaches
    `step_max_s` first is inconclusive. An operator may waive what a step must last and see
@@ -38,7 +40,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deploy.evidence import outside
 from deploy.evidence.live import GuardState
+from deploy.evidence.outside import MetricState
 from deploy.evidence.quality import Quality
 from deploy.records import AdapterState, Canary, Phase
 from deploy.registry import proof_rule
@@ -162,6 +166,8 @@ class RampEvidence:
     """Claims that were proven by an earlier look (`proof_rule.CLAIMS`)."""
     away: str | None = None
     """Reason why no further group can be judged now."""
+    metrics: Mapping[str, MetricState] = field(default_factory=dict)
+    """What numbers from outside say, by the metric's name."""
 
 
 Evidence = LoadEvidence | GateEvidence | RampEvidence
@@ -260,6 +266,7 @@ def _after_ramping(
     harm = proof_rule.guard_harm(evidence.guards, rules) or (
         None if rules.promote_on == "quick" else proof_rule.harm(evidence.quality, rules)
     )
+    harm = harm or outside.broken_guardrail(evidence.metrics, since=canary.ramp_began_at)
     if harm is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=harm)
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
@@ -270,6 +277,12 @@ def _after_ramping(
         if spent_s >= rules.step_max_s:
             return _inconclusive(split)
         return Hold(reason=f"{split}; look for a proxy that routes by another table")
+    if (unasked := outside.away(evidence.metrics)) is not None:
+        return Hold(reason=f"{step} stands: {unasked}", stops_clock=True)
+    if (signal := outside.standing(evidence.metrics)) is not None:
+        if spent_s >= rules.step_max_s:
+            return _inconclusive(f"{step}: {signal}")
+        return Hold(reason=f"{step} stands until it recovers: {signal}")
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
     enough = (
         seen >= rules.step_min_exchanges
@@ -277,7 +290,12 @@ def _after_ramping(
         and spent_s >= rules.step_min_s
     )
     if (enough or canary.step_waived) and not missing and not evidence.behind:
-        return _after_step(canary, evidence, rules, seen=seen, spent_s=spent_s)
+        unseen = _unseen(canary, evidence, rules)
+        if unseen is None:
+            return _after_step(canary, evidence, rules, seen=seen, spent_s=spent_s)
+        if spent_s < rules.step_max_s:
+            return Hold(reason=f"{step} waits for {unseen}")
+        return _inconclusive(f"{step} waited for {unseen}")
     if spent_s >= rules.step_max_s:
         return _inconclusive(
             f"{step}: {seen} of {rules.step_min_exchanges} exchanges and {evidence.sessions} of "
@@ -294,6 +312,12 @@ def _after_ramping(
         f"{seen} of {rules.step_min_exchanges} exchanges, {evidence.sessions} of "
         f"{rules.step_min_sessions} sessions"
     )
+
+
+def _unseen(canary: Canary, evidence: RampEvidence, rules: CanarySettings) -> str | None:
+    """Return in words which metric that counts has no value of this step yet, or None."""
+    counts = [name for name, one in rules.metrics.items() if one.mode != "dry_run"]
+    return outside.unseen(evidence.metrics, counts, since=canary.step_started_at)
 
 
 def _after_step(

@@ -18,7 +18,7 @@ from ingest.reward_watch.asking import Answer, ask
 from learner.errors import HeldError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
-from sidecar.store.models import RunRow
+from sidecar.store.models import AuditRow, RunRow
 
 log = structlog.get_logger()
 
@@ -82,6 +82,17 @@ def _record(
             counts={},
             metrics=[],
             held={"findings": findings, "checks": 1},
+        )
+    )
+    session.add(
+        AuditRow(
+            at=now,
+            actor="learner",
+            action="learner.held",
+            subject="learner",
+            before={},
+            after={"run_id": run_id, "checks": sorted({str(one.check) for one in answer.holding})},
+            reason=answer.reason,
         )
     )
     for one in answer.holding:

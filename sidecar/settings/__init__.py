@@ -6,6 +6,8 @@ from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import Fallback
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
+from sidecar.settings.outside.asked import Approval, Metric
+from sidecar.settings.outside.told import Hook, Notify
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
 from sidecar.settings.reward import (
     EntryPointVerifier,
@@ -40,6 +42,7 @@ __all__ = [
     "NOT_SETTINGS",
     "Access",
     "Admin",
+    "Approval",
     "BestOf",
     "Bus",
     "Canary",
@@ -50,11 +53,14 @@ __all__ = [
     "Feedback",
     "GateJudge",
     "Groups",
+    "Hook",
     "HttpVerifier",
     "Judge",
     "Kafka",
     "KafkaUrl",
     "Learner",
+    "Metric",
+    "Notify",
     "OutboxUrl",
     "Privacy",
     "ProjectPrivacy",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sidecar.settings.kinds import (
     Between,
@@ -14,6 +17,7 @@ from sidecar.settings.kinds import (
     Timeout,
     Upstream,
 )
+from sidecar.settings.outside.asked import MAX_METRICS, Metric, MetricName
 from sidecar.settings.section import Section
 
 SIZES = (2, 16)
@@ -197,6 +201,12 @@ class Canary(Section):
     """The same for tool calls and JSON that do not fit their request."""
     max_evasive_excess: Share = 0.05
     """The same for refusals and loops."""
+    watch_s: Annotated[float, Between(0, 2_592_000, "0 watches nothing", "s")] = 3_600.0
+    """After a promotion, metrics with `mode = "guardrail"` still roll back for this long."""
+    metrics: Annotated[Mapping[MetricName, Metric], Field(max_length=MAX_METRICS)] = Field(
+        default_factory=dict
+    )
+    """Numbers from outside, by name: `[canary.metrics.NAME]`."""
     poll_s: Interval = 0.5
     """How often the controller polls the canary."""
 

@@ -35,6 +35,8 @@ from sidecar.settings.kinds import (
     no_empty_key,
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
+from sidecar.settings.outside.asked import Approval
+from sidecar.settings.outside.told import Notify
 from sidecar.settings.privacy import Privacy
 from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section
@@ -293,6 +295,8 @@ class Settings(BaseSettings):
     learner: Learner = Learner()
     watch: Watch = Watch()
     canary: Canary = Canary()
+    approval: Approval = Approval()
+    notify: Notify = Notify()
     admin: Admin = Admin()
     telemetry: Telemetry = Telemetry()
 

@@ -32,9 +32,9 @@ from ingest.privacy.screen import Screen
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable
+from sidecar.settings import Approval, Privacy
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings import Privacy
 from sidecar.store.database import Database, compress, count
 from sidecar.store.models import (
     AdapterRow,
@@ -122,6 +122,8 @@ class World:
     judging: JudgeSettings = field(default_factory=lambda: JudgeSettings(rubric="the better one"))
     """Settings of the gate's judge."""
     judge_gives_reward: bool = False
+    approval: Approval = field(default_factory=Approval)
+    """Settings of the approval service."""
     exchanges: int = 0
 
     def gate(self) -> Gate:
@@ -151,6 +153,7 @@ class World:
             rules=self.rules,
             limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
             model=MODEL,
+            approval=self.approval,
             on_change=on_change,
             clock=self.clock,
         )

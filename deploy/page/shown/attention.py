@@ -39,6 +39,7 @@ def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float)
         *_judge(status, now),
         *_learner(status),
         *_control(status),
+        *_outside(status),
         *_losses(status, lost),
     ]
     return sorted(found, key=lambda one: one.level != "act")
@@ -197,6 +198,27 @@ def _control(status: StatusOut) -> Iterator[Need]:
                 what=f"Control's loop {name} fails",
                 why=loop.error or "",
                 to_do=f"It failed {count(loop.failures, 'time')} in a row, and is tried again.",
+            )
+
+
+def _outside(status: StatusOut) -> Iterator[Need]:
+    for one in status.hooks:
+        if one.tries:
+            yield Need(
+                level="look",
+                what=f"The web hook {one.name} does not take events",
+                why=one.error,
+                to_do="It is tried again; `sidecar hooks test` tries it now.",
+            )
+    for metric in () if status.canary is None else status.canary.metrics:
+        if metric.outcome == "error":
+            yield Need(
+                level="look" if metric.mode == "dry_run" else "act",
+                what=f"The metric {metric.name} gives no answer",
+                why=metric.why,
+                to_do="The ramp stands while it is so: an error rolls nothing back."
+                if metric.errors >= metric.errs_at and metric.mode != "dry_run"
+                else "It is asked again.",
             )
 
 

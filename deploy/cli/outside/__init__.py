@@ -1,0 +1,1 @@
+"""Commands about what control asks and tells outside."""

@@ -1,0 +1,1 @@
+"""What control asks and tells outside: metrics of a canary, the approval service, web hooks."""

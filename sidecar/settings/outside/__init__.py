@@ -1,0 +1,1 @@
+"""Settings of what control asks and tells outside: metrics, the approval service, web hooks."""

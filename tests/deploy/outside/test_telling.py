@@ -1,0 +1,292 @@
+"""Web hooks: signed, at least once over a kill, in order, bounded in tries and age."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import ValidationError
+
+from deploy.outside.http import Caller, OutsideError, Reply
+from deploy.outside.signing import key_of, signed_headers
+from deploy.outside.telling import FLAG, SETTLE_S, Event, Hooks, HookState, Sender, read_state
+from deploy.registry import audit
+from sidecar.settings import Hook, Notify
+from sidecar.store.database import set_flag
+from sidecar.store.models import CounterRow
+from support.outside_server import OutsideServer, outside_server
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
+SECRETS = {"HOOK_SECRET": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}
+URL = "http://hook"
+
+
+@dataclass
+class FakePoster:
+    """Takes an event, or fails as it is told to."""
+
+    fails: bool = False
+    status: int = 204
+    posts: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+
+    async def post(
+        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str]
+    ) -> Reply:
+        self.posts.append((url, json.loads(body), dict(headers)))
+        if self.fails:
+            raise OutsideError("it cannot be reached (ConnectError); check the URL")
+        return Reply(status=self.status, body=b"")
+
+    @property
+    def told(self) -> list[str]:
+        return [body["type"] for _, body, _ in self.posts]
+
+
+@dataclass
+class Told:
+    """One hook over the world's store; each turn is of a control of its own."""
+
+    world: World
+    poster: FakePoster
+    settings: Notify
+
+    async def turn(self, later_s: float = 10.0) -> None:
+        self.world.clock.now += later_s
+        clock = self.world.clock
+        sender = Sender("m", self.poster, timeout_s=5.0, environment=SECRETS, clock=clock)
+        await Hooks(self.world.database, self.settings, sender, clock=clock).tick()
+
+    def happen(self, *actions: str) -> None:
+        with self.world.database.write() as session:
+            for action in actions:
+                audit.record(
+                    session,
+                    now=self.world.clock(),
+                    actor="control",
+                    action=action,
+                    subject="c1",
+                    before={"phase": "gating"},
+                    after={"phase": "ramping"},
+                    reason="it is good",
+                )
+
+    @property
+    def state(self) -> HookState:
+        with self.world.database.read() as session:
+            found = read_state(session, "ops")
+        assert found is not None
+        return found
+
+
+def notify(url: str = URL, **more: Any) -> Notify:
+    hook = {"url": url, "secret_env": "HOOK_SECRET", **more.pop("hook", {})}
+    return Notify.model_validate({"hooks": {"ops": hook}, **more})
+
+
+@pytest.fixture
+async def told(world: World) -> Told:
+    """A hook that knows all that has happened before."""
+    found = Told(world, FakePoster(), notify(retries=2, max_age_s=1_000.0))
+    await found.turn()
+    assert found.poster.posts == []
+    return found
+
+
+def test_a_signature_is_that_of_the_specification() -> None:
+    headers = signed_headers(
+        key_of(SECRETS["HOOK_SECRET"]),
+        message_id="msg_p5jXN8AQM9LWM0D4loKWxJek",
+        at=1614265330,
+        body=b'{"test": 2432232314}',
+    )
+
+    assert headers == {
+        "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+        "webhook-timestamp": "1614265330",
+        "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
+    }
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_%%%"])
+def test_a_secret_that_signs_nothing_is_refused(secret: str) -> None:
+    with pytest.raises(ValueError, match="secret"):
+        key_of(secret)
+
+
+@pytest.mark.both_stores
+async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> None:
+    told.happen("canary.ramping", "learner.pause", "keys.made", "rollback")
+
+    await told.turn()
+    await told.turn()
+
+    assert told.poster.told == ["canary.ramping", "learner.pause", "rollback"]
+    url, body, headers = told.poster.posts[0]
+    assert url == URL
+    assert body["data"] == {
+        "seq": body["data"]["seq"],
+        "model": "m",
+        "at": 1_010.0,
+        "subject": "c1",
+        "actor": "control",
+        "reason": "it is good",
+        "before": {"phase": "gating"},
+        "after": {"phase": "ramping"},
+    }
+    assert body["timestamp"] == "1970-01-01T00:16:50.000+00:00"
+    assert headers["webhook-id"] == f"ops-{body['data']['seq']}"
+    assert headers["webhook-timestamp"] == "1020"
+    assert (told.state.delivered, told.state.dead, told.state.error) == (3, 0, "")
+
+
+async def test_a_kill_between_the_delivery_and_the_cursor_tells_it_again_by_the_same_id(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.happen("canary.promoted", "rollback")
+
+    def die(*_: Any) -> None:
+        raise RuntimeError("killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Hooks, "_keep", die)
+        with pytest.raises(RuntimeError, match="killed here"):
+            await told.turn()
+    await told.turn()
+
+    assert told.poster.told == ["canary.promoted", "canary.promoted", "rollback"]
+    ids = [headers["webhook-id"] for *_, headers in told.poster.posts]
+    assert ids[0] == ids[1] != ids[2]
+
+
+async def test_a_receiver_that_is_away_is_tried_again_later_and_later_events_wait(
+    told: Told,
+) -> None:
+    told.happen("canary.ramping", "rollback")
+    told.poster.fails = True
+
+    await told.turn(2.0)
+    await told.turn(4.9)
+    state = told.state
+    told.poster.fails = False
+    await told.turn(0.2)
+
+    assert (state.tries, state.error.startswith("it cannot be reached")) == (1, True)
+    assert told.poster.told == ["canary.ramping", "canary.ramping", "rollback"]
+    assert (told.state.tries, told.state.delivered) == (0, 2)
+
+
+async def test_after_its_last_retry_an_event_is_dead_and_the_next_one_is_told(
+    told: Told, world: World
+) -> None:
+    told.happen("canary.ramping")
+    told.poster.status = 500
+
+    for _ in range(3):
+        await told.turn(30.0)
+    dead = told.state
+    told.happen("rollback")
+    told.poster.status = 200
+    await told.turn()
+
+    assert (dead.dead, dead.tries, dead.error[:10]) == (1, 0, "status 500")
+    assert told.poster.told == ["canary.ramping"] * 3 + ["rollback"]
+    counted = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "hook"}
+    assert counted == {"failed": 2, "dead": 1, "delivered": 1}
+
+
+async def test_news_that_are_too_old_are_given_up_without_a_try(told: Told) -> None:
+    told.happen("canary.ramping")
+
+    await told.turn(1_001.0)
+
+    assert (told.poster.posts, told.state.dead) == ([], 1)
+
+
+async def test_a_row_is_told_only_when_no_older_one_can_still_be_committed(told: Told) -> None:
+    told.happen("canary.ramping")
+
+    await told.turn(SETTLE_S / 2)
+    early = list(told.poster.told)
+    await told.turn(SETTLE_S)
+
+    assert (early, told.poster.told) == ([], ["canary.ramping"])
+
+
+async def test_one_hook_that_fails_holds_up_no_other(told: Told) -> None:
+    bad = {"url": "http://bad", "secret_env": "NOT_SET"}
+    both = {"ops": told.settings.hooks["ops"].model_dump(), "bad": bad}
+    told.settings = Notify.model_validate({"hooks": both})
+    await told.turn()
+    told.happen("rollback")
+
+    await told.turn()
+
+    assert told.poster.told == ["rollback"]
+    with told.world.database.read() as session:
+        state = read_state(session, "bad")
+    assert state is not None
+    assert "NOT_SET is not set" in state.error
+
+
+async def test_a_damaged_cursor_begins_with_what_happens_from_now_on(told: Told) -> None:
+    told.happen("canary.ramping")
+    with told.world.database.write() as session:
+        set_flag(session, FLAG + "ops", '{"after": "x"}', now=1.0)
+
+    await told.turn()
+    told.happen("rollback")
+    await told.turn()
+
+    assert told.poster.told == ["rollback"]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        {"url": "ftp://x/y"},
+        {"url": "file:///etc/passwd"},
+        {"secret_env": ""},
+        {"secret_file": "/x"},
+        {"events": []},
+        {"secret_env": "SIDECAR_HOOK"},
+    ],
+)
+def test_a_hook_that_could_not_work_is_refused(hook: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        notify(hook=hook)
+
+
+@pytest.fixture
+def server() -> Iterator[OutsideServer]:
+    with outside_server() as found:
+        yield found
+
+
+async def test_over_http_the_receiver_can_verify_what_it_got(
+    world: World, server: OutsideServer, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("plain text\n")
+    hook = Hook.model_validate({"url": server.url + "/in", "secret_file": str(secret)})
+    caller = Caller()
+    hooks = Sender("m", caller, timeout_s=5.0, environment={}, clock=world.clock)
+    event = Event(
+        seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
+    )
+
+    await hooks.post("ops", hook, event)
+    server.status = 302
+    with pytest.raises(OutsideError, match=r"redirects|status 302"):
+        await hooks.post("ops", hook, event)
+    await caller.aclose()
+
+    got = server.asked[0]
+    assert (got.method, got.path) == ("POST", "/in")
+    expected = signed_headers(b"plain text", message_id="ops-7", at=1_000, body=got.body)
+    assert {name: got.headers[name] for name in expected} == expected

@@ -1,0 +1,25 @@
+"""A source of metrics that answers what a test puts into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deploy.outside.http import OutsideError
+from deploy.outside.metrics import Names
+from sidecar.settings import Metric
+
+
+@dataclass
+class FakeMetrics:
+    """See `deploy.outside.metrics.MetricSource`."""
+
+    values: dict[str, float | OutsideError | None] = field(default_factory=dict)
+    """By the metric's URL: a value, None for no data, or the error to raise."""
+    asked: list[tuple[str, Names]] = field(default_factory=list)
+
+    async def read(self, metric: Metric, names: Names) -> float | None:
+        self.asked.append((metric.url, names))
+        found = self.values[metric.url]
+        if isinstance(found, OutsideError):
+            raise found
+        return found
