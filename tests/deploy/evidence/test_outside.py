@@ -31,6 +31,13 @@ def after(*outcomes: Outcome, mode: Mode = "guardrail") -> MetricState:
     return state
 
 
+def many(outcome: Outcome, times: int, mode: Mode = "guardrail") -> MetricState:
+    state = after(mode=mode)
+    for at in range(times):
+        state = add_check(state, Check(at=float(at), outcome=outcome, why="it is down; start it"))
+    return state
+
+
 @pytest.mark.parametrize(
     ("value", "outcome"),
     [
@@ -66,7 +73,7 @@ def test_a_good_check_ends_a_row_and_neither_an_error_nor_no_data_does() -> None
 
 @pytest.mark.parametrize("outcome", ["error", "no_data"])
 def test_a_provider_without_an_answer_never_rolls_back(outcome: Outcome) -> None:
-    assert broken_guardrail({"m": after(*[outcome] * 1_000)}) is None
+    assert broken_guardrail({"m": many(outcome, 1_000)}) is None
 
 
 def test_errors_hold_at_their_limit_and_say_what_to_do() -> None:
@@ -87,8 +94,8 @@ def test_a_signal_stands_until_it_recovers_and_rolls_nothing_back() -> None:
 
 def test_a_dry_run_gates_nothing() -> None:
     metrics = {
-        "m": after(*["failing"] * 9, mode="dry_run"),
-        "n": after(*["error"] * 9, mode="dry_run"),
+        "m": many("failing", 9, mode="dry_run"),
+        "n": many("error", 9, mode="dry_run"),
     }
 
     assert (broken_guardrail(metrics), standing(metrics), away(metrics)) == (None, None, None)
@@ -110,7 +117,7 @@ def test_a_step_needs_a_value_of_its_own() -> None:
 
 
 def test_the_newest_checks_are_kept() -> None:
-    state = after(*["ok"] * (KEPT + 5))
+    state = many("ok", KEPT + 5)
 
     assert (len(state.history), state.history[0].at) == (KEPT, 5.0)
     assert replace(state, history=()).last is None
