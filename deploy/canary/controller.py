@@ -217,7 +217,12 @@ class Controller:
             await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
 
         evidence, facts = await load_everywhere(
-            self._replicas, version, model=canary.model, failures=failures, validate=validate
+            self._replicas,
+            version,
+            model=canary.model,
+            failures=failures,
+            validate=validate,
+            max_base_kl=self._rules.max_base_kl,
         )
         if evidence.load_failures > failures:
             facts["loading"] = {

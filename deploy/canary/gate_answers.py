@@ -36,6 +36,8 @@ class Answered:
     adapter: str
     message: dict[str, Any]
     finish_reason: str | None
+    nats: float | None = None
+    """Mean negative log-probability of its tokens; None where it is not known."""
 
 
 class ArmFailedError(SamplingError):
@@ -110,6 +112,7 @@ class FreshAnswers:
                 adapter=adapter,
                 message=json.loads(answer.message),
                 finish_reason=answer.finish_reason,
+                nats=-sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None,
             )
             for (arm, adapter), answer in zip(asked, sampled, strict=True)
             if isinstance(answer, SampledAnswer)
@@ -160,6 +163,7 @@ def as_rows(
             **({} if stored[place] else {"left_out": "private"}),
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
+            "nats": one.nats,
             "flaws": sorted(flaws_of(one.message, one.finish_reason, request)),
             "score": scores[place] if scores else None,
             "disagreement": apart.by_answer[place] if apart is not None else None,

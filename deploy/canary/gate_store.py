@@ -11,8 +11,8 @@ from typing import Any, cast, get_args
 from sqlalchemy import ColumnElement, func, select, text
 from sqlalchemy.orm import Session
 
-from deploy.canary.answer_shape import excess
-from deploy.evidence.quality import FLAWS, Fault
+from deploy.canary.answer_shape import excess, narrowing
+from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison, judge_name
 from ingest.grouping.selection import TURN_DECIDED
@@ -272,7 +272,11 @@ def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         arm: [one["flaws"] for one in answers if one["arm"] == arm]
         for arm in ("candidate", "champion")
     }
-    return excess(**flaws)
+    nats = {
+        arm: [one.get("nats") for one in answers if one["arm"] == arm]
+        for arm in ("candidate", "champion")
+    }
+    return excess(**flaws) | narrowing(**nats)
 
 
 def _difference(stored: object) -> float | None:
@@ -287,7 +291,7 @@ def _fault(stored: str | None) -> Fault | None:
 
 def _flaws(stored: object) -> dict[str, float]:
     found = stored if isinstance(stored, dict) else {}
-    read = {kind: _difference(found.get(kind)) for kind in FLAWS}
+    read = {kind: _difference(found.get(kind)) for kind in (*FLAWS, *OF_GROUPS)}
     return {kind: value for kind, value in read.items() if value is not None}
 
 

@@ -157,7 +157,7 @@ def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozen
             log.warning("reply_not_read", exchange_id=choice.exchange_id, why=str(error))
             continue
         messages.append((choice.exchange_id, choice.finish_reason, body))
-    requests = _requests(session, [name for name, _, body in messages if needs_tools(body)])
+    requests = _requests(session, [name for name, *_ in messages])
     for name, finish_reason, body in messages:
         request = requests.get(name, {})
         if needs_tools(body) and not request:
@@ -172,7 +172,7 @@ def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozen
 
 
 def _requests(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-    """Return the tools of some requests; one that cannot be read is left out."""
+    """Return the tools and formats of some requests; one that cannot be read is left out."""
     found: dict[str, dict[str, Any]] = {}
     if not exchange_ids:
         return found
@@ -184,5 +184,5 @@ def _requests(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, dic
             log.warning("request_not_read", exchange_id=name, why=str(error))
             continue
         if isinstance(request, dict):
-            found[name] = {"tools": request.get("tools")}
+            found[name] = {key: request.get(key) for key in ("tools", "response_format")}
     return found

@@ -57,11 +57,12 @@ async def load_everywhere(
     model: str,
     failures: int,
     validate: Callable[[], Awaitable[None]],
+    max_base_kl: float = 0.0,
 ) -> tuple[LoadEvidence, Facts]:
     """Load the candidate into every reachable replica and probe it there. Safe to repeat.
 
     failures: failed loads so far, in which vLLM was up and answered with a server error.
-    validate: checks the folder on disk; raises InvalidAdapterError.
+    validate: checks the folder on disk; raises InvalidAdapterError. max_base_kl: in nats; 0: none.
     """
     # The replicas are asked first: while all are away, hashing the folder at each tick is useless.
     up, away = await _ask_all(replicas)
@@ -78,6 +79,13 @@ async def load_everywhere(
     for outcome in outcomes:
         if outcome.invalid is not None:
             return LoadEvidence(invalid=_describe(outcome, replicas)), facts
+    for outcome in outcomes:
+        kl = outcome.liveness.kl if outcome.liveness is not None else 0.0
+        if 0.0 < max_base_kl < kl:
+            far = (
+                f"{kl:.3g} nats from the base on the probe's prompts, the limit is {max_base_kl:g}"
+            )
+            return LoadEvidence(invalid=f"runaway KL: {far} (canary.max_base_kl)"), facts
     for outcome in outcomes:
         if outcome.failed is not None:
             return LoadEvidence(

@@ -52,6 +52,44 @@ class Liveness:
     mean_difference: float
     noise: float
     """Mean difference between the two probes of the base, in nats a token."""
+    kl: float = 0.0
+    """KL divergence of the adapter from the base, in nats: mean over the prompts (`divergence`)."""
+
+
+_LEAST = 1e-9
+"""Least probability that a term divides by: rounding may leave less than nothing of the rest."""
+
+
+def divergence(base: Probe, other: Probe) -> float:
+    """Return the least KL(base || other) of the next token that the probes allow, in nats.
+
+    The mean over the prompts. Tokens that both list are compared one by one, those that the other
+    does not list together: each has at most its least listed probability there. All further tokens
+    are one group. The true divergence is at least as large (data-processing inequality).
+    """
+    found = [
+        _of_prompt(ours, theirs)
+        for ours, theirs in zip(base.next_tokens, other.next_tokens, strict=False)
+        if ours and theirs
+    ]
+    return max(0.0, _mean(found))
+
+
+def _of_prompt(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    shared = [
+        (math.exp(nats), math.exp(theirs[token])) for token, nats in ours.items() if token in theirs
+    ]
+    unlisted = [math.exp(nats) for token, nats in ours.items() if token not in theirs]
+    left = max(1.0 - sum(q for _, q in shared), _LEAST)
+    at_most = min(len(unlisted) * math.exp(min(theirs.values())), left)
+    p_unlisted = sum(unlisted)
+    p_rest = max(0.0, 1.0 - sum(p for p, _ in shared) - p_unlisted)
+    if p_unlisted * (left - at_most) <= p_rest * at_most:  # they need not be told apart
+        groups = [(p_unlisted + p_rest, left)]
+    else:
+        groups = [(p_unlisted, at_most), (p_rest, left - at_most)]
+    pairs = [*shared, *groups]
+    return sum(p * math.log(p / max(q, _LEAST)) for p, q in pairs if p > 0.0)
 
 
 def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe) -> Liveness:
@@ -60,7 +98,7 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
     noise = max(
         _mean(_differences(base_before, base_after)), _mean(_differences(base_after, base_before))
     )
-    mean = _mean(differences)
+    mean, kl = _mean(differences), divergence(base_before, adapter)
     impossible = any(map(has_impossible, (base_before, adapter, base_after)))
     unsure = impossible or not noise <= MAX_NOISE
     if impossible:
@@ -89,6 +127,7 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
         max_difference=max(differences, default=0.0),
         mean_difference=mean,
         noise=noise,
+        kl=kl if math.isfinite(kl) else 0.0,
     )
 
 

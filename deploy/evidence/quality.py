@@ -15,7 +15,8 @@ A group that the judge could not score because of the candidate's answers counts
 champion's or nobody's were the cause, the group says nothing and is counted as `unknown`: what
 cannot be compared is no merit of the candidate.
 
-`flaws` are three more e-processes for each kind of flaw that needs no judge (`FLAWS`): against "the
+`flaws` are four more e-processes, one for each kind of flaw that needs no judge (`FLAWS` and
+`OF_GROUPS`): against "the
 candidate's share of such answers exceeds the champion's by no more than its limit".
 """
 
@@ -32,6 +33,10 @@ Flaw = Literal["short", "invalid", "evasive"]
 FLAWS: tuple[Flaw, ...] = get_args(Flaw)
 """Kinds of flawed answers. short: empty, or ended by the token limit. invalid: a tool call or JSON
 that does not fit what the request asks for. evasive: a refusal, or a loop."""
+OF_GROUPS = ("narrow",)
+"""Kinds that only judged groups show. narrow: the candidate's answers were half as uncertain as the
+champion's to the same prompt, by the mean negative log-probability of their tokens: the entropy of
+what it says has collapsed."""
 Fault = Literal["candidate", "champion", "unknown"]
 """Whose answers kept the judge from scoring a group."""
 CHART_LEVEL = 0.05
@@ -78,7 +83,9 @@ class Quality:
     anchored: Bets = START
     better: Bets = START
     harm: Bets = START
-    flaws: Mapping[str, Bets] = field(default_factory=lambda: dict.fromkeys(FLAWS, START))
+    flaws: Mapping[str, Bets] = field(
+        default_factory=lambda: dict.fromkeys((*FLAWS, *OF_GROUPS), START)
+    )
     chart: Sequence = EMPTY
     """Confidence sequence of the difference to the champion, moved to 0..1."""
 

@@ -48,6 +48,7 @@ _FLAWED = {
     "short": "cut short or empty",
     "invalid": "invalid tool calls or JSON",
     "evasive": "refusals or loops",
+    "narrow": "answers that are half as uncertain",
 }
 _MOST_NATS = 700.0
 """exp of more does not fit into a float."""
@@ -62,6 +63,7 @@ def limits_of(rules: CanarySettings) -> Limits:
             "short": _under_one(rules.max_truncated_excess),
             "invalid": _under_one(rules.max_invalid_excess),
             "evasive": _under_one(rules.max_evasive_excess),
+            "narrow": _under_one(rules.max_narrow_excess),
         },
     )
 

@@ -201,6 +201,12 @@ class Canary(Section):
     """The same for tool calls and JSON that do not fit their request."""
     max_evasive_excess: Share = 0.05
     """The same for refusals and loops."""
+    max_narrow_excess: Share = 0.25
+    """Share of prompts on which the candidate's answers may be half as uncertain as the champion's,
+    over the share in which the champion's are."""
+    max_base_kl: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 8.0
+    """Nats of the KL divergence from the base, on the probe's prompts, over which a candidate is
+    rejected when it is loaded."""
     watch_s: Annotated[float, Between(0, 2_592_000, "0 watches nothing", "s")] = 3_600.0
     """After a promotion, metrics with `mode = "guardrail"` still roll back for this long."""
     metrics: Annotated[Mapping[MetricName, Metric], Field(max_length=MAX_METRICS)] = Field(

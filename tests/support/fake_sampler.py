@@ -15,8 +15,8 @@ Step = str | Exception | Callable[[SampleRequest], str]
 class FakeSampler:
     """Answers by a script of texts, errors, or functions of the request, over and over.
 
-    Without a script it answers "answer 0", "answer 1" and so on. What `errors`, `texts` and
-    `finish_reasons` hold for a model name comes before the script.
+    Without a script it answers "answer 0", "answer 1" and so on. What `errors`, `texts`,
+    `finish_reasons` and `logprobs` (of five tokens) hold for a model name comes before the script.
     """
 
     def __init__(self, *script: Step, prompt_token_ids: tuple[int, ...] = (1, 9, 9, 4)) -> None:
@@ -25,6 +25,7 @@ class FakeSampler:
         self.errors: dict[str, Exception] = {}
         self.texts: dict[str, str] = {}
         self.finish_reasons: dict[str, str] = {}
+        self.logprobs: dict[str, tuple[float, ...]] = {}
         self.requests: list[SampleRequest] = []
         self.in_flight = 0
         self.most_in_flight = 0
@@ -52,7 +53,7 @@ class FakeSampler:
             ).encode(),
             finish_reason=self.finish_reasons.get(model, "stop"),
             token_ids=(7, 8, 9, 10, 2),
-            logprobs=(-0.1, -0.2, -0.3, -0.4, -0.5),
+            logprobs=self.logprobs.get(model, (-0.1, -0.2, -0.3, -0.4, -0.5)),
             prompt_token_ids=self.prompt_token_ids,
             model=model,
         )

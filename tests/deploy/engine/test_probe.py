@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from deploy.engine.probe import Probe, compare
+from deploy.engine.probe import Probe, compare, divergence
 
 
 def probe(name: str, *logprobs: float) -> Probe:
@@ -113,3 +113,35 @@ def test_an_adapter_whose_log_probabilities_are_not_finite_is_not_live() -> None
 
     assert (liveness.unsure, liveness.live) == (False, False)
     assert "not finite" in liveness.reason
+
+
+def of(*probabilities: float, first: int = 5) -> Probe:
+    """One prompt, whose likeliest tokens are `first` and those behind it."""
+    listed = {first + place: math.log(value) for place, value in enumerate(probabilities)}
+    return Probe(model_in_reply="m", next_tokens=(listed,))
+
+
+def test_a_divergence_is_that_of_the_listed_tokens_and_the_rest() -> None:
+    exact = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)  # the rest is 0.25 in both
+
+    assert divergence(of(0.5, 0.25), of(0.25, 0.5)) == pytest.approx(exact)
+    assert divergence(of(0.5, 0.25), of(0.5, 0.25)) == 0.0
+
+
+def test_tokens_that_the_other_does_not_list_have_at_most_its_least_probability() -> None:
+    base, far = of(0.9, 0.05), of(0.6, 0.3, 0.0001, first=100)
+
+    found = divergence(base, far)
+
+    assert found == pytest.approx(
+        0.95 * math.log(0.95 / 0.0002) + 0.05 * math.log(0.05 / 0.9998), rel=1e-6
+    )
+    assert divergence(base, of(0.01, first=100)) > 3.0, "two tokens have 0.02 at most there"
+    assert divergence(of(0.1), of(0.5, first=100)) == 0.0, "nothing is known to differ"
+
+
+def test_probabilities_that_rounding_took_over_one_are_no_infinite_divergence() -> None:
+    found = divergence(of(0.5, 0.25), of(0.6, 0.4000001))
+
+    assert math.isfinite(found)
+    assert found < 10.0

@@ -1,0 +1,131 @@
+"""Guards over judged groups that need no judge: planted candidates, and one that is no worse."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deploy.canary.answer_shape import fits_format, narrowing
+from deploy.evidence.quality import Group, Quality, add_group
+from deploy.registry import proof_rule
+from sidecar.settings import Canary as CanarySettings
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
+RULES = CanarySettings()
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "required": ["city"]}},
+}
+
+
+def after(excesses: list[float]) -> Quality:
+    quality, limits = Quality(), proof_rule.limits_of(RULES)
+    for one in excesses:
+        group = Group(champion=0.0, anchor=0.0, flaws={"narrow": one})
+        quality = add_group(quality, group, limits)
+    return quality
+
+
+def test_an_answer_is_narrow_at_less_than_half_of_the_uncertainty() -> None:
+    assert narrowing([0.4, 0.6], [1.2, 1.0]) == {"narrow": 1.0}
+    assert narrowing([1.2, 1.0], [0.4, 0.6]) == {"narrow": -1.0}
+    assert narrowing([0.55], [1.1]) == {"narrow": 0.0}
+    assert narrowing([0.001], [0.009]) == {"narrow": 0.0}
+    assert narrowing([None], [1.0]) == narrowing([], []) == {}
+
+
+def test_a_collapsed_candidate_is_proven_so_within_the_gate() -> None:
+    harm = proof_rule.harm(after([1.0] * 40), RULES)
+
+    assert harm is not None
+    assert harm.startswith("more answers that are half as uncertain than the champion in ")
+    at = next(n for n in range(1, 41) if proof_rule.harm(after([1.0] * n), RULES) is not None)
+    assert at <= 25
+
+
+def test_equal_candidates_are_rolled_back_by_it_within_its_level() -> None:
+    """Answers of two tokens: half of all prompts look narrow in one direction or the other."""
+    rng, fired = random.Random(7), 0
+    for _ in range(300):
+        excesses = [rng.choice((-1.0, 0.0, 0.0, 1.0)) for _ in range(200)]
+        fired += proof_rule.harm(after(excesses), RULES) is not None
+
+    assert fired <= 300 * RULES.guard_level + 3
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"city": "Ulm"}', True),
+        ('{"town": "Ulm"}', False),
+        ('["city"]', False),
+        ("Ulm", False),
+    ],
+)
+def test_a_reply_fits_the_schema_that_its_request_names(content: str, expected: bool) -> None:
+    assert fits_format({"content": content}, SCHEMA) is expected
+
+
+async def test_a_candidate_far_from_the_base_is_rejected_before_anybody_meets_it(
+    world: World,
+) -> None:
+    name = world.register(1)
+    world.rules = world.rules.model_copy(update={"max_base_kl": 0.001})
+
+    await world.controller().tick()
+
+    canary = world.canary(name)
+    assert (canary.phase, world.adapter(name).state) == ("rolled_back", "rejected")
+    assert canary.reason is not None
+    assert canary.reason.startswith("runaway KL: ")
+    assert world.evidence(name)["probe"]["kl"] > 0.001
+
+
+async def test_at_the_default_limit_a_usual_candidate_passes(world: World) -> None:
+    name = world.register(1)
+
+    await world.controller().tick()
+
+    assert world.canary(name).phase == "gating"
+
+
+async def test_a_collapsed_candidate_is_rejected_at_the_gate(world: World) -> None:
+    name = world.register(1)
+    world.rules = world.rules.model_copy(
+        update={"promote_on": "no_worse", "gate_prompts": 40, "gate_min_prompts": 40}
+    )
+    world.sampler.logprobs[name] = (-0.001,) * 5
+    world.hold_out(40)
+
+    for _ in range(40):
+        await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    reason = world.canary(name).reason
+    assert reason is not None
+    assert "half as uncertain" in reason
+
+
+@pytest.mark.both_stores
+async def test_live_replies_that_break_the_schema_of_their_request_roll_back(
+    world: World,
+) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    for _ in range(3):
+        await world.controller().tick()
+    assert world.canary(name).phase == "ramping"
+    asked: dict[str, Any] = {"response_format": SCHEMA}
+    for number in range(12):
+        world.serve(f"c{number}", adapter=name, arm="canary", content='{"town": "Ulm"}', **asked)
+    for number in range(12):
+        world.serve(f"b{number}", adapter="base", content='{"city": "Ulm"}', **asked)
+
+    await world.controller().tick()
+
+    assert world.canary(name).phase == "rolled_back"
+    assert "does not fit the request" in (world.canary(name).reason or "")
