@@ -35,6 +35,9 @@ from deploy.doctor.look import look
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
+from deploy.outside.checking import MetricChecks
+from deploy.outside.http import Caller
+from deploy.outside.telling import Hooks, Sender
 from deploy.page.mount import PAGES, with_page
 from deploy.registry import canaries, candidates, routing_writer
 from deploy.registry.leases.holder import Lease
@@ -88,7 +91,17 @@ from learner.schedule.turns import keep_turns
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
 from sidecar.records import Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
-from sidecar.settings import Bus, Groups, Retention, Reward, Serving, Settings, Store
+from sidecar.settings import (
+    Bus,
+    Groups,
+    Metric,
+    Notify,
+    Retention,
+    Reward,
+    Serving,
+    Settings,
+    Store,
+)
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
 from sidecar.settings.reward import LengthVerifier
@@ -114,6 +127,7 @@ from support.fake_checker import FakeChecker
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge, Reply, score_by_content
 from support.fake_load import FakeRoom
+from support.fake_metrics import FakeMetrics
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
 from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, adapter, exchange_id
@@ -642,6 +656,7 @@ async def _control(use: _Use) -> None:
     controller = _controller(use, control)
     _shadow(use)
     await controller.tick()  # it ramps
+    await _outside(use)
     for state in ("gating", "loading"):
         use.change(CanaryRow, {"state": state}, CanaryRow.canary_id == CANARY)
         await controller.tick()
@@ -654,6 +669,23 @@ async def _control(use: _Use) -> None:
     await reconciler.reconcile()
     _by_hand(use)
     _lease(use)
+
+
+async def _outside(use: _Use) -> None:
+    """What control asks and tells beside the ramp; the receiver is away."""
+    metric = {"kind": "http_json", "url": "http://127.0.0.1:9", "max": 1.0}
+    rules = use.settings.canary.model_copy(update={"metrics": {"m": Metric.model_validate(metric)}})
+    source = FakeMetrics({"http://127.0.0.1:9": 0.5})
+    await MetricChecks(use.database, MODEL, source, rules, clock=use.clock).tick()
+    hook = {"url": "http://127.0.0.1:9", "secret_env": "NOT_SET", "events": ["*"]}
+    caller = Caller()
+    sender = Sender(MODEL, caller, timeout_s=1.0, environment={}, clock=use.clock)
+    hooks = Hooks(
+        use.database, Notify.model_validate({"hooks": {"h": hook}}), sender, clock=use.clock
+    )
+    for _ in range(2):
+        await hooks.tick()
+    await caller.aclose()
 
 
 def _shadow(use: _Use) -> None:
