@@ -359,7 +359,7 @@ def judge_noise(
         *table_lines(found.windows),
     ]
     if not found.windows:
-        lines = [*lines[:1], "nothing is known yet: no two groups have been scored twice"]
+        lines = [*lines[:1], "nothing is known yet: no group has been scored twice"]
     figures = {
         "judge_model": judge.model,
         "rubric_hash": found.rubric_hash,

@@ -2,6 +2,7 @@
 
 Ids of tool calls are drawn by the server and say nothing. A next action is shown without them; in
 a trajectory, where results refer to calls, calls are numbered. Reasoning is shown when asked for.
+Images, sound and files are shown by a placeholder (`media.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ingest.errors import JudgeReplyError
+from ingest.judge_prompt.media import without_media
 
 REASONING = ("reasoning", "reasoning_content")
 """Names under which vLLM and clients of it give an answer's reasoning: newer and older."""
@@ -36,12 +38,14 @@ def shown_answer(message: Mapping[str, Any], *, show_reasoning: bool = False) ->
 
 def shown_context(message: Mapping[str, Any], *, show_reasoning: bool = False) -> Mapping[str, Any]:
     """Return a message of the conversation as the judge sees it: whole, or without reasoning."""
-    if show_reasoning:
+    content = without_media(message.get("content"))
+    if not show_reasoning:
+        content = _plain(content)
+    thinks = not show_reasoning and any(name in message for name in _MORE_THOUGHTS)
+    if content is message.get("content") and not thinks:
         return message
-    content = _plain(message.get("content"))
-    if content is message.get("content") and not any(name in message for name in _MORE_THOUGHTS):
-        return message
-    kept = {name: value for name, value in message.items() if name not in _MORE_THOUGHTS}
+    left_out = _MORE_THOUGHTS if thinks else ()
+    kept = {name: value for name, value in message.items() if name not in left_out}
     return {**kept, "content": content} if "content" in kept else kept
 
 
@@ -108,7 +112,7 @@ def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said(message: Mapping[str, Any], *, show_reasoning: bool) -> dict[str, Any]:
-    content = message.get("content")
+    content = without_media(message.get("content"))
     if not show_reasoning:
         return {"content": _plain(content)}
     thought = next((message[name] for name in REASONING if message.get(name)), None)

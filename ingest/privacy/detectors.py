@@ -10,9 +10,12 @@ without a form of its own (a password in a sentence) is not found.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import phonenumbers
@@ -258,11 +261,24 @@ def secret_patterns() -> list[tuple[str, bool]]:
     found = [(pattern, False) for pattern in OWN_SECRETS]
     for name in PLUGINS:
         module, _, plugin = name.partition(".")
-        made = getattr(importlib.import_module(f"detect_secrets.plugins.{module}"), plugin)
+        made = getattr(_plugins_of(f"detect_secrets.plugins.{module}"), plugin)
         found += [
             (f"(?:{one.pattern}){_REST}", bool(one.flags & re.IGNORECASE))
             for one in made().denylist
         ]
+    return found
+
+
+def _plugins_of(name: str) -> ModuleType:
+    """Import a module of detect-secrets, and leave the program's warnings as they are.
+
+    Its `core/log.py` calls `logging.captureWarnings(True)`, which sends every warning of the
+    program to a logger that nobody reads.
+    """
+    before = warnings.showwarning
+    found = importlib.import_module(name)
+    if warnings.showwarning is not before:
+        logging.captureWarnings(False)
     return found
 
 

@@ -199,7 +199,7 @@ class LiteLlmJudge:
         except TimeoutError as error:
             raise JudgeUnavailableError(
                 f"judge {self.model} did not answer in {self._settings.timeout_s:g} s; "
-                "check whether it is overloaded, or raise judge.timeout_s",
+                "check whether it is overloaded, or raise its timeout (judge.timeout_s)",
                 maybe_paid=True,
             ) from error
         except litellm.exceptions.ContextWindowExceededError as error:

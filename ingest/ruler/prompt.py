@@ -36,7 +36,7 @@ from ingest.judge_prompt.shown import shown_answer, shown_context
 from ingest.judge_prompt.tokens import estimate_tokens
 from sidecar.settings import Judge
 
-WORDING = "3"
+WORDING = "4"
 """Version of the instructions below and of what is shown. It is part of `rubric_hash`: other words
 give other scores."""
 
@@ -78,6 +78,7 @@ _ELIDED = """ The conversation is longer than there is room for: a line that beg
 {"left_out" stands in place of its oldest messages, and long texts may be cut in their middle. \
 Blame no candidate for what you cannot see."""
 
+_LIMIT = "judge.context_tokens, the argument context_tokens of the functions"
 REPLY_TOKENS = 256
 TOKENS_PER_ANSWER = 128
 """Room for the reply's frame, and for each answer's entry: an id, a sentence and a score take about
@@ -211,10 +212,10 @@ def write_prompt(
     except NoRoomLeftError:
         raise JudgeTooLongError(
             f"the {kind.many}, the tools and the rubric leave no room for the conversation in "
-            f"{context_tokens} tokens (judge.context_tokens): about {int(-room)} tokens too many"
+            f"{context_tokens} tokens ({_LIMIT}): about {int(-room)} tokens too many"
             if room <= 0
             else f"the conversation cannot be cut to the {int(room)} tokens that are left of "
-            f"{context_tokens} (judge.context_tokens)"
+            f"{context_tokens} ({_LIMIT})"
         ) from None
     if not shown.is_whole:
         whole = (kind.task + _RULES).format(**fields, **names, elided=_ELIDED)

@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 import warnings
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -63,6 +63,7 @@ async def ruler_scores(
     tools: Sequence[Mapping[str, Any]] | None = None,
     passes: int = 2,
     extra_litellm_params: Mapping[str, Any] | None = None,
+    context_tokens: int | None = None,
     show_reasoning: bool = False,
     view: Hide | None = None,
     seed: int | None = None,
@@ -78,6 +79,8 @@ async def ruler_scores(
     tools: definitions of the tools that the agent could call; None: it had none.
     passes: judge calls, 1 to 8, every second one in the reverse order of the one before.
     extra_litellm_params: of the call, such as `api_base`, `api_key`, `temperature`, `timeout`.
+    context_tokens: most tokens of prompt and reply; the oldest messages are left out, with a
+        mark. None: as LiteLLM knows the model, else no limit. For a judge by its LiteLLM name.
     show_reasoning: shows the agent's reasoning to the judge too.
     view: hides secrets and personal data; None: by the default of `[privacy]` in docs/settings.md.
     seed: draws order and ids, 0 <= seed < 2**29; None: at random.
@@ -91,12 +94,15 @@ async def ruler_scores(
         raise TrajectoriesError("message_lists is no list of lists of messages")
     lists = list(message_lists)
     _check_size(len(lists))
+    _warn_of(len(lists))
     read = [read_messages(one, number) for number, one in enumerate(lists)]
     _check_options(rubric, passes, seed)
     if isinstance(judge, str):
-        judge = _judge_named(judge, extra_litellm_params or {})
-    elif extra_litellm_params:
-        raise TrajectoriesError("extra_litellm_params are for a judge by its LiteLLM name")
+        judge = _judge_named(judge, extra_litellm_params or {}, context_tokens)
+    elif extra_litellm_params or context_tokens is not None:
+        raise TrajectoriesError(
+            "extra_litellm_params and context_tokens are for a judge by its LiteLLM name"
+        )
     try:
         judgement = await score_trajectories(
             judge,
@@ -135,7 +141,8 @@ async def ruler_score_group(
     """Score the trajectories of a group; everything else of them is kept.
 
     judge: as for `ruler_scores`; options: its `rubric`, `passes`, `extra_litellm_params`,
-        `show_reasoning`, `view`, `seed`, `debug`, and `tools` (default: the trajectories' own).
+        `context_tokens`, `show_reasoning`, `view`, `seed`, `debug`, and `tools` (default: the
+        trajectories' own).
     swallow_exceptions: a group that cannot be scored is returned without rewards, the error in its
         `exceptions` and `logs`, and 1 as its metric `ruler_failed`.
     Returns: a new group. `reward` is the judge's score, which is in `metrics["ruler_score"]` too;
@@ -143,6 +150,7 @@ async def ruler_score_group(
         explanation is the last of `logs`.
     Raises: as `ruler_scores`.
     """
+    _warn_of(len(group.trajectories))
     try:
         if "tools" not in options:
             options["tools"] = merged_tools([one.tools for one in group.trajectories])
@@ -170,6 +178,8 @@ def ruler_scores_sync(
     message_lists: Sequence[Sequence[Message]], judge: str | Judge, **options: Any
 ) -> list[TrajectoryScore]:
     """Do `ruler_scores` without `await`. Raises also: RuntimeError in a running event loop."""
+    if isinstance(message_lists, Sized):
+        _warn_of(len(message_lists))
     return _run(ruler_scores(message_lists, judge, **options))
 
 
@@ -177,6 +187,7 @@ def ruler_score_group_sync(
     group: TrajectoryGroup, judge: str | Judge, **options: Any
 ) -> TrajectoryGroup:
     """Do `ruler_score_group` without `await`. Raises also: RuntimeError in a running event loop."""
+    _warn_of(len(group.trajectories))
     return _run(ruler_score_group(group, judge, **options))
 
 
@@ -189,10 +200,15 @@ def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
     raise RuntimeError("an event loop runs already: await the function without `_sync`")
 
 
-def _judge_named(model: str, params: Mapping[str, Any]) -> Judge:
+def _judge_named(model: str, params: Mapping[str, Any], context_tokens: int | None) -> Judge:
     given = dict(params)
-    timeout_s = given.pop("timeout", None)
-    named = {} if timeout_s is None else {"timeout_s": timeout_s}
+    if "context_tokens" in given:
+        raise TrajectoriesError(
+            "context_tokens is an argument of its own, not one of extra_litellm_params, "
+            "which go to the judge's server"
+        )
+    settings = {"timeout_s": given.pop("timeout", None), "context_tokens": context_tokens}
+    named = {name: value for name, value in settings.items() if value is not None}
     if not model.strip():
         raise TrajectoriesError("judge is empty; name a LiteLLM model, such as openai/gpt-4.1-mini")
     try:
@@ -222,7 +238,6 @@ def _check_size(size: int) -> None:
         raise TrajectoriesError(
             f"{size} trajectories are too many for one judge call; give {low} to {high}"
         )
-    _warn_of(size)
 
 
 def size_advice(size: int) -> str | None:
@@ -236,9 +251,11 @@ def size_advice(size: int) -> str | None:
 
 @cache
 def _warn_of(size: int) -> None:
-    advice = size_advice(size)
+    """Warn of a size at the line that called the public function, which calls this directly."""
+    low, high = SIZES
+    advice = size_advice(size) if low <= size <= high else None
     if advice is not None:
-        warnings.warn(f"{advice}. This is said once.", GroupSizeWarning, stacklevel=4)
+        warnings.warn(f"{advice}. This is said once.", GroupSizeWarning, stacklevel=3)
 
 
 def merged_tools(

@@ -287,6 +287,69 @@ async def test_the_twin_without_await_says_what_to_do_in_a_running_loop() -> Non
         ruler_scores_sync(said("fair", "bad", "best", "good"), RankingJudge(WORTH))
 
 
+async def test_the_judges_context_is_an_argument_and_is_not_sent(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(
+        lambda body: (200, judge_kit.completion(ranked(body["messages"], WORTH.__getitem__)))
+    )
+    params = {"api_base": server.url, "api_key": "sk-test-key-1"}
+    lists = [
+        [ASK[0], {"role": "user", "content": "long " * 8_000}, *one[1:]]
+        for one in said("fair", "bad", "best", "good")
+    ]
+
+    found = await ruler_scores(
+        lists, "openai/my-judge", extra_litellm_params=params, context_tokens=4_000, passes=1
+    )
+
+    assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
+    (asked,) = server.requests
+    assert "context_tokens" not in asked
+    assert len(str(asked["messages"])) < 16_000
+    with pytest.raises(TrajectoriesError, match="an argument of its own"):
+        await ruler_scores(lists, "openai/my-judge", extra_litellm_params={"context_tokens": 4_000})
+    with pytest.raises(TrajectoriesError, match="by its LiteLLM name"):
+        await ruler_scores(lists, RankingJudge(WORTH), context_tokens=4_000)
+
+
+def test_a_judged_group_leaves_the_programs_warnings_as_they_were() -> None:
+    code = """
+import logging, sys, warnings
+sys.path.insert(0, "tests")
+from ingest import ruler_score_group_sync, ruler_scores_sync
+from ingest.trajectories.records import Trajectory, TrajectoryGroup
+from support.trajectory_judge import RankingJudge
+
+before = warnings.showwarning
+worth = {str(number): number / 20 for number in range(5)}
+lists = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": one}] for one in worth]
+judge = RankingJudge(worth)
+ruler_scores_sync(lists, judge)
+assert warnings.showwarning is before, warnings.showwarning
+ruler_scores_sync(lists[:3], judge)  # here three
+group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in lists[:2]])
+ruler_score_group_sync(group, judge)  # here two
+warnings.warn("one of the user's own")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = [line for line in ran.stderr.splitlines() if "Warning" in line]
+    assert [line.partition("Warning: ")[2][:28] for line in told] == [
+        "RULER scores 3 trajectories ",
+        "RULER scores 2 trajectories ",
+        "one of the user's own",
+    ]
+    lines = code.splitlines()
+    at = [next(n for n, one in enumerate(lines, 1) if mark in one) for mark in ("three", "two")]
+    assert [line.split(":")[1] for line in told[:2]] == [str(number) for number in at]
+
+
 async def test_a_judge_by_its_litellm_name_gets_the_extra_parameters(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve(
         lambda body: (200, judge_kit.completion(ranked(body["messages"], WORTH.__getitem__)))
