@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 from sidecar.processes.interrupt import one_line_at_interrupt
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--once",
         action="store_true",
-        help="one run now; exit 3: nothing, 4: held, 5: no room",
+        help="one run now; exit 3: nothing, 4: held, 5: no room, 6: stopped",
     )
     made.add_argument(
         "--measure", action="store_true", help="tell ingest how long an input can be trained on"
@@ -45,10 +46,10 @@ def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
     from learner.distributed.place import given_place
-    from learner.once import measure_in_child, run_once, torch_trainer, with_pack_tokens
+    from learner.once import measure_in_child, run_once, with_pack_tokens
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
-    from learner.together import follow, lead
+    from learner.together import as_launched, follow, lead, trainer_of
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
@@ -64,6 +65,7 @@ def _main(argv: list[str] | None) -> int:
         settings = load_settings(args.config)
         configure_logging(settings.telemetry, "learn")
         place = given_place(os.environ) if args.once else None
+        settings = as_launched(settings, place)
         if place is not None and place.rank > 0:
             return follow(settings.learner, place)
         tracing = configure_tracing(settings.telemetry, "learn")
@@ -74,7 +76,8 @@ def _main(argv: list[str] | None) -> int:
                 with_pack_tokens(settings, database, now=time.time())
                 return 0
             if args.replay is not None:
-                return replay(settings, database, args.replay, trainer=torch_trainer)
+                trainer = partial(trainer_of, config=args.config)
+                return replay(settings, database, args.replay, trainer=trainer)
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
                 return lead(

@@ -26,6 +26,7 @@ from learner.errors import (
 from learner.explain import explain
 from learner.records import Candidate
 from learner.resume.rule import resumed_words
+from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
@@ -33,7 +34,7 @@ from sidecar.store.database import Database, get_flag, set_flag
 
 log = structlog.get_logger()
 
-TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM = 0, 1, 3, 4, 5
+TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit; the schedule tells it on."""
 POLL_S = 1.0
@@ -55,9 +56,9 @@ def run_once(
     trainer: Callable[[], Trainer] | None = None,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
-    held by the reward watch, 5 no room in memory.
+    held by the reward watch, 5 no room in memory, 6 asked to stop, and the next start goes on.
 
-    TERM and INT end the run at the next pack; its groups are given back.
+    TERM and INT end the run at the next pack; it keeps its groups and its work folder.
     stopping: set when such a signal arrived before this call.
     trainer: made when there is something to learn; None: one process alone.
     """
@@ -94,8 +95,12 @@ def run_once(
         sys.stdout.write(f"held by the reward watch, nothing was trained: {error}\n{TO_DO}\n")
         return HELD
     except Exception as error:  # noqa: BLE001  the run's row and log hold it; this is the exit
+        if run.left == "stopped":
+            sys.stdout.write(f"stopped run {run.run_id}: {GOES_ON}\n")
+            return STOPPED
         adapters_dir = settings.learner.adapters_dir
-        sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")
+        then = f"; {GOES_ON}" if run.left else ""
+        sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}{then}\n")
         return FAILED
     how = f", in run {run.run_id}, {resumed_words(run.deaths)}" if run.deaths else ""
     sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}{how}\n")
@@ -115,7 +120,12 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
 
     try:
         device = open_device(settings.learner.device)
-        found = reach(settings.serving.base_model_path, settings.learner, device)
+        found = reach(
+            settings.serving.base_model_path,
+            settings.learner,
+            device,
+            answers=settings.groups.size,
+        )
     except DeviceError:  # the run's own error
         found = None
     used = UNTOLD_TOKENS

@@ -58,6 +58,8 @@ class _Recipe:
     """As `TrainingJob.quiet`."""
     code: Mapping[str, Any]
     libraries: Any  # JSON; what is no object counts as not known
+    moments: object
+    """SHA-256 of the optimiser's moments; null: not known. Older files of equal moments differ."""
     settings: Learner
     parent: Parent
     groups: tuple[TrainingGroup, ...]
@@ -69,13 +71,13 @@ def replay(
     database: Database,
     reference: str,
     *,
-    trainer: Callable[[], Trainer],
+    trainer: Callable[[Learner], Trainer],
     out: TextIO | None = None,
 ) -> int:
     """Replay a run, and print what came out.
 
     reference: a run's id, or a version: its number, with or without `v`, or its name.
-    trainer: makes the trainer, once it is known that there is something to train.
+    trainer: makes the trainer of a run with these settings, once there is something to train.
     Returns: 0: the same weights; 1: others, or it is not possible.
     """
     stream = sys.stdout if out is None else out
@@ -87,13 +89,16 @@ def replay(
             f"{len(recipe.groups)} groups, from {recipe.parent.name}\n"
         )
         with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
-            outcome = trainer().train(_job(recipe, Path(folder)))
+            outcome = trainer(recipe.settings).train(_job(recipe, Path(folder)))
             digest = folder_digest(Path(folder)) if outcome.metrics else ""
     except (_NotPossibleError, LearnerError, OSError) as error:
         stream.write(f"not possible: {one_line(error)}\n")
         return DIFFERENT
     if digest == recipe.digest:
-        stream.write(f"the same weights: digest {digest}\n")
+        moments = outcome.algorithm.get("optimizer_sha256")
+        same_moments = moments is not None and moments == recipe.moments
+        also = ", and the same moments of the optimiser" if same_moments else ""
+        stream.write(f"the same weights{also}: digest {digest}\n")
         return SAME
     stream.write(f"other weights: digest {digest or 'none'}, the version has {recipe.digest}\n")
     for line in _reasons(recipe, outcome):
@@ -142,6 +147,7 @@ def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
         quiet=quiet,
         code=code,
         libraries=lineage.get("libraries"),
+        moments=lineage["algorithm"].get("optimizer_sha256"),
         settings=learner,
         parent=parent,
         groups=selection.groups,

@@ -15,9 +15,17 @@ from pathlib import Path
 
 from learner.distributed.place import Place
 from learner.explain import explain
-from learner.once import FAILED, HELD, NO_ROOM, NOTHING_TO_LEARN, TRAINED, prepare_torch
+from learner.once import (
+    FAILED,
+    HELD,
+    NO_ROOM,
+    NOTHING_TO_LEARN,
+    TRAINED,
+    prepare_torch,
+    torch_trainer,
+)
 from learner.runs.train import Trainer
-from sidecar.settings import Learner
+from sidecar.settings import Learner, Settings
 
 NewTrainer = Callable[[], Trainer]
 
@@ -33,7 +41,7 @@ def lead(
     run: does it with a trainer of this kind; None: in this process alone. Returns: the exit code.
     """
     if place is None:
-        return run(partial(_starting, settings, config) if settings.processes > 1 else None)
+        return run(partial(trainer_of, settings, config) if settings.processes > 1 else None)
     asked = False
 
     def joining() -> Trainer:
@@ -66,7 +74,21 @@ def follow(settings: Learner, place: Place) -> int:
     return TRAINED
 
 
-def _starting(settings: Learner, config: Path | None) -> Trainer:
+def as_launched(settings: Settings, place: Place | None) -> Settings:
+    """Return the settings with the number of processes that a launcher started.
+
+    The rounding of the result depends on it, so a run that is resumed, or replayed, has as many.
+    """
+    if place is None:
+        return settings
+    learner = settings.learner.model_copy(update={"processes": place.size})
+    return settings.model_copy(update={"learner": learner})
+
+
+def trainer_of(settings: Learner, config: Path | None) -> Trainer:
+    """Return the trainer with as many processes, on this machine, as the settings say."""
+    if settings.processes == 1:
+        return torch_trainer()
     prepare_torch()
     from learner.distributed.start import started
     from learner.distributed.trainer import RankedTrainer

@@ -21,6 +21,7 @@ from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
+from learner.resume.rule import was_stopped
 from sidecar.records import BASE
 
 
@@ -240,16 +241,20 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
             "`sidecar learner override` lets it go on."
         )
     when = shown_time(run.started_at if run.ended_at is None else run.ended_at, now)
-    word = "runs since" if run.ended_at is None else f"{run.status}"
+    word = f"{run.status}"
+    if run.ended_at is None:
+        word = "is interrupted, began" if run.reason else "runs since"
     yield f"  Last run {run.run_id}: {word} {when}{made}{why}."
     if resumed := resumed_words(run.deaths):
-        yield f"  It was killed, and resumed {resumed}."
-    if killed := killed_words({"status": run.status, "heartbeat_at": run.heartbeat_at}, now):
+        how = "stopped" if was_stopped(run.deaths) else "killed"
+        yield f"  It was {how}, and resumed {resumed}."
+    seen_of = {"status": run.status, "heartbeat_at": run.heartbeat_at, "reason": run.reason}
+    if killed := killed_words(seen_of, now):
         yield f"  It was KILLED: {killed}."
     if run.ended_at is None and (where := progress_words(run.progress)):
         at = (run.progress or {}).get("at")
         seen = f" ({shown_age(now - at)})" if isinstance(at, int | float) else ""
-        yield f"  It {'was' if killed else 'is'} {where}{seen}."
+        yield f"  It {'was' if killed or run.reason else 'is'} {where}{seen}."
 
 
 SILENT_S = 180.0

@@ -312,8 +312,10 @@ def accumulate(
     kl_coef: weight of the divergence from the base, as a mean over the step's tokens.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
-    packs = (packs_of(policy, group, job.settings.pack_tokens) for group in groups)
-    all_packs = [pack for of_group in packs for pack in of_group]
+    packed = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
+    all_packs = [pack for of_group in packed for pack in of_group]
+    # By object: two groups may have one id.
+    packs = {id(group): of_group for group, of_group in zip(groups, packed, strict=True)}
     sums = StepSums(
         tokens=sum(len(pack.targets) for pack in all_packs),
         denominator=aim.denominator(all_packs),
@@ -322,7 +324,7 @@ def accumulate(
     parameters = _trainable(policy)
 
     def add(group: TrainingGroup) -> Fault | None:
-        of_group = packs_of(policy, group, job.settings.pack_tokens)
+        of_group = packs[id(group)]
         fault = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
         if fault is None and not _finite(parameters):
             fault = Fault(NON_FINITE, "its gradient is not finite")

@@ -19,6 +19,7 @@ from typing import Literal
 import structlog
 import torch
 
+from learner.policy.attention.segments import takes_grouped_heads
 from learner.policy.logprobs import Policy
 from learner.policy.sizes import (
     FP32_BYTES,
@@ -107,7 +108,8 @@ def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | Non
     base = policy.model.get_base_model()
     try:
         masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
-        model = sizes(base.config.get_text_config(), masks=masks)
+        grouped = takes_grouped_heads()
+        model = sizes(base.config.get_text_config(), masks=masks, grouped=grouped)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None, None
     halves = next(base.parameters()).dtype != torch.float32

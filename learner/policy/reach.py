@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from learner.base_weights import BaseSize, base_folder, base_size
+from learner.policy.attention.segments import takes_grouped_heads
 from learner.policy.logprobs import wants_autocast
 from learner.policy.room import room_of
 from learner.policy.sizes import (
@@ -38,10 +39,11 @@ def longest_input(
     cuda: bool,
     autocast: bool,
     checkpointing: bool,
+    answers: int,
 ) -> int:
     """Return the tokens of the longest pack; 0 where the weights leave no room. Pure.
 
-    budget: bytes that a run may take. autocast: matrix products in bf16.
+    budget: bytes that a run may take. autocast: matrix products in bf16. answers: of a group.
     """
     halves = autocast and cuda
     weights = int(base.numbers * (BF16_BYTES if halves else FP32_BYTES))
@@ -52,6 +54,7 @@ def longest_input(
         number_bytes=KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES,
         cuda=cuda,
         checkpointing=checkpointing,
+        answers=answers,
     )
 
 
@@ -73,9 +76,12 @@ class Reach:
         return before if before <= self.holds and self.safe <= 2 * before else self.safe
 
 
-def reach(base_model_path: str, settings: Learner, device: torch.device) -> Reach | None:
+def reach(
+    base_model_path: str, settings: Learner, device: torch.device, *, answers: int
+) -> Reach | None:
     """Measure the memory, and return the longest inputs; None where too little is known.
 
+    answers: of a group (`groups.size`).
     No attention mask of all pairs is counted: models that need one reach less far, and what does
     not fit is left out (`out_of_memory`).
     """
@@ -86,7 +92,7 @@ def reach(base_model_path: str, settings: Learner, device: torch.device) -> Reac
         return None
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config()
-        model = sizes(config)
+        model = sizes(config, grouped=takes_grouped_heads())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return None
     found = longest_input(
@@ -97,6 +103,7 @@ def reach(base_model_path: str, settings: Learner, device: torch.device) -> Reac
         cuda=device.type == "cuda",
         autocast=wants_autocast(settings.precision, device),
         checkpointing=settings.checkpointing != "off",
+        answers=answers,
     )
     most = int(getattr(config, "max_position_embeddings", None) or found)
     return Reach(holds=min(found, most), safe=min(found * 3 // 4, most))

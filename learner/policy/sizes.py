@@ -45,6 +45,9 @@ class Sizes:
     """Width of the MLP; of the chosen experts together."""
     masks: int = 0
     """Dense attention masks of a pack."""
+    repeats: int = 1
+    """How often the form `varlen` copies each key: once for each query of its group where the
+    kernel takes as many heads of keys as of queries (torch 2.11), else once."""
 
     @property
     def kept_in_layer(self) -> int:
@@ -52,19 +55,29 @@ class Sizes:
         return 6 * self.hidden + 3 * self.queries + 4 * self.keys + 4 * self.inner
 
 
-def sizes(config: Any, *, masks: int = 1) -> Sizes:  # Any: a config of transformers, not typed
-    """Read the sizes from a text model's config. Raises: AttributeError when one is missing."""
+def sizes(
+    config: Any,  # Any: a config of transformers, not typed
+    *,
+    masks: int = 1,
+    grouped: bool = True,
+) -> Sizes:
+    """Read the sizes from a text model's config. Raises: AttributeError when one is missing.
+
+    grouped: the kernel of the form `varlen` takes fewer heads of keys than of queries.
+    """
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    of_keys = int(getattr(config, "num_key_value_heads", None) or heads)
     return Sizes(
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
         queries=heads * width,
-        keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
+        keys=of_keys * width,
         inner=inner * experts,
         masks=masks,
+        repeats=1 if grouped else heads // of_keys,
     )
 
 
@@ -78,7 +91,7 @@ def pack_bytes(
     """
     inputs, whole = model.layers * model.hidden, model.layers * model.kept_in_layer
     kept = inputs + model.kept_in_layer if checkpointing else whole
-    copies = 2 * model.keys * gathered * (1 if checkpointing else model.layers)
+    copies = 2 * model.keys * model.repeats * gathered * (1 if checkpointing else model.layers)
     masks = model.masks * tokens * tokens
     return int((tokens * kept + copies + masks) * number_bytes) + 2 * CHUNK_BYTES
 
@@ -93,9 +106,19 @@ def with_allocator(pack: int, *, cuda: bool, checkpointing: bool) -> int:
 
 
 def longest_pack(
-    model: Sizes, room: int, *, number_bytes: float, cuda: bool, checkpointing: bool
+    model: Sizes,
+    room: int,
+    *,
+    number_bytes: float,
+    cuda: bool,
+    checkpointing: bool,
+    answers: int = 1,
 ) -> int:
-    """Return the tokens of the longest pack that needs at most so many bytes; 0: none does."""
+    """Return the tokens of the longest pack that needs at most so many bytes; 0: none does.
+
+    answers: of a group. Each has the prompt's keys on its path, so with a prompt that is nearly all
+        of the pack as many keys are copied for each of them as the pack has tokens, and once more.
+    """
 
     def needed(tokens: int) -> int:
         pack = pack_bytes(
@@ -103,7 +126,7 @@ def longest_pack(
             tokens,
             number_bytes=number_bytes,
             checkpointing=checkpointing,
-            gathered=tokens if cuda else 0,
+            gathered=(answers + 1) * tokens if cuda else 0,
         )
         return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
 

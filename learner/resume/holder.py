@@ -14,11 +14,15 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DEAD = ("Z", "X", "x")
 """States of a process that has ended and was not waited for yet (proc(5))."""
+Released = Literal["stopped", "broken"]
+"""Why a holder gave its lease back before the run's end: it was asked to stop, or a process that it
+needs was gone."""
+RELEASED = "released"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +55,27 @@ def present_holder() -> Holder:
     )
 
 
+def released(stored: object, how: Released) -> dict[str, Any]:
+    """Return a stored holder (JSON of a `Holder`) that has given its lease back."""
+    return {**(stored if isinstance(stored, Mapping) else {}), RELEASED: how}
+
+
+def how_released(stored: object) -> Released | None:
+    """Return how a stored holder gave its lease back; None: it did not."""
+    how = stored.get(RELEASED) if isinstance(stored, Mapping) else None
+    return how if how in ("stopped", "broken") else None
+
+
 def is_gone(stored: object) -> bool:
-    """Return True when the process of a stored holder has certainly ended.
+    """Return True when the process of a stored holder has given its lease back, or has certainly
+    ended.
 
     stored: JSON of a `Holder`; False for anything else.
     """
     if not isinstance(stored, Mapping):
         return False
+    if how_released(stored) is not None:
+        return True
     pid, started = stored.get("pid"), stored.get("started")
     if type(pid) is not int or type(started) is not int or started <= 0:
         return False

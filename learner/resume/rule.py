@@ -1,4 +1,4 @@
-"""How often a run that is killed is resumed. Pure.
+"""How often a run that is killed or stopped is resumed. Pure.
 
 A run that was killed by chance (a restart of the machine, memory that somebody else took) dies
 elsewhere the next time. One that dies where it died before would die there for ever.
@@ -30,6 +30,8 @@ class Death:
     """of so many; 0: it had not begun."""
     place: str | None
     """The group that it computed; "": none; None: its trainer did not say."""
+    stopped: bool = False
+    """It was asked to stop, and did. That is no death, and counts towards no limit."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,7 +43,13 @@ def why_not_again(deaths: Sequence[Mapping[str, Any]]) -> str | None:
     deaths: JSON of `Death`, the oldest first.
     """
     last = deaths[-1]
-    here = [one for one in deaths if one.get("checkpoint") == last.get("checkpoint")]
+    if last.get("stopped"):
+        return None
+    here = [
+        one
+        for one in deaths
+        if one.get("checkpoint") == last.get("checkpoint") and not one.get("stopped")
+    ]
     same = sum(one.get("place") == last.get("place") for one in here)
     if same >= DEATHS_AT_ONE_PLACE:
         return f"it died {same} times {_at(last.get('place'))}"
@@ -62,5 +70,20 @@ def resumed_words(deaths: object) -> str:
         return ""
     step, steps = deaths[-1].get("step"), deaths[-1].get("steps")
     at = f"from step {step} of {steps}" if step else "before its first step"
-    again = f", after {len(deaths)} kills" if len(deaths) > 1 else ""
+    stops = sum(bool(one.get("stopped")) for one in deaths if isinstance(one, dict))
+    kills = len(deaths) - stops
+    counts = [
+        f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((kills, "kill"), (stops, "stop")) if n
+    ]
+    again = f", after {' and '.join(counts)}" if len(deaths) > 1 else ""
     return f"resumed {at}{again}"
+
+
+def was_stopped(deaths: object) -> bool:
+    """Return True when a run was resumed last after it had been asked to stop."""
+    return (
+        isinstance(deaths, list)
+        and bool(deaths)
+        and isinstance(deaths[-1], dict)
+        and bool(deaths[-1].get("stopped"))
+    )

@@ -1,9 +1,9 @@
 """Training runs in the store: one at a time per model, by a lease that a heartbeat keeps.
 
 Functions work in the caller's write transaction unless they take the database. A run is dead when
-its process is gone, or when it had no heartbeat for `LEASE_S` and its process cannot be looked up
-from here. The next start takes a dead run over and goes on with it, if it left a work folder; else
-it ends the run and gives the groups back.
+its process is gone or gave the lease back, or when it had no heartbeat for `LEASE_S` and its
+process cannot be looked up from here. The next start takes a dead run over and goes on with it, if
+it left a work folder; else it ends the run and gives the groups back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import Fault, Parent
-from learner.resume.holder import Holder, is_gone
+from learner.resume.holder import Holder, how_released, is_gone
 from learner.resume.rule import Death, why_not_again
 from learner.resume.work_folder import CLAIMED, WorkFolder
 from learner.runs.blame import ATTEMPTS, blame, blame_for_death
@@ -145,7 +145,7 @@ def take_over(
             end_dead(session, row, why, now=now, times=ATTEMPTS)
             continue
         row.deaths, row.holder = deaths, holder.as_json()
-        row.heartbeat_at, row.place = now, ""
+        row.heartbeat_at, row.place, row.reason = now, "", None
         taken = row
     return taken
 
@@ -263,6 +263,7 @@ def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
         step=step if isinstance(step, int) else 0,
         steps=steps if isinstance(steps, int) else 0,
         place=row.place if isinstance(row.place, str) else None,  # not a text: damaged
+        stopped=how_released(row.holder) == "stopped",
     )
 
 

@@ -4,8 +4,9 @@ The run's row is written first and holds the lease; all permanent changes (versi
 the run's own end) are one transaction at its end. A group that cannot be read or trained on is left
 out with its reason, and the others are trained on. After any other error the groups are given back,
 the row records the reason, and the failure counts against the groups that may have caused it
-(`learner.runs.blame`). A process that is killed records nothing: the next start takes its run over,
-and goes on from its newest checkpoint if nothing has changed that the weights depend on.
+(`learner.runs.blame`). A run that is asked to stop leaves its work (`learner.runs.interrupted`),
+and one that is killed records nothing: the next start takes either over, and goes on from its
+newest checkpoint if nothing has changed that the weights depend on.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from learner.errors import (
 from learner.explain import explain
 from learner.progress.keepers import observe
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
-from learner.resume.holder import present_holder
-from learner.resume.rule import resumed_words
-from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder, work_folders
+from learner.resume.holder import Released, present_holder
+from learner.resume.rule import resumed_words, was_stopped
+from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder
 from learner.runs import retry, source
 from learner.runs.blame import blame, blame_for_error
 from learner.runs.hold import check_hold
+from learner.runs.interrupted import leave, sweep, take_back
 from learner.runs.lineage import build_lineage, render_card, render_lineage
 from learner.runs.material import Material, claim, gather, gather_again, prints
 from learner.runs.origins import origin_of
-from learner.runs.publish import find_published, place, register, seal, unplace
+from learner.runs.publish import find_published, place, register, seal
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,
@@ -50,11 +52,9 @@ from learner.runs.runs import (
     end_run,
     find_parent,
     holds,
-    kept_ids,
     open_run,
     report_place,
     take_over,
-    taken_from,
 )
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
@@ -91,6 +91,8 @@ class Run:
         """Id of the run; where a killed run is resumed, the id of that one."""
         self.deaths: list[dict[str, Any]] = []
         """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
+        self.left: Released | None = None
+        """How it left its work to the next start; None: it did not."""
         self._settings = settings
         self._database = database
         self._trainer = trainer
@@ -100,7 +102,10 @@ class Run:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Ask the run to end at the next pack; `start` then raises RunStoppedError."""
+        """Ask the run to end at the next pack; `start` then raises RunStoppedError.
+
+        The next start goes on with it from its last step.
+        """
         self._stopping.set()
 
     def start(self) -> Candidate:
@@ -110,6 +115,7 @@ class Run:
         Raises: HeldError when the reward watch holds the learner (row: held; no group is taken);
             RunInProgressError when another run is alive (nothing is changed);
             NothingToLearnError when too few groups wait or none is usable (row: skipped);
+            RunStoppedError after `stop`, RankLostError (row: as it was, if `left`);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
         check_hold(self._database, self._settings, self.run_id, now=self._clock())
@@ -170,7 +176,8 @@ class Run:
             except (NothingToLearnError, NotResumedError):
                 raise
             except BaseException as error:
-                self._fail(error)
+                if self.left is None:
+                    self._fail(error)
                 raise
             span.set_attribute("adapter", candidate.adapter)
         log.info("run_finished", run_id=self.run_id, adapter=candidate.adapter)
@@ -178,7 +185,8 @@ class Run:
 
     def _bury(self, dead: RunRow, error: NotResumedError) -> None:
         """End a killed run that cannot go on."""
-        reason = f"it was killed, and not resumed: {error}"
+        was = "stopped" if was_stopped(dead.deaths) else "killed"
+        reason = f"it was {was}, and not resumed: {error}"
         log.warning("run_not_resumed", run_id=dead.run_id, why=str(error))
         with self._database.write() as session:
             row = session.get(RunRow, dead.run_id, with_for_update=True)
@@ -191,11 +199,11 @@ class Run:
 
     def _learn(self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None) -> Candidate:
         check_parent(parent)
-        work = self._work_folder(lambda: self._check_stop(heartbeat))
+        work = self._work_folder(heartbeat)
         published = False
+        database, run_id, token = self._database, self.run_id, self._holder.token
         try:
             material = self._material(parent, work, dead)
-            database, run_id, token = self._database, self.run_id, self._holder.token
             job = TrainingJob(
                 base_model_path=self._settings.serving.base_model_path,
                 parent=parent,
@@ -227,8 +235,12 @@ class Run:
             candidate = self._publish(material, outcome, work)
             published = True
             return candidate
+        except BaseException as error:
+            asked = self._stopping.is_set()
+            self.left = leave(self._database, work, error, asked=asked, token=token)
+            raise
         finally:
-            if published or self._take_back(work, token=self._holder.token):
+            if published or (self.left is None and take_back(self._database, work, token=token)):
                 work.remove()
 
     def _material(self, parent: Parent, work: WorkFolder, dead: RunRow | None) -> Material:
@@ -361,38 +373,26 @@ class Run:
             # The lease runs out by itself, and the next run gives the groups back.
             log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))
 
-    def _work_folder(self, check: Callable[[], None]) -> WorkFolder:
+    def _work_folder(self, heartbeat: Heartbeat) -> WorkFolder:
         """Return this run's folder, and remove those of runs that will not go on."""
-        adapters_dir = self._settings.learner.adapters_dir.resolve()
-        with self._database.read() as session:
-            kept = kept_ids(session, self._settings.serving.model, now=self._clock())
-        for run_id, _ in list(work_folders(adapters_dir)):
-            leftover = WorkFolder(adapters_dir, run_id)
-            if run_id not in kept and self._take_back(leftover):
-                leftover.remove()
-        work = WorkFolder(adapters_dir, self.run_id, token=self._holder.token, check=check)
+        model, adapters_dir = self._settings.serving.model, self._settings.learner.adapters_dir
+        sweep(self._database, adapters_dir.resolve(), model, now=self._clock())
+        work = WorkFolder(
+            adapters_dir,
+            self.run_id,
+            token=self._holder.token,
+            check=lambda: _check_lease(heartbeat),  # a stop costs no step that is done
+        )
         work.make()
-        self._take_back(work)
+        take_back(self._database, work)
         return work
-
-    def _take_back(self, work: WorkFolder, *, token: str | None = None) -> bool:
-        """Remove what a run placed and did not register.
-
-        token: of the process that works in the folder; None: it is dead.
-        Returns: False when that is not known, or another process goes on with the run.
-        """
-        try:
-            with self._database.write() as session:
-                if token is not None and taken_from(session, work.run_id, token):
-                    return False
-                unplace(session, work, self._settings.learner.adapters_dir)
-        except StoreError as error:
-            log.warning("work_folder_kept", folder=str(work.path), error=str(error))
-            return False
-        return True
 
     def _check_stop(self, heartbeat: Heartbeat) -> None:
         if self._stopping.is_set():
             raise RunStoppedError("asked to stop")
-        if heartbeat.lost.is_set():
-            raise RunStoppedError("another run took over the lease")
+        _check_lease(heartbeat)
+
+
+def _check_lease(heartbeat: Heartbeat) -> None:
+    if heartbeat.lost.is_set():
+        raise RunStoppedError("another run took over the lease")

@@ -51,7 +51,7 @@ NICENESS = 10
 STOP_TIMEOUT_S = 20.0
 TOLD_S = 60.0
 """Longest time between two writes of the same decision."""
-TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM = 0, 3, 4, 5
+TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 3, 4, 5, 6
 """Exit codes of a run (`learner.once`)."""
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit, as `learner.once` writes it."""
@@ -210,7 +210,7 @@ class Schedule:
                 abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
             self._no_room = (get_flag(session, NO_ROOM_FLAG) or "") if code == NO_ROOM else ""
         self._child = None
-        done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM)
+        done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
         self._failures = 0 if done else self._failures + 1
         self._held = code == HELD
         self._wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self._failures)

@@ -41,7 +41,7 @@ class Situation:
     hold_until: float
     """Unix seconds; after a failure no run starts before then, unless requested."""
     unfinished: str | None = None
-    """A run whose process was killed: a start goes on with it, however few groups wait."""
+    """A run that was killed or stopped: a start goes on with it, however few groups wait."""
     held: bool = False
     """True when the reward watch held the last run; it is asked again after `hold_until`."""
     no_room: str = ""
@@ -91,7 +91,7 @@ def decide(seen: Situation) -> Decision:
             return Decision("no_room", seen.no_room)
         return Decision("held_back", "the last run failed; held back for a while")
     if seen.unfinished:
-        return Decision("start", f"run {seen.unfinished} was killed")
+        return Decision("start", f"run {seen.unfinished} was killed or stopped, and goes on")
     if seen.groups < seen.min_groups:
         return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
     if seen.idle_below and (busy := _busy(seen)):

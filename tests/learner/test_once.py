@@ -18,9 +18,11 @@ from sqlalchemy import select
 from learner import once
 from learner.__main__ import main
 from learner.errors import RunInProgressError
-from learner.once import run_once, start_when_free
+from learner.once import STOPPED, run_once, start_when_free
 from learner.policy import room
 from learner.records import Candidate, Part, Stage
+from learner.resume.holder import how_released
+from learner.runs.interrupted import GOES_ON
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow, RunRow
@@ -135,8 +137,11 @@ def test_a_failed_run_exits_1_with_one_line(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_term_ends_the_run_and_gives_the_groups_back(
-    run: Callable[[], int], fake_trainer: FakeTrainer, database: Database
+def test_term_stops_the_run_which_the_next_start_goes_on_with(
+    run: Callable[[], int],
+    fake_trainer: FakeTrainer,
+    database: Database,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def be_terminated(job: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -144,22 +149,29 @@ def test_term_ends_the_run_and_gives_the_groups_back(
 
     fake_trainer.on_train = be_terminated
 
-    assert run() == 1
+    assert run() == STOPPED
+    assert capsys.readouterr().out == "stopped run r1: the next start goes on with it\n"
     with database.read() as session:
-        assert {row.status for row in session.query(GroupRow)} == {"scored"}
-        assert session.get_one(RunRow, "r1").reason == "RunStoppedError: asked to stop"
+        assert {row.status for row in session.query(GroupRow)} == {"claimed"}
+        row = session.get_one(RunRow, "r1")
+        assert (row.status, row.place, how_released(row.holder)) == ("running", "", "stopped")
+
+    fake_trainer.on_train = lambda job: None
+    assert run() == 0
+    said = capsys.readouterr().out
+    assert ", in run r1, resumed before its first step" in said
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_signal_that_came_before_the_run_ends_it(
+def test_a_signal_that_came_before_the_run_stops_it(
     run: Callable[[], int], stopping: threading.Event, fake_trainer: FakeTrainer, database: Database
 ) -> None:
     stopping.set()
     fake_trainer.on_train = lambda job: job.check_stop()
 
-    assert run() == 1
+    assert run() == STOPPED
     with database.read() as session:
-        assert session.get_one(RunRow, "r1").reason == "RunStoppedError: asked to stop"
+        assert session.get_one(RunRow, "r1").reason == f"asked to stop; {GOES_ON}"
 
 
 def candidate() -> Candidate:

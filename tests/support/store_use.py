@@ -606,7 +606,7 @@ def _replay(use: _Use, settings: Settings) -> None:
 
     def printed(run_id: str) -> str:
         out = io.StringIO()
-        replay(settings, use.database, run_id, trainer=_Trainer, out=out)
+        replay(settings, use.database, run_id, trainer=lambda _: _Trainer(), out=out)
         return out.getvalue()
 
     assert "the same weights" in printed("own-1")

@@ -147,8 +147,13 @@ def resumed_words(deaths: object) -> str:
 
 
 def killed_words(run: Figures, now: float) -> str:
-    """Say that a run which has not ended stands still; "" when it does not. now: Unix seconds."""
+    """Say that a run which has not ended stands still; "" when it does not. now: Unix seconds.
+
+    One that left its work to the next start says so itself, by its reason.
+    """
     beat = run.get("heartbeat_at")
+    if run.get("reason"):
+        return ""
     if run.get("status") != "running" or not isinstance(beat, int | float) or now - beat < SILENT_S:
         return ""
     return f"no sign of it for {shown_length(now - beat)}; the next start goes on with it"

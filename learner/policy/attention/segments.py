@@ -157,7 +157,7 @@ def varlen(
 
     query_THD, key_THD, value_THD = (one[0].transpose(0, 1) for one in (query, key, value))
     grouped: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
+    if query.shape[1] != key.shape[1] and takes_grouped_heads():
         grouped["enable_gqa"] = True
     elif query.shape[1] != key.shape[1]:  # the kernel takes as many heads of keys as of queries
         times = query.shape[1] // key.shape[1]
@@ -175,6 +175,16 @@ def varlen(
         **grouped,
     )
     return found[0] if isinstance(found, tuple) else found
+
+
+def takes_grouped_heads() -> bool:
+    """Return True when torch's kernel of the form `varlen` takes fewer heads of keys than of
+    queries: not yet in torch 2.11, where the keys are repeated."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # an older torch, which has no such form
+        return True
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def dense_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:

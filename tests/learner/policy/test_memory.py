@@ -160,9 +160,12 @@ def test_8_answers_to_a_prompt_of_16k_fit_80_gb_with_checkpointing_alone() -> No
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool) -> None:
+    """With 8 answers to a prompt that is nearly all of the pack."""
     room = 4 * 2**30
 
-    found = longest_pack(SMOLLM2, room, number_bytes=4.0, cuda=cuda, checkpointing=checkpointing)
+    found = longest_pack(
+        SMOLLM2, room, number_bytes=4.0, cuda=cuda, checkpointing=checkpointing, answers=8
+    )
 
     def needed(tokens: int) -> int:
         pack = pack_bytes(
@@ -170,11 +173,22 @@ def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool)
             tokens,
             number_bytes=4.0,
             checkpointing=checkpointing,
-            gathered=tokens if cuda else 0,
+            gathered=9 * tokens if cuda else 0,
         )
         return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
 
     assert needed(found) <= room < needed(found + 1)
+
+
+def test_a_kernel_without_grouped_heads_copies_each_key_for_each_of_its_queries() -> None:
+    """Qwen3-8B: four queries to a key. A gathered key and its value take 5,120 bytes each time."""
+
+    def needed(model: Sizes) -> int:
+        return pack_bytes(
+            model, 100, number_bytes=KEPT_BF16_BYTES, checkpointing=True, gathered=1_000
+        )
+
+    assert needed(replace(QWEN3_8B, repeats=4)) - needed(QWEN3_8B) == 3 * 1_000 * 5_120
 
 
 def test_nothing_fits_where_the_head_does_not() -> None:
@@ -226,7 +240,7 @@ def test_it_is_switched_on_by_setting_or_when_memory_is_short(
 def test_a_config_that_says_too_little_switches_nothing_on(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(config: Any, *, masks: int = 0) -> Sizes:
+    def unreadable(config: Any, **_: Any) -> Sizes:
         raise AttributeError("no layers")
 
     monkeypatch.setattr(memory, "sizes", unreadable)

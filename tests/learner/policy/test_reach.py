@@ -36,6 +36,7 @@ def test_what_the_memory_holds_beside_the_weights_by_hand() -> None:
         cuda=False,
         autocast=False,
         checkpointing=True,
+        answers=8,
     )
 
     assert found == 800 // 72
@@ -51,6 +52,7 @@ def test_a_card_of_80_gb_trains_16k_tokens_of_an_8b_model_with_checkpointing_alo
             cuda=True,
             autocast=True,
             checkpointing=checkpointing,
+            answers=8,
         )
 
     assert found(checkpointing=True) > 16_384 + 8 * 499
@@ -61,15 +63,15 @@ def test_no_model_is_trained_beyond_its_positions(
     tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**12, free=10**12, share=1))
-    assert reach(str(tiny_base), learner_settings, CPU) == Reach(128, 128)
+    assert reach(str(tiny_base), learner_settings, CPU, answers=8) == Reach(128, 128)
 
     monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**9, free=10**6, share=1))
-    assert reach(str(tiny_base), learner_settings, CPU) == Reach(0, 0)
+    assert reach(str(tiny_base), learner_settings, CPU, answers=8) == Reach(0, 0)
 
 
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])
 def test_what_is_not_known_is_none(broken: str, learner_settings: Learner) -> None:
-    assert reach(broken, learner_settings, CPU) is None
+    assert reach(broken, learner_settings, CPU, answers=8) is None
 
 
 def test_auto_is_told_to_ingest_through_the_store(settings: Settings, database: Database) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -78,9 +79,10 @@ def template(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(settings, run_id, kill_at=): a run in a process of its own; how it ended.
+    """start(settings, run_id, kill_at=): a run in a process of its own, or several; how it ended.
 
-    kill_at: (name, n): SIGKILL ends it at the nth event of this name, or of any for "".
+    kill_at: (name, n): the nth event of this name, or of any for "". Process `rank` of `processes`
+    is `sent` a signal there, and the others too with `to_all`.
     """
     program = Path(__file__).with_name("killed_process.py")
     with (
@@ -98,12 +100,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert answers is not None
 
         def ask(
-            settings: Settings, run_id: str, kill_at: tuple[str, int] = ("", 0)
+            settings: Settings,
+            run_id: str,
+            kill_at: tuple[str, int] = ("", 0),
+            *,
+            sent: int = signal.SIGKILL,
+            processes: int = 1,
+            rank: int = 0,
+            to_all: bool = False,
         ) -> dict[str, Any]:
             asked = {
                 "settings": settings.model_dump(mode="json"),
                 "run_id": run_id,
                 "kill_at": kill_at,
+                "signal": sent,
+                "processes": processes,
+                "rank": rank,
+                "to_all": to_all,
                 "events": str(tmp_path / "events"),
             }
             asking.write(json.dumps(asked) + "\n")

@@ -1,16 +1,18 @@
 """A process that starts runs of the real trainer, each in a process of its own, and kills them.
 
 Forked from one process, because torch takes seconds to import. Each line of standard input is a
-JSON object: `settings`, `run_id`, and `kill_at`, a name and a number: SIGKILL ends the process at
-the nth event of this name; name "": of any; 0: never. The answer is a JSON line: `signal` that
-ended it, its `code`, and the `events` that it went through.
+JSON object: `settings`, `run_id`, `processes` of the run, and `kill_at`, a name and a number: at
+the nth event of this name (name "": of any; 0: never) process `rank` sends itself `signal`. The
+answer is a JSON line: the `signal` that ended that process, its `code`, the `events` that it went
+through, and the `codes` of all; with `to_all` the signal goes to each. Several processes find each
+other as those of a launcher do.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import sys
 import threading
 import time
@@ -27,8 +29,10 @@ import learner.resume.work_folder
 import learner.runs.material
 import learner.runs.publish
 import learner.runs.train
+from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
 from learner.once import run_once
 from learner.records import TrainingGroup
+from learner.together import as_launched, follow, lead
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 
@@ -52,8 +56,8 @@ BEFORE: list[tuple[str, Any, str]] = [
 class Events:
     """Counts events, and ends the process at one of them."""
 
-    def __init__(self, name: str, number: int, path: Path) -> None:
-        self._kill_at = (name, number)
+    def __init__(self, name: str, number: int, path: Path, send: Callable[[], None]) -> None:
+        self._kill_at, self._send = (name, number), send
         self._path = path
         self._seen: Counter[str] = Counter()
 
@@ -64,7 +68,7 @@ class Events:
         for one in ("", name, *more):
             self._seen[one] += 1
             if (one, self._seen[one]) == self._kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._send()
 
     def before(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def told(*arguments: Any, **named: Any) -> Any:
@@ -87,18 +91,37 @@ class Events:
         setattr(learner.runs.train.Run, "_publish", published)  # noqa: B010  mypy refuses the other
 
 
-def run(asked: dict[str, Any], events: Path) -> int:
+def run(asked: dict[str, Any], events: Path, rank: int) -> int:
     settings = Settings.model_validate(asked["settings"])
-    name, number = asked["kill_at"]
-    Events(name, number, events).hook()
-    database = Database(settings.store.url)
+    name, number = asked["kill_at"] if rank == asked["rank"] else ("", 0)
+
+    def send() -> None:
+        pids = Path(asked["pids"]).read_text().split() if asked["to_all"] else [os.getpid()]
+        for pid in pids:
+            os.kill(int(pid), asked["signal"])
+
+    Events(name, number, events, send).hook()
     sys.stdout = sys.stderr
-    return run_once(
-        settings,
-        database,
-        run_id=asked["run_id"],
-        clock=time.time,
-        stopping=Waiting(events),
+    place = Place(rank, asked["processes"], rank, asked["processes"]) if asked["port"] else None
+    settings = as_launched(settings, place)
+    if place is not None:
+        os.environ.update({ADDRESS: "127.0.0.1", PORT: str(asked["port"]), RANK: str(rank)})
+        os.environ[SIZE] = str(place.size)
+    if rank > 0 and place is not None:
+        return follow(settings.learner, place)
+    database = Database(settings.store.url)
+    return lead(
+        settings.learner,
+        None,
+        place,
+        lambda trainer: run_once(
+            settings,
+            database,
+            run_id=asked["run_id"],
+            clock=time.time,
+            stopping=Waiting(events),
+            trainer=trainer,
+        ),
     )
 
 
@@ -115,23 +138,40 @@ class Waiting(threading.Event):
         return super().wait(timeout)
 
 
+def fork(asked: dict[str, Any], rank: int) -> int:
+    """Return the pid of a process of the run."""
+    events = Path(f"{asked['events']}-{rank}")
+    events.write_text("")
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = run(asked, events, rank)
+        finally:
+            os._exit(code)
+    return child
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
-        events = Path(asked["events"])
-        events.write_text("")
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                code = run(asked, events)
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
+        size, rank = asked["processes"], asked["rank"]
+        asked["port"] = free_port() if size > 1 else 0
+        asked["pids"] = f"{asked['events']}-pids"
+        children = [fork(asked, number) for number in range(size)]
+        Path(asked["pids"]).write_text(" ".join(map(str, children)))
+        ends = [os.waitpid(child, 0)[1] for child in children]
         answer = {
-            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-            "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "events": events.read_text().splitlines(),
+            "signal": os.WTERMSIG(ends[rank]) if os.WIFSIGNALED(ends[rank]) else 0,
+            "code": os.WEXITSTATUS(ends[rank]) if os.WIFEXITED(ends[rank]) else None,
+            "codes": [os.waitstatus_to_exitcode(end) for end in ends],
+            "events": Path(f"{asked['events']}-{rank}").read_text().splitlines(),
         }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

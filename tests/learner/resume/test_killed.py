@@ -3,7 +3,6 @@ had."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from safetensors.torch import load_file
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import OPTIMIZER, folder_digest
+from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.files.checkpoint import TENSORS
 from learner.resume.holder import present_holder
@@ -77,7 +75,7 @@ def left_by(settings: Settings) -> Kept:
         steps = select(RunStepRow.step).where(RunStepRow.run_id == adapter.run_id)
         found = Kept(
             digest=folder_digest(Path(adapter.path)),
-            moments=tensors_digest(Path(adapter.path) / OPTIMIZER),
+            moments=file_digest(Path(adapter.path) / OPTIMIZER),
             run_id=adapter.run_id or "",
             steps=sorted(session.scalars(steps)),
             groups=groups,
@@ -86,14 +84,6 @@ def left_by(settings: Settings) -> Kept:
         assert found.digest == adapter.digest
     database.close()
     return found
-
-
-def tensors_digest(path: Path) -> str:
-    """Hash names and values: the order in the file's head differs from process to process."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(load_file(path).items()):
-        found.update(name.encode() + tensor.numpy().tobytes())
-    return found.hexdigest()
 
 
 def runs(settings: Settings) -> list[RunRow]:

@@ -19,10 +19,12 @@ from learner.errors import (
     NonFiniteError,
     NothingToLearnError,
     ParentError,
+    RankLostError,
     RunInProgressError,
     RunStoppedError,
 )
-from learner.records import CheckedAnswers, Part, Stage, StepMetrics, TrainingJob
+from learner.records import CheckedAnswers, Fault, Part, Stage, StepMetrics, TrainingJob
+from learner.resume.work_folder import CLAIMED, WorkFolder
 from learner.runs import publish, train
 from learner.runs.runs import abandon
 from learner.runs.train import Run, Trainer
@@ -525,8 +527,8 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
+def test_a_run_that_is_asked_to_stop_keeps_its_groups_and_its_work_folder(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, settings: Settings
 ) -> None:
     run = new_run()
 
@@ -539,8 +541,50 @@ def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
     with pytest.raises(RunStoppedError, match="asked to stop"):
         run.start()
 
-    assert run_row(database).status == "failed"
+    assert (run_row(database).status, run.left) == ("running", "stopped")
+    assert statuses(database) == {"a": ("claimed", None), "b": ("claimed", None)}
+    assert WorkFolder(settings.learner.adapters_dir, run.run_id).read(CLAIMED) is not None
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_is_asked_to_stop_and_has_nothing_to_go_on_with_fails(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, settings: Settings
+) -> None:
+    run = new_run()
+
+    def be_asked_to_stop(job: TrainingJob) -> None:
+        (WorkFolder(settings.learner.adapters_dir, run.run_id).path / CLAIMED).unlink()
+        run.stop()
+        job.check_stop()
+
+    fake_trainer.on_train = be_asked_to_stop
+    with pytest.raises(RunStoppedError, match="asked to stop"):
+        run.start()
+
+    assert (run_row(database).status, run.left) == ("failed", None)
     assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
+    assert adapter_folders(settings) == []
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_lost_one_of_its_processes_goes_on_and_names_the_group(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
+) -> None:
+    fake_trainer.error = RankLostError("process 1 is gone", {"b": Fault("failed_runs", "killed")})
+    for number in range(3):
+        run = new_run(f"r{number}")
+        with pytest.raises(RankLostError):
+            run.start()
+        assert (run.run_id, run.left) == ("r0", "broken")
+    row = run_row(database, "r0")
+    assert (row.status, row.place) == ("running", "b")
+    assert row.reason == "RankLostError: process 1 is gone; the next start goes on with it"
+
+    fake_trainer.error = None
+    with pytest.raises(NothingToLearnError):  # one group is left of two
+        new_run("r9").start()
+
+    assert statuses(database)["b"] == ("dropped", "failed_runs")
 
 
 @pytest.mark.usefixtures("two_groups")

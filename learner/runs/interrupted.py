@@ -1,0 +1,94 @@
+"""A run that ends before its time and leaves what it has done to the next start.
+
+Two ways lead there. It was asked to stop (TERM: a deployment, a machine that is drained): nothing
+is at fault, and it counts towards no limit. Or another of its processes is gone: to the run that is
+what SIGKILL is to a run of one process, so it counts as a death (`learner.resume.rule`).
+
+The row stays `running`, its holder gives the lease back, and the groups stay claimed. What such
+runs have on disk is removed once they will not go on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from learner.errors import RankFailedError, RankLostError, RunStoppedError
+from learner.explain import one_line
+from learner.resume.holder import Released, released
+from learner.resume.work_folder import CLAIMED, WorkFolder, work_folders
+from learner.runs.publish import unplace
+from learner.runs.runs import holds, kept_ids, taken_from
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
+from sidecar.store.models import RunRow
+
+log = structlog.get_logger()
+
+GOES_ON = "the next start goes on with it"
+
+
+def how_left(error: BaseException, *, asked: bool) -> Released | None:
+    """Return how a run that ends with this error leaves its work to the next; None: it does not.
+
+    asked: it was asked to stop. A launcher asks all processes of a run, and the others end first.
+    """
+    if asked and isinstance(error, RunStoppedError | RankLostError | RankFailedError):
+        return "stopped"
+    return "broken" if isinstance(error, RankLostError) else None
+
+
+def leave(
+    database: Database, work: WorkFolder, error: BaseException, *, asked: bool, token: str
+) -> Released | None:
+    """Give the lease of a run back, so that the next start goes on with it.
+
+    error: what ended it. asked: as `how_left`. token: of this process.
+    Returns: None when the run cannot go on, or is not this process's: it is to end as failed.
+    """
+    how = how_left(error, asked=asked)
+    if how is None or work.read(CLAIMED) is None:
+        return None
+    faults = error.faults if isinstance(error, RankLostError) else {}
+    why = "asked to stop" if how == "stopped" else f"{type(error).__name__}: {one_line(error)}"
+    try:
+        with database.write() as session:
+            if not holds(session, work.run_id, token):
+                return None
+            row = session.get_one(RunRow, work.run_id)
+            row.place = next(iter(faults), "") if how == "broken" else ""
+            row.holder, row.reason = released(row.holder, how), f"{why}; {GOES_ON}"
+    except StoreError as store_error:
+        # Its process ends now, so the next start finds the run as after SIGKILL.
+        log.warning("lease_not_given_back", run_id=work.run_id, error=str(store_error))
+        return how
+    log.warning("run_left", run_id=work.run_id, why=why)
+    return how
+
+
+def sweep(database: Database, adapters_dir: Path, model: str, *, now: float) -> None:
+    """Remove the work folders of runs that will not go on. Raises: OSError, StoreError."""
+    with database.read() as session:
+        kept = kept_ids(session, model, now=now)
+    for run_id, _ in list(work_folders(adapters_dir)):
+        leftover = WorkFolder(adapters_dir, run_id)
+        if run_id not in kept and take_back(database, leftover):
+            leftover.remove()
+
+
+def take_back(database: Database, work: WorkFolder, *, token: str | None = None) -> bool:
+    """Remove what a run placed and did not register.
+
+    token: of the process that works in the folder; None: it is dead.
+    Returns: False when that is not known, or another process goes on with the run.
+    """
+    try:
+        with database.write() as session:
+            if token is not None and taken_from(session, work.run_id, token):
+                return False
+            unplace(session, work, work.path.parent)
+    except StoreError as error:
+        log.warning("work_folder_kept", folder=str(work.path), error=str(error))
+        return False
+    return True
