@@ -361,6 +361,25 @@ def test_a_run_that_stands_still_was_killed() -> None:
     assert "  It was KILLED: no sign of it for 3 min; the next start goes on with it." in lines
 
 
+def test_a_run_that_was_stopped_waits_for_the_next_start() -> None:
+    stop = {"at": NOW - 100, "checkpoint": 3, "step": 2, "steps": 4, "place": "", "stopped": True}
+    left = "asked to stop; the next start goes on with it"
+    waits = run(status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 900, reason=left)
+    again = run(
+        status="running", ended_at=None, adapter=None, heartbeat_at=NOW, deaths=[{"at": 1}, stop]
+    )
+
+    waiting, going = (
+        status_lines(status(learner=learner_of(one)), NOW) or [] for one in (waits, again)
+    )
+
+    said = next(line for line in waiting if "Last run" in line)
+    assert "is interrupted, began" in said
+    assert said.endswith(f": {left}.")
+    assert not any("KILLED" in line for line in waiting)
+    assert "  It was stopped, and resumed from step 2 of 4, after 1 kill and 1 stop." in going
+
+
 def test_a_learner_that_runs_by_hand_follows_no_schedule() -> None:
     lines = status_lines(status(), NOW, schedule="manual")
 
