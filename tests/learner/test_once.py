@@ -150,7 +150,8 @@ def test_term_stops_the_run_which_the_next_start_goes_on_with(
     fake_trainer.on_train = be_terminated
 
     assert run() == STOPPED
-    assert capsys.readouterr().out == "stopped run r1: the next start goes on with it\n"
+    said = capsys.readouterr().out
+    assert said.endswith("stopped run r1: the next start goes on with it\n")
     with database.read() as session:
         assert {row.status for row in session.query(GroupRow)} == {"claimed"}
         row = session.get_one(RunRow, "r1")
