@@ -145,4 +145,5 @@ class RunWatch:
                 keeper.keep_progress(found)
         if now or at - self._logged_at >= LOGGED_S:
             self._logged_at = at
-            log.info("run_progress", **asdict(found))
+            left_s = None if found.left_s is None else round(found.left_s)
+            log.info("run_progress", **{**asdict(found), "left_s": left_s})

@@ -141,6 +141,7 @@ def test_term_stops_the_run_which_the_next_start_goes_on_with(
     run: Callable[[], int],
     fake_trainer: FakeTrainer,
     database: Database,
+    stopping: threading.Event,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def be_terminated(job: Any) -> None:
@@ -158,6 +159,7 @@ def test_term_stops_the_run_which_the_next_start_goes_on_with(
         assert (row.status, row.place, how_released(row.holder)) == ("running", "", "stopped")
 
     fake_trainer.on_train = lambda job: None
+    stopping.clear()  # another process
     assert run() == 0
     said = capsys.readouterr().out
     assert ", in run r1, resumed before its first step" in said
