@@ -35,6 +35,8 @@ def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
         for key, color in zip(keys, COLORS, strict=False):
             values = [_value(one.get(key)) for one in steps]
             axis.plot(places, values, "o-", markersize=3, color=color, label=key)
+        if len(keys) > 1:
+            axis.legend(fontsize=6, frameon=False)
         axis.set_title(words, fontsize=8)
         axis.tick_params(labelsize=7)
         axis.locator_params(axis="x", integer=True)

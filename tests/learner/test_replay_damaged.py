@@ -37,7 +37,7 @@ def with_value(name: str, value: object) -> str:
     return json.dumps({**WHOLE, name: value})
 
 
-def no_trainer() -> NoReturn:
+def no_trainer(_: Learner) -> NoReturn:
     raise AssertionError("there is nothing to train")
 
 
