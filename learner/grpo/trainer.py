@@ -39,7 +39,7 @@ from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
-from learner.grpo.warmup import warm_up
+from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
@@ -167,6 +167,8 @@ def run_steps(
         optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
         try:
             if kept.warmed is None:
+                if supervised := warming(groups, job):
+                    job.watch.plan([*supervised, *_stages(job, groups, ["training"])])
                 warmed, failed_warm = warm_up(policy, groups, job, optimizer)
                 if failed_warm:
                     raise _GroupsFailed(dict(failed_warm))
@@ -229,7 +231,7 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     checked = check_groups(policy, job)
     faults = dict(checked.faults)
     if aim.uses_start:
-        job.watch.plan(_stages(job, checked.groups, ["anchoring", "training"]))
+        job.watch.plan(_stages(job, checked.groups, ["anchoring", "warming up", "training"]))
         groups, failed_at_start = with_start(policy, checked.groups, job)
         checked = replace(checked, groups=groups)
         faults |= failed_at_start
@@ -238,7 +240,7 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
 
 
 def _before_steps(aim: Objective) -> list[StageName]:
-    return ["anchoring"] if aim.uses_start else []
+    return ["anchoring", "warming up"] if aim.uses_start else ["warming up"]
 
 
 def _stages(
@@ -248,10 +250,15 @@ def _stages(
     dealt = deal(groups, job.settings.steps)
     in_order = [group for of_step in dealt for group in of_step]
     numbers = [number for number, of_step in enumerate(dealt, 1) for _ in of_step]
-    return [
-        stage(name, in_order, steps=numbers) if name == "training" else stage(name, groups)
-        for name in names
-    ]
+    found: list[Stage] = []
+    for name in names:
+        if name == "warming up":
+            found += warming(groups, job)
+        elif name == "training":
+            found.append(stage(name, in_order, steps=numbers))
+        else:
+            found.append(stage(name, groups))
+    return found
 
 
 def update_rule(settings: Learner) -> UpdateRule:

@@ -18,7 +18,8 @@ import torch
 from learner.grpo.checks import NON_FINITE, attempt, faults_of
 from learner.grpo.optimizer import SignalAdamW
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Fault, Silent, TrainingGroup, TrainingJob
+from learner.progress.estimate import stage
+from learner.records import Fault, Stage, TrainingGroup, TrainingJob
 
 log = structlog.get_logger()
 
@@ -39,6 +40,17 @@ def best_answers(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
     return chosen
 
 
+def warming(groups: Sequence[TrainingGroup], job: TrainingJob) -> list[Stage]:
+    """Return a stage for each supervised step, for the watch. Pure."""
+    chosen, steps = best_answers(groups), wanted_steps(job)
+    if not chosen:
+        return []
+    return [
+        replace(stage("warming up", chosen, steps=[number] * len(chosen)), steps=steps)
+        for number in range(1, steps + 1)
+    ]
+
+
 def warm_up(
     policy: Policy, groups: Sequence[TrainingGroup], job: TrainingJob, optimizer: SignalAdamW
 ) -> tuple[list[float], Mapping[str, Fault]]:
@@ -53,8 +65,6 @@ def warm_up(
     tokens = sum(row.kept_tokens for group in chosen for row in group.rows)
     if not chosen:
         return losses, {}
-    job.watch.phase("warming up")
-    job = replace(job, watch=Silent())  # its passes are not those that the watch counts
     for number in range(1, wanted_steps(job) + 1):
 
         def add(group: TrainingGroup) -> float | Fault:

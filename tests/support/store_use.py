@@ -78,12 +78,14 @@ from ingest.verifiers.rewarding import Rewarding
 from ingest.verifiers.state import VerifierSeen, waiting_for, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
-from learner.errors import HeldError, LearnerError
+from learner.errors import HeldError, LearnerError, RunStoppedError
 from learner.records import StepMetrics, TrainingJob, TrainingOutcome
 from learner.replay import replay
+from learner.resume.holder import present_holder
 from learner.resume.work_folder import CLAIMED, PLACING, WorkFolder
 from learner.runs.blame import blame_for_death
 from learner.runs.hold import check_hold
+from learner.runs.interrupted import leave
 from learner.runs.runs import can_go_on, open_run
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
@@ -557,9 +559,18 @@ def _learn(use: _Use) -> None:
             schedule.poll()
             use.clock.now += 3_600.0
     _turn(use, timed)
+    holder = present_holder()
     with use.database.write() as session:
-        open_run(session, run_id="dead", model=MODEL, parent=CHAMPION, settings={}, now=NOW)
-    _killed(use)
+        open_run(
+            session,
+            run_id="dead",
+            model=MODEL,
+            parent=CHAMPION,
+            settings={},
+            now=NOW,
+            holder=holder,
+        )
+    _killed(use, holder.token)
     settings = _with_base(use)
     use.clock.now += 3_600.0
     for number, error in enumerate((ValueError("broken"), None, None)):
@@ -579,8 +590,8 @@ def _learn(use: _Use) -> None:
     _hold(use)
 
 
-def _killed(use: _Use) -> None:
-    """A run that was killed and cannot go on, and what another one left that placed an adapter."""
+def _killed(use: _Use, token: str) -> None:
+    """A run that was stopped and cannot go on, and what another one left that placed an adapter."""
     adapters_dir = use.settings.learner.adapters_dir
     for run_id, name, text in (("dead", CLAIMED, "{}"), ("left", PLACING, "0" * 64)):
         folder = WorkFolder(adapters_dir, run_id)
@@ -590,6 +601,9 @@ def _killed(use: _Use) -> None:
         assert can_go_on(session, "dead", adapters_dir)
     with use.database.write() as session:
         blame_for_death(session, "dead", "it was killed")
+    stopped = RunStoppedError("asked to stop")
+    folder = WorkFolder(adapters_dir, "dead")
+    assert leave(use.database, folder, stopped, asked=True, token=token) == "stopped"
 
 
 def _with_base(use: _Use) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from learner.grpo.trainer import run_steps
 from learner.grpo.warmup import best_answers, wanted_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent, Silent, Stage, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:
@@ -78,6 +79,33 @@ def test_it_makes_the_best_answers_likelier_step_by_step(
     assert warmed[-1] < before - 0.1
     assert state.steps == 4 + 1
     assert len(outcome.metrics) == 1
+
+
+class Planned(Silent):
+    """Keeps what it was told of the supervised steps."""
+
+    def __init__(self) -> None:
+        self.plans: list[list[tuple[str, int, int]]] = []
+        self.groups: list[str] = []
+
+    def plan(self, stages: Sequence[Stage]) -> None:
+        self.plans.append([(one.name, one.parts[0].step, one.steps) for one in stages])
+
+    def done(self, group_id: str) -> None:
+        self.groups.append(group_id)
+
+
+def test_its_passes_are_watched_and_count_in_the_time_left(
+    policy: Policy, scored: TrainingGroup, learner_settings: Learner
+) -> None:
+    settings = learner_settings.model_copy(update={"warmup": 2, "max_drift": 10.0})
+    watch = Planned()
+
+    run_steps(policy, replace(job_of(scored, settings), watch=watch))
+
+    rest = [("warming up", 1, 2), ("warming up", 2, 2), ("training", 1, 1)]
+    assert watch.plans == [[("checking", 0, 0), *rest], rest, rest[2:]]
+    assert watch.groups == [scored.group_id] * 4
 
 
 def test_it_is_off_by_default_and_never_continues_an_adapter(
