@@ -42,11 +42,9 @@ def stop(
     control: int | None = None
     for request in requests(world, rng):
         reply = reply_to(request, world, salt=table.salt, weight_bp=weight_bp, rng=rng)
-        if not reply.answered:
-            continue
         if reply.canary:
             units.add(request.key)
-        if breaker is None:
+        if breaker is None and not reply.nobody:
             bad = ERROR if "failed" in reply.bad else 0
             proxy.reply(tag, "canary" if reply.canary else "champion", request.key, bad)
             breaker = len(units) if proxy.is_open else None

@@ -94,8 +94,6 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
             request = due[place]
             place += 1
             reply = reply_to(request, world, salt=canary.salt, weight_bp=canary.weight_bp, rng=rng)
-            if not reply.answered:
-                continue
             weight = canary.weight_bp / BUCKETS
             live.read([Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)])
             told.reply(reply)

@@ -3,7 +3,7 @@
 Sessions of 1 to 20 turns overlap in time. The rates of bad turns drift, and an outage hits both
 arms. A share of the sessions opens with the same words, so they have one assignment key. The arm of
 a turn comes from the product's own hash. When the candidate fails a request, the champion answers
-it, as in the proxy: only if it can, the failure is the candidate's.
+it if it can, as in the proxy; the failure is the candidate's in either case.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Reply:
 
     canary: bool
     """True when the candidate was to answer it."""
-    answered: bool
-    """False when both arms failed: it counts for neither."""
+    nobody: bool = False
+    """True when the champion failed too in the candidate's place."""
     bad: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -91,13 +91,12 @@ def reply_to(
     if canary and world.error_rate is not None:
         mine = max(base, world.error_rate)
     failed = rng.random() < mine
-    if failed and canary and rng.random() < base:
-        return Reply(canary=canary, answered=False)
     if failed:
-        return Reply(canary=canary, answered=True, bad=frozenset({"failed"}))
+        nobody = canary and rng.random() < base
+        return Reply(canary=canary, nobody=nobody, bad=frozenset({"failed"}))
     kinds = ("cut", "short", "invalid", "evasive")
     bad = frozenset(kind for kind in kinds if rng.random() < rate / 2.0)
-    return Reply(canary=canary, answered=True, bad=bad)
+    return Reply(canary=canary, bad=bad)
 
 
 def rate_at(world: World, at: float) -> float:

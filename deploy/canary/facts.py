@@ -50,6 +50,7 @@ def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySetting
         "groups": quality.groups,
         "lost": quality.lost,
         "unknown": quality.unknown,
+        "champion_lost": quality.champion_lost,
         "low": 2.0 * low - 1.0,
         "high": 2.0 * high - 1.0,
         "proven": sorted(before | proven(quality, rules)),

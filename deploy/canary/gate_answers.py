@@ -13,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import structlog
+
 from deploy.canary.answer_shape import flaws_of, is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
-from ingest.errors import AWAY, SamplingError
+from ingest.errors import AWAY, RequestRefusedError, SamplingError
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
+
+log = structlog.get_logger()
 
 MOST_ANSWERS = 8
 """Answers that a judge is shown at once, as RULER's authors advise."""
@@ -119,6 +123,16 @@ class FreshAnswers:
         ]
 
     async def _sample(self, canary: Canary, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
+        """Sample one answer; once more after an error that may concern this one request alone."""
+        try:
+            return await self._ask(canary, prompt, adapter)
+        except (*AWAY, RequestRefusedError):
+            raise
+        except SamplingError as error:
+            log.info("gate_answer_asked_again", adapter=adapter, reason=str(error))
+            return await self._ask(canary, prompt, adapter)
+
+    async def _ask(self, canary: Canary, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
         asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
         limit = self._rules.max_tokens
         return await self._sampler.sample(

@@ -235,10 +235,12 @@ def live_prompts(
 ) -> list[HeldOutPrompt]:
     """List the newest good exchange of each of the champion's newest sessions, the newest first.
 
-    after: Unix seconds; earlier exchanges may have been learned from. known: sessions to leave out.
+    after: Unix seconds; a session that began earlier may have been learned from. known: sessions to
+    leave out.
     """
     row = ExchangeRow
     newest: dict[str, int] = {}
+    old = set(known)
     rows = session.execute(
         select(
             row.seq, row.session_id, row.started_at, row.surface, row.status, row.outcome,
@@ -255,7 +257,13 @@ def live_prompts(
     )  # fmt: skip
     for seq, session_id, started_at, surface, status, outcome, selection in rows:
         good = (surface, status, outcome) == ("chat", 200, "ok") and selection in TURN_DECIDED
-        if not good or session_id in known or not _is_after(started_at, after):
+        if not good or session_id in old or not _is_after(started_at, after):
+            continue
+        older = (
+            select(row.seq).where(row.session_id == session_id, row.started_at <= after).limit(1)
+        )
+        if session_id not in newest and session.scalar(older) is not None:
+            old.add(session_id)
             continue
         newest.setdefault(session_id, seq)
         if len(newest) == limit:

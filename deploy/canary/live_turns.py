@@ -6,8 +6,9 @@ What is read in one tick is bounded, so a long ramp is caught up with over sever
 
 The unit is `session_key`, what the proxy hashed to choose the arm, and not the session that ingest
 finds later: two conversations that open alike share an arm. A request counts for the arm that it
-was routed to, also if another adapter answered it (`fallback_from`); when that one failed too, it
-counts for neither. The weight is the propensity that the proxy stored.
+was routed to, also if another adapter answered it (`fallback_from`) or failed too: a request of the
+champion that fails counts, so an outage of both arms must count in both. The weight is the
+propensity that the proxy stored.
 """
 
 from __future__ import annotations

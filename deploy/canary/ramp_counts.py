@@ -10,8 +10,9 @@ candidate always has a comparison.
 The unit is a user's turn. A request and the client's retries of it are one turn, which failed when
 any of them failed: the retries of an SDK must neither hide a failure of vLLM nor count it three
 times. When another adapter answered a request because the routed one failed or was unknown to vLLM
-(`fallback_from`), the turn is a failure of the routed adapter; when the other adapter failed too,
-the turn counts for neither. A turn is cut when the client disconnected before its end.
+(`fallback_from`), the turn is a failure of the routed adapter, also when the other adapter failed
+too: the champion's turns count when they fail, and an outage must count in both arms. A turn is cut
+when the client disconnected before its end.
 
 Of a reply with several choices, those count that the user received: all of them if the client asked
 for several (the turn is short when any is), or the returned one if they were sampled for best of N.

@@ -11,9 +11,11 @@ groups in the order in which they were drawn:
 - `better`: against "no better than the champion".
 - `harm`: against "no worse than the champion".
 
-A group that the judge could not score because of the candidate's answers counts as -1. When the
-champion's or nobody's were the cause, the group says nothing and is counted as `unknown`: what
-cannot be compared is no merit of the candidate.
+A group that could not be scored because of the candidate's answers counts as -1. One that could
+not be scored because of the champion's counts as +1 against harm and in the chart: answers of two
+equal adapters get lost equally often, and counted for one arm only they would look like harm. It
+says nothing in favour of the candidate, and neither does a group that nobody's answers lost: what
+cannot be compared is no merit of the candidate. Both are counted as `unknown`.
 
 `flaws` are four more e-processes, one for each kind of flaw that needs no judge (`FLAWS` and
 `OF_GROUPS`): against "the
@@ -79,6 +81,8 @@ class Quality:
     """Groups that could not be scored, and not because of the candidate."""
     lost: int = 0
     """Groups that could not be scored because of the candidate; part of `groups`."""
+    champion_lost: int = 0
+    """Groups that could not be scored because of the champion; part of `unknown`."""
     no_worse: Bets = START
     anchored: Bets = START
     better: Bets = START
@@ -100,12 +104,21 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
     """Return the state after one more group."""
     flaws = {kind: _bet_on_flaw(bets, group, kind, limits) for kind, bets in quality.flaws.items()}
     champion, anchor = _differences(group)
+    if group.fault == "champion":
+        return replace(
+            quality,
+            unknown=quality.unknown + 1,
+            champion_lost=quality.champion_lost + 1,
+            harm=bet(quality.harm, 0.0, 0.5),
+            flaws=flaws,
+            chart=observe(quality.chart, 1.0, CHART_LEVEL),
+        )
     if champion is None or anchor is None:
         return replace(quality, unknown=quality.unknown + 1, flaws=flaws)
     to_champion = (1.0 + champion) / 2.0
-    return Quality(
+    return replace(
+        quality,
         groups=quality.groups + 1,
-        unknown=quality.unknown,
         lost=quality.lost + (group.fault == "candidate"),
         no_worse=bet(quality.no_worse, to_champion, (1.0 - limits.margin) / 2.0),
         anchored=bet(quality.anchored, (1.0 + anchor) / 2.0, (1.0 - limits.anchor_margin) / 2.0),

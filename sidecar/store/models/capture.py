@@ -23,8 +23,8 @@ does not, except that vLLM did not know the adapter (404)."""
 IN_TRACE = "trace_id <> ''"
 NAMED_OTHERWISE = "substr(session_key, 1, 1) = 'h' AND session_key <> session_id"
 """Exchanges that stand in another session than the one that their client's header named."""
-TAKEN_OVER = "fallback_from <> '' AND outcome <> 'upstream_error'"
-"""Exchanges that another adapter answered in place of the routed one."""
+TAKEN_OVER = "fallback_from <> ''"
+"""Exchanges that another adapter was asked to answer in place of the routed one, which failed."""
 EXAMINED = (
     "held_out AND selection = 'held_out' AND outcome = 'ok' AND status = 200 AND surface = 'chat'"
 )

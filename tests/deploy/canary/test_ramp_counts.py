@@ -245,11 +245,12 @@ def test_a_turn_that_the_client_left_counts_as_cut(world: World) -> None:
     assert evidence.champion == ArmCounts(replies=1, errors=0, short=0, cuts=1)
 
 
-def test_a_request_that_failed_on_both_arms_says_nothing_of_the_canary(world: World) -> None:
+def test_a_request_that_failed_on_both_arms_is_a_failure_of_the_canary(world: World) -> None:
+    """In an outage the champion's turns count as failures too."""
     fallback(world, outcome="upstream_error", status=503, content=None)
     canary(world)
 
-    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=0)
+    assert counted(world).candidate == ArmCounts(replies=2, errors=1, short=0)
 
 
 def test_both_arms_are_counted_over_the_same_span_of_time(

@@ -4,6 +4,7 @@ for proof."""
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,8 @@ from deploy.canary.live_turns import LiveTurns
 from deploy.canary.shadow import Shadow
 from deploy.registry.gate_rule import quality_of
 from deploy.registry.proof_rule import limits_of
-from ingest.errors import JudgeRefusalError, SamplingError
+from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
+from ingest.vllm.sampler import SampledAnswer, SampleRequest
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import AliasRow, ExchangeRow, GateComparisonRow
 from support.adapter_endpoints import MODEL
@@ -181,6 +183,7 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     await play(world, gate, 4)
     assert world.canary(name).phase == "ramping"
     chosen = world.serve("after")
+    further = world.serve("before")
     rejected = world.serve("cut", outcome="cut")
     with world.database.write() as session:
         for row in session.query(ExchangeRow).filter_by(held_out=False):
@@ -192,6 +195,7 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     assert chosen in asked
     assert rejected not in asked
     assert "x1" not in asked, "it began before the canary: the candidate may have learned from it"
+    assert further not in asked, "its session began before the canary"
 
 
 async def test_no_more_groups_are_judged_than_an_hour_may_have(world: World) -> None:
@@ -303,6 +307,59 @@ async def test_answers_that_vllm_fails_to_give_for_the_candidate_alone_are_its_f
     await play(world, world.gate(), 2)
 
     assert {row.fault for row in judged(world)} == {"candidate"}
+
+
+async def test_one_failure_of_vllm_costs_no_group(world: World) -> None:
+    """A 500 or a timeout that passes is nobody's fault: the answer is asked for once more."""
+    name = world.register(1)
+    world.hold_out(4)
+    sample, failed = world.sampler.sample, set[str]()
+
+    async def fail_once(request: SampleRequest) -> SampledAnswer:
+        if request.upstream_model not in failed:
+            failed.add(request.upstream_model)
+            raise SamplingError("status 500")
+        return await sample(request)
+
+    world.sampler.sample = fail_once  # type: ignore[method-assign]
+    await play(world, world.gate(), 2)
+
+    assert failed == {name, MODEL}
+    assert {row.fault for row in judged(world)} == {None}
+
+
+async def test_a_request_that_vllm_refuses_is_not_sent_again(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(2)
+    world.sampler.errors[name] = RequestRefusedError("status 400: too long")
+
+    await play(world, world.gate(), 2)
+
+    asked = [request for request in world.sampler.requests if request.upstream_model == name]
+    assert len(asked) == len(judged(world)) == 2
+
+
+async def test_an_equal_candidate_is_not_rolled_back_when_vllm_fails_both_arms_alike(
+    world: World,
+) -> None:
+    """40% of the requests fail, 16% twice: of 84 groups in 100 that lose an arm, half lose each."""
+    world.rules = world.rules.model_copy(update={"max_groups": 400, "groups_per_hour": 100_000})
+    name = world.register(1)
+    world.hold_out(400)
+    rng, sample = random.Random(4), world.sampler.sample
+
+    async def fail_often(request: SampleRequest) -> SampledAnswer:
+        if rng.random() < 0.4:
+            raise SamplingError("status 500")
+        return await sample(request)
+
+    world.sampler.sample = fail_often  # type: ignore[method-assign]
+    await play(world, world.gate(), 120, traffic=name)
+
+    evidence = world.evidence(name)["quality"]
+    assert evidence["lost"] > 10
+    assert evidence["champion_lost"] > 10
+    assert world.canary(name).phase in ("ramping", "promoted")
 
 
 @pytest.mark.both_stores

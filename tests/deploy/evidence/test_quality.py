@@ -64,6 +64,29 @@ def test_a_group_lost_by_the_candidate_counts_as_the_worst_one() -> None:
     assert (lost.groups, lost.lost) == (1, 1)
 
 
+def test_a_group_lost_by_the_champion_speaks_against_harm_and_for_nothing() -> None:
+    lost = after(Group(champion=None, anchor=None, fault="champion"))
+
+    assert lost.harm == after(Group(champion=1.0, anchor=1.0)).harm
+    assert lost.no_worse == lost.anchored == lost.better == START
+    assert (lost.groups, lost.unknown, lost.champion_lost, lost.lost) == (0, 1, 1, 0)
+    low, high = bounds(lost.chart, CHART_LEVEL)
+    assert low + high >= 1.0
+
+
+def test_answers_that_get_lost_equally_often_are_no_harm() -> None:
+    """Of 1,500 groups of two equal adapters each arm loses 10% alone, the candidate's first."""
+    candidate, champion = (
+        Group(champion=None, anchor=None, fault=fault) for fault in ("candidate", "champion")
+    )
+    ten = [candidate, *[Group(champion=0.0, anchor=0.0)] * 8, champion]
+
+    quality = after(*ten * 150)
+
+    assert math.exp(quality.harm.peak) < 5, "20 is the limit"
+    assert (quality.lost, quality.champion_lost) == (150, 150)
+
+
 @pytest.mark.parametrize("fault", ["champion", "unknown"])
 def test_a_group_that_others_lost_says_nothing_and_is_counted(fault: str) -> None:
     group = Group(champion=None, anchor=None, fault=fault)  # type: ignore[arg-type]
