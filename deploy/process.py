@@ -26,7 +26,7 @@ from deploy.canary.shadow import EVERY_S as SHADOW_S
 from deploy.canary.shadow import Shadow
 from deploy.engine.champion_guard import CHECK_S, ChampionGuard
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import Reconciler, registered_path
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.examiner import examiner_of
@@ -45,6 +45,7 @@ from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
 from ingest.ruler.judge import Judge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
+from learner.shared_folders import shared_folders
 from sidecar.errors import StoreError
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
@@ -170,6 +171,7 @@ async def _run(
 
     model = settings.serving.model
     lease = Lease(database, own_id(settings.state_dir))
+    folder_of = make_folder_of(settings)
     reconcilers = {
         url: Reconciler(
             database=database,
@@ -178,6 +180,7 @@ async def _run(
             max_loras=settings.serving.max_loras,
             replica=url,
             acts=lambda: lease.acts,
+            folder_of=folder_of,
         )
         for url, control in replicas.items()
     }
@@ -291,11 +294,21 @@ def make_gate(
     )
 
 
+def make_folder_of(settings: Settings) -> Callable[[str, str], str]:
+    """Return what finds a version's folder on this machine: it may have to be fetched."""
+    shared = shared_folders(settings)
+    if shared is None:
+        return registered_path
+    return lambda digest, path: str(shared.local(digest, path))
+
+
 def make_pruner(settings: Settings, database: Database) -> Pruner:
     """Build what removes adapter folders, from the settings."""
     rules = settings.adapters
     rule = FolderRule(folder_days=rules.folder_days, keep_champions=rules.keep_champions)
-    return Pruner(database=database, adapters_dir=settings.learner.adapters_dir, rule=rule)
+    folders = settings.learner.adapters_dir
+    shared = shared_folders(settings)
+    return Pruner(database=database, adapters_dir=folders, rule=rule, shared=shared)
 
 
 def make_controller(
@@ -321,6 +334,7 @@ def make_controller(
         model=serving.model,
         approval=settings.approval,
         on_change=on_change,
+        folder_of=make_folder_of(settings),
     )
 
 

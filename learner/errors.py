@@ -10,6 +10,7 @@ LearnerError
 │   ├── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
 │   ├── RankFailedError (RuntimeError)  another process of the run failed, which the text says
 │   └── RankLostError (OSError)         another process of the run is gone, or hangs
+├── SharedFolderError (OSError)         the adapters' URL cannot be reached, or holds other files
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder was changed after registration: refuse
 ├── NoRoomError (RuntimeError)          a run would not fit into its share of the memory: later
@@ -86,6 +87,10 @@ class RankLostError(FaultyGroupsError, OSError):
 
     A group is named only if that process is known to have been killed while it computed it.
     """
+
+
+class SharedFolderError(LearnerError, OSError):
+    """The folders at `adapters.url` cannot be reached, or are not what they should be."""
 
 
 class ParentError(LearnerError, OSError):

@@ -17,6 +17,7 @@ ever removed; a version whose row names another place is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from learner.adapter_folder import (
     folder_digest,
 )
 from learner.resume.work_folder import remove_folder, sync
+from learner.shared_folders import FETCHING, SharedFolders
 from sidecar.store.database import Database, count
 from sidecar.store.models import AdapterRow
 
@@ -51,6 +53,8 @@ REMOVED = "removed"
 DOCUMENTS = (CONFIG, LINEAGE, CARD, CURVES, PROBE)
 _UNFINISHED = ".documents-"
 ACTION = "adapter.removed"
+DEAD_FETCH_S = 3_600.0
+"""Time without a byte after which a fetch from `adapters.url` was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,8 @@ class Pruner:
     database: Database
     adapters_dir: Path
     rule: FolderRule
+    shared: SharedFolders | None = None
+    """Where copies for other machines are; they go too."""
 
     def plan(self, *, now: float, loaded: Iterable[str] = ()) -> Pruned:
         """Say what `prune` would do; change nothing. Raises: StoreError; OSError."""
@@ -83,7 +89,7 @@ class Pruner:
         loaded: adapters that a vLLM has loaded now. actor: for the audit.
         Raises: StoreError; OSError, when the disk refuses what is left of an earlier pass.
         """
-        self._finish()
+        self._finish(now)
         found = self.plan(now=now, loaded=loaded)
         fates, freed = [], 0
         for fate in found.fates:
@@ -127,6 +133,8 @@ class Pruner:
                 return _stays(fate, why)
             self._move_out(version.digest)
             remove_folder(self._trash(version.digest))
+            if self.shared is not None:
+                self.shared.remove(version.digest)
         except OSError as error:
             return _failed(fate, f"the disk refused: {error_line(error)}")
         return fate
@@ -182,7 +190,7 @@ class Pruner:
             folder.rename(trash)
         sync(trash.parent)
 
-    def _finish(self) -> None:
+    def _finish(self, now: float) -> None:
         """Go on where a killed pass stopped. Raises: OSError; StoreError."""
         with self.database.read() as session:
             marked = session.scalars(
@@ -191,12 +199,17 @@ class Pruner:
         for digest in marked:
             if _is_digest(digest) and (self.adapters_dir / digest).is_dir():
                 self._move_out(digest)
-        for leftover in self._leftovers():
+        for leftover in self._leftovers(now):
             remove_folder(leftover)
 
-    def _leftovers(self) -> Iterator[Path]:
+    def _leftovers(self, now: float) -> Iterator[Path]:
         for prefix in (TRASH, _UNFINISHED):
             yield from self.adapters_dir.glob(f"{prefix}*")
+        for folder in self.adapters_dir.glob(f"{FETCHING}*"):
+            with contextlib.suppress(FileNotFoundError):  # that fetch ended meanwhile
+                newest = max(one.lstat().st_mtime for one in (folder, *folder.iterdir()))
+                if now - newest > DEAD_FETCH_S:
+                    yield folder
 
     def _trash(self, digest: str) -> Path:
         return self.adapters_dir.resolve() / f"{TRASH}{digest}"

@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
+from deploy.iso_times import describe_siblings, with_siblings
 from ingest.reward_watch.asking import Answer
 from ingest.reward_watch.profile import Profile
 
 
 class Out(BaseModel):
     """A part of a reply, made of keywords, or of a record with the same fields by `model_validate`.
-    JSON has no infinity: a number without end is a damaged one."""
+    JSON has no infinity: a number without end is damaged. Times have siblings in ISO 8601."""
 
     model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
+
+    @model_serializer(mode="wrap")
+    def _with_iso_times(self, serialize: pydantic.SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
+        return with_siblings(serialize(self))  # a return type would hide the fields' description
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(core_schema)
+        if handler.mode == "serialization":
+            describe_siblings(handler.resolve_ref_schema(found))
+        return found
 
 
 class FeedbackOut(Out):

@@ -26,6 +26,7 @@ from deploy.canary.gate import Gate
 from deploy.canary.judged import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
+from deploy.engine.reconcile import registered_path
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import error_line
@@ -41,6 +42,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
+from learner.errors import SharedFolderError
 from sidecar.settings import Approval
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
@@ -64,8 +66,10 @@ class Controller:
         approval: Approval | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
+        folder_of: Callable[[str, str], str] = registered_path,
     ) -> None:
         """replicas: every vLLM replica, by base URL. approval: None asks nobody.
+        folder_of: as of `deploy.engine.reconcile.Reconciler`.
         on_change: called after every transition, so that vLLM is reconciled at once."""
         self._database = database
         self._replicas = replicas
@@ -78,6 +82,7 @@ class Controller:
         self._turns = LiveTurns(rules)
         self._on_change = on_change
         self._clock = clock
+        self._folder_of = folder_of
         self._last_hold: tuple[object, ...] = ()
 
     async def tick(self) -> None:
@@ -212,6 +217,11 @@ class Controller:
         failures, now = loading.get("failures", 0), self._clock()
         if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
             return LoadEvidence(away=loading["reason"], load_failures=failures), {}
+        try:
+            path = await asyncio.to_thread(self._folder_of, version.digest, version.path)
+        except SharedFolderError as error:  # it may pass, and says nothing of the candidate
+            return LoadEvidence(away=error_line(error), load_failures=failures), {}
+        version = replace(version, path=path)
 
         async def validate() -> None:
             await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)

@@ -33,6 +33,7 @@ from deploy.cli.output import GivenReason, Output, note, print_found, require_st
 from deploy.cli.outside.hooks import hooks_app
 from deploy.cli.store.audit import audit_app
 from deploy.cli.store.encryption import store_app
+from deploy.cli.taught.examples import teach
 from deploy.supervise.processes import MODULES
 
 app = typer.Typer(
@@ -236,6 +237,7 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
     from dataclasses import asdict
 
+    from deploy.iso_times import deep
     from deploy.registry.lineage import render_lineage, trace_lineage
     from sidecar.store.database import Database
 
@@ -244,7 +246,10 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     with closing(Database(settings.store.url)) as database, database.read() as session:
         traced = trace_lineage(session, settings.serving.model, adapter)
     if output == "json":
-        say_json(asdict(traced))
+        say_json(deep(asdict(traced)))
         return
     for line in render_lineage(traced).split("\n"):
         say(line)
+
+
+teach(app)

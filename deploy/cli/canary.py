@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import admin_client
-from deploy.cli.output import Output, Reason, note, print_found, say
+from deploy.cli.output import Output, Reason, note, print_found, say, say_json
 from deploy.errors import DeployError, UnknownCanaryError
 
 if TYPE_CHECKING:
@@ -112,24 +112,28 @@ def canary_wait(
     context: typer.Context,
     canary: CanaryId = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
+    output: Output = "text",
 ) -> None:
-    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive or withdrawn, 4
-    not answered (no admin API, or no such canary), 124 timed out."""
+    """Wait for a canary to end; the exit code says how. 4: no admin API, or no such canary."""
     try:
-        code = _wait(admin_client(context), canary, timeout_s)
+        code = _wait(admin_client(context), canary, timeout_s, output)
     except DeployError as error:  # exit 1 would say that the canary was rolled back
         note(str(error))
         code = NOT_ASKED
     raise typer.Exit(code)
 
 
-def _wait(client: AdminClient, canary: str, timeout_s: float) -> int:
+def _wait(client: AdminClient, canary: str, timeout_s: float, output: str) -> int:
     name = canary or str(_newest_canary(client)["canary_id"])
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = client.get("/canaries", name)
         if found["state"] in WAIT_EXITS:
-            say(f"{name}: {found['state']}: {found.get('reason') or ''}")
+            if output == "json":
+                say_json(found)
+            else:
+                say(f"{name}: {found['state']}: {found.get('reason') or ''}")
             return WAIT_EXITS[found["state"]]
         time.sleep(1.0)
+    note(f"canary {name} has not ended after {timeout_s:g} s; `sidecar canary get` says why")
     return TIMED_OUT

@@ -2,7 +2,8 @@
 
 Text that people and models wrote (reasons, names, errors) is printed without the characters that a
 terminal obeys, each record on lines of its own; JSON escapes them by itself. Text output is for
-people: times are dates with an age. Programs read `-o json`, which has the raw numbers.
+people: times are dates with an age. Programs read `-o json`, which has each time in Unix seconds
+and in ISO 8601.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy.cli.times import is_time, shown_time
+from deploy.iso_times import sibling, with_siblings
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
@@ -80,7 +82,7 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
     output: `text` or `json`.
     """
     if output == "json":
-        say_json(found)
+        say_json(_dated(found))
         return
     for line in found_lines(found, time.time()):
         say(line)
@@ -88,6 +90,16 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
         note(damaged)
     if "items" in found and found.get("next_cursor"):
         note(f"there are more than these {len(found['items'])}; --limit shows up to 200")
+
+
+def _dated(found: Any) -> Any:  # Any: JSON
+    """Add ISO 8601 times to a record, or to the items of a listing, that has none yet."""
+    if not isinstance(found, dict):
+        return found
+    items = found.get("items")
+    if isinstance(items, list):
+        return {**found, "items": [_dated(one) for one in items]}
+    return with_siblings(found)
 
 
 def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
@@ -104,7 +116,10 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
     """Indented `key: value` lines; lists and objects below their key."""
     pad = "  " * indent
     lines: list[str] = []
+    repeated = {sibling(key) for key in block}
     for key, value in block.items():
+        if key in repeated:
+            continue  # the time before it in ISO 8601
         if isinstance(value, dict) and value:
             lines += [f"{pad}{key}:", *_lines(value, now, indent + 1)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):

@@ -10,8 +10,8 @@ UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 
 def is_time(key: str, value: object) -> bool:
-    """True for a field of Unix seconds: its name is `at` or ends with `_at`."""
-    named = key == "at" or key.endswith("_at")
+    """True for a field of Unix seconds: its name is `at`, `since`, `until` or ends with `_at`."""
+    named = key in ("at", "since", "until") or key.endswith("_at")
     return named and isinstance(value, int | float) and not isinstance(value, bool)
 
 

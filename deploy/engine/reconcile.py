@@ -120,6 +120,11 @@ def read_desired(database: Database, model: str, loaded: Collection[str] = ()) -
     )
 
 
+def registered_path(_digest: str, path: str) -> str:
+    """Return the path that the registry has: every machine sees the same folder there."""
+    return path
+
+
 class Reconciler:
     """Reconciles one replica. It remembers only since when adapters are altered."""
 
@@ -133,8 +138,12 @@ class Reconciler:
         replica: str = "",
         clock: Callable[[], float] = time.time,
         acts: Callable[[], bool] = lambda: True,
+        folder_of: Callable[[str, str], str] = registered_path,
     ) -> None:
-        """replica: base URL of the replica. acts: False while another control does."""
+        """replica: base URL of the replica. acts: False while another control does.
+        folder_of: (digest, registered path) -> folder on this machine; it may fetch it, and raises
+            LearnerError or OSError.
+        """
         self._log = log.bind(replica=replica)
         self._database = database
         self._control = control
@@ -143,6 +152,7 @@ class Reconciler:
         self._clock = clock
         self._replica = replica
         self._acts = acts
+        self._folder_of = folder_of
         self._altered_at: dict[str, float] = {}
         """Adapter -> when its folder was last found altered, in Unix seconds."""
         self.view = EngineView()
@@ -199,10 +209,10 @@ class Reconciler:
     async def _load_checked(self, name: str, desired: Desired) -> None:
         if name not in desired.paths:
             raise InvalidAdapterError(f"{name} is no registered adapter of {self._model}")
+        digest = desired.digests.get(name, "")
+        path = await asyncio.to_thread(self._folder_of, digest, desired.paths[name])
         try:
-            await load_checked(
-                self._control, name, desired.paths[name], desired.digests.get(name, "")
-            )
+            await load_checked(self._control, name, path, digest)
         except AlteredAdapterError as error:
             reason = error_line(error)
             if self.view.refused.get(name) != reason:

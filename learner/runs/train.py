@@ -56,6 +56,7 @@ from learner.runs.runs import (
     report_place,
     take_over,
 )
+from learner.shared_folders import on_this_machine, share
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
@@ -192,12 +193,12 @@ class Run:
             row = session.get(RunRow, dead.run_id, with_for_update=True)
             if row is not None:
                 row.place = dead.deaths[-1]["place"] if dead.deaths else row.place
-                row.deaths = (dead.deaths or [])[
-                    :-1
-                ] or None  # only those that it was resumed after
+                resumed_after = (dead.deaths or [])[:-1]
+                row.deaths = resumed_after or None
                 end_dead(session, row, reason, now=self._clock())
 
     def _learn(self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None) -> Candidate:
+        parent = on_this_machine(self._settings, parent)
         check_parent(parent)
         work = self._work_folder(heartbeat)
         published = False
@@ -323,6 +324,7 @@ class Run:
         model = self._settings.serving.model
         sealed = seal(folder)
         work.write(PLACING, sealed.digest)
+        share(self._settings, sealed.folder, sealed.digest)
         with self._database.write() as session:
             # The write lock prevents a second publication of the same files while they move.
             candidate = find_published(session, model, sealed.digest)

@@ -31,6 +31,7 @@ def adapters_prune(
     Lineage and events stay for ever. The settings `[adapters]` say when."""
     from deploy.adapters.needed import FolderRule
     from deploy.adapters.prune import Pruner
+    from learner.shared_folders import shared_folders
     from sidecar.store.database import Database
 
     settings = settings_of(context)
@@ -38,9 +39,15 @@ def adapters_prune(
     rule = FolderRule(
         folder_days=settings.adapters.folder_days, keep_champions=settings.adapters.keep_champions
     )
+    folders = settings.learner.adapters_dir
     with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()
-        pruner = Pruner(database=database, adapters_dir=settings.learner.adapters_dir, rule=rule)
+        pruner = Pruner(
+            database=database,
+            adapters_dir=folders,
+            rule=rule,
+            shared=shared_folders(settings),
+        )
         now = time.time()
         found = pruner.plan(now=now) if dry_run else pruner.prune(now=now, actor=ACTOR)
     if output == "json":

@@ -75,6 +75,7 @@ def import_adapter(
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
     from learner.resume.work_folder import remove_folder
     from learner.runs.publish import find_published, place, register, replaced, seal
+    from learner.shared_folders import shared_folders
     from sidecar.records import BASE
 
     serving = settings.serving
@@ -98,6 +99,8 @@ def import_adapter(
         (work / CARD).write_text(_card(lineage), encoding="utf-8")
         with_documents(work, adapters_dir, digest)
         sealed = seal(work)
+        if (shared := shared_folders(settings)) is not None:
+            shared.upload(work, digest)
         with database.write() as session:
             bans.refuse(session, serving.model, sealed.digest)
             known = find_published(session, serving.model, sealed.digest)

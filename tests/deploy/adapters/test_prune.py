@@ -17,13 +17,14 @@ from sqlalchemy import update
 
 from deploy.adapters import prune as pruning
 from deploy.adapters.needed import DAY_S, FolderRule
-from deploy.adapters.prune import REMOVED, TRASH, Pruner
+from deploy.adapters.prune import DEAD_FETCH_S, REMOVED, TRASH, Pruner
 from deploy.errors import TransitionError
 from deploy.forgetting.retire import retire
 from deploy.registry import candidates, transitions, versions
 from deploy.registry.history import bans
 from deploy.registry.rollback import rollback
 from learner.adapter_folder import CARD, LINEAGE, WEIGHTS, folder_digest
+from learner.shared_folders import FETCHING
 from sidecar.records import BASE
 from sidecar.store.models import AdapterRow, AuditRow, RoutingRow, RunRow, UnwantedAdapterRow
 from support.adapter_endpoints import MODEL
@@ -437,6 +438,20 @@ def test_what_a_kill_left_of_a_deletion_goes_with_the_next_pass(folders: Folders
     folders.prune()
 
     assert list(folders.adapters_dir.iterdir()) == []
+
+
+def test_a_fetch_that_was_killed_goes_and_one_that_goes_on_stays(
+    folders: Folders,
+) -> None:
+    work = folders.adapters_dir / f"{FETCHING}abc"
+    work.mkdir()
+    (work / WEIGHTS).write_bytes(b"half")
+    began = (work / WEIGHTS).stat().st_mtime
+
+    folders.pruner().prune(now=began + 60.0, actor="t")
+    assert work.is_dir()
+    folders.pruner().prune(now=began + DEAD_FETCH_S + 60.0, actor="t")
+    assert not work.exists()
 
 
 def test_what_becomes_needed_while_it_is_hashed_stays(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import typer
 from deploy.cli.app import app
 from deploy.cli.help import help_text
 from deploy.cli.main import main
+from deploy.cli.taught.examples import EXAMPLES
 from sidecar.processes.version import installed_version
 
 HEAVY = frozenset(
@@ -41,6 +44,15 @@ def words_of(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
 
 
 COMMANDS = list(words_of(typer.main.get_command(app)))
+
+
+def commands_of(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands_of(below, *words, name)
+
+
+ALL = list(commands_of(typer.main.get_command(app)))
 
 
 def modules_after(module: str, *arguments: str) -> set[str]:
@@ -123,3 +135,67 @@ def test_the_version_of_a_package_that_is_not_installed_is_said_to_be_unknown(
     monkeypatch.setattr("sidecar.processes.version.PACKAGE", "no-such-package")
 
     assert installed_version().startswith("unknown")
+
+
+def test_every_command_says_its_purpose_an_example_and_its_exit_codes() -> None:
+    lacking = []
+    for words, command in ALL:
+        if hasattr(command, "commands") and words != ("audit",):
+            continue
+        text = help_text(app, [*words, "--help"]) or ""
+        purpose = (command.help or "").split("\n\n")[0].strip()
+        complete = purpose and "Example:" in text and "Exit codes: 0 " in text
+        if not complete or purpose[-1] not in ".:)":
+            lacking.append(words)
+
+    assert lacking == []
+    assert set(EXAMPLES) == {
+        " ".join(words)
+        for words, command in ALL
+        if words and (not hasattr(command, "commands") or words == ("audit",))
+    }
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_example_names_options_and_arguments_that_there_are(name: str) -> None:
+    words = shlex.split(EXAMPLES[name].split(" && ")[0])
+    given = words[words.index(name.split()[-1]) + 1 :]
+    command = dict(ALL)[tuple(name.split())]
+    if "--help" in given:
+        return
+
+    command.make_context(name, given, resilient_parsing=False)
+
+
+def test_bash_completes_a_command_by_the_script_that_the_command_prints(tmp_path: Path) -> None:
+    sidecar = tmp_path / "sidecar"
+    sidecar.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m deploy.cli.main "$@"\n')
+    sidecar.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    asked = """
+        eval "$(_SIDECAR_COMPLETE=source_bash sidecar)"
+        COMP_WORDS=(sidecar adapters ex); COMP_CWORD=2
+        _sidecar_completion sidecar
+        echo "${COMPREPLY[@]}"
+    """
+
+    done = subprocess.run(
+        ["bash", "-c", asked], env=env, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"), [("zsh", "#compdef sidecar"), ("fish", "complete --command sidecar")]
+)
+def test_other_shells_get_a_script(shell: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli.main"],
+        env={**os.environ, "_SIDECAR_COMPLETE": f"source_{shell}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert words in done.stdout
