@@ -7,6 +7,7 @@ LearnerError
 ├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
 │   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
 │   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
+│   ├── DivergedError (ArithmeticError) the policy left the base: nothing is published
 │   ├── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
 │   ├── RankFailedError (RuntimeError)  another process of the run failed, which the text says
 │   └── RankLostError (OSError)         another process of the run is gone, or hangs
@@ -72,6 +73,13 @@ class DriftError(FaultyGroupsError, ValueError):
 
 class NonFiniteError(FaultyGroupsError, ArithmeticError):
     """A loss, gradient or weight became NaN or infinite; nothing is written or registered."""
+
+
+class DivergedError(FaultyGroupsError, ArithmeticError):
+    """The policy is over `learner.kl_limit` from the base; nothing is written or registered.
+
+    No group is named: the settings or any of them may be the cause.
+    """
 
 
 class OutOfMemoryError(FaultyGroupsError, MemoryError):

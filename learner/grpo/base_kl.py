@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from learner.errors import DivergedError, ParentError
 from learner.grpo.checks import attempt
 from learner.policy.adapter_io import sampled_by
 from learner.policy.logprobs import Policy, packs_of
@@ -29,6 +30,9 @@ SAMPLED_ANSWERS = 8
 the forward and backward passes of all answers."""
 MAX_LOG_RATIO = 20.0
 """Nats at which log(q / p) is cut: exp would overflow a mean with one token."""
+MOST_OF_A_TOKEN = 100.0
+"""nats. The estimator has a heavy tail: one token of 400 that became e^8 times rarer adds 7 nats to
+the mean, and a run may unlearn one token. A destroyed policy is far off at many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class BaseKl:
     nats: float
     """Mean per token."""
     tokens: int
+    bounded: float
+    """Mean per token, of which none counts more than `MOST_OF_A_TOKEN`: what the limit reads."""
 
 
 def k3(logprobs_N: Tensor, base_N: Tensor) -> Tensor:
@@ -88,7 +94,31 @@ def measure_base_kl(
     measured = [one for one in found if not isinstance(one, Fault)]
     tokens = sum(len(values) for values in measured)
     mean = sum(map(sum, measured)) / tokens if tokens else float("nan")
-    return BaseKl(mean, tokens) if abs(mean) < float("inf") else None
+    if not abs(mean) < float("inf"):
+        return None
+    cut = sum(min(value, MOST_OF_A_TOKEN) for values in measured for value in values)
+    return BaseKl(mean, tokens, cut / tokens)
+
+
+def require_near(away: BaseKl | None, job: TrainingJob, *, steps: int) -> None:
+    """Stop a run whose policy is further from the base than any sound one.
+
+    steps: optimiser steps that it took.
+    Raises: DivergedError; ParentError when the parent was that far before the first step.
+    """
+    limit = job.settings.kl_limit
+    if away is None or not 0 < limit < away.bounded:
+        return
+    found = f"{away.bounded:.3g} nats a token from the base, over learner.kl_limit = {limit:g}"
+    if not steps and job.parent.path is not None:
+        raise ParentError(
+            f"parent {job.parent.name} is {found}; roll back to a version that is nearer, or raise "
+            "the limit if its answers are good"
+        )
+    raise DivergedError(
+        f"after {steps} steps the policy is {found}: it is not published; lower "
+        "learner.learning_rate or learner.steps, or raise the limit if such answers are good"
+    )
 
 
 def _values(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list[float]:

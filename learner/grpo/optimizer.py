@@ -8,7 +8,8 @@ reference signal:
 
     g = sum of g_i                          g_i: gradient of group i in the step's loss
     q = n * sum of (g_i * max(1, reference / s_i))^2
-                                            s_i: root mean square of its advantages
+                                            s_i: root mean square of its advantages, less
+                                            what cancels (`learner.grpo.signal`)
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) q,  both corrected for their start as in Adam
     weight -= rate * m / (sqrt(v) + eps)
 
@@ -16,6 +17,9 @@ Groups whose answers differ by no more than noise were left out before. They say
 little to learn, so k of them beside n shrink the step by n / (n + k), as groups of zero gradient do
 in a mean; q is multiplied by ((n + k) / n)^2. Without it one group of noise that passed the gate
 moved the weights as far as four sound ones.
+
+A group whose s_i is nearly 0 adds nothing to g and q, and counts in n: its gradient is rounding,
+which the division would blow up to the size of a sound one.
 
 By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
 `rate`. It does where all groups agree at the reference signal. Groups that push in independent
@@ -38,6 +42,10 @@ from learner.ranks import Ranks
 
 EPSILON = 1e-8
 """As in torch.optim.AdamW."""
+LEAST_SIGNAL = 1e-4
+"""Share of the reference signal under which a group's gradient is not taken: it is rounding, and
+the parts of the loss that do not grow with the advantages. Divided by so small a signal, they would
+fill the second moment, and the sound groups of the step would move nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +135,18 @@ class SignalAdamW:
     def add_group(self, signal: float) -> None:
         """Take the gradient of one group from the parameters, and clear it there.
 
-        signal: root mean square of the group's advantages over its trainable tokens.
+        signal: of the group (`learner.grpo.signal`). With less than `LEAST_SIGNAL` of the
+            reference it counts as a group of zero gradient.
         """
-        weak = self._rule.reference / signal if signal > 0 else 1.0
+        taken = signal >= LEAST_SIGNAL * self._rule.reference
+        weak = max(1.0, self._rule.reference / signal) if taken else 0.0
         self._groups += 1
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            self._sum[name] += parameter.grad
-            self._squares[name] += (parameter.grad * max(1.0, weak)) ** 2
+            if taken:
+                self._sum[name] += parameter.grad
+                self._squares[name] += (parameter.grad * weak) ** 2
             parameter.grad = None
 
     def add_ranks(self, ranks: Ranks) -> None:

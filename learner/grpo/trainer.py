@@ -11,7 +11,6 @@ run that was killed goes on from it, and ends with the weights that it would hav
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from opentelemetry import trace
 
 from learner.errors import NonFiniteError, OptimizerStateError
 from learner.grpo.answers import QUIET
-from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl
+from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl, require_near
 from learner.grpo.checks import (
     NON_FINITE,
     attempt,
@@ -37,6 +36,7 @@ from learner.grpo.files.optimizer_file import load_state
 from learner.grpo.files.saving import save
 from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
+from learner.grpo.signal import signal
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
 from learner.grpo.warmup import warm_up, warming
@@ -190,6 +190,7 @@ def run_steps(
             keep(kept, job)
     checked, faults, groups = kept.checked, kept.faults, kept.checked.groups
     away = measure_base_kl(policy, groups, job, turn=0) if metrics else None
+    require_near(away, job, steps=len(metrics))
     adapter = policy.model.peft_config[ADAPTER]
     algorithm = {
         "loss": job.settings.loss,
@@ -287,6 +288,7 @@ def _steps(
         with tracer.start_as_current_span("optimiser step") as span:
             started = time.monotonic()
             away = measure_base_kl(policy, dealt, job, turn=number)
+            require_near(away, job, steps=number - 1)
             sums = accumulate(policy, dealt, job, aim, optimizer, kl_weight(away, job.settings))
             optimizer.add_quiet(_quiet(job, kept) * len(dealt) / len(groups))
             try:
@@ -335,7 +337,7 @@ def accumulate(
         fault = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
         if fault is None and not _finite(parameters):
             fault = Fault(NON_FINITE, "its gradient is not finite")
-        optimizer.add_group(_signal(of_group))
+        optimizer.add_group(signal(group.rows))
         return fault
 
     found = job.ranks.each(groups, add)
@@ -376,12 +378,6 @@ def kl_weight(away: BaseKl | None, settings: Learner) -> float:
 def _quiet(job: TrainingJob, kept: Snapshot) -> int:
     """Number of groups that the run or its check left out for their spread."""
     return job.quiet + sum(fault.reason in QUIET for fault in kept.faults.values())
-
-
-def _signal(packs: Sequence[Pack]) -> float:
-    """Root mean square of a group's advantages over its trainable tokens."""
-    advantages = [value for pack in packs for value in pack.advantages]
-    return math.sqrt(sum(value * value for value in advantages) / len(advantages))
 
 
 def _trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:

@@ -177,9 +177,20 @@ def _with_adapter(
     model = PeftModel.from_pretrained(
         base, str(parent.path), is_trainable=True, torch_device=str(device)
     )
+    _switch_dropout_off(model)
     check_folder(model, parent.path)
     _require_shape(model.peft_config[ADAPTER], parent, settings)
     return model
+
+
+def _switch_dropout_off(model: Any) -> None:  # Any: as above
+    """Compute with whole matrices, as vLLM does, whatever `lora_dropout` an adapter came with.
+
+    Its config keeps the value. The layers' own flags stay: checkpointing sets some of them.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
 
 
 def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # Any: as above
@@ -224,6 +235,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         if folder_digest(sampler.path) != sampler.digest:
             raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
         model.load_adapter(str(sampler.path), adapter_name=SAMPLER, torch_device=str(policy.device))
+        _switch_dropout_off(model)
         model.to(policy.device)
     try:
         with _loading(f"adapter {sampler.name}"):

@@ -28,6 +28,8 @@ TEXTS = (
     "Question: is the shop open on Sunday?\nAnswer: no, it is closed.",
     "The order number is 4711; the total is 19.90 euros.",
 )
+COMPUTATION = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
+"""Errors of torch and a model's code for texts that they cannot compute."""
 PLACES = 4
 """Last tokens of each text behind which the next one is predicted."""
 LIKELIEST = 10
@@ -42,8 +44,9 @@ def write_probe(
 
     tolerance: largest mean difference that is taken for rounding, nats a token.
 
-    Returns None when the base has no tokenizer that can be read: then there is no file (logged),
-    and the version is served without this check. Raises: OSError when the disk refuses.
+    Returns None when the base has no tokenizer that can be read and knows these texts, or the
+    model cannot compute them: then there is no file (logged), and the version is served without
+    this check. Raises: OSError when the disk refuses.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model_path)
@@ -51,8 +54,17 @@ def write_probe(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         log.warning("no_probe_file", why=one_line(error))
         return None
+    texts = [ids for ids in texts if ids and max(ids) < policy.vocabulary]
+    if not texts:
+        log.warning("no_probe_file", why="the base's tokenizer makes no tokens of the fixed texts")
+        return None
+    try:
+        content = render_probe(probe_of(policy, texts, tolerance=tolerance))
+    except COMPUTATION as error:
+        log.warning("no_probe_file", why=one_line(error))
+        return None
     path = folder / PROBE
-    path.write_text(render_probe(probe_of(policy, texts, tolerance=tolerance)), encoding="utf-8")
+    path.write_text(content, encoding="utf-8")
     return file_digest(path)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import structlog
 from sqlalchemy import select
 
 from ingest.records import ScoredGroup
@@ -16,6 +18,8 @@ from learner.runs.material import Material
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
 from sidecar.store.models import ExchangeRow
+
+log = structlog.get_logger()
 
 FILTERS = ("max_age_versions", "min_groups", "max_groups", "min_spread", "pack_tokens")
 """Settings that decide which of the waiting groups a run takes."""
@@ -60,12 +64,18 @@ def _window(database: Database, settings: Learner, material: Material) -> dict[s
 
 
 def _exchanges(database: Database, scored: Sequence[ScoredGroup]) -> dict[str, Any]:
-    """Name the first and the last exchange, by the time at which they started."""
+    """Name the first and the last exchange, by the time at which they started.
+
+    One whose time is damaged is passed over (logged): it says nothing of what was trained.
+    """
     ids = [one.group.exchange_id for one in scored]
     statement = select(ExchangeRow.started_at, ExchangeRow.exchange_id)
     with database.read() as session:
         rows = session.execute(statement.where(ExchangeRow.exchange_id.in_(ids))).all()
-    found = sorted((at, exchange_id) for at, exchange_id in rows)
+    sound = [(at, one) for at, one in rows if isinstance(at, (int, float)) and math.isfinite(at)]
+    if len(sound) < len(rows):
+        log.warning("exchange_times_damaged", exchanges=len(rows) - len(sound))
+    found = sorted(sound)
     ends = (found[0], found[-1]) if found else ((None, None), (None, None))
     return {
         name: {"exchange_id": exchange_id, "started_at": at}

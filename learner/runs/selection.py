@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from ingest.grouping.exchangeable import RAISED_BELOW
@@ -25,6 +26,7 @@ from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
 from sidecar.settings import Learner
 
 DropReason = Literal[
+    "identical_answers",
     "too_few_answers",
     "non_finite_score",
     "score_out_of_range",
@@ -106,10 +108,11 @@ def select_groups(
             gate = spread_gate(
                 scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
             )
+            rewards = shared_rewards(scored, masks)
             reason = _drop_reason(
-                scored, masks, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens
+                scored, masks, rewards, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens
             )
-            group = _training_group(scored, masks, advantage) if reason is None else None
+            group = _training_group(scored, masks, rewards, advantage) if reason is None else None
         except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
             reason, group, gate = "unreadable", None, None
         if gate is not None and reason in (None, *SPREAD):
@@ -172,9 +175,31 @@ def counts(mask: str | None) -> bool:
     return mask in (None, "no_tokens")
 
 
+def shared_rewards(scored: ScoredGroup, masks: Sequence[str | None]) -> tuple[float, ...]:
+    """Return [G] rewards, of which answers that are the same share their mean.
+
+    Whatever made the rewards of one text differ (feedback, the judge), it says nothing about the
+    text; and the gradients of different advantages would cancel up to their rounding. Answers are
+    the same with the same tokens at one temperature; those that do not count keep their rewards.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, (answer, mask) in enumerate(zip(scored.group.answers, masks, strict=True)):
+        if counts(mask):
+            key = (tuple(answer.token_ids), answer.temperature if answer.token_ids else None)
+            alike.setdefault(key, []).append(place)
+    shared = list(scored.rewards)
+    for places in alike.values():
+        found = [scored.rewards[place] for place in places]
+        if len(set(found)) > 1:
+            for place in places:
+                shared[place] = fmean(found)
+    return tuple(shared)
+
+
 def _drop_reason(
     scored: ScoredGroup,
     masks: Sequence[str | None],
+    shared: Sequence[float],
     *,
     gate: SpreadGate,
     min_spread: float,
@@ -192,8 +217,12 @@ def _drop_reason(
         return "score_out_of_range"
     if len(trainable) < MIN_TRAINABLE:
         return "too_few_trainable"
-    rewards = zip(scored.rewards, masks, strict=True)
-    found = spread([reward for reward, mask in rewards if counts(mask)])
+    counted = [
+        answer for answer, mask in zip(scored.group.answers, masks, strict=True) if counts(mask)
+    ]
+    if len({(tuple(answer.token_ids), answer.temperature) for answer in counted}) == 1:
+        return "identical_answers"
+    found = spread([reward for reward, mask in zip(shared, masks, strict=True) if counts(mask)])
     if found == 0.0 or found < min_spread:
         return "no_spread"
     if found < gate.least:
@@ -205,9 +234,11 @@ def _drop_reason(
     return None
 
 
-def _training_group(scored: ScoredGroup, masks: Sequence[str | None], method: str) -> TrainingGroup:
+def _training_group(
+    scored: ScoredGroup, masks: Sequence[str | None], rewards: tuple[float, ...], method: str
+) -> TrainingGroup:
     group = scored.group
-    advantages = assign(scored.rewards, [counts(mask) for mask in masks], method)
+    advantages = assign(rewards, [counts(mask) for mask in masks], method)
     rows = tuple(
         TrainableRow(
             token_ids=answer.token_ids,
@@ -226,6 +257,6 @@ def _training_group(scored: ScoredGroup, masks: Sequence[str | None], method: st
         adapter=group.adapter,
         prompt_token_ids=group.prompt_token_ids,
         rows=rows,
-        scores=scored.rewards,
+        scores=rewards,
         masked_by=group.masked_by,
     )

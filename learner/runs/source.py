@@ -161,8 +161,9 @@ def as_parent(row: AdapterRow) -> Parent:
 
 
 def mark_trained(session: Session, group_ids: Iterable[str]) -> None:
-    """Move groups from `claimed` to `trained`, and count them."""
-    count(session, STAGE, TRAINED, _move(session, group_ids, CLAIMED, status=TRAINED))
+    """Move groups from `claimed` to `trained`, and count them. What an earlier run said is gone."""
+    moved = _move(session, group_ids, CLAIMED, status=TRAINED, detail=None)
+    count(session, STAGE, TRAINED, moved)
 
 
 def drop(

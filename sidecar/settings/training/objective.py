@@ -72,3 +72,6 @@ class ObjectiveSection(Section):
     measured at each step on a few answers."""
     kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
     """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
+    kl_limit: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 10.0
+    """Divergence from the base, in nats a token, over which a run fails and publishes nothing; no
+    token counts more than 100. Sound lines were 0.001 to 0.13 away, destroyed policies over 20."""

@@ -156,7 +156,12 @@ def test_the_sample_reaches_over_all_groups_whatever_their_number(
 
 @pytest.mark.parametrize(
     ("away", "weight"),
-    [(BaseKl(0.6, 9), 0.25), (BaseKl(0.5, 9), 0.0), (BaseKl(0.1, 9), 0.0), (None, 0.0)],
+    [
+        (BaseKl(0.6, 9, 0.6), 0.25),
+        (BaseKl(0.5, 9, 0.5), 0.0),
+        (BaseKl(0.1, 9, 0.1), 0.0),
+        (None, 0.0),
+    ],
 )
 def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float) -> None:
     assert kl_weight(away, Learner(kl_budget=0.5, kl_coef=0.25)) == weight
@@ -164,7 +169,7 @@ def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float
 
 def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
     assert Learner().kl_coef == 0.0
-    assert kl_weight(BaseKl(50.0, 9), Learner()) == 0.0
+    assert kl_weight(BaseKl(50.0, 9, 50.0), Learner()) == 0.0
 
 
 def test_the_term_holds_the_policy_nearer_to_the_base(

@@ -237,3 +237,23 @@ def test_quiet_groups_count_in_their_own_step_alone() -> None:
         moved.append(rms(parameters["w"].detach() - before))
 
     assert moved == pytest.approx([0.0025, 0.01], rel=1e-3)
+
+
+@pytest.mark.parametrize("signal", [0.0, 2e-5])
+def test_a_group_without_a_signal_counts_and_adds_nothing(signal: float) -> None:
+    """Alone it moves nothing. Beside a sound one q is doubled, as n is 2: 1 / sqrt(2) is left."""
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, RULE)
+    parameters["w"].grad = 1e-9 * noise(1, 1)[0]
+    optimizer.add_group(signal)
+    assert optimizer.step().update_norm == 0.0
+
+    (direction,) = noise(2, 1)
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, RULE)
+    for gradient, its in ((direction, 0.25), (direction * 1e3, signal)):
+        parameters["w"].grad = gradient.clone()
+        optimizer.add_group(its)
+    optimizer.step()
+    expected = -0.01 / math.sqrt(2) * direction.sign()
+    torch.testing.assert_close(parameters["w"].detach(), expected, atol=1e-6, rtol=1e-3)

@@ -54,6 +54,34 @@ def test_saved_and_loaded_it_gives_the_same_log_probabilities(
     assert sum(p.requires_grad for p in again.model.parameters()) == 28
 
 
+def test_the_dropout_of_an_imported_lora_is_off_and_stays_in_its_config(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    group: MakeGroup,
+    row: MakeRow,
+) -> None:
+    """As a parent, and as the adapter that sampled a group."""
+    (pack,) = pack_group(group([1, 2, 3], [row([4, 5, 6]), row([7, 8])]), max_tokens=100)
+    imported, written = tmp_path / "imported", tmp_path / "written"
+    save_adapter(policy, imported)
+    config = json.loads((imported / CONFIG).read_text())
+    (imported / CONFIG).write_text(json.dumps({**config, "lora_dropout": 0.5}))
+    parent = Parent(name="p", path=imported, digest=folder_digest(imported))
+
+    again = load_policy(str(tiny_base), parent, learner_settings)
+    base = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+    with torch.no_grad():
+        expected = policy.logprobs(pack)[0]
+        assert torch.equal(again.logprobs(pack)[0], expected)
+        with sampled_by(base, parent):
+            assert torch.equal(base.logprobs(pack)[0], expected)
+    save_adapter(again, written)
+    assert json.loads((written / CONFIG).read_text())["lora_dropout"] == 0.5
+
+
 def test_a_fresh_lora_changes_nothing(
     tiny_base: Path, learner_settings: Learner, group: MakeGroup, row: MakeRow
 ) -> None:

@@ -69,3 +69,29 @@ def test_the_file_is_written_with_its_digest(
     digest = write_probe(policy, "base", tmp_path, tolerance=0.1)
 
     assert digest == file_digest(tmp_path / PROBE)
+
+
+@pytest.mark.parametrize("ids", [[], [3, 4800]])
+def test_a_tokenizer_of_no_or_foreign_tokens_costs_the_file_alone(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[int]
+) -> None:
+    monkeypatch.setattr(
+        "learner.policy.probe.AutoTokenizer.from_pretrained",
+        lambda path: lambda text: {"input_ids": ids},
+    )
+    assert write_probe(policy, "base", tmp_path, tolerance=0.1) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_compute_the_texts_costs_the_file_alone(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **named: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(
+        "learner.policy.probe.AutoTokenizer.from_pretrained",
+        lambda path: lambda text: {"input_ids": [3, 4]},
+    )
+    monkeypatch.setattr("learner.policy.probe.probe_of", fails)
+    assert write_probe(policy, "base", tmp_path, tolerance=0.1) is None

@@ -5,6 +5,7 @@ The weights are compared bit by bit with those of a run that never had the bad g
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -18,6 +19,7 @@ from sqlalchemy import select, text, update
 
 from ingest.records import Answer
 from ingest.store.groups import count_pending
+from learner.adapter_folder import LINEAGE
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
@@ -305,6 +307,32 @@ def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
     train()
 
     assert counted(database) == {"trained": GROUPS}
+
+
+def test_a_damaged_time_costs_its_own_place_in_the_lineage(
+    train: Train, put: Put, database: Database
+) -> None:
+    """It was compared with the others after all training was done, and the run failed."""
+    put(range(GROUPS))
+    raw(ExchangeRow, "started_at", "'yesterday'")(database)
+
+    candidate = train()
+
+    assert counted(database) == {"trained": GROUPS}
+    window = json.loads((candidate.path / LINEAGE).read_text())["window"]
+    assert window["first_exchange"]["exchange_id"] != f"x-{BAD}"
+    assert window["last_exchange"]["started_at"] is not None
+
+
+def test_a_group_that_is_trained_loses_what_an_earlier_run_said_of_it(
+    train: Train, put: Put, database: Database
+) -> None:
+    put(range(GROUPS))
+    stored(GroupRow, detail="TypeError: the run failed")(database)
+
+    train()
+
+    assert row_of(database, BAD).detail is None
 
 
 def test_a_dropped_group_says_in_words_why(train: Train, put: Put, database: Database) -> None:

@@ -173,3 +173,46 @@ def test_a_group_is_trained_on_by_its_rewards_and_not_by_its_scores(
     assert [row.advantage for row in chosen.groups[0].rows] == [-0.25, 0.25]
     assert chosen.groups[0].scores == (0.25, 0.75)
     assert tied.dropped == {"g": "no_spread"}
+
+
+def test_a_group_of_identical_answers_is_dropped_for_it(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """Also where feedback or a judge scored the same text differently."""
+    same = [answer(place, token_ids=(5, 6, 7)) for place in range(4)]
+    masked = [*same[:3], answer(3, token_ids=(8, 9, 10), untrainable_reason="top_p")]
+    for answers in (same, masked):
+        assert select(scored_group([1.0, 0.8, 0.2, 0.0], answers=answers)).dropped == {
+            "g": "identical_answers"
+        }
+
+
+def test_identical_answers_share_their_mean_reward(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """The mean of 1 and 0 is 0.5, as the two others have: nothing is left of the spread."""
+    pair = [answer(place, token_ids=(5, 6, 7)) for place in range(2)]
+    answers = [*pair, answer(2), answer(3)]
+    assert select(scored_group([1.0, 0.0, 0.5, 0.5], answers=answers)).dropped == {"g": "no_spread"}
+
+    (group,) = select(scored_group([1.0, 0.5, 0.25, 0.25], answers=answers)).groups
+    assert group.scores == (0.75, 0.75, 0.25, 0.25)
+    assert [row.advantage for row in group.rows] == [0.25, 0.25, -0.25, -0.25]
+
+
+def test_one_text_beside_silence_is_learned_from(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """All answers with tokens are pushed one way, so nothing cancels."""
+    same = [answer(place, token_ids=(5, 6, 7)) for place in range(2)]
+    silent = [answer(place, token_ids=(), logprobs=()) for place in (2, 3)]
+    (group,) = select(scored_group([0.9, 0.7, 0.0, 0.0], answers=[*same, *silent])).groups
+    assert [row.advantage for row in group.rows] == pytest.approx([0.4, 0.4, -0.4, -0.4])
+
+
+def test_a_score_out_of_range_does_not_hide_in_a_mean(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    pair = [answer(place, token_ids=(5, 6, 7)) for place in range(2)]
+    scored = scored_group([1.5, 0.3, 0.1], answers=[*pair, answer(2)])
+    assert select(scored).dropped == {"g": "score_out_of_range"}

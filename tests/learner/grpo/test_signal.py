@@ -1,0 +1,158 @@
+"""A group's signal: what of its advantages does not cancel between answers alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from learner.errors import DivergedError, ParentError
+from learner.grpo.base_kl import BaseKl, require_near
+from learner.grpo.signal import signal, uncancelled
+from learner.grpo.trainer import run_steps
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy
+from learner.records import Parent, TrainingGroup, TrainingJob
+from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+HALF = math.log(0.5)
+PROMPT = (1, 2, 3)
+
+
+def test_answers_that_share_nothing_have_the_root_mean_square_of_their_advantages(
+    row: MakeRow,
+) -> None:
+    rows = [row((1, 2), 0.5), row((3, 4), -0.5)]
+    assert signal(rows) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("advantages", [(0.5, -0.5), (0.1, 0.2, -0.3), (0.7, -0.3, -0.3, -0.1)])
+def test_identical_answers_have_no_signal(row: MakeRow, advantages: tuple[float, ...]) -> None:
+    rows = [row((5, 6, 7), advantage) for advantage in advantages]
+    assert signal(rows) == 0.0
+
+
+def test_common_beginnings_cancel_and_what_follows_counts(row: MakeRow) -> None:
+    """Of 4 places of each answer the first 3 are common: 1 of 4 squares is left, so half."""
+    common = (HALF,) * 4
+    rows = [row((1, 2, 3, 4), 0.5, logprobs=common), row((1, 2, 3, 5), -0.5, logprobs=common)]
+    assert uncancelled(rows) == pytest.approx(0.5)
+    assert signal(rows) == pytest.approx(0.25)
+
+
+def test_a_token_that_was_certain_tells_nothing(row: MakeRow) -> None:
+    """One answer stopped where the other was cut: they differ by an end that had to come."""
+    text = (HALF,) * 3
+    cut, ended = (
+        row((1, 2, 3), 0.5, logprobs=text),
+        row((1, 2, 3, 0), -0.5, logprobs=(*text, -1e-6)),
+    )
+    assert uncancelled([cut, ended]) < 1e-6
+    likely = replace(ended, logprobs=(*text, HALF))
+    assert uncancelled([cut, likely]) == pytest.approx(math.sqrt(1 / 7))
+
+
+def test_equal_advantages_add_up_and_count_once(row: MakeRow) -> None:
+    assert uncancelled([row((1, 2), 0.5), row((1, 2), 0.5), row((3, 4), -1.0)]) == 1.0
+
+
+def test_temperatures_masks_and_tokens_left_out_make_other_places(row: MakeRow) -> None:
+    warm = [row((1, 2), 0.5), row((1, 2), -0.5, temperature=0.7)]
+    assert uncancelled(warm) == 1.0
+    masked = [row((1, 2), 0.5), row((1, 2), -0.5, trainable=False)]
+    assert signal(masked) == pytest.approx(0.5)
+    kept = [row((1, 2), 0.5, kept=(False, True)), row((1, 3), -0.5, kept=(False, True))]
+    assert uncancelled(kept) == 1.0
+    assert signal([]) == 0.0
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+
+def job_of(
+    groups: list[TrainingGroup], settings: Learner, parent: Parent | None = None
+) -> TrainingJob:
+    return TrainingJob(
+        base_model_path="",
+        parent=parent or Parent(name="base"),
+        groups=tuple(groups),
+        settings=settings,
+        folder=Path("unused"),
+        check_stop=lambda: None,
+    )
+
+
+def groups_of(
+    answers: list[tuple[int, ...]], row: MakeRow, group: MakeGroup
+) -> list[TrainingGroup]:
+    """Six groups of these answers, whose log-probabilities the trainer computes."""
+    advantages = (0.5, 0.3, -0.3, -0.5)
+    rows = [
+        replace(row(ids, advantage, logprobs=(0.0,) * len(ids)), recorded=False)
+        for ids, advantage in zip(answers, advantages, strict=True)
+    ]
+    return [group((1 + number, 2, 3), rows, group_id=str(number)) for number in range(6)]
+
+
+def test_rounding_of_gradients_that_cancel_moves_nothing(
+    tiny_base: Path, policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
+) -> None:
+    """Identical answers with different advantages; before, they moved the weights as sound ones."""
+    settings = learner_settings.model_copy(update={"steps": 3, "warmup_steps": 0})
+    alike: list[tuple[int, ...]] = [(5, 6, 7, 8, 9, 10, 11, 12)] * 4
+    moved, _ = run_steps(policy, job_of(groups_of(alike, row, group), settings))
+    sound = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
+    useful, _ = run_steps(sound, job_of(groups_of(answers, row, group), settings))
+    assert [one.update_norm for one in moved.metrics] == [0.0, 0.0, 0.0]
+    assert all(one.update_norm > 0.01 for one in useful.metrics)
+
+
+def test_a_run_that_leaves_the_base_fails_in_words(
+    policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
+) -> None:
+    settings = learner_settings.model_copy(
+        update={"steps": 3, "warmup_steps": 0, "learning_rate": 1.0}
+    )
+    answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
+    with pytest.raises(DivergedError, match=r"over learner.kl_limit = 10.*learning_rate"):
+        run_steps(policy, job_of(groups_of(answers, row, group), settings))
+
+
+def test_the_last_step_is_measured_too(
+    policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
+) -> None:
+    settings = learner_settings.model_copy(
+        update={"steps": 1, "warmup_steps": 0, "learning_rate": 1.0, "kl_limit": 0.5}
+    )
+    answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
+    with pytest.raises(DivergedError, match="after 1 steps"):
+        run_steps(policy, job_of(groups_of(answers, row, group), settings))
+
+
+def test_the_limit_names_the_parent_that_was_beyond_it_and_can_be_switched_off(
+    learner_settings: Learner, tmp_path: Path
+) -> None:
+    parent = Parent(name="m--v3", path=tmp_path)
+    learner_settings = learner_settings.model_copy(update={"kl_limit": 5.0})
+    job, far = job_of([], learner_settings, parent), BaseKl(nats=60.0, tokens=9, bounded=6.0)
+    with pytest.raises(ParentError, match="m--v3 is 6 nats"):
+        require_near(far, job, steps=0)
+    with pytest.raises(DivergedError):
+        require_near(far, job, steps=1)
+    for away, limit in (
+        (far, 0.0),
+        (far, 7.0),
+        (BaseKl(nats=50.0, tokens=9, bounded=5.0), 5.0),
+        (None, 5.0),
+    ):
+        settings = learner_settings.model_copy(update={"kl_limit": limit})
+        require_near(away, job_of([], settings, parent), steps=0)
