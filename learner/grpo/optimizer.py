@@ -42,7 +42,7 @@ from learner.ranks import Ranks
 
 EPSILON = 1e-8
 """As in torch.optim.AdamW."""
-LEAST_SIGNAL = 1e-4
+LEAST_SIGNAL = 1e-6
 """Share of the reference signal under which a group's gradient is not taken: it is rounding, and
 the parts of the loss that do not grow with the advantages. Divided by so small a signal, they would
 fill the second moment, and the sound groups of the step would move nothing."""

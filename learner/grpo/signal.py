@@ -21,6 +21,10 @@ from dataclasses import dataclass
 
 from learner.records import TrainableRow
 
+LEAST_LEFT = 1e-4
+"""Part of a gradient that does not cancel, under which it is taken for nothing: rounding leaves
+about 1e-7 (docs/log.md, 2026-11-24), and the pull of the loss does not shrink with it."""
+
 
 @dataclass(slots=True)
 class _Place:
@@ -40,7 +44,8 @@ def signal(rows: Sequence[TrainableRow]) -> float:
     if not tokens:
         return 0.0
     square = math.fsum(row.kept_tokens * row.advantage**2 for row in rows) / tokens
-    return math.sqrt(square) * uncancelled(rows)
+    left = uncancelled(rows)
+    return math.sqrt(square) * left if left >= LEAST_LEFT else 0.0
 
 
 def uncancelled(rows: Sequence[TrainableRow]) -> float:

@@ -239,7 +239,7 @@ def test_quiet_groups_count_in_their_own_step_alone() -> None:
     assert moved == pytest.approx([0.0025, 0.01], rel=1e-3)
 
 
-@pytest.mark.parametrize("signal", [0.0, 2e-5])
+@pytest.mark.parametrize("signal", [0.0, 2e-7])
 def test_a_group_without_a_signal_counts_and_adds_nothing(signal: float) -> None:
     """Alone it moves nothing. Beside a sound one q is doubled, as n is 2: 1 / sqrt(2) is left."""
     parameters = new_parameter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ def test_a_token_that_was_certain_tells_nothing(row: MakeRow) -> None:
         row((1, 2, 3, 0), -0.5, logprobs=(*text, -1e-6)),
     )
     assert uncancelled([cut, ended]) < 1e-6
+    assert signal([cut, ended]) == 0.0
     likely = replace(ended, logprobs=(*text, HALF))
     assert uncancelled([cut, likely]) == pytest.approx(math.sqrt(1 / 7))
 
@@ -91,7 +93,7 @@ def job_of(
 
 
 def groups_of(
-    answers: list[tuple[int, ...]], row: MakeRow, group: MakeGroup
+    answers: Sequence[tuple[int, ...]], row: MakeRow, group: MakeGroup
 ) -> list[TrainingGroup]:
     """Six groups of these answers, whose log-probabilities the trainer computes."""
     advantages = (0.5, 0.3, -0.3, -0.5)
@@ -120,10 +122,10 @@ def test_a_run_that_leaves_the_base_fails_in_words(
     policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
 ) -> None:
     settings = learner_settings.model_copy(
-        update={"steps": 3, "warmup_steps": 0, "learning_rate": 1.0}
+        update={"steps": 3, "warmup_steps": 0, "learning_rate": 1.0, "kl_limit": 0.5}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
-    with pytest.raises(DivergedError, match=r"over learner.kl_limit = 10.*learning_rate"):
+    with pytest.raises(DivergedError, match=r"over learner.kl_limit = 0.5.*learning_rate"):
         run_steps(policy, job_of(groups_of(answers, row, group), settings))
 
 
