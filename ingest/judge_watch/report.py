@@ -60,9 +60,15 @@ class JudgeReport:
         self._told = None
         await self.tell()
 
+    @property
+    def _is_spent(self) -> bool:
+        """True until `renewed`: what groups in flight end with says nothing of the budget."""
+        return self._state.state == "spent"
+
     def works(self) -> None:
-        """The judge gives scores. Once that is known, nothing changes."""
-        if self._state.state == "works":
+        """The judge gives scores. Once that is known, nothing changes; nor while a budget is spent,
+        when a group in flight is finished."""
+        if self._state.state == "works" or self._is_spent:
             return
         self._state = self._state.works(self._clock())
         if self._announced:
@@ -71,6 +77,8 @@ class JudgeReport:
 
     def fails(self, state: Literal["away", "rejected"], why: str, *, until: float) -> None:
         """The judge gives scores to no group. until: when it is asked again, in Unix seconds."""
+        if self._is_spent:
+            return
         before = self._state.state
         self._state = self._state.fails(self._clock(), why, until=until, state=state)
         if state == "rejected" and before != state:
@@ -85,6 +93,8 @@ class JudgeReport:
         reaches them: they may quote the prompt. A judge that rejects every question is not
         `away`, whatever it does to one group.
         """
+        if self._is_spent:
+            return
         why = f"{reason}: group {group_id}"
         if until is None or self._state.state == "rejected":
             self._state = self._state.erred(self._clock(), why)

@@ -125,7 +125,10 @@ def _judge(status: StatusOut, now: float) -> Iterator[Need]:
                 f"The judge rejects every question{since}",
                 "Check judge.model, judge.api_base, its key and judge.params; restart score.",
             ),
-            "spent": ("The judge's budget is spent", "Wait, or raise judge.budget."),
+            "spent": (
+                "The judge's budget is spent",
+                "Wait, or raise the budget that is named and restart score and control.",
+            ),
         }[judge.state]
         yield Need(
             level="act", what=what, why=judge.error, to_do=f"{to_do} {_waits(judge.waiting)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,13 @@ class Bench:
         self.opened.append(ProcessJudges(settings, self.database, clock=self.clock, **changes))
         return self.opened[-1]
 
-    def worker(self, judges: ProcessJudges, settings: JudgeSettings) -> JudgingWorker:
+    def worker(
+        self,
+        judges: ProcessJudges,
+        settings: JudgeSettings,
+        *,
+        announce: Callable[[str], None] = lambda _: None,
+    ) -> JudgingWorker:
         seeds = iter(range(100, 10_000))
         return JudgingWorker(
             self.database,
@@ -57,6 +63,7 @@ class Bench:
             settings,
             clock=self.clock,
             draw_seed=lambda _: next(seeds),
+            announce=announce,
         )
 
 

@@ -337,6 +337,30 @@ async def test_the_worker_waits_says_until_when_and_blames_nobody(
     assert len(server.requests) == 2
 
 
+async def test_a_group_that_is_finished_after_the_budget_was_spent_does_not_hide_that_it_is_spent(
+    bench: Bench, judge_kit: JudgeKit
+) -> None:
+    """One is scored, the other is refused before the first one ends."""
+    score = judge_kit.score_by_content(WORTH, otherwise=0.5)
+    server = judge_kit.serve(judge_kit.answer_with(score))
+    settings = bench.settings(server.url, price=PRICE, budget=0.018, concurrency=2)
+    said: list[str] = []
+    worker = bench.worker(bench.open(settings), settings, announce=said.append)
+    for name in ("g1", "g2"):
+        judge_kit.put_group(bench.database, name, "good", "bad")
+
+    await worker.step()
+    with bench.database.read() as session:
+        state, holds = read_judge_state(session), why_sampling_holds(session)
+
+    ends = {judge_kit.status(bench.database, name)[0] for name in ("g1", "g2")}
+    assert ends == {"scored", "sampled"}
+    assert state is not None
+    assert (state.state, state.until) == ("spent", MIDNIGHT)
+    assert holds == ("judge_spent", state.error)
+    assert [line.partition(":")[0] for line in said] == ["judge is not asked"]
+
+
 async def test_a_judgement_that_has_begun_is_finished(bench: Bench, judge_kit: JudgeKit) -> None:
     """Else its first pass would be paid for nothing."""
     server = judge_kit.serve(judge_kit.answer_with(judge_kit.score_by_content(WORTH)))
