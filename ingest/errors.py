@@ -13,6 +13,7 @@ IngestError
 ├── JudgeUnavailableError (ConnectionError)  no usable answer: try again later
 │   ├── JudgeBusyError              a rate limit: wait as long as it says
 │   ├── JudgeRejectedError          4xx, due to this request or to the settings: send a probe
+│   │   └── JudgeNoCreditError      the provider's account is used up: an operator has to pay
 │   ├── JudgeGarbledError           the reply is no chat completion: send a probe
 │   └── JudgeWithheldError          our own limits: wait until the time it names, blame nobody
 │       ├── JudgeSpentError         a budget is spent
@@ -113,6 +114,13 @@ class JudgeRejectedError(JudgeUnavailableError):
     """The judge refuses the request (4xx): too large, filtered; or a wrong key or model."""
 
     reason = "judge_rejected"
+
+
+class JudgeNoCreditError(JudgeRejectedError):
+    """The provider's account has no credit left (402, or 429 with `insufficient_quota`). Other than
+    a rate limit, it does not pass by itself."""
+
+    reason = "judge_no_credit"
 
 
 class JudgeGarbledError(JudgeUnavailableError):

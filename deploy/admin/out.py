@@ -145,10 +145,10 @@ class OneJudgeOut(Out):
 class JudgeOut(Out):
     """The judge, as score last saw it."""
 
-    state: Literal["unknown", "works", "away", "rejected", "spent"]
+    state: Literal["unknown", "works", "away", "rejected", "no_credit", "spent"]
     """`unknown`: it is being asked since score started. `away`: no answer, a rate limit, or scores
     for no group: that may pass. `rejected`: it answers without scores: an operator has to act.
-    `spent`: a budget is spent, and it is not asked before `until`."""
+    `no_credit`: its account is used up. `spent`: a budget is, until `until`."""
     since: float
     """Unix seconds, as the times below."""
     good_at: float | None

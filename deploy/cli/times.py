@@ -10,8 +10,9 @@ UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 
 def is_time(key: str, value: object) -> bool:
-    """True for a field of Unix seconds: its name is `at`, `since`, `until` or ends with `_at`."""
-    named = key in ("at", "since", "until") or key.endswith("_at")
+    """True for a field of Unix seconds: its name is `at`, `since`, `until` or ends with `_at`;
+    `pass_at` is a score of a verifier."""
+    named = key in ("at", "since", "until") or (key.endswith("_at") and key != "pass_at")
     return named and isinstance(value, int | float) and not isinstance(value, bool)
 
 

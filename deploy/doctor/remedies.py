@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from deploy.funnel.stages import Name
+from ingest.judge_watch.advice import advice
 
 OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
     "vllm_away": ("requests", "vllm_away"),
@@ -91,17 +92,18 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
         "tied",
         "all answers to a prompt are the same: raise the agents' temperature, or give harder tasks",
     ),
-    "judge_rejected": ("judging", "judge_key", "check judge.api_key, judge.model, judge.params"),
-    "judge_rubbish": ("judging", "judge_rubbish", "a stronger judge, or judge.params"),
+    "judge_rejected": ("judging", "judge_key", advice("judge_rejected")),
+    "judge_no_credit": ("judging", "judge_no_credit", advice("judge_no_credit")),
+    "judge_rubbish": ("judging", "judge_rubbish", advice("judge_rubbish")),
     "judge_refused": ("judging", "judge_refused", "a judge without a content filter"),
     "judge_too_long": (
         "judging",
         "judge_too_long",
         "a judge with a longer context, or judge.context_tokens if the set one is too small",
     ),
-    "judge_garbled": ("judging", "judge_garbled", "judge.api_base must be the API, not a web page"),
-    "judge_unavailable": ("judging", "judge_away", "repair the judge; groups wait meanwhile"),
-    "judge_busy": ("judging", "judge_busy", "a smaller judge.concurrency, or a larger limit"),
+    "judge_garbled": ("judging", "judge_garbled", advice("judge_garbled")),
+    "judge_unavailable": ("judging", "judge_away", advice("judge_unavailable")),
+    "judge_busy": ("judging", "judge_busy", advice("judge_busy")),
     "no_spread": (
         "learning",
         "tied",

@@ -8,12 +8,15 @@ first: nothing reaches the later stages before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Final
 
 from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
 from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
 from deploy.doctor.verifiers import failing_verifiers
 from deploy.funnel.stages import STAGES, Name, Stage
 from deploy.preflight.verifiers import CAUSE as VERIFIER
+from ingest.judge_watch.advice import advice_on
 
 FEW = 3
 """Records that must share a fate before it is called a rule."""
@@ -27,6 +30,12 @@ LATE_S = 60.0
 """A report of ingest that is older was not followed by the next six."""
 FAR_S = 8 * 86_400.0
 """A schedule that is due later than a week from now is taken for a mistake."""
+JUDGE_FAILS: Final[Mapping[str, str]] = {
+    "away": "judge_away",
+    "rejected": "judge_rejects",
+    "no_credit": "judge_no_credit",
+}
+"""State of the judge, as score saw it, in which no group is scored -> cause of the diagnosis."""
 NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "session_cap", "retried_turn")
 """Selections that are no fault: others of the same traffic are chosen."""
 
@@ -184,17 +193,18 @@ def _judge(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
             text=f"the judge is not asked: {judge.error}",
             to_do="wait, or raise judge.budget and its likes, and restart score and control",
         )
-    if asked or judge is None or judge.state not in ("away", "rejected"):
+    if asked or judge is None or judge.state not in JUDGE_FAILS:
         return
-    rejects = judge.state == "rejected"
+    passes = judge.state == "away"
+    until = ""
+    if judge.until is not None and judge.until > facts.now:
+        until = f"; it is asked again at {datetime.fromtimestamp(judge.until, UTC):%H:%M:%S} UTC"
     yield Diagnosis(
         stage="judging",
-        cause="judge_rejects" if rejects else "judge_away",
-        text=f"the judge gives no scores: {judge.error}",
-        to_do="correct judge.model, judge.api_base, judge.api_key or judge.params, and restart "
-        "score; no candidates are sampled meanwhile"
-        if rejects
-        else "see why it does not answer; score asks it again and again",
+        cause=JUDGE_FAILS[judge.state],
+        text=f"the judge gives no scores: {judge.error}{until}",
+        to_do=f"{advice_on(judge.error)}; "
+        + ("score asks it again and again" if passes else "no candidates are sampled meanwhile"),
     )
 
 
@@ -231,16 +241,20 @@ def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:
 
 def _groups(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     ended = {why: n for why, n in store.recent.ends.items() if why in ENDS}
-    done = sum(ended.values(), start=store.recent.ends.get("trained", 0))
+    trained = sum(ended.values(), start=store.recent.ends.get("trained", 0))
+    scored = store.recent.ends.get("scored", 0)
     for reason, number in sorted(ended.items(), key=lambda one: -one[1]):
-        if number < FEW or number < MOST * done:
-            return
         stage, cause, to_do = ENDS[reason]
+        # A scored group passed sampling and judging; what the learner says of it is to come.
+        done = trained if stage == "learning" else trained + scored
+        if number < FEW or number < MOST * done:
+            continue
+        verb = "ended" if stage == "learning" else "ended or were scored"
         words = f" ({store.recent.detail})" if store.recent.detail else ""
         yield Diagnosis(
             stage=stage,
             cause=cause,
-            text=f"{number} of the newest {done} groups that ended: {reason}{words}",
+            text=f"{number} of the newest {done} groups that {verb}: {reason}{words}",
             to_do=to_do,
         )
 

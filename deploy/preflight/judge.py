@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from deploy.examiner import examiner_of
 from deploy.preflight.findings import Finding, error, warning
-from ingest.errors import JudgeRejectedError
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeGarbledError,
+    JudgeNoCreditError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+)
+from ingest.judge_watch.advice import advice
 from ingest.judges.build import each_judge
 from ingest.ruler.group import SetAside, Unanswered
 from ingest.ruler.judge import LiteLlmJudge
@@ -20,6 +30,13 @@ LONGEST_S = 30.0
 """Longest wait for the judge. A judge that takes longer for two lines is too slow for groups."""
 
 
+_SETTINGS: Final[Mapping[str, str]] = {
+    JudgeUnavailableError.reason: "api_base",
+    JudgeGarbledError.reason: "api_base",
+    JudgeNoCreditError.reason: "api_key",
+    JudgeBusyError.reason: "requests_per_minute",
+}
+"""Reason for which a judge gave no scores -> the setting that concerns it."""
 NO_JUDGE = warning(
     "judge.model",
     "there is no judge: the sidecar relays and records, and learns nothing; name a LiteLLM model",
@@ -71,11 +88,28 @@ class _Asked:
         if not isinstance(outcome, (SetAside, Unanswered)):
             return None
         key = _about_key(outcome)
-        setting = f"{section}.api_key" if key else f"{section}.model"
+        setting = f"{section}.{'api_key' if key else _SETTINGS.get(outcome.reason, 'model')}"
+        detail = f"{outcome.detail}{_wait_of(outcome)}"
+        to_do = (
+            f"set {section}.api_key, or the variable of the judge's provider, to a key that it "
+            "takes, and restart score and control"
+            if key
+            else advice(outcome.reason, section)
+        )
         if section.startswith("judge.fallbacks"):  # while others work, its fault costs nothing yet
-            text = f"the fallback {settings.model} would not help: {outcome.detail}"
+            text = f"the fallback {settings.model} would not help: {detail}; {to_do}"
             return warning(setting, text, "judge_fallback")
-        return error(setting, outcome.detail, f"{section}_key" if key else section)
+        return error(setting, f"{detail}; {to_do}", f"{section}_key" if key else section)
+
+
+def _wait_of(outcome: SetAside | Unanswered) -> str:
+    """Say what a rate limit is, and until when its provider wants to be left alone."""
+    if outcome.reason != JudgeBusyError.reason:
+        return ""
+    wait_s = outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0
+    until = datetime.now(UTC) + timedelta(seconds=wait_s)
+    asked = f"; it asks to wait {wait_s:,.0f} s, until {until:%H:%M:%S} UTC" if wait_s else ""
+    return f" (a rate limit of the provider, no wrong setting{asked})"
 
 
 def _about_key(outcome: SetAside | Unanswered) -> bool:

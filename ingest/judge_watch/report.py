@@ -9,11 +9,15 @@ from typing import Literal
 import msgspec
 import structlog
 
+from ingest.errors import JudgeBusyError
+from ingest.judge_watch.advice import advice, advice_on
 from ingest.judge_watch.state import JudgeSeen, JudgeState, read_judge_state, write_judge_state
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 
-CHECK = "check judge.model, api_base, key, params"
+Failing = Literal["away", "rejected", "no_credit"]
+TELL_AFTER_S = 30.0
+"""An outage while the judge works is told on the terminal when it has lasted so long: most pass."""
 
 log = structlog.get_logger()
 
@@ -42,13 +46,21 @@ class JudgeReport:
         """The kind of the present outage that was last logged."""
 
     def log_down(
-        self, kind: str, *, model: str, reason: str | None, error: str, to_do: str
+        self,
+        kind: str,
+        *,
+        model: str,
+        reason: str | None,
+        error: str,
+        to_do: str = "",
+        passes: bool,
     ) -> None:
-        """Log an outage, once for each kind. to_do: empty for one that ends by itself."""
+        """Log an outage, once for each kind. to_do: empty: the advice on the reason. passes: it
+        may end by itself."""
         if self.logged != kind:
             self.logged = kind
-            say = log.error if to_do else log.warning
-            say("judge_down", model=model, reason=reason, error=error, to_do=to_do)
+            say = log.warning if passes else log.error
+            say("judge_down", model=model, reason=reason, error=error, to_do=to_do or advice(kind))
 
     async def begin(self) -> None:
         """The process starts: the judge is asked, and sampling waits for what it answers."""
@@ -75,19 +87,27 @@ class JudgeReport:
             self._announced = False
             self._announce("judge gives scores again")
 
-    def fails(self, state: Literal["away", "rejected"], why: str, *, until: float) -> None:
+    def fails(self, state: Failing, why: str, *, until: float) -> None:
         """The judge gives scores to no group. until: when it is asked again, in Unix seconds."""
         if self._is_spent:
             return
-        before = self._state.state
-        self._state = self._state.fails(self._clock(), why, until=until, state=state)
+        before, now = self._state.state, self._clock()
+        self._state = self._state.fails(now, why, until=until, state=state)
+        to_do = advice_on(why)
         if state == "rejected" and before != state:
-            self._say(f"judge rejects every question, so nothing is learned: {why}; {CHECK}")
-        elif before == "unknown":
-            self._say(f"judge gives no scores: {why}; it is asked again and again")
+            self._say(f"judge rejects every question, so nothing is learned: {why}; {to_do}")
+        elif state == "no_credit" and before != state:
+            self._say(f"the judge's account has no credit, so nothing is learned: {why}; {to_do}")
+        elif before == "unknown" or (
+            not self._announced and now - self._state.since >= TELL_AFTER_S
+        ):
+            self._say(f"judge gives no scores: {why}; {to_do}; it is asked again and again")
 
-    def failed_once(self, reason: str, group_id: str, *, until: float | None) -> None:
+    def failed_once(
+        self, reason: str, group_id: str, *, until: float | None, asked_s: float = 0.0
+    ) -> None:
         """One group has no scores. until: the end of the outage that others share, if there is one.
+        asked_s: how long its provider asked to be left alone.
 
         The provider's words are kept with the group and its calls alone, where `sidecar forget`
         reaches them: they may quote the prompt. A judge that rejects every question is not
@@ -96,7 +116,10 @@ class JudgeReport:
         if self._is_spent:
             return
         why = f"{reason}: group {group_id}"
-        if until is None or self._state.state == "rejected":
+        if reason == JudgeBusyError.reason:
+            wait = f"; it asked to wait {asked_s:,.0f} s" if asked_s else ""
+            why = f"{reason}: a rate limit of the provider, met by group {group_id}{wait}"
+        if until is None or self._state.state in ("rejected", "no_credit"):
             self._state = self._state.erred(self._clock(), why)
         else:
             self.fails("away", why, until=until)

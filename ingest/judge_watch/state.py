@@ -35,8 +35,8 @@ class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     breaker: Literal["closed", "open", "half_open"] = "closed"
-    """`closed`: it is asked. `open`: it failed, and is not asked until `until`; then one group
-    tries it (`half_open`)."""
+    """`closed`: it is asked. `open`: it failed, and is not asked until `until`; then the next
+    group tries it, and it is `half_open` while that lasts."""
     since: float | None = None
     """When it began to fail, in Unix seconds."""
     until: float | None = None
@@ -50,11 +50,12 @@ class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
 class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
     """The judge, as the scoring process last saw it."""
 
-    state: Literal["unknown", "works", "away", "rejected", "spent"] = "unknown"
+    state: Literal["unknown", "works", "away", "rejected", "no_credit", "spent"] = "unknown"
     """`unknown`: it is being asked since the process started. `away`: no answer, a rate limit, or
     scores for no group but for a sum; that may pass by itself. `rejected`: it answers, but never
-    with scores (a wrong key, model, URL or parameter): an operator has to act. `spent`: a budget
-    is spent, so it is not asked until `until`."""
+    with scores (a wrong key, model, URL or parameter): an operator has to act.
+    `no_credit`: the provider's account is used up: an operator has to pay. `spent`: a budget is
+    spent, so it is not asked until `until`."""
     since: float
     """When the state began, in Unix seconds."""
     good_at: float | None = None
@@ -82,7 +83,7 @@ class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
         error: str,
         *,
         until: float,
-        state: Literal["away", "rejected", "spent"],
+        state: Literal["away", "rejected", "no_credit", "spent"],
     ) -> JudgeState:
         since = self.since if self.state == state else now
         held = msgspec.structs.replace(self, state=state, since=since, until=until)
@@ -129,6 +130,8 @@ def why_sampling_holds(session: Session) -> tuple[str, str] | None:
         return FIRST_QUESTION, "the judge is asked whether it works"
     if known.state == "rejected":
         return "judge_rejected", f"the judge rejects every question: {known.error}"
+    if known.state == "no_credit":
+        return "judge_no_credit", f"the judge's account has no credit left: {known.error}"
     if known.state == "spent":
         return "judge_spent", known.error
     waiting = select(GroupRow.seq).where(GroupRow.status == SAMPLED).limit(HELD_WHILE_AWAY)

@@ -76,12 +76,11 @@ class Breaker:
         if tried or (self.is_closed and longest_s >= LIMITED_FOR_LONG_S):
             self._open(now, retry_after_s)
 
-    def seen(self, model: str, now: float) -> JudgeSeen:
+    def seen(self, model: str) -> JudgeSeen:
         """Return what is known, for people."""
-        half = self._retry_at is not None and (self._trying or now >= self._retry_at)
         return JudgeSeen(
             model=model,
-            breaker="closed" if self.is_closed else "half_open" if half else "open",
+            breaker="closed" if self.is_closed else "half_open" if self._trying else "open",
             since=self._since,
             until=self._retry_at,
             reason=self._reason,

@@ -18,6 +18,7 @@ import structlog
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
+    JudgeNoCreditError,
     JudgeRefusalError,
     JudgeRejectedError,
     JudgeReplyError,
@@ -98,8 +99,7 @@ class Panel:
 
     def seen(self) -> tuple[JudgeSeen, ...]:
         """See `JudgePanel.seen`."""
-        now = self._clock()
-        return tuple(one.breaker.seen(one.model, now) for one in self._members)
+        return tuple(one.breaker.seen(one.model) for one in self._members)
 
     async def _ask(self, member: Member, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
         breaker = member.breaker
@@ -138,6 +138,8 @@ class Panel:
             if one.error
         )
         asked_all = len(failures) == len(self._members)
+        if asked_all and all(isinstance(one, JudgeNoCreditError) for one in failures.values()):
+            return JudgeNoCreditError(f"no judge's account has credit: {said}")
         if asked_all and all(isinstance(one, PERMANENT) for one in failures.values()):
             return JudgeRejectedError(f"every judge rejects the question: {said}")
         return JudgeUnavailableError(f"no judge answers: {said}")

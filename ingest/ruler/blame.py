@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
+    JudgeNoCreditError,
     JudgeRejectedError,
     JudgeUnavailableError,
 )
@@ -43,6 +44,7 @@ UNVERIFIED = verifiers.UNVERIFIED
 """Reason: a verifier failed over the group, whose settings let it wait (`on_error = "hold"`)."""
 ATTEMPTS = {
     JudgeRejectedError.reason: 3,
+    JudgeNoCreditError.reason: 3,
     JudgeGarbledError.reason: 3,
     DEFECT: 3,
     INTERRUPTED: 5,
@@ -71,7 +73,7 @@ IDLE_S = 10.0
 Those that failed last may be claimed 5 s after the wait."""
 UNUSABLE_IN_A_ROW = 3
 """Consecutive groups that the judge may refuse for good (too long, unusable reply twice) without a
-check. After that a probe must show that the judge does not refuse everything."""
+check. Then a probe must show that the judge does not refuse everything; it is sent at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,8 @@ class Blame:
     def unusable(self) -> bool:
         """Note a group refused for good. Returns: True when no probe is needed to believe it."""
         self._unusable += 1
+        if self._unusable == UNUSABLE_IN_A_ROW:
+            self._open = True  # it may refuse every group, and perhaps no other comes to show it
         return self._unusable <= UNUSABLE_IN_A_ROW and not self.outage.lasts
 
     def works(self, now: float) -> Cleared:

@@ -16,12 +16,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
-from ingest.errors import JudgeBusyError
-from ingest.judge_watch.report import CHECK, JudgeReport
+from ingest.errors import JudgeBusyError, JudgeNoCreditError
+from ingest.judge_watch.advice import ALL_FAIL, advice
+from ingest.judge_watch.report import Failing, JudgeReport
 from ingest.judge_watch.withheld import Withheld
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Group
@@ -60,7 +61,6 @@ STOP_GRACE_S = 15.0
 """Longest time that a stop waits for judgements to be stored. One attempt at a locked store takes
 15 s, and may have begun just before the end of this: together less than the 35 s after which
 `sidecar up` kills a process."""
-ALL_FAIL = "the judge answers a simple sum but fails on every group"
 
 log = structlog.get_logger()
 
@@ -249,6 +249,8 @@ class JudgingWorker:
             await self._clear(self._blame.works(self._clock()))
         elif not await self._withhold(outcome, group_id) and failed is not None:
             await self._hold_against(failed)
+        elif failed is None and (reason := failure_of(outcome)) is not None:
+            self._report.failed_once(reason, group_id, until=self._blame.outage.end)
 
     async def _record(
         self,
@@ -280,7 +282,9 @@ class JudgingWorker:
             self._report.logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
         outage = self._blame.outage
-        self._report.failed_once(failed.reason, failed.group_id, until=outage.end)
+        self._report.failed_once(
+            failed.reason, failed.group_id, until=outage.end, asked_s=failed.retry_after_s
+        )
         if not self._blame.holds(failed.group_id):
             later = outage.retry_at + GIVEN_BACK_S
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], later)
@@ -354,7 +358,8 @@ class JudgingWorker:
                 model=self._judge.model,
                 reason=last.reason if last is not None else failure_of(again),
                 error=last.detail if last is not None else "",
-                to_do=f"{ALL_FAIL}: check its length and token limits, and judge.params",
+                to_do=f"{ALL_FAIL}: {advice(ALL_FAIL)}",
+                passes=False,
             )
         await asyncio.to_thread(self._judgements.charge, doubted.unproven, proven=False)
 
@@ -364,7 +369,7 @@ class JudgingWorker:
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
         self._report.works()
 
-    def _say_down(self, state: Literal["away", "rejected"], reason: str, detail: str) -> None:
+    def _say_down(self, state: Failing, reason: str, detail: str) -> None:
         why = f"{reason}: {detail}" if detail else reason
         self._report.fails(state, why, until=self._blame.outage.retry_at)
 
@@ -377,10 +382,12 @@ class JudgingWorker:
             retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
         detail = "" if quotes else outcome.detail
-        self._say_down("away" if passes else "rejected", outcome.reason, detail)
-        to_do, reason = "" if passes else f"it fails on a sum: {CHECK}", outcome.reason
+        reason = outcome.reason
+        unpaid = reason == JudgeNoCreditError.reason
+        state: Failing = "away" if passes else "no_credit" if unpaid else "rejected"
+        self._say_down(state, reason, detail)
         self._report.log_down(
-            reason, model=self._judge.model, reason=reason, error=outcome.detail, to_do=to_do
+            reason, model=self._judge.model, reason=reason, error=outcome.detail, passes=passes
         )
         released = [failed.group_id for failed in self._blame.release()]
         until = self._blame.outage.retry_at + GIVEN_BACK_S

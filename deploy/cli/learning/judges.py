@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from deploy.cli.times import shown_age, shown_time
+from ingest.judge_watch.advice import advice_on
 
 
 class OneJudge(msgspec.Struct):
@@ -58,42 +59,51 @@ def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> It
     again = ""
     if judge.until is not None and judge.until > now:
         again = f", next {shown_age(now - judge.until)}"
+    to_do = advice_on(judge.error)
     said = {
         "unknown": f"is being asked whether it works, since {since}",
         "works": "gives scores",
-        "away": f"gives no scores since {since}; it is asked again{again}",
+        "away": f"gives no scores since {since}; {to_do}; it is asked again by itself{again}",
         "spent": f"is not asked: {judge.error}",
-        "rejected": f"REJECTS every question since {since}; check judge.model, api_base, key and "
-        f"params, and restart score; it is asked again{again}",
+        "rejected": f"REJECTS every question since {since}; {to_do}, for score reads the settings "
+        f"at its start; meanwhile it is asked again, in case its server is mended{again}",
+        "no_credit": f"its account has NO CREDIT since {since}; {to_do}; it is asked again{again}",
     }.get(judge.state, judge.state)
     good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
     waits = "group waits" if judge.waiting == 1 else "groups wait"
     yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
     if judge.tokens_today:
-        dollars = (
-            f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
-        )
+        dollars = "no dollars are counted, since no price is known (judge.price)"
+        if judge.spent_usd_today:
+            dollars = (
+                f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
+            )
         yield f"  Today (UTC): {dollars}, {judge.tokens_today:,} tokens."
     if len(judge.judges) > 1 and judge.state != "spent":
-        yield from _each_judge(judge.judges, now)
+        yield from _each_judge(judge.judges, now, works=judge.state in ("works", "unknown"))
     yield from _noise(noise, now)
     if judge.error_at is not None and judge.state != "spent":
         yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
 
 
-def _each_judge(judges: Sequence[OneJudge], now: float) -> Iterator[str]:
-    """Say of each judge, in the order in which they are asked, whether it gives the scores."""
-    judging = next((one.model for one in judges if one.breaker == "closed"), None)
+def _each_judge(judges: Sequence[OneJudge], now: float, *, works: bool) -> Iterator[str]:
+    """Say of each judge, in the order in which they are asked, whether it gives the scores.
+    works: one of them does."""
+    asked = next((one.model for one in judges if one.breaker == "closed"), None)
     for place, one in enumerate(judges):
         role = "first judge" if place == 0 else f"fallback {place}"
-        if one.model == judging:
+        if one.model == asked and works:
             said = "gives the scores"
-        elif one.breaker == "closed":
+        elif one.breaker == "closed" and one.since is None:
             said = "stands by"
         else:
             since = "" if one.since is None else f" since {shown_time(one.since, now)}"
-            again = "one group tries it now"
-            if one.until is not None and one.until > now:
+            again = "the next group tries it"
+            if one.breaker == "half_open":
+                again = "one group tries it now"
+            elif one.breaker == "closed":
+                again = "it is asked on until it fails three times in a row"
+            elif one.until is not None and one.until > now:
                 again = f"it is tried again {shown_age(now - one.until)}"
             said = f"fails{since}; {again}. Its error: {one.error}"
         yield f"  {one.model} ({role}): {said}"

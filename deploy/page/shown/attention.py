@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deploy.admin.models import CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
 from deploy.page.shown.words import count, percent, short
+from ingest.judge_watch.advice import advice_on
 from sidecar.hiding import hide_in_url
 
 LATE_S = 60.0
@@ -117,14 +118,16 @@ def _ingest(status: StatusOut, now: float) -> Iterator[Need]:
 
 def _judge(status: StatusOut, now: float) -> Iterator[Need]:
     judge = status.judge
-    if judge is not None and judge.state in ("away", "rejected", "spent"):
+    if judge is not None and judge.state in ("away", "rejected", "no_credit", "spent"):
         since = f" since {clock(judge.since, now)} UTC"
+        to_do = (words := advice_on(judge.error))[:1].upper() + words[1:]
         what, to_do = {
-            "away": (f"The judge gives no scores{since}", "It is asked again and again."),
+            "away": (f"The judge gives no scores{since}", f"{to_do}; it is asked again and again."),
             "rejected": (
                 f"The judge rejects every question{since}",
-                "Check judge.model, judge.api_base, its key and judge.params; restart score.",
+                f"{to_do}.",
             ),
+            "no_credit": (f"The judge's account has no credit{since}", f"{to_do}."),
             "spent": (
                 "The judge's budget is spent",
                 "Wait, or raise the budget that is named and restart score and control.",

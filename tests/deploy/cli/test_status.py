@@ -154,20 +154,36 @@ def test_each_verifier_has_a_line() -> None:
             ],
         ),
         (
-            judge("rejected", error_at=NOW - 9, error="401: no", until=NOW + 291, waiting=12),
+            judge(
+                "rejected",
+                error_at=NOW - 9,
+                error="judge_rejected: 401",
+                until=NOW + 291,
+                waiting=12,
+            ),
             [
-                f"Judge: REJECTS every question since {shown_time(NOW - 300, NOW)}; check "
-                "judge.model, api_base, key and params, and restart score; it is asked again, "
-                "next in 4 min. Last good answer: never. 12 groups wait for it.",
-                f"  Last error {shown_time(NOW - 9, NOW)}: 401: no",
+                f"Judge: REJECTS every question since {shown_time(NOW - 300, NOW)}; "
+                "correct judge.model, judge.api_base, judge.api_key or judge.params, and restart "
+                "score and control, for score reads the settings at its start; meanwhile it is "
+                "asked again, in case its server is mended, next in 4 min. Last good answer: "
+                "never. 12 groups wait for it.",
+                f"  Last error {shown_time(NOW - 9, NOW)}: judge_rejected: 401",
             ],
         ),
         (
-            judge("away", good_at=NOW - 400, error_at=NOW - 9, error="refused", until=NOW - 1),
+            judge(
+                "away",
+                good_at=NOW - 400,
+                error_at=NOW - 9,
+                error="judge_unavailable: x",
+                until=NOW - 1,
+            ),
             [
-                f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}; it is asked again. "
+                f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}; start the judge, "
+                "correct judge.api_base, or raise judge.timeout_s where it is slow; it is asked "
+                "again by itself. "
                 f"Last good answer: {shown_time(NOW - 400, NOW)}. 0 groups wait for it.",
-                f"  Last error {shown_time(NOW - 9, NOW)}: refused",
+                f"  Last error {shown_time(NOW - 9, NOW)}: judge_unavailable: x",
             ],
         ),
         (
@@ -207,6 +223,36 @@ def test_each_verifier_has_a_line() -> None:
                 f"  openai/a (first judge): fails since {shown_time(NOW - 60, NOW)}; it is tried "
                 "again in 2 min. Its error: 401",
                 "  b (fallback 1): gives the scores",
+            ],
+        ),
+        (
+            judge(
+                "no_credit",
+                error_at=NOW - 9,
+                error="judge_no_credit: 429",
+                until=NOW + 120,
+                tokens_today=31_000,
+                judges=[
+                    OneJudgeOut(
+                        model="openai/a", breaker="closed", since=NOW - 60, until=None, error="x"
+                    ),
+                    OneJudgeOut(
+                        model="b", breaker="open", since=NOW - 60, until=NOW - 1, error="y"
+                    ),
+                ],
+            ),
+            [
+                f"Judge: its account has NO CREDIT since {shown_time(NOW - 300, NOW)}; pay or "
+                "raise the limit of the provider's account, or name another judge.model or "
+                "judge.api_key and restart, since no waiting helps; it is asked again, next in "
+                "2 min. Last good answer: never. 0 groups wait for it.",
+                "  Today (UTC): no dollars are counted, since no price is known (judge.price), "
+                "31,000 tokens.",
+                f"  openai/a (first judge): fails since {shown_time(NOW - 60, NOW)}; it is asked "
+                "on until it fails three times in a row. Its error: x",
+                f"  b (fallback 1): fails since {shown_time(NOW - 60, NOW)}; the next group tries "
+                "it. Its error: y",
+                f"  Last error {shown_time(NOW - 9, NOW)}: judge_no_credit: 429",
             ],
         ),
         (

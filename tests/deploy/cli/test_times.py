@@ -39,6 +39,7 @@ def test_only_numbers_in_fields_of_times_are_times() -> None:
     assert is_time("created_at", 1.5)
     assert not is_time("revoked_at", None)
     assert not is_time("paused_at", True)
+    assert not is_time("pass_at", 0.5), "a score"
     assert not is_time("step", 1)
     assert not is_time("format", 1)
 

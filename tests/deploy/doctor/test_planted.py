@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
+from sqlalchemy import select, update
 
 from deploy.cli.main import main
 from deploy.engine.vllm_control import VllmControl
@@ -39,6 +40,7 @@ from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
 from sidecar.store.counts import add_counts
 from sidecar.store.database import Database
+from sidecar.store.models import GroupRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
 from support.fake_load import FakeRoom
@@ -265,12 +267,17 @@ def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("state", "cause"),
-    [("rejected", "judge_rejects"), ("away", "judge_away"), ("spent", "judge_spent")],
+    [
+        ("rejected", "judge_rejects"),
+        ("away", "judge_away"),
+        ("no_credit", "judge_no_credit"),
+        ("spent", "judge_spent"),
+    ],
 )
 def test_what_score_saw_of_the_judge_is_told_without_asking_it(
     sidecar: Sidecar,
     capsys: pytest.CaptureFixture[str],
-    state: Literal["rejected", "away", "spent"],
+    state: Literal["rejected", "away", "no_credit", "spent"],
     cause: str,
 ) -> None:
     sidecar.score(1.0, 0.0)
@@ -355,6 +362,28 @@ def test_all_groups_tied(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -
         ).start()
 
     assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "learning", "tied")
+
+
+def test_groups_that_were_set_aside_before_most_were_scored_are_no_fault_of_now(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.serve(*(exchange(number) for number in range(12)))
+    sidecar.score(1.0, 0.0)
+
+    def set_aside(number: int) -> None:
+        with closing(sidecar.open()) as database, database.write() as session:
+            groups = session.scalars(select(GroupRow.group_id).order_by(GroupRow.seq)).all()
+            old = update(GroupRow).where(GroupRow.group_id.in_(groups[:number]))
+            session.execute(old.values(status="set_aside", reason="judge_rubbish"))
+
+    set_aside(4)
+    before = sidecar.doctor(capsys, "--offline")
+    set_aside(8)
+    now = sidecar.doctor(capsys, "--offline")
+
+    assert (before[0], before[1]["diagnoses"]) == (0, [])
+    assert stop_of(now) == (1, "judging", "judge_rubbish")
+    assert "8 of the newest 12 groups that ended or were scored" in now[1]["diagnoses"][0]["text"]
 
 
 def test_the_budget_is_spent(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:

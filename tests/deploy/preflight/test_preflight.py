@@ -25,6 +25,7 @@ from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.postgres import OVERRIDE, Databases
+from tests.ingest.conftest import ScriptedServer
 
 
 @pytest.fixture
@@ -189,8 +190,8 @@ def test_a_running_sidecar_is_told_by_its_lock(tmp_path: Path) -> None:
     [
         (
             {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1", "api_key": "k"},
-            "judge.model",
-            "judge openai/x",
+            "judge.api_base",
+            "; start the judge, correct judge.api_base",
         ),
         ({"model": "openai/x"}, "judge.api_key", "OPENAI_API_KEY"),
         ({"model": "nonsense"}, "judge.model", "LLM Provider NOT provided"),
@@ -211,7 +212,45 @@ def test_a_judge_that_cannot_be_asked_is_an_error(
 
     assert error[:2] == ("error", setting)
     assert words in error[2]
+    assert "SSLContext" not in error[2]
     assert exam[:2] == ("warning", "gate_judge.model")
+
+
+@pytest.mark.parametrize(
+    ("reply", "setting", "words"),
+    [
+        (
+            (429, {"error": {"message": "slow"}}, ("retry-after", "90")),
+            "judge.requests_per_minute",
+            ("a rate limit of the provider, no wrong setting; it asks to wait 90 s, until ",
+             "; wait for the end of the limit"),
+        ),
+        (
+            (429, {"error": {"message": "no money", "code": "insufficient_quota"}}),
+            "judge.api_key",
+            ("; pay or raise the limit of the provider's account",),
+        ),
+        (
+            (200, b"<html>Welcome</html>"),
+            "judge.api_base",
+            ("; correct judge.api_base: what answers there is no model's API",),
+        ),
+    ],
+    ids=["rate limit", "no credit", "web page"],
+)  # fmt: skip
+def test_the_remedy_of_a_judge_that_gives_no_scores_is_that_of_its_fault(
+    tmp_path: Path,
+    vllm: tuple[str, AdapterEndpoints],
+    reply: tuple[Any, ...],
+    setting: str,
+    words: tuple[str, ...],
+) -> None:
+    with closing(ScriptedServer(reply)) as server:
+        judge = {"model": "openai/x", "api_base": server.url, "api_key": "k"}
+        error, _ = check(settings_with(tmp_path, vllm[0], judge=judge))
+
+    assert error[:2] == ("error", setting)
+    assert all(one in error[2] for one in words), error[2]
 
 
 def test_a_verifier_that_cannot_be_used_is_an_error(
@@ -259,9 +298,9 @@ def test_every_judge_that_the_settings_name_is_asked(
     found = check(settings_with(tmp_path, vllm[0], judge=judge, gate_judge=gate))
 
     assert [(level, setting) for level, setting, _ in found] == [
-        ("error", "judge.model"),
-        ("error", "gate_judge.model"),
-        ("warning", "judge.fallbacks[0].model"),
+        ("error", "judge.api_base"),
+        ("error", "gate_judge.api_base"),
+        ("warning", "judge.fallbacks[0].api_base"),
     ]
     assert found[2][2].startswith("the fallback hosted_vllm/second would not help: ")
 

@@ -15,6 +15,7 @@ from ingest.errors import (
     IngestError,
     JudgeBusyError,
     JudgeGarbledError,
+    JudgeNoCreditError,
     JudgeRefusalError,
     JudgeRejectedError,
     JudgeUnavailableError,
@@ -52,6 +53,20 @@ async def raised_by(judge_kit: JudgeKit, model: str, *reply: Any) -> IngestError
     with pytest.raises((JudgeUnavailableError, JudgeRefusalError)) as raised:
         await judge.complete(MESSAGES, reply_schema(("ab", "cd")))
     return raised.value
+
+
+@pytest.mark.parametrize("model", MODELS[:3])
+@pytest.mark.parametrize(
+    ("status", "code"), [(429, "insufficient_quota"), (402, "y"), (403, "insufficient_balance")]
+)
+async def test_an_account_without_credit_is_no_rate_limit(
+    judge_kit: JudgeKit, model: str, status: int, code: str
+) -> None:
+    body = {"error": {"message": "no", "type": code, "code": code}}
+
+    raised = await raised_by(judge_kit, model, status, body, ("retry-after", "1"))
+
+    assert type(raised) is JudgeNoCreditError
 
 
 @pytest.mark.parametrize("model", MODELS)

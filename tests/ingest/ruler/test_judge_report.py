@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
+    JudgeNoCreditError,
     JudgeRejectedError,
     JudgeUnavailableError,
 )
 from ingest.judge_watch import report
-from ingest.judge_watch.state import JUDGE, JudgeState, read_judge_state
+from ingest.judge_watch.state import JUDGE, JudgeState, read_judge_state, why_sampling_holds
 from ingest.judges.breaker import Breaker
 from ingest.judges.panel import Member, Panel
 from ingest.ruler.judging import JudgingWorker
@@ -74,7 +76,7 @@ async def test_a_wrong_key_model_or_url_is_found_at_the_start_before_any_group(
     assert str(error) in started.state.error
     assert len(started.said) == 1
     assert str(error) in started.said[0]
-    assert "check judge.model, api_base, key, params" in started.said[0]
+    assert "correct judge." in started.said[0]
 
 
 async def test_a_judge_that_is_down_at_the_start_is_away_and_not_rejected(
@@ -87,8 +89,78 @@ async def test_a_judge_that_is_down_at_the_start_is_away_and_not_rejected(
 
     assert (started.state.state, started.state.until) == ("away", 1_001.0)
     assert started.said == [
-        "judge gives no scores: judge_unavailable: connection refused; it is asked again and again"
+        "judge gives no scores: judge_unavailable: connection refused; start the judge, correct "
+        "judge.api_base, or raise judge.timeout_s where it is slow; it is asked again and again"
     ]
+
+
+async def test_an_outage_of_a_judge_that_worked_is_told_once_it_has_lasted(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "bad")
+    judge = FakeJudge(SCORES, JudgeUnavailableError("connection refused"))
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+    await started.worker.step()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(25):
+            clock.now += 1.0
+            await started.worker.step()
+    short = list(started.said)
+    for _ in range(60):
+        clock.now += 1.0
+        await started.worker.step()
+    long = list(started.said)
+    judge.script = [SCORES]
+    for _ in range(70):
+        clock.now += 1.0
+        await started.worker.step()
+
+    assert short == []
+    assert [line.partition(":")[0] for line in long] == ["judge gives no scores"]
+    assert "; start the judge, correct judge.api_base" in long[0]
+    assert started.said[1:] == ["judge gives scores again"]
+    (down,) = [one for one in logs if one["event"] == "judge_down"]
+    assert (down["log_level"], down["to_do"]) == (
+        "warning",
+        "start the judge, correct judge.api_base, or raise judge.timeout_s where it is slow",
+    )
+
+
+async def test_an_account_without_credit_has_a_state_of_its_own(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "bad")
+    judge = FakeJudge(SCORES, JudgeNoCreditError("429: insufficient_quota"))
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+    for _ in range(4):
+        await started.worker.step()
+        clock.now += 1.0
+
+    assert started.state.state == "no_credit"
+    with database.read() as session:
+        assert (why_sampling_holds(session) or ("",))[0] == "judge_no_credit"
+    assert len(started.said) == 1
+    assert "pay or raise the limit of the provider's account" in started.said[0]
+    assert judge_kit.status(database, "g1") == ("sampled", None)
+
+
+async def test_a_judge_that_garbles_the_last_groups_is_found_though_no_other_group_comes(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    for number in range(3):
+        judge_kit.put_group(database, f"g{number}", "good", "bad")
+    judge = FakeJudge(SCORES, "I like them all")
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+    for _ in range(4):
+        await started.worker.step()
+        clock.now += 1.0
+
+    assert started.state.state == "rejected"
+    assert started.state.error.startswith("judge_rubbish")
+    assert "name a stronger judge.model" in started.said[0]
 
 
 async def test_a_judge_that_works_at_the_start_is_no_news(database: Database, clock: Clock) -> None:
@@ -184,7 +256,10 @@ async def test_a_rate_limit_is_away_until_the_pause_ends(
     await started.worker.step()
 
     assert (started.state.state, started.state.until) == ("away", 1_020.0)
-    assert (started.state.good_at, started.state.error) == (1_000.0, "judge_busy: group g1")
+    assert (started.state.good_at, started.state.error) == (
+        1_000.0,
+        "judge_busy: a rate limit of the provider, met by group g1; it asked to wait 20 s",
+    )
 
 
 async def test_an_error_over_one_group_is_the_last_error_of_a_judge_that_works(

@@ -235,7 +235,7 @@ async def test_a_judge_that_refuses_everything_is_a_fault_of_the_settings_and_bu
     said = [event for event in events if event["event"] == "judge_down"]
     assert len(said) == 1, "said once"
     assert said[0]["log_level"] == "error"
-    assert "judge.model" in said[0]["to_do"]
+    assert "correct judge." in said[0]["to_do"]
     assert asked <= 8 * 2 + 2 + 9 * 4, "eight in flight, then a group and a probe for each wait"
 
 
