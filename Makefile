@@ -21,7 +21,7 @@ check: setup
 	.venv/bin/lint-imports --no-cache
 
 bench: setup
-	@for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning learner rollback canary); do benchmarks/$$name/setup || exit 1; done
+	@for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
 	@.venv/bin/python -m benchmarks $(BENCH)
 
 clean:

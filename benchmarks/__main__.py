@@ -18,6 +18,7 @@ NAMES = {
     "learner": "benchmarks.learner.run",
     "rollback": "benchmarks.rollback.run",
     "canary": "benchmarks.canary.run",
+    "sabotage": "benchmarks.sabotage.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

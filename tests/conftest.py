@@ -26,6 +26,7 @@ __all__ = [  # fixtures of all tests
 
 FIRST = (
     "tests/end_to_end/test_loop.py",
+    "tests/end_to_end/test_sabotage.py",
     "tests/clients/test_vllm_unasked.py",
     "tests/clients/",
     "tests/sidecar/test_compiled.py",

@@ -4,10 +4,10 @@ A restart of vLLM loses the adapters loaded at run time. So the store says what 
 and vLLM is compared with it on a timer and after every change. Wanted are the champion, every
 target of the routing table, `previous` (so that a rollback needs no load) and the candidate once
 its canary has validated it. Other adapters stay while there is capacity: beyond `max_loras` they
-are unloaded, the oldest first, a grace period after they were last wanted, because proxies and
-requests in flight still use them. The store keeps since when nothing wants them, so that a restart
-begins no grace anew. Adapters that this registry does not know are never touched. A control that
-does not hold the lease only looks.
+are unloaded, the oldest first, a grace period after they were last wanted, because proxies still
+use them, and not while vLLM says that one answers a request. The store keeps since when nothing
+wants them, so that a restart begins no grace anew. Adapters that this registry does not know are
+never touched. A control that does not hold the lease only looks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ log = structlog.get_logger()
 NOT_ASKED = "not asked yet"
 UNLOAD_GRACE_S = 30.0
 """How long an adapter is kept after it was last wanted."""
+DRAIN_S = 600.0
+"""How long an adapter may go on answering after its grace: as long as the proxy waits for vLLM."""
 ALTERED_RETRY_S = 30.0
 """Interval for reading an altered folder again: an operator may have restored it, and hashing it at
 every pass would keep a core busy."""
@@ -126,7 +128,7 @@ def registered_path(_digest: str, path: str) -> str:
 
 
 class Reconciler:
-    """Reconciles one replica. It remembers only since when adapters are altered."""
+    """Reconciles one replica. It remembers only since when adapters are altered, or drain."""
 
     def __init__(
         self,
@@ -153,6 +155,10 @@ class Reconciler:
         self._replica = replica
         self._acts = acts
         self._folder_of = folder_of
+        self._draining: dict[str, float] = {}
+        """Adapter -> since when it is to be unloaded and still answers, in Unix seconds."""
+        self._asked_room = False
+        """Its `--max-loras` is known to be enough, or was told."""
         self._altered_at: dict[str, float] = {}
         """Adapter -> when its folder was last found altered, in Unix seconds."""
         self.view = EngineView()
@@ -165,6 +171,7 @@ class Reconciler:
             self._say_away(str(error))
             return Plan(load=(), unload=())
         self._say_back()
+        await self._ask_room()
         if not self._acts():
             self.view.loaded = loaded
             return Plan(load=(), unload=())
@@ -172,10 +179,47 @@ class Reconciler:
         loaded -= await self._unload_altered(loaded)
         plan = await asyncio.to_thread(self._plan, desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]
-        gone = [name for name in plan.unload if await self._unload(name)]
+        busy = await self._busy(plan.unload)
+        gone = [name for name in plan.unload if name not in busy and await self._unload(name)]
         self.view.loaded = (loaded | set(done)) - set(gone)
         self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
         return plan
+
+    async def _ask_room(self) -> None:
+        """Log once, and again after it was away, when vLLM has less room than the settings say."""
+        if self._asked_room:
+            return
+        try:
+            told = (await self._control.room()).max_loras
+        except EngineError:
+            return  # it answers the next pass, or is away
+        self._asked_room = told is not None
+        if told is not None and told < self._max_loras:
+            self._log.error(
+                "max_loras_too_small",
+                vllm=told,
+                setting=self._max_loras,
+                remedy=f"start vLLM with --max-loras {self._max_loras}, or set serving.max_loras "
+                f"to {told} (3 at least)",
+            )
+
+    async def _busy(self, names: Collection[str]) -> frozenset[str]:
+        """Return those of the adapters that still answer a request: they drain first.
+
+        Not for ever: vLLM's metrics may show a request that has ended until the next one.
+        """
+        if not names:
+            return frozenset()
+        try:
+            answering = (await self._control.room()).busy
+        except EngineError:
+            return frozenset(names)  # it is asked again at the next pass
+        now, known = self._clock(), frozenset(names)
+        for name in known & answering:
+            self._draining.setdefault(name, now)
+        kept = {n: at for n, at in self._draining.items() if n in known and n in answering}
+        self._draining = kept
+        return frozenset(n for n, at in kept.items() if now - at < DRAIN_S)
 
     def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
         now = self._clock()
@@ -248,6 +292,7 @@ class Reconciler:
         if self.view.away is None or self.view.away == NOT_ASKED:
             self._log.warning("engine_away", reason=reason)
         self.view.away = reason
+        self._asked_room = False
         self.view.loaded = frozenset()
 
     def _say_back(self) -> None:

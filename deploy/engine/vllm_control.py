@@ -12,7 +12,9 @@ log-probabilities, so adapter and base are compared at the same positions. It mu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -32,9 +34,24 @@ PROBE_PROMPTS = (
 )
 LIKELIEST = 5
 """Next tokens compared for each prompt; every vLLM allows this many (`--max-logprobs`)."""
+LORA_METRIC = "vllm:lora_requests_info"
+"""A metric that vLLM (0.32) has only with `--enable-lora`. Its label `max_lora` is the flag's
+value."""
+_LORA_REQUESTS = re.compile(rf"^{LORA_METRIC}\{{([^}}\n]*)\}} ([0-9.e+]{{1,40}})$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 CALL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 120.0
 """Timeout of a load: vLLM reads the weights during the call, after a running batch has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a vLLM tells of its adapters, after its first request."""
+
+    max_loras: int | None = None
+    """Its `--max-loras`; None: it does not tell."""
+    busy: frozenset[str] = frozenset()
+    """Adapters that answer a request now, or that one waits for."""
 
 
 class AdapterControl(Protocol):
@@ -61,6 +78,10 @@ class AdapterControl(Protocol):
         prompts: token ids; None: the fixed prompts.
         Raises: EngineError, also when the name is not loaded.
         """
+        ...
+
+    async def room(self) -> Room:
+        """Return what it tells of its adapters' places and requests. Raises: EngineError."""
         ...
 
 
@@ -127,6 +148,10 @@ class VllmControl:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(f"vLLM's reply to the probe cannot be read: {error!r}") from error
 
+    async def room(self) -> Room:
+        reply = await self._ask("GET", "/metrics", timeout_s=CALL_TIMEOUT_S)
+        return read_room(reply.text) if reply.is_success else Room()
+
     async def _ask(
         self, method: str, path: str, *, timeout_s: float, json: dict[str, Any] | None = None
     ) -> httpx.Response:
@@ -136,6 +161,20 @@ class VllmControl:
             raise EngineError(
                 f"vLLM at {self._client.base_url} gave no reply: {error or type(error).__name__}"
             ) from error
+
+
+def read_room(metrics: str) -> Room:
+    """Read vLLM's metrics. Each combination of labels stays there, with the time at which it last
+    held: the newest one holds. Pure."""
+    newest, room = -1.0, Room()
+    for found in _LORA_REQUESTS.finditer(metrics):
+        labels, at = dict(_LABEL.findall(found[1])), float(found[2])
+        if at >= newest and labels.get("max_lora", "").isdigit():
+            busy = f"{labels.get('running_lora_adapters', '')},"
+            busy += labels.get("waiting_lora_adapters", "")
+            names = frozenset(name for name in busy.split(",") if name)
+            newest, room = at, Room(max_loras=int(labels["max_lora"]), busy=names)
+    return room
 
 
 def _read_probe(body: dict[str, Any]) -> Probe:

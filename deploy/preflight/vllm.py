@@ -7,14 +7,13 @@ from typing import Any
 
 import httpx
 
+from deploy.engine.vllm_control import LORA_METRIC, read_room
 from deploy.preflight.findings import Finding, error, warning
 from sidecar.settings import Serving, Settings
 
 TIMEOUT_S = 10.0
 """Limit of one call. The longest asks for one token, and vLLM may be busy with others' requests."""
 SERVING, SAMPLING = "serving.upstreams", "groups.sampling_upstreams"
-LORA_METRIC = "vllm:lora_requests_info"
-"""A metric that vLLM (0.32) has only with `--enable-lora`."""
 
 
 async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
@@ -110,6 +109,14 @@ async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> Async
         yield finding
     async for finding in _check_tokens(client, url, serving.model):
         yield finding
+    # Last: a vLLM that just started tells it after its first request.
+    told = read_room((await client.get("/metrics")).text).max_loras
+    if told is not None and told < serving.max_loras:
+        yield error(
+            "serving.max_loras",
+            f"{url} runs with --max-loras {told}; start it with --max-loras {serving.max_loras}, "
+            "or set serving.max_loras to what it has",
+        )
 
 
 async def _check_adapters(

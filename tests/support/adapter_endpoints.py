@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from email.utils import formatdate
 from typing import Any
 
-from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
+from support.fake_vllm import FakeVllm, SeenRequest, Step, load_metrics, whole_reply
 
 MODEL = "m"
 
@@ -27,6 +27,10 @@ class AdapterEndpoints:
         """Folder -> the status and the words with which it is refused."""
         self.overrides: dict[str, tuple[int, bytes]] = {}
         """Path of a request, or "" for all -> the status and the body of every reply."""
+        self.max_loras: int | None = None
+        """What its metrics tell, as after a first request; None: before."""
+        self.busy: set[str] = set()
+        """Adapters that answer a request, by its metrics."""
         self.ahead_s = 0.0
         """Seconds that its clock is ahead."""
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -56,6 +60,10 @@ class AdapterEndpoints:
             return 200, b"Success: LoRA adapter removed successfully."
         if path == "/v1/completions":
             return self._complete(body)
+        if path == "/v1/chat/completions":
+            return self._chat(body)
+        if path == "/metrics":
+            return 200, load_metrics() + self._lora_metrics()
         return 404, b'{"detail":"Not Found"}'
 
     def _load(self, name: str, path: str) -> tuple[int, bytes]:
@@ -75,6 +83,32 @@ class AdapterEndpoints:
         tops = [{"token_id:11": -1.0 - reach}, {"token_id:12": -2.0 - reach}]
         choices = [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]
         return 200, json.dumps({"model": name, "choices": choices[::-1]}).encode()
+
+    def _lora_metrics(self) -> bytes:
+        """As vLLM 0.32 with `--enable-lora`."""
+        text = "# TYPE vllm:lora_requests_info gauge\n"
+        if self.max_loras is not None:
+            for at, busy in ((1.5e9, "gone"), (1.795e9, ",".join(sorted(self.busy)))):
+                labels = f'max_lora="{self.max_loras}",running_lora_adapters="{busy}"'
+                labels += ',waiting_lora_adapters=""'
+                text += f"vllm:lora_requests_info{{{labels}}} {at:e}\n"
+        return text.encode()
+
+    def _chat(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Answer with the name that was asked."""
+        name = body["model"]
+        if name != MODEL and name not in self.adapters:
+            return _error(404, f"The model `{name}` does not exist.")
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": f"says {name}"},
+            "finish_reason": "stop",
+            "token_ids": [7],
+            "logprobs": {"content": [{"token": "x", "logprob": -0.5}]},
+        }
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        reply = {"model": name, "choices": [choice], "usage": usage, "prompt_token_ids": [5]}
+        return 200, json.dumps(reply).encode()
 
 
 def _error(code: int, message: str) -> tuple[int, bytes]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from deploy.engine.probe import Probe
+from deploy.engine.vllm_control import Room
 from deploy.errors import EngineError, InvalidAdapterError
 from support.adapter_endpoints import MODEL
 
@@ -26,6 +27,10 @@ class FakeControl:
         """Number of coming probes that are answered with the log-probability -9999."""
         self.calls: list[tuple[str, str]] = []
         self.fails_to_unload = 0
+        self.max_loras: int | None = None
+        """`--max-loras`, once it tells."""
+        self.busy: set[str] = set()
+        """Adapters that answer a request."""
         self.on_load: Callable[[str], None] = lambda name: None
         """Told of a load while vLLM would read the folder."""
 
@@ -69,6 +74,10 @@ class FakeControl:
             model_in_reply=self.answers_as.get(model_name, model_name),
             next_tokens=({11: -1.0 - reach}, {12: -2.0 - reach}),
         )
+
+    async def room(self) -> Room:
+        self._check()
+        return Room(max_loras=self.max_loras, busy=frozenset(self.busy))
 
     def _check(self) -> None:
         if self.away:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+from structlog.testing import capture_logs
 
 from deploy.engine.reconcile import (
     ALTERED_RETRY_S,
+    DRAIN_S,
+    UNLOAD_GRACE_S,
     Desired,
     Plan,
     Reconciler,
@@ -344,3 +347,57 @@ async def test_an_error_nobody_expected_of_one_adapter_keeps_no_other_out(world:
 
     assert set(world.control.adapters) == {first}
     assert keeper.view.refused == {second: "RecursionError: deep"}
+
+
+async def test_an_adapter_is_unloaded_only_after_its_last_request(world: World) -> None:
+    names = [world.register(version) for version in range(1, 6)]
+    for name in names:
+        world.promote(name)
+        world.control.adapters[name] = world.adapter(name).path
+    first, second = names[:2]
+    world.control.busy = {first}
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    world.clock.now += UNLOAD_GRACE_S
+    await keeper.reconcile()
+    assert world.control.calls == [], "one is too many, and the oldest answers a user"
+
+    world.control.busy = {second}
+    await keeper.reconcile()
+
+    assert world.control.calls == [("unload", first)]
+
+
+async def test_a_request_that_never_ends_keeps_no_place_for_ever(world: World) -> None:
+    names = [world.register(version) for version in range(1, 6)]
+    for name in names:
+        world.promote(name)
+        world.control.adapters[name] = world.adapter(name).path
+    world.control.busy = {names[0]}
+    keeper = reconciler(world)
+    for wait_s in (0.0, UNLOAD_GRACE_S, DRAIN_S - 1.0):
+        world.clock.now += wait_s
+        await keeper.reconcile()
+    assert world.control.calls == []
+
+    world.clock.now += 1.0
+    await keeper.reconcile()
+
+    assert world.control.calls == [("unload", names[0])]
+
+
+async def test_a_vllm_with_too_little_room_is_told_with_the_flag_once_after_each_start(
+    world: World,
+) -> None:
+    keeper = reconciler(world)
+    with capture_logs() as logs:
+        await keeper.reconcile()
+        assert [one for one in logs if one["event"] == "max_loras_too_small"] == []
+        world.control.max_loras = 3
+        for away in (False, False, True, False):
+            world.control.away = away
+            await keeper.reconcile()
+    told = [one for one in logs if one["event"] == "max_loras_too_small"]
+
+    assert [(one["vllm"], one["setting"]) for one in told] == [(3, 4), (3, 4)]
+    assert "--max-loras 4" in told[0]["remedy"]

@@ -8,7 +8,13 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from deploy.engine.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
+from deploy.engine.vllm_control import (
+    PROBE_PROMPTS,
+    AdapterControl,
+    Room,
+    VllmControl,
+    read_room,
+)
 from deploy.errors import EngineError, InvalidAdapterError
 from support.adapter_endpoints import MODEL, AdapterEndpoints
 from support.fake_control import FakeControl
@@ -172,3 +178,31 @@ async def test_prompts_go_out_as_token_ids_and_prompt_logprobs_never(
     assert given["prompt"] == [[1, 2], [3]]
     assert all(isinstance(text, str) for text in fixed["prompt"])
     assert "prompt_logprobs" not in {*given, *fixed}
+
+
+async def test_contract_the_room_is_told_after_the_first_request(
+    control: AdapterControl, vllm: AdapterEndpoints, fake_control: FakeControl
+) -> None:
+    assert await control.room() == Room()
+    vllm.max_loras = fake_control.max_loras = 2
+    assert await control.room() == Room(max_loras=2)
+
+    vllm.busy = fake_control.busy = {"m--v1", "m--v2"}
+
+    assert await control.room() == Room(max_loras=2, busy=frozenset({"m--v1", "m--v2"}))
+
+
+async def test_a_vllm_that_hides_its_metrics_tells_no_room(
+    real: VllmControl, vllm: AdapterEndpoints
+) -> None:
+    vllm.overrides["/metrics"] = (403, b'vllm:lora_requests_info{max_lora="2"} 1\n')
+
+    assert await real.room() == Room()
+
+
+def test_what_waits_is_busy_and_rubbish_is_left_out() -> None:
+    labels = 'max_lora="4",running_lora_adapters="a",waiting_lora_adapters="b"'
+    metrics = f"vllm:lora_requests_info{{{labels}}} 2.0\nvllm:lora_requests_info{{}} 3.0\n"
+
+    assert read_room(metrics) == Room(max_loras=4, busy=frozenset({"a", "b"}))
+    assert read_room("vllm:lora_requests_info") == Room()

@@ -462,3 +462,16 @@ def test_a_postgres_that_is_away_or_of_another_encoding_or_shut_is_an_error(
         session.execute(sqlalchemy.text("DROP ROLE guest"))
     for url in (sound, latin):
         postgres.drop(url)
+
+
+def test_a_vllm_with_less_room_than_the_settings_is_an_error_that_names_the_flag(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    url, endpoints = vllm
+    told = b'vllm:lora_requests_info{max_lora="3",running_lora_adapters=""} 1.5\n'
+    endpoints.overrides["/metrics"] = (200, told)
+
+    error, _ = check(settings_with(tmp_path, url))
+
+    assert error[:2] == ("error", "serving.max_loras")
+    assert "--max-loras 3; start it with --max-loras 4" in error[2]

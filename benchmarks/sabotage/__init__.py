@@ -1,0 +1,1 @@
+"""`make bench BENCH=sabotage`: a good candidate and four sabotaged ones, on the real vLLM."""

@@ -1,0 +1,30 @@
+"""A candidate under whose name the real vLLM hangs is taken away from its users by itself.
+
+`make bench BENCH=sabotage` tries the others, whose weights are bad: their making takes minutes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sabotage.adapters import HANGING, make_nearly_base
+from benchmarks.sabotage.play import OPEN_GATE, play
+from demo.stack import ENGINE_PYTHON, MODEL_FOLDER
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
+
+
+def test_a_candidate_that_hangs_loses_its_users_and_nobody_else_notices(tmp_path: Path) -> None:
+    if not ENGINE_PYTHON.exists() or not (MODEL_FOLDER / "config.json").exists():
+        pytest.skip("no engine or no model here: `make test` sets both up")
+    make_nearly_base(tmp_path / "candidate")
+
+    told = play(tmp_path / "run", [(HANGING, tmp_path / "candidate")], OPEN_GATE)
+
+    (played,) = told.played
+    assert played.state == "rolled_back", played.reason
+    assert 1 <= told.exposed[HANGING].sessions <= 100
+    assert told.failed_elsewhere == 0
+    assert len(told.visits) > told.exposed[HANGING].sessions
