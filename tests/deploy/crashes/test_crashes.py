@@ -90,6 +90,8 @@ class Story:
     """Version of the champion at the end; 0: the base."""
     loaded: tuple[int, ...] = (2, 3, 4)
     """Versions that each vLLM has at the end."""
+    may_stay: tuple[int, ...] = ()
+    """Versions that it may have too: v4 was rejected before the grace of v1 ended."""
     score: float = 1.0
     """The judge's, of the candidate's answers; the others get 1 minus this."""
     act: Callable[[Played], None] = lambda played: None
@@ -223,6 +225,7 @@ STORIES = {
         events=(*BEGUN, "adapter.banned", "canary.rolled_back"),
         score=0.0,
         loaded=(2, 3),
+        may_stay=(1,),
     ),
     "rolled back by a guard": Story(
         points=("before canary.rolled_back", "after canary.rolled_back"),
@@ -355,6 +358,7 @@ def tell(
     waiting = [Point(*point.split(" ", 1)) for point in points]  # type: ignore[arg-type]
     deadline = time.monotonic() + END_S * (1 + len(waiting) / 4)
     expected = {names[version] for version in story.loaded}
+    may_stay = {names[version] for version in story.may_stay}
     process: BaseProcess | None = None
     try:
         while True:
@@ -370,7 +374,7 @@ def tell(
             if has_canary(world, new):
                 story.act(played)
                 ended = world.canary(new).phase == story.phase
-                loaded = all(set(one.adapters) == expected for one in endpoints)
+                loaded = all(set(one.adapters) - may_stay == expected for one in endpoints)
                 if ended and not waiting and loaded:
                     break
             time.sleep(0.02)
@@ -456,7 +460,8 @@ def check(world: World, story: Story, seen: Seen) -> None:
     assert seen.aliases["champion"] == seen.table[0] == names[story.champion]
     assert seen.aliases.get("canary") is None
     assert seen.table[1:3] == (None, 0)
-    assert seen.loaded == [{names[one] for one in story.loaded}] * 2
+    may_stay = {names[one] for one in story.may_stay}
+    assert [one - may_stay for one in seen.loaded] == [{names[one] for one in story.loaded}] * 2
     assert len(seen.comparisons) in (5, 6), "five at a time; fewer prove harm"
     assert len({place for place, _ in seen.comparisons}) == len(seen.comparisons)
     promoted = 3 + (story.phase == "promoted")  # with those of before
