@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+NO_TIMES = frozenset({"pass_at", "reached_at", "fails_at", "errs_at", "stops_at"})
+"""Fields that end as times do and hold a score, the number of an observation or of checks, or a
+stage."""
 SCHEMA = {
     "anyOf": [{"type": "string", "format": "date-time"}, {"type": "null"}],
     "description": "The same in ISO 8601, UTC.",
@@ -19,6 +22,8 @@ SCHEMA = {
 
 def sibling(name: str) -> str | None:
     """Return the name of the ISO field beside this one; None: it is no time."""
+    if name in NO_TIMES:
+        return None
     if name in ("since", "until"):
         return f"{name}_time"
     if name == "at" or name.endswith("_at"):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
+from deploy.iso_times import sibling
+
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 
 def is_time(key: str, value: object) -> bool:
-    """True for a field of Unix seconds: its name is `at`, `since`, `until` or ends with `_at`;
-    `pass_at` is a score of a verifier."""
-    named = key in ("at", "since", "until") or (key.endswith("_at") and key != "pass_at")
-    return named and isinstance(value, int | float) and not isinstance(value, bool)
+    """True for a field of Unix seconds, by its name (`deploy.iso_times.sibling`) and its kind."""
+    return sibling(key) is not None and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown_time(at: float, now: float) -> str:
