@@ -13,7 +13,9 @@ UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 def is_time(key: str, value: object) -> bool:
     """True for a field of Unix seconds, by its name (`deploy.iso_times.sibling`) and its kind."""
-    return sibling(key) is not None and isinstance(value, int | float) and not isinstance(value, bool)
+    return (
+        sibling(key) is not None and isinstance(value, int | float) and not isinstance(value, bool)
+    )
 
 
 def shown_time(at: float, now: float) -> str:

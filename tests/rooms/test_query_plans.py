@@ -45,7 +45,14 @@ ADAPTERS = "one row a training run, without the write lock, when something learn
 GATE = "the prompts of one gate"
 LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
 OF_SESSION = "the exchanges of one session"
+PRUNING = "a row for each adapter, canary or move of an alias, once an hour or by hand"
 SCANS = {
+    "deploy/adapters/prune.py:Pruner._finish": PRUNING,
+    "deploy/adapters/standing.py:_last_champions": PRUNING,
+    "deploy/adapters/standing.py:_of_canaries": PRUNING,
+    "deploy/adapters/standing.py:_still_loaded": PRUNING,
+    "deploy/adapters/standing.py:read_last_used": PRUNING,
+    "deploy/adapters/standing.py:read_versions": PRUNING,
     "deploy/forgetting/rows.py:learners_of": ADAPTERS,
     "ingest/retention/sweep.py:Sweeper._report": OLDEST,
     "ingest/store/forgotten.py:any_forgotten": "one row",
@@ -66,6 +73,9 @@ SCANS = {
 }
 """Functions that may pass over a whole table or index -> why."""
 SORTS = {
+    "deploy/adapters/standing.py:_last_champions": PRUNING,
+    "deploy/adapters/standing.py:_still_loaded": PRUNING,
+    "deploy/adapters/standing.py:read_versions": PRUNING,
     "deploy/forgetting/rows.py:learners_of": ADAPTERS,
     "deploy/admin/reads.py:_tally": "a row for each state",
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",

@@ -75,6 +75,7 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         "other": compress(b'{"role":"assistant","content":"It is two."}'),
         "ids": pack_ids(PROMPT),
         "answer_ids": pack_ids((5, 6, 2)),
+        "other_ids": pack_ids((5, 7, 2)),
         "logprobs": pack_floats((-0.5, -0.25, -1.0)),
     }
     noise: dict[str, object] = {
@@ -182,7 +183,8 @@ FROM exchange WHERE selection = 'chosen'
 _ANSWER = f"""
 INSERT INTO answer (group_id, "index", origin, message_body, finish_reason, token_ids, logprobs,
   temperature, score, explanation)
-SELECT group_id, n.i, 'sampled', iif(n.i = 0, :message, :other), 'stop', :answer_ids, :logprobs,
+SELECT group_id, n.i, 'sampled', iif(n.i = 0, :message, :other), 'stop',
+  iif(n.i = 0, :answer_ids, :other_ids), :logprobs,
   1.0, iif(scored_at IS NULL, NULL, n.i / 4.0), ''
 FROM answer_group, (SELECT 0 AS i UNION SELECT 1 UNION SELECT 2 UNION SELECT 3) AS n
 WHERE n.i < {ANSWERS} AND (status <> 'sampling' OR n.i = 0)

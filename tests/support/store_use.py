@@ -24,6 +24,9 @@ import pytest
 from apscheduler.schedulers.background import BackgroundScheduler
 from sqlalchemy import func, select, update
 
+from deploy.adapters.needed import FolderRule
+from deploy.adapters.prune import Pruner
+from deploy.adapters.restore import put_back
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
 from deploy.canary import gate_store
@@ -79,19 +82,20 @@ from ingest.verifiers.state import VerifierSeen, waiting_for, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import HeldError, LearnerError, RunStoppedError
-from learner.records import StepMetrics, TrainingJob, TrainingOutcome
+from learner.records import Candidate, StepMetrics, TrainingJob, TrainingOutcome
 from learner.replay import replay
 from learner.resume.holder import present_holder
 from learner.resume.work_folder import CLAIMED, PLACING, WorkFolder
 from learner.runs.blame import blame_for_death
 from learner.runs.hold import check_hold
 from learner.runs.interrupted import leave
+from learner.runs.publish import Sealed
 from learner.runs.runs import can_go_on, open_run
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from learner.schedule.turns import keep_turns
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
-from sidecar.records import Choice, Exchange, encode_exchange
+from sidecar.records import BASE, Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
 from sidecar.settings import (
     Bus,
@@ -132,10 +136,11 @@ from support.fake_load import FakeRoom
 from support.fake_metrics import FakeMetrics
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
-from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, adapter, exchange_id
+from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, SPAN_S, adapter, exchange_id
 
 VERSIONS = EXCHANGES // 2_000
 CHAMPION, CANDIDATE = adapter(VERSIONS - 1), adapter(VERSIONS)
+OLD = adapter(1)
 GROUP_EXCHANGE = exchange_id(160 * 8)
 """An exchange that has a group."""
 CANARY = f"canary-{VERSIONS}"
@@ -623,7 +628,8 @@ def _replay(use: _Use, settings: Settings) -> None:
         replay(settings, use.database, run_id, trainer=lambda _: _Trainer(), out=out)
         return out.getvalue()
 
-    assert "the same weights" in printed("own-1")
+    said = printed("own-1")
+    assert "the same weights" in said, said
     trained = select(GroupRow.group_id).where(
         GroupRow.run_id == "own-1", GroupRow.status == "trained"
     )
@@ -683,6 +689,32 @@ async def _control(use: _Use) -> None:
     await reconciler.reconcile()
     _by_hand(use)
     _lease(use)
+    _prune(use)
+
+
+def _prune(use: _Use) -> None:
+    """Remove the folder of an old version, and put it back."""
+    adapters_dir = use.settings.learner.adapters_dir.resolve()
+    folder = adapters_dir / "made"
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text("{}")
+    (folder / WEIGHTS).write_bytes(b"old")
+    digest = folder_digest(folder)
+    path = folder.rename(adapters_dir / digest)
+    use.change(AdapterRow, {"path": str(path), "digest": digest}, AdapterRow.name == OLD)
+    rule = FolderRule(folder_days=1, keep_champions=10)
+    pruner = Pruner(database=use.database, adapters_dir=adapters_dir, rule=rule)
+    for _ in range(2):
+        pruner.prune(now=use.clock() + 2 * SPAN_S, actor="control")
+    assert not path.exists()
+    again = adapters_dir / "again"
+    again.mkdir()
+    (again / CONFIG).write_text("{}")
+    (again / WEIGHTS).write_bytes(b"old")
+    with use.database.write() as session:
+        known = Candidate(adapter=OLD, parent=BASE, version=1, digest=digest, path=path)
+        sealed = Sealed(folder=again, digest=digest, lineage_sha256="", card_sha256="")
+        assert put_back(session, known, sealed, adapters_dir, now=use.clock())
 
 
 async def _outside(use: _Use) -> None:
