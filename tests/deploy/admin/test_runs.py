@@ -32,8 +32,8 @@ async def test_a_run_and_its_steps_are_shown(api: Api) -> None:
 
     assert (run["run_id"], run["progress"]) == ("r1", {"phase": "saving", "at": 5.0})
     assert first["items"] == [
-        {"step": 3, "at": 2.0, "figures": {"loss": 0.75}},
-        {"step": 2, "at": 2.0, "figures": {"loss": 0.5}},
+        {"step": 3, "at": 2.0, "time": "1970-01-01T00:00:02.000Z", "figures": {"loss": 0.75}},
+        {"step": 2, "at": 2.0, "time": "1970-01-01T00:00:02.000Z", "figures": {"loss": 0.5}},
     ]
     assert [one["step"] for one in rest["items"]] == [1]
     assert rest["next_cursor"] is None

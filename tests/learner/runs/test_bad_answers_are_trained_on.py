@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -56,7 +57,7 @@ def sampled(message: dict[str, Any], finish_reason: str) -> SampledAnswer:
                 "index": 0,
                 "message": {"role": "assistant", **message},
                 "finish_reason": finish_reason,
-                "token_ids": [7, 2],
+                "token_ids": [7 + crc32(repr(message).encode()) % 1_000, 2],
                 "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]},
             }
         ],
@@ -135,7 +136,7 @@ async def test_each_kind_is_judged_and_pushed_down(name: str, served: bool) -> N
     assert selection.masked_answers == {}
     assert trained.rows[bad].trainable
     assert trained.rows[bad].advantage == pytest.approx(-0.4)
-    assert trained.rows[bad].token_ids == (7, 2)
+    assert trained.rows[bad].token_ids == group.answers[bad].token_ids
 
 
 async def test_a_group_of_nothing_but_bad_answers_of_several_kinds_is_judged() -> None:
