@@ -170,7 +170,7 @@ def put_group(
         request=request,
         prompt_token_ids=(1, 2),
         answers=tuple(
-            Answer(index=i, origin="sampled", message=body, token_ids=(3,), logprobs=(-0.5,))
+            Answer(index=i, origin="sampled", message=body, token_ids=(3 + i,), logprobs=(-0.5,))
             for i, body in enumerate(bodies)
         ),
     )
