@@ -10,7 +10,7 @@ from benchmarks.groups.recording import Step, seen
 from ingest.grouping.preference import inputs, prior
 
 PENALTY: Final = 1.0
-"""Of the squared weights, in steps: a prior of sd 1 on each."""
+"""Penalty of the squared weights, in steps: a prior of sd 1 on each."""
 ROUNDS: Final = 2_000
 PACE: Final = 0.5
 

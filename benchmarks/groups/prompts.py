@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SEED: Final = 13
-"""Of the prompts of the first recording: the same list in every run."""
+"""Seed of the prompts of the first recording: the same list in every run."""
 TOOLS: Final = {
     "weather": ["Will it rain in {city} today?", "How warm is it in {city}?"],
     "calculator": ["What is {a} times {b}?", "Divide {a} by {b}."],

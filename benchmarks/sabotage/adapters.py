@@ -37,7 +37,7 @@ AT_ONCE: Final = 4
 """Answers of one step."""
 RATE: Final = 3e-3
 NOISE_STD: Final = 0.3
-"""Of the entries of both matrices. The learner's own are near 0.03 and 0."""
+"""Standard deviation of the entries of both matrices; the learner's own is near 0.03 and 0."""
 NEARLY_NOTHING_STD: Final = 0.02
 CHAIN: Final = (
     "and it also depends on the season, the weather, the size, the colour, the shop and the "

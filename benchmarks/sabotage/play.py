@@ -87,7 +87,7 @@ class Exposed:
 
     sessions: int
     failed: int
-    """Of their requests, those that the user got no whole answer to."""
+    """Requests that the user got no whole answer to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,16 @@ def stalling(port: int, engine_port: int) -> Iterator[Stalling]:
     try:
         yield made
     finally:
-        loop.call_soon_threadsafe(server.close)
+        asyncio.run_coroutine_threadsafe(_end(server), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join()
+        loop.close()
+
+
+async def _end(server: asyncio.Server) -> None:
+    """Close the port and all connections; what still hangs is cancelled."""
+    server.close()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

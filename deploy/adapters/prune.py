@@ -62,7 +62,7 @@ class Pruned:
     """What one pass did, or would do."""
 
     fates: tuple[Fate, ...]
-    """Of every version whose folder was not removed before; `goes` with what became of it."""
+    """What became of each version whose folder was not removed before."""
     freed_bytes: int
 
 

@@ -44,7 +44,7 @@ class ModuleChange:
     norm_b: float
     norm_difference: float
     cosine: float | None
-    """Of the two as vectors, -1..1; None where one of them is zero."""
+    """Cosine of the two as vectors, -1..1; None where one of them is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,8 +221,8 @@ class RunOut(Out):
     counts: dict[str, Any]
     metrics: list[Any]
     held: dict[str, Any] | None
-    """Of a run that the reward watch held: `findings` with their figures, and `checks`, how often
-    it was asked; else null."""
+    """What the reward watch found, when it held the run: `findings` with their figures, and
+    `checks`, how often it was asked; else null."""
     deaths: list[Any] | None
     """One object for each time that it was killed and resumed; null: never."""
     progress: dict[str, Any] | None

@@ -30,7 +30,7 @@ class OutsideServer:
     wait_s: float = 0.0
     """Time before the reply."""
     statuses: list[int] = field(default_factory=list)
-    """Of the next replies; `status` afterwards."""
+    """Statuses of the next replies; `status` afterwards."""
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
 

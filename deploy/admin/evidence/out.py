@@ -17,7 +17,7 @@ class MetricOut(Out):
     name: str
     mode: Mode
     outcome: Outcome
-    """Of the newest check. `error`: the provider gave no answer; `no_data`: it has none."""
+    """How the newest check ended. `error`: the provider gave no answer; `no_data`: it has none."""
     value: float | None
     min: float | None
     max: float | None

@@ -75,7 +75,7 @@ def test_a_group_lost_by_the_champion_speaks_against_harm_and_for_nothing() -> N
 
 
 def test_answers_that_get_lost_equally_often_are_no_harm() -> None:
-    """Of 1,500 groups of two equal adapters each arm loses 10% alone, the candidate's first."""
+    """Each arm alone loses 10% of 1,500 groups of two equal adapters, the candidate's first."""
     candidate, champion = (
         Group(champion=None, anchor=None, fault=fault) for fault in ("candidate", "champion")
     )

@@ -40,7 +40,7 @@ def test_identical_answers_have_no_signal(row: MakeRow, advantages: tuple[float,
 
 
 def test_common_beginnings_cancel_and_what_follows_counts(row: MakeRow) -> None:
-    """Of 4 places of each answer the first 3 are common: 1 of 4 squares is left, so half."""
+    """The first 3 of 4 places of each answer are common: 1 of 4 squares is left, so half."""
     common = (HALF,) * 4
     rows = [row((1, 2, 3, 4), 0.5, logprobs=common), row((1, 2, 3, 5), -0.5, logprobs=common)]
     assert uncancelled(rows) == pytest.approx(0.5)

@@ -56,7 +56,7 @@ def test_a_run_of_two_processes_with_a_shared_base_goes_on_too(start: Start, wor
     changes = {**CHANGES, "shard_base": True}
     whole, settings = world("whole", **changes), world("one", **changes)
     start(whole, "r1", processes=2)
-    killed = start(settings, "r1", kill_at=("group of a step", 2), processes=2, rank=1)
+    killed = start(settings, "r1", kill_at=("group of a step", 1), processes=2, rank=1)
     assert killed["codes"] == [FAILED, -signal.SIGKILL]
 
     assert start(settings, "r2", processes=2)["codes"] == [0, 0]
