@@ -13,9 +13,10 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -92,8 +93,16 @@ def read_state(folder: Path) -> FolderState:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             marks.append(mark)
             manifest.append({"path": name, "size": mark[2], "sha256": digest})
+    return FolderState(manifest_digest(manifest), tuple(marks))
+
+
+def manifest_digest(manifest: Sequence[Mapping[str, Any]]) -> str:
+    """Return the digest of a folder from its digested files, in the order of DIGESTED.
+
+    manifest: `path`, `size` in bytes and `sha256` (hex) of each.
+    """
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return FolderState(hashlib.sha256(canonical.encode()).hexdigest(), tuple(marks))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def folder_digest(folder: Path) -> str:

@@ -7,7 +7,7 @@ registered, or nothing is. A folder appears under its name complete or not at al
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import shutil
 import tarfile
 from pathlib import Path
@@ -25,13 +25,13 @@ from learner.adapter_folder import (
     PROBE,
     WEIGHTS,
     folder_digest,
+    manifest_digest,
 )
 from learner.resume.work_folder import remove_folder, sync
 
 FILES = (CONFIG, WEIGHTS, LINEAGE, CARD, PROBE, CURVES)
 """What is written; the optimiser's moments only when asked for."""
 TAR = ".tar"
-_PIECE_BYTES = 2**20
 
 
 class ExportError(DeployError, ValueError):
@@ -101,11 +101,8 @@ def _tar_digest(path: Path) -> str:
         for name in DIGESTED:
             entry = archive.getmember(name)
             file = archive.extractfile(entry)
-            if file is None:
+            if not isinstance(file, io.BufferedReader):
                 raise InvalidAdapterError(f"{name}: is not a plain file")
-            digest = hashlib.sha256()
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-            manifest.append({"path": name, "size": entry.size, "sha256": digest.hexdigest()})
-    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            manifest.append({"path": name, "size": entry.size, "sha256": digest})
+    return manifest_digest(manifest)

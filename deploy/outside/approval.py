@@ -14,13 +14,13 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from deploy.errors import error_line
 from deploy.evidence.approval import Answer, Approval
-from deploy.outside.http import OutsideError, Reply, secret_of
+from deploy.outside.http import OutsideError, Poster, Reply, secret_of
 from deploy.records import Canary
 from deploy.registry import canaries
 from sidecar.settings import Approval as ApprovalSettings
@@ -33,14 +33,6 @@ STAGE = "approval"
 """Durable counter of answers."""
 MAX_REASON = 500
 """Characters of the service's reason that are kept."""
-
-
-class Poster(Protocol):
-    """Posts to a service (`deploy.outside.http.Caller`)."""
-
-    async def post(self, url: str, body: bytes, *, timeout_s: float, token: str) -> Reply:
-        """Raises: OutsideError."""
-        ...
 
 
 class Approvals:

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import httpx
 
@@ -33,8 +34,24 @@ class Reply:
     body: bytes
 
 
+class Poster(Protocol):
+    """Posts to a service."""
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        token: str = "",
+        headers: Mapping[str, str] = {},
+    ) -> Reply:
+        """Post JSON. Raises: OutsideError."""
+        ...
+
+
 class Caller:
-    """Calls services outside."""
+    """Calls services outside; a `Poster`."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """transport: None opens real connections."""

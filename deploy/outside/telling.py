@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,7 +27,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import error_line
-from deploy.outside.http import OutsideError, Reply, secret_of
+from deploy.outside.http import OutsideError, Poster, secret_of
 from deploy.outside.signing import key_of, signed_headers
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify
@@ -101,16 +101,6 @@ class Event:
         }
         told = {"type": self.type, "timestamp": _iso(self.at), "data": data}
         return json.dumps(told, ensure_ascii=True, separators=(",", ":")).encode()
-
-
-class Poster(Protocol):
-    """Posts to a service (`deploy.outside.http.Caller`)."""
-
-    async def post(
-        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str]
-    ) -> Reply:
-        """Raises: OutsideError."""
-        ...
 
 
 class Sender:

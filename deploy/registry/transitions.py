@@ -182,10 +182,10 @@ def skip_step(session: Session, row: CanaryRow, *, reason: str, now: float, acto
     before = canaries.to_canary(row)
     if "skip-step" not in allowed_actions(before):
         state = "paused" if before.paused else before.phase
-        told = f"step {before.step + 1} is skipped already" if before.step_waived else f"it {state}"
-        raise TransitionError(
-            f"canary {row.canary_id} has no step to skip: {told.replace('it ', 'it is ')}"
+        told = (
+            f"step {before.step + 1} is skipped already" if before.step_waived else f"it is {state}"
         )
+        raise TransitionError(f"canary {row.canary_id} has no step to skip: {told}")
     canaries.add_evidence(row, waived_step=before.step)
     row.generation = before.generation + 1
     return _changed(session, row, before, now=now, actor=actor, reason=reason)

@@ -163,6 +163,20 @@ class World:
         path = self.folder / f"adapter-{version}"
         digest = write_adapter(path, **folder)
         name = f"{MODEL}--v{version}-{digest[:8]}{version:04d}"
+        self.add_version(name, version, path, digest, parent=parent)
+        return name
+
+    def add_version(
+        self,
+        name: str,
+        version: int,
+        path: Path,
+        digest: str,
+        *,
+        parent: str = BASE,
+        state: str = "registered",
+    ) -> None:
+        """The row of a version whose folder is there."""
         with self.database.write() as session:
             session.add(
                 AdapterRow(
@@ -173,12 +187,11 @@ class World:
                     path=str(path),
                     parent=parent,
                     run_id=None,
-                    state="registered",
+                    state=state,
                     reason=None,
                     created_at=self.clock.now,
                 )
             )
-        return name
 
     def told_at_registration(self, name: str, after: dict[str, Any]) -> None:
         """The audit row of a training run."""

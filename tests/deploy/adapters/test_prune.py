@@ -56,21 +56,7 @@ class Folders:
         work.rename(path)
         path.chmod(0o555)
         name = f"{MODEL}--v{version}-{digest[:12]}"
-        with self.world.database.write() as session:
-            session.add(
-                AdapterRow(
-                    name=name,
-                    model=MODEL,
-                    version=version,
-                    digest=digest,
-                    path=str(path),
-                    parent=parent,
-                    run_id=None,
-                    state=state,
-                    reason=None,
-                    created_at=self.world.clock.now,
-                )
-            )
+        self.world.add_version(name, version, path, digest, parent=parent, state=state)
         return name
 
     def promote(self, name: str) -> None:

@@ -16,6 +16,7 @@ from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
 from sidecar.relay.payload.peek import peek_request
 from sidecar.store.database import compress
 from sidecar.store.models import ChoiceRow, ExchangeRow
+from support.made_canary import made_canary
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -26,23 +27,12 @@ FAILED: dict[str, Any] = {"outcome": "upstream_error", "status": 502, "content":
 
 
 def ramping(champion: str = "base") -> Canary:
-    return Canary(
-        canary_id="c",
-        model="m",
+    return made_canary(
         candidate=CANARY,
         champion=champion,
-        phase="ramping",
-        paused=False,
-        reason=None,
-        step=0,
         steps=(2_000,),
-        salt="s",
         created_at=900.0,
         step_started_at=1_000.0,
-        stopped_s=0.0,
-        stopped_at=None,
-        ended_at=None,
-        generation=1,
     )
 
 

@@ -36,7 +36,13 @@ class FakePoster:
     posts: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     async def post(
-        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str]
+        self,
+        url: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        token: str = "",
+        headers: Mapping[str, str] = {},
     ) -> Reply:
         self.posts.append((url, json.loads(body), dict(headers)))
         if self.fails:

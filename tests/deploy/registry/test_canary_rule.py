@@ -9,7 +9,7 @@ import pytest
 
 from deploy.evidence.live import GUARDS, Guard, Live, Turn
 from deploy.evidence.quality import Quality
-from deploy.records import Canary, Phase
+from deploy.records import Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
     GateEvidence,
@@ -22,25 +22,9 @@ from deploy.registry.canary_rule import (
 )
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
+from support.made_canary import made_canary
 
-LOADING = Canary(
-    canary_id="c1",
-    model="m",
-    candidate="m--v2",
-    champion="m--v1",
-    phase="loading",
-    paused=False,
-    reason=None,
-    step=0,
-    steps=(2_000, 5_000),
-    salt="s",
-    created_at=0.0,
-    step_started_at=100.0,
-    stopped_s=0.0,
-    stopped_at=None,
-    ended_at=None,
-    generation=1,
-)
+LOADING = made_canary(phase="loading", steps=(2_000, 5_000), step_started_at=100.0)
 RATIOS: dict[str, float] = dict.fromkeys(GUARDS, 1.5)
 GATING = replace(LOADING, phase="gating")
 RAMPING = replace(LOADING, phase="ramping")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from deploy.evidence.quality import Group, Quality, add_group
-from deploy.records import Canary
 from deploy.registry.canary_rule import (
     ArmCounts,
     Decision,
@@ -21,6 +20,7 @@ from deploy.registry.canary_rule import (
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
 from deploy.registry.proof_rule import limits_of, proven
 from sidecar.settings import Canary as CanarySettings
+from support.made_canary import made_canary
 
 RULES = CanarySettings(
     gate_prompts=10,
@@ -32,24 +32,7 @@ RULES = CanarySettings(
     max_groups=400,
     evidence_max_s=1_000.0,
 )
-RAMPING = Canary(
-    canary_id="c1",
-    model="m",
-    candidate="m--v2",
-    champion="m--v1",
-    phase="ramping",
-    paused=False,
-    reason=None,
-    step=0,
-    steps=(5_000,),
-    salt="s",
-    created_at=0.0,
-    step_started_at=0.0,
-    stopped_s=0.0,
-    stopped_at=None,
-    ended_at=None,
-    generation=1,
-)
+RAMPING = made_canary()
 GATING = replace(RAMPING, phase="gating")
 
 

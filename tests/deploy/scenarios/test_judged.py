@@ -11,12 +11,12 @@ import pytest
 from deploy.canary.gate import Gate
 from deploy.evidence.live import Live, Turn
 from deploy.evidence.quality import Fault, Group, Quality, add_group
-from deploy.records import Canary
 from deploy.registry import proof_rule
 from deploy.registry.canary_rule import ArmCounts, Decision, Hold, Move, RampEvidence, decide
 from deploy.registry.proof_rule import limits_of, ratios_of
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import GateComparisonRow
+from support.made_canary import made_canary
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -25,24 +25,7 @@ if TYPE_CHECKING:
 RULES = CanarySettings(
     steps=(5_000,), step_min_s=10.0, step_min_exchanges=3, step_min_sessions=3, max_groups=600
 )
-CANARY = Canary(
-    canary_id="c1",
-    model="m",
-    candidate="m--v2",
-    champion="m--v1",
-    phase="ramping",
-    paused=False,
-    reason=None,
-    step=0,
-    steps=(5_000,),
-    salt="s",
-    created_at=0.0,
-    step_started_at=0.0,
-    stopped_s=0.0,
-    stopped_at=None,
-    ended_at=None,
-    generation=1,
-)
+CANARY = made_canary()
 
 
 def groups(
