@@ -21,6 +21,7 @@ LearnerError
 ├── CheckpointError (ValueError)        a checkpoint is damaged: begin the run anew
 ├── RanksDisagreeError (RuntimeError)   the processes of the run have not the same weights or files
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
+├── UnpublishedError (StoreError)       trained, and the store does not take it: it is resumed
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
 """
@@ -30,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from learner.records import Fault
+from sidecar.errors import StoreError
 
 
 class LearnerError(Exception):
@@ -131,6 +133,11 @@ class IncompleteAdapterError(LearnerError, ValueError):
 
 class RanksDisagreeError(LearnerError, RuntimeError):
     """The processes of a run have other weights, moments or files; nothing is registered."""
+
+
+class UnpublishedError(LearnerError, StoreError):
+    """A run is trained, and the store cannot be written; its row and its files stay, and the next
+    run goes on with it."""
 
 
 class RunInProgressError(LearnerError, RuntimeError):

@@ -1,8 +1,9 @@
 """A run that ends before its time and leaves what it has done to the next start.
 
-Two ways lead there. It was asked to stop (TERM: a deployment, a machine that is drained): nothing
+Three ways lead there. It was asked to stop (TERM: a deployment, a machine that is drained): nothing
 is at fault, and it counts towards no limit. Or another of its processes is gone: to the run that is
 what SIGKILL is to a run of one process, so it counts as a death (`learner.resume.rule`).
+Or it is trained, and the store could not be written for ten minutes: that is no fault of it either.
 
 The row stays `running`, its holder gives the lease back, and the groups stay claimed. What such
 runs have on disk is removed once they will not go on.
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from learner.errors import RankFailedError, RankLostError, RunStoppedError
+from learner.errors import RankFailedError, RankLostError, RunStoppedError, UnpublishedError
 from learner.explain import one_line
 from learner.resume.holder import Released, released
 from learner.resume.work_folder import CLAIMED, WorkFolder, work_folders
@@ -36,6 +37,8 @@ def how_left(error: BaseException, *, asked: bool) -> Released | None:
     """
     if asked and isinstance(error, RunStoppedError | RankLostError | RankFailedError):
         return "stopped"
+    if isinstance(error, UnpublishedError):
+        return "stopped"
     return "broken" if isinstance(error, RankLostError) else None
 
 
@@ -51,7 +54,8 @@ def leave(
     if how is None or work.read(CLAIMED) is None:
         return None
     faults = error.faults if isinstance(error, RankLostError) else {}
-    why = "asked to stop" if how == "stopped" else f"{type(error).__name__}: {one_line(error)}"
+    said = f"{type(error).__name__}: {one_line(error)}"
+    why = "asked to stop" if how == "stopped" and asked else said
     try:
         with database.write() as session:
             if not holds(session, work.run_id, token):

@@ -96,6 +96,20 @@ class Material:
             "judge_noise": {f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise},
         }
 
+    @property
+    def drops(self) -> str:
+        """How many groups were dropped, by reason, in words; empty when none was."""
+        return ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.left_out.values()).items()))
+
+    def why_nothing(self, fresh: int | None, needed: int) -> str:
+        """Return why a run learns nothing. fresh: groups that wait, when there may be too few."""
+        reason = (
+            f"{fresh} fresh scored groups wait, learner.min_groups is {needed}"
+            if fresh is not None and fresh < needed
+            else "no group was usable"
+        )
+        return f"{reason}; dropped: {self.drops}" if self.drops else reason
+
     def without(self, faults: Mapping[str, Fault]) -> Material:
         """Return the material without the groups that the trainer left out."""
         groups = tuple(g for g in self.selection.groups if g.group_id not in faults)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import structlog
 from sqlalchemy import select
 
 from ingest.records import ScoredGroup
+from learner.adapter_folder import CARD, CURVES, LINEAGE
 from learner.origin.base_digest import CACHE, base_digest, moments_digest
 from learner.origin.fingerprint import groups_digest, ids_digest
 from learner.origin.surroundings import code_version, library_versions, machine
+from learner.records import TrainingOutcome
+from learner.runs.lineage import build_lineage, render_card, render_lineage
 from learner.runs.material import Material
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
@@ -23,6 +27,39 @@ log = structlog.get_logger()
 
 FILTERS = ("max_age_versions", "min_groups", "max_groups", "min_spread", "pack_tokens")
 """Settings that decide which of the waiting groups a run takes."""
+
+
+def write_documents(
+    folder: Path,
+    database: Database,
+    settings: Settings,
+    run_id: str,
+    material: Material,
+    outcome: TrainingOutcome,
+    deaths: Sequence[Mapping[str, Any]],
+    *,
+    now: float,
+) -> None:
+    """Write the lineage and the card of a run beside the weights that it made.
+
+    deaths: where it was killed, and resumed. Raises: OSError, StoreError.
+    """
+    lineage = build_lineage(
+        run_id=run_id,
+        created_at=now,
+        model=settings.serving.model,
+        origin=origin_of(database, settings, material),
+        groups=material.scored,
+        dropped=material.left_out,
+        settings=settings.learner,
+        gates=material.selection.gates,
+        noise=material.noise,
+        outcome=outcome,
+        curves=CURVES if (folder / CURVES).is_file() else None,
+        resumed=deaths,
+    )
+    (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
+    (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
 
 
 def origin_of(database: Database, settings: Settings, material: Material) -> dict[str, Any]:

@@ -10,23 +10,58 @@ and where none is, the next run removes it (`unplace`).
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest
+from learner.errors import UnpublishedError
 from learner.records import Candidate
 from learner.resume.work_folder import WorkFolder, remove_folder, sync
+from sidecar.errors import StoreError
 from sidecar.store.models import AdapterRow, AuditRow
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 ACTOR = "learner"
+PUBLISH_S = 600.0
+"""How long a finished run asks a store that is locked or away."""
+PUBLISH_PAUSE_S = 1.0
 VERSIONS = 10**9
 """A version is smaller than this: a larger one is damage."""
+
+
+def when_free(
+    publish: Callable[[], T], *, run_id: str, files: Path, pause: Callable[[float], object]
+) -> T:
+    """Publish a finished run, which may have cost hours: ask a store that is locked or away again.
+
+    files: the run's unplaced folder; once it is gone, the attempt had placed it and is not
+        repeated. pause: sleeps this many seconds. Raises what stops the run.
+    Raises: UnpublishedError after `PUBLISH_S`; StoreError when it comes behind the placing.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return publish()
+        except StoreError as error:
+            if not files.exists():
+                raise
+            if time.monotonic() - began > PUBLISH_S:
+                raise UnpublishedError(
+                    f"{error}; the run is trained and not published: nothing is lost, the next one "
+                    "goes on with it once the store can be written"
+                ) from error
+            log.warning("publication_waits", run_id=run_id, error=str(error))
+        pause(PUBLISH_PAUSE_S)
 
 
 def find_published(session: Session, model: str, digest: str) -> Candidate | None:

@@ -12,9 +12,9 @@ newest checkpoint if nothing has changed that the weights depend on.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -22,7 +22,6 @@ from opentelemetry import trace
 from sqlalchemy.orm import Session
 
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
-from learner.adapter_folder import CARD, CURVES, LINEAGE
 from learner.errors import (
     AlteredParentError,
     NothingToLearnError,
@@ -39,10 +38,9 @@ from learner.runs import retry, source
 from learner.runs.blame import blame, blame_for_error
 from learner.runs.hold import check_hold
 from learner.runs.interrupted import leave, sweep, take_back
-from learner.runs.lineage import build_lineage, render_card, render_lineage
 from learner.runs.material import Material, claim, gather, gather_again, prints
-from learner.runs.origins import origin_of
-from learner.runs.publish import find_published, place, register, seal
+from learner.runs.origins import write_documents
+from learner.runs.publish import Sealed, find_published, place, register, seal, when_free
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,
@@ -233,7 +231,7 @@ class Run:
             material = material.without(outcome.faults)
             if not outcome.metrics:
                 self._skip(material)
-            candidate = self._publish(material, outcome, work)
+            candidate = self._publish(material, outcome, work, heartbeat)
             published = True
             return candidate
         except BaseException as error:
@@ -259,19 +257,8 @@ class Run:
         return material
 
     def _skip(self, material: Material, *, fresh: int | None = None) -> None:
-        """End the run without a result. Raises: NothingToLearnError, always.
-
-        fresh: number of waiting groups, when there may be too few.
-        """
-        needed = self._settings.learner.min_groups
-        reason = (
-            f"{fresh} fresh scored groups wait, learner.min_groups is {needed}"
-            if fresh is not None and fresh < needed
-            else "no group was usable"
-        )
-        drops = Counter(material.left_out.values())
-        if drops:
-            reason += "; dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(drops.items()))
+        """End the run without a result. Raises: NothingToLearnError, always."""
+        reason = material.why_nothing(fresh, self._settings.learner.min_groups)
         with self._database.write() as session:
             self._leave_out(session, material)
             end_run(
@@ -287,10 +274,8 @@ class Run:
         raise NothingToLearnError(reason)
 
     def _leave_out(self, session: Session, material: Material) -> None:
-        """Drop the claimed groups that were not trained on, or give them back for another attempt.
-
-        Groups that are dropped already are no longer claimed, and stay unchanged.
-        """
+        """Drop the claimed groups that were not trained on, or give them back for another attempt;
+        those that are dropped already stay unchanged."""
         again = {
             group_id: Fault(why, material.texts[group_id])
             for group_id, why in material.dropped.items()
@@ -303,28 +288,28 @@ class Run:
         final = {g: why for g, why in material.dropped.items() if g not in again}
         source.drop(session, self.run_id, final, before=CLAIMED_STATUS, texts=material.texts)
 
-    def _publish(self, material: Material, outcome: TrainingOutcome, work: WorkFolder) -> Candidate:
-        now, folder = self._clock(), work.adapter
-        lineage = build_lineage(
-            run_id=self.run_id,
-            created_at=now,
-            model=self._settings.serving.model,
-            origin=origin_of(self._database, self._settings, material),
-            groups=material.scored,
-            dropped=material.left_out,
-            settings=self._settings.learner,
-            gates=material.selection.gates,
-            noise=material.noise,
-            outcome=outcome,
-            curves=CURVES if (folder / CURVES).is_file() else None,
-            resumed=self.deaths,
-        )
-        (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
-        (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
-        model = self._settings.serving.model
-        sealed = seal(folder)
+    def _publish(
+        self, material: Material, outcome: TrainingOutcome, work: WorkFolder, heartbeat: Heartbeat
+    ) -> Candidate:
+        def pause(seconds: float) -> None:
+            self._stopping.wait(seconds)
+            self._check_stop(heartbeat)
+
+        def describe() -> Sealed:
+            now, deaths = self._clock(), self.deaths
+            described = (self._database, self._settings, self.run_id, material, outcome, deaths)
+            write_documents(work.adapter, *described, now=now)
+            return seal(work.adapter)
+
+        run_id, files = self.run_id, work.adapter
+        sealed = when_free(describe, run_id=run_id, files=files, pause=pause)
         work.write(PLACING, sealed.digest)
         share(self._settings, sealed.folder, sealed.digest)
+        publish = partial(self._register, material, outcome, sealed)
+        return when_free(publish, run_id=run_id, files=files, pause=pause)
+
+    def _register(self, material: Material, outcome: TrainingOutcome, sealed: Sealed) -> Candidate:
+        model = self._settings.serving.model
         with self._database.write() as session:
             # The write lock prevents a second publication of the same files while they move.
             candidate = find_published(session, model, sealed.digest)
@@ -341,7 +326,7 @@ class Run:
                     run_id=self.run_id,
                     sealed=sealed,
                     path=path,
-                    now=now,
+                    now=self._clock(),
                 )
             source.mark_trained(session, [g.group_id for g in material.selection.groups])
             self._leave_out(session, material)

@@ -699,6 +699,72 @@ def test_a_crash_between_folder_and_row_is_made_good(
     assert [row.name for row in versions(database)] == [candidate.adapter]
 
 
+def locked(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store refuses this many publications, as one does that is locked for too long."""
+    real, left = publish.find_published, iter(range(times))
+
+    def find(*given: Any) -> Any:
+        if next(left, None) is not None:
+            raise StoreError("database is locked")
+        return real(*given)
+
+    monkeypatch.setattr(train, "find_published", find)
+    monkeypatch.setattr(publish, "PUBLISH_PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_finished_run_waits_for_a_store_that_is_locked(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked(3, monkeypatch)
+
+    candidate = new_run().start()
+
+    assert [row.name for row in versions(database)] == [candidate.adapter]
+    assert run_row(database).status == "finished"
+    assert len(fake_trainer.jobs) == 1
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_store_that_stays_locked_leaves_the_run_to_be_resumed(
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        locked(10**6, patch)
+        patch.setattr(publish, "PUBLISH_S", 0.05)
+        with pytest.raises(StoreError, match=r"trained and not published.*goes on with it"):
+            new_run("r1").start()
+
+    assert run_row(database).status == "running"
+    assert statuses(database) == {"a": ("claimed", None), "b": ("claimed", None)}
+    (work,) = settings.learner.adapters_dir.glob(".run-*")
+    assert (work / "claimed.json").is_file()
+
+    clock.now += 3600
+    resumed = new_run("r2")
+    candidate = resumed.start()
+
+    assert resumed.run_id == "r1"
+    assert [row.name for row in versions(database)] == [candidate.adapter]
+    assert statuses(database) == {"a": ("trained", None), "b": ("trained", None)}
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_waits_for_the_store_can_be_stopped(
+    new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked(10**6, monkeypatch)
+    run = new_run()
+    threading.Timer(0.1, run.stop).start()
+
+    with pytest.raises(RunStoppedError):
+        run.start()
+
+
 @pytest.mark.usefixtures("two_groups")
 def test_others_write_while_the_adapter_is_hashed_and_synced(
     new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
