@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.admin.app import create_app, create_routes
 from deploy.admin.context import AdminContext
+from deploy.page.changed import Watchers
 from deploy.page.changing import changing_views
 from deploy.page.desk import Desk, with_headers
 from deploy.page.overview import overview_views
@@ -30,6 +31,7 @@ _KEEP: Final = "public, max-age=31536000, immutable"
 PAGES: Final[tuple[tuple[str, str, str, AdminScope | None], ...]] = (
     ("GET", "/", "whole", "read"),
     ("GET", "/live", "live", "read"),
+    ("GET", "/changed", "changed", "read"),
     ("POST", "/seen", "seen", "read"),
     ("GET", "/canaries", "canaries", "read"),
     ("GET", "/canaries/{canary_id}", "canary", "read"),
@@ -76,6 +78,7 @@ def create_page(context: AdminContext) -> Starlette:
         **changing,
         "steer_canary": changing["canary"],
         "canary": record_views(desk)["canary"],
+        "changed": Watchers(context.database).view,
     }
 
     async def static(request: Request) -> Response:

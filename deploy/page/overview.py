@@ -25,12 +25,16 @@ LOOKED: Final = "sidecar_admin_looked"
 """Cookie of the last visit."""
 NEWEST = 200
 """Audit rows and canaries that are read."""
+LIVE_S = 5
+"""Seconds after which an open page asks for its live part, told of a change or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     """What the first screen shows."""
 
+    seq: int
+    """`seq` of the newest row of the audit that is shown."""
     status: StatusOut
     headline: str
     looked: Looked
@@ -47,7 +51,7 @@ class Overview:
 def overview_views(desk: Desk) -> dict[str, View]:
     async def whole(asked: Asked) -> Response:
         found = await _read(desk, asked, looks=True)
-        response = desk.html(asked, "overview.html", found=found, tag=_tag(desk, asked, found))
+        response = _show(desk, asked, "overview.html", found, _tag(desk, asked, found))
         _remember(response, found.looked)
         return response
 
@@ -57,7 +61,7 @@ def overview_views(desk: Desk) -> dict[str, View]:
         tag = _tag(desk, asked, found)
         if asked.query.get("tag") == tag:
             return Response(status_code=204)
-        return desk.html(asked, "live.html", found=found, tag=tag)
+        return _show(desk, asked, "live.html", found, tag)
 
     async def seen(asked: Asked) -> Response:
         lost = lost_captures(await asked.ask.get(FunnelOut, "funnel"))
@@ -83,9 +87,10 @@ async def read_figures(desk: Desk, request: Request, canary: CanaryOut | None) -
 
 async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     ask, now = asked.ask, asked.now
+    # First: a change that comes while the others are read is told to the page again.
+    audit = await ask.get(Page[AuditOut], "audit", limit=NEWEST)
     status = await ask.get(StatusOut, "status")
     funnel = await ask.get(FunnelOut, "funnel")
-    audit = await ask.get(Page[AuditOut], "audit", limit=NEWEST)
     canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
     evidence = await read_figures(desk, asked.request, status.canary)
     lost = lost_captures(funnel)
@@ -97,6 +102,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
         waits = step_waits_for(status.canary, evidence, desk.context.rules)
     rows = audit.items
     return Overview(
+        seq=rows[0].seq if rows else 0,
         status=status,
         headline=headline(
             status,
@@ -120,9 +126,13 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     )
 
 
+def _show(desk: Desk, asked: Asked, template: str, found: Overview, tag: str) -> Response:
+    return desk.html(asked, template, found=found, tag=tag, live_s=LIVE_S)
+
+
 def _tag(desk: Desk, asked: Asked, found: Overview) -> str:
     """Name what the live part shows, so that an unchanged one is not sent again."""
-    shown = desk.html(asked, "live.html", found=found, tag="")
+    shown = _show(desk, asked, "live.html", found, "")
     assert isinstance(shown, HTMLResponse)
     return hashlib.sha256(bytes(shown.body)).hexdigest()[:16]
 

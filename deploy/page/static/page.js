@@ -1,5 +1,6 @@
 "use strict";
-// Draws the charts, and says when control does not answer. Everything works without it, but for both.
+// Draws the charts, asks for the live part as soon as something changed, and says when control does not answer. Without it the
+// pages work, but for the charts.
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -96,8 +97,34 @@ function sayOffline(away) {
   if (banner) banner.hidden = !away;
 }
 
+// Only a page that is looked at holds a connection: a browser opens six to a host, and shares them among its windows.
+function watchChanges() {
+  const live = document.getElementById("live");
+  if (!live) return;
+  let source = null, seen = live.dataset.seq;
+  const close = () => {
+    if (source) source.close();
+    source = null;
+  };
+  const look = () => {
+    if (document.hidden) close();
+    else if (!source) {
+      source = new EventSource("/changed?after=" + seen);
+      source.addEventListener("changed", (event) => {
+        seen = event.data;
+        htmx.trigger(document.body, "changed");
+      });
+    }
+  };
+  document.addEventListener("visibilitychange", look);
+  window.addEventListener("pagehide", close);
+  window.addEventListener("pageshow", look);
+  look();
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   drawCharts();
+  watchChanges();
   let waiting = 0;
   window.addEventListener("resize", () => {
     clearTimeout(waiting);
