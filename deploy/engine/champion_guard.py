@@ -17,9 +17,9 @@ import structlog
 
 from deploy.engine.reconcile import EngineView
 from deploy.registry import audit, versions
-from deploy.registry.rollback import rollback
+from deploy.registry.rollback import roll_back_in
 from sidecar.records import BASE
-from sidecar.store.database import Database, count
+from sidecar.store.database import Database
 
 log = structlog.get_logger()
 
@@ -69,17 +69,18 @@ class ChampionGuard:
         if previous in (BASE, champion) or not has_it:
             return False  # nothing better than the base, which answers already
         why = f"no vLLM can serve {champion}: {view.refused.get(champion, 'it is not loaded')}"
-        done = rollback(
-            self._database,
-            self._model,
-            to=previous,
-            reason=why,
-            actor=audit.CONTROL,
-            now=now,
-            ban=False,
-        )
         with self._database.write() as session:
-            count(session, "canary", "automatic_rollback")
+            if versions.aliases_of(session, self._model) != aliases:
+                return False  # somebody moved them meanwhile
+            done = roll_back_in(
+                session,
+                self._model,
+                to=previous,
+                reason=why,
+                actor=audit.CONTROL,
+                now=now,
+                ban=False,
+            )
         log.error("rolled_back_by_itself", before=done.before, after=done.after, reason=why)
         self._missing = None
         self._on_change()

@@ -172,7 +172,6 @@ class MetricChecks:
                 ban=False,
             )
             bans.ban(session, canary.candidate, now=now, actor=audit.CONTROL, reason=reason)
-            count(session, "canary", "automatic_rollback")
         log.error("rolled_back_by_itself", before=done.before, after=done.after, reason=broken)
         self._on_change()
 

@@ -115,7 +115,8 @@ def roll_back_in(
             paused = flags.set_paused(
                 session, True, now=now, actor=actor, reason=f"rollback: {reason}"
             )
-        count(session, "canary", "operator_rollback")
+        by = "automatic" if actor == audit.CONTROL else "operator"
+        count(session, "canary", f"{by}_rollback")
         audit.record(
             session,
             now=now,
