@@ -64,6 +64,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "canary": {
         "steps": [4000, 8000],
         "step_min_s": 4.0,
+        "turn_wait_s": 0.0,
         "step_min_exchanges": 4,
         "step_min_sessions": 2,
         # A proof takes hundreds of judged groups, and this has minutes: a mean over eight prompts

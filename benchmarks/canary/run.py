@@ -28,8 +28,8 @@ from deploy.evidence.live import GUARDS
 from sidecar.settings import Canary as CanarySettings
 
 STEPS = (500, 1_000, 2_500, 5_000)
-RULES = CanarySettings(steps=STEPS, step_min_s=600.0)
-PLAIN = CanarySettings(steps=(2_000, 5_000))
+RULES = CanarySettings(steps=STEPS, step_min_s=600.0, turn_wait_s=0.0)  # replies take no time
+PLAIN = CanarySettings(steps=(2_000, 5_000), turn_wait_s=0.0)
 SESSIONS = 100
 """Sessions of a canary of which 30% of the turns fail, within which it must be stopped."""
 LOW_BASE = 0.02

@@ -44,6 +44,7 @@ BASIC: Mapping[str, Mapping[str, Any]] = {
 PROVEN: Mapping[str, Any] = {
     "steps": [2_000, 5_000],
     "step_min_s": 10.0,
+    "turn_wait_s": 0.0,
     "gate_prompts": 20,
     "gate_min_prompts": 20,
     "gate_answers": 1,

@@ -26,6 +26,7 @@ from deploy.admin.out import (
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
+from deploy.registry.canary_rule import step_least_s
 from sidecar.settings import Canary as CanarySettings
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class CanaryOut(Out):
     @classmethod
     def of(cls, canary: Canary, rules: CanarySettings) -> CanaryOut:
         running = canary.phase == "ramping" and canary.stopped_at is None
-        least_s = 0.0 if canary.step_waived else rules.step_min_s
+        least_s = 0.0 if canary.step_waived else step_least_s(rules)
         earliest = canary.step_started_at + canary.stopped_s + least_s
         return cls(
             canary_id=canary.canary_id,

@@ -195,7 +195,7 @@ class Controller:
                 session, canary, step_min_exchanges=rules.step_min_exchanges
             )
             quality = self._judged.read(session, canary, open_from=open_from)
-            live, behind = self._turns.read(session, canary)
+            live, behind = self._turns.read(session, canary, self._clock())
         evidence = replace(
             counts,
             guards=live.guards,

@@ -1,8 +1,15 @@
 """Read users' turns of a ramp from the `exchange` table, for `deploy.evidence.live`.
 
-Each tick reads the exchanges that the store took since the last one, in their order (`seq`). A
-process that starts again reads the ramp's exchanges from the first one, and ends in the same state.
-What is read in one tick is bounded, so a long ramp is caught up with over several.
+Each tick reads the exchanges that the store took since the last one, in the order of the table
+(`seq`), which is that in which replies ended. They are counted in the order in which requests
+began: the next one that begins is the canary's with the probability of its weight, but the next one
+that ends is more often that of the faster arm. So each waits `canary.turn_wait_s` from its
+beginning, until those that began before it have ended. A request that takes longer counts when it
+ends, and is counted as late: left out, an adapter that hangs would show nothing.
+
+The order follows from the rows alone (`counts_at`), so a process that starts again reads the ramp's
+exchanges from the first one and ends in the same state. What is read in one tick is bounded, so a
+long ramp is caught up with over several.
 
 The unit is `session_key`, what the proxy hashed to choose the arm, and not the session that ingest
 finds later: two conversations that open alike share an arm. A request counts for the arm that it
@@ -15,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import structlog
@@ -37,6 +45,11 @@ log = structlog.get_logger()
 
 PAGE = 500
 """Exchanges of one kind that are read at once."""
+MOST_HELD = 50_000
+"""Turns that wait for earlier ones; beyond it the oldest wait no longer, and count as late."""
+COMMIT_S = 5.0
+"""Longest time from an exchange's `stored_at` to when it can be read, in seconds; part of the
+wait."""
 PAGES = 4
 """Most pages of one tick: reading a page with its texts takes tens of milliseconds."""
 
@@ -53,6 +66,7 @@ class _Row(NamedTuple):
     status: int
     fallback_from: str
     started_at: float
+    stored_at: float
 
     @property
     def failed(self) -> bool:
@@ -76,20 +90,47 @@ class LiveTurns:
         """Which ramp the state is of: another salt assigns other sessions."""
         self._live = Live(ratios_of(rules))
         self._mark = 0
+        self._held: list[tuple[float, float, int, Turn]] = []
+        """Turns that wait: when they count, when they began, `seq`."""
 
-    def read(self, session: Session, canary: Canary) -> tuple[Live, bool]:
-        """Read what is new. Returns: the state, and True while more waits to be read."""
+    def read(self, session: Session, canary: Canary, now: float) -> tuple[Live, bool]:
+        """Read what is new, and count what has waited long enough.
+
+        now: Unix seconds. Returns: the state, and True while more waits to be read from the store.
+        """
         of = (canary.canary_id, canary.salt, canary.ramp_began_at)
         if of != self._of:
             self._of, self._mark = of, canary.ramp_after_seq
-            self._live = Live(ratios_of(self._rules))
+            self._live, self._held = Live(ratios_of(self._rules)), []
+        wait_s = self._rules.turn_wait_s
         for _ in range(PAGES):
             rows, full = _page(session, canary, self._mark)
-            self._live.read(_turns(session, canary, rows))
+            self._held += _turns(session, canary, rows, max(0.0, wait_s - COMMIT_S))
             self._mark = max(self._mark, rows[-1].seq if rows else 0)
             if not full:
+                self._count(until=now - wait_s)
                 return self._live, False
+            # What is not read yet was stored no earlier than the newest row of a full page.
+            stored = [row.stored_at for row in rows if _is_number(row.stored_at)]
+            self._count(until=min(now, stored[-1] if stored else 0.0) - wait_s)
         return self._live, True
+
+    def _count(self, *, until: float) -> None:
+        held = sorted(self._held, key=lambda one: one[:3])
+        due = sum(one[0] <= until for one in held)
+        self._live.read(turn for *_, turn in held[:due])
+        too_many = max(due, len(held) - MOST_HELD)
+        self._live.read(replace(turn, late=True) for *_, turn in held[due:too_many])
+        self._held = held[too_many:]
+
+
+def counts_at(started_at: float, stored_at: float, grace_s: float) -> float:
+    """Return the time by which a turn has its place among the others, Unix seconds.
+
+    It is its beginning; for one that was stored later than `grace_s` after that, `grace_s` before
+    it was stored. Nor is it later than `grace_s` after it was stored, if a proxy's clock is ahead.
+    """
+    return min(max(started_at, stored_at - grace_s), stored_at + grace_s)
 
 
 def _page(session: Session, canary: Canary, mark: int) -> tuple[list[_Row], bool]:
@@ -126,7 +167,9 @@ def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]
     ]
 
 
-def _turns(session: Session, canary: Canary, rows: Sequence[_Row]) -> list[Turn]:
+def _turns(
+    session: Session, canary: Canary, rows: Sequence[_Row], grace_s: float
+) -> list[tuple[float, float, int, Turn]]:
     rows = [row for row in rows if _counts(row, canary)]
     whole = [row.exchange_id for row in rows if not row.failed and not row.cut]
     flaws = _flaws(session, whole)
@@ -136,14 +179,21 @@ def _turns(session: Session, canary: Canary, rows: Sequence[_Row]) -> list[Turn]
         weight = row.propensity if row.arm == "canary" else 1.0 - row.propensity
         kind = "failed" if row.failed else "cut" if row.cut else None
         bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
-        turns.append(Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad))
+        late = row.stored_at - row.started_at > max(grace_s, COMMIT_S)
+        turn = Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad, late=late)
+        at = counts_at(row.started_at, row.stored_at, grace_s)
+        turns.append((at, row.started_at, row.seq, turn))
     return turns
 
 
 def _counts(row: _Row, canary: Canary) -> bool:
-    numbers = (row.started_at, row.propensity)
-    known = all(isinstance(one, int | float) for one in numbers)  # else damaged: of no time or arm
+    numbers = (row.started_at, row.stored_at, row.propensity)
+    known = all(_is_number(one) for one in numbers)  # else damaged: of no time or arm
     return known and row.started_at >= canary.ramp_began_at
+
+
+def _is_number(stored: object) -> bool:
+    return isinstance(stored, int | float)
 
 
 def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozenset[str]]:

@@ -1,10 +1,11 @@
 """What users' sessions say of a candidate: guards, and whether traffic is split as it should be.
 
 The unit is what is assigned: the sessions of one assignment key share an arm, so they are one unit
-however many requests they hold. Two kinds of e-processes read the units in the order in which they
-first tell something. Both condition on the unit and ask only which arm it met, whose probability is
-the stored propensity `w`. So they hold while the weight of the canary grows, while the rate of bad
-replies drifts, and when both arms fail together.
+however many requests they hold. Two kinds of e-processes read the units in the order in which their
+requests began: in the order in which they end, the faster arm comes first. Both condition on the
+unit and ask only which arm it met, whose probability is the stored propensity `w`. So they hold
+while the weight of the canary grows, while the rate of bad replies drifts, and when both arms fail
+together.
 
 - A guard counts a unit at its first bad turn of that kind, and once more if that is the first turn
   of all. If the candidate's rate is at most `ratio` times the champion's, such a unit is the
@@ -58,6 +59,8 @@ class Turn:
     """Probability of that, as the proxy stored it, 0..1."""
     bad: frozenset[str] = frozenset()
     """Guards that it is bad for."""
+    late: bool = False
+    """True when it took so long that later ones were counted before it."""
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class GuardState:
 
 
 class Live:
-    """Reads the turns of one ramp, in the order in which the store has them.
+    """Reads the turns of one ramp, in the order in which they began.
 
     It remembers the units; a process that starts again reads the turns again and ends in the same
     state, to the last bit.
@@ -87,11 +90,13 @@ class Live:
         """Against "units are split by the weight"."""
         self.canary_units = 0
         self.champion_units = 0
+        self.late = {"canary": 0, "champion": 0}
+        """Turns that took so long that later ones were counted before them."""
         self.unread = 0
         """Turns of units beyond `MOST_UNITS`."""
 
     def read(self, turns: Iterable[Turn]) -> None:
-        """Read turns in the order of the store. One whose arm was certain says nothing."""
+        """Read turns in the order of their beginning. One whose arm was certain says nothing."""
         for turn in turns:
             if 0.0 < turn.weight < 1.0:
                 self._read(turn)
@@ -102,6 +107,7 @@ class Live:
         return self.split.peak
 
     def _read(self, turn: Turn) -> None:
+        self.late["canary" if turn.canary else "champion"] += turn.late
         # Two units with one hash would count as one: among 200,000, once in a billion ramps.
         unit = hash(turn.unit)
         met = self._met.get(unit)

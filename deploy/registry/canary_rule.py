@@ -17,8 +17,8 @@ In plain words:
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
    groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in
    a row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
-   cannot be asked. A step ends
-   after `step_min_s`, `step_min_exchanges` and `step_min_sessions`; while the newest
+   cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges` and
+   `step_min_sessions`; while the newest
    `BREAKER_FAILURES` requests all met an unknown adapter, it does not end. A step that reaches
    `step_max_s` first is inconclusive. An operator may waive what a step must last and see
    (`skip-step`), and nothing else. After the last step the candidate is promoted, if the groups
@@ -181,6 +181,15 @@ def load_wait_s(failures: int) -> float:
     return LOAD_WAITS.wait_s(failures)
 
 
+def step_least_s(rules: CanarySettings) -> float:
+    """Return how long a step lasts at least, in seconds.
+
+    The guards see a request `turn_wait_s` after it began, and must have seen `step_min_s` of the
+    step.
+    """
+    return rules.step_min_s + rules.turn_wait_s
+
+
 def elapsed_s(canary: Canary, now: float) -> float:
     """Return the seconds since the phase or step began, without those in which its clock stopped.
 
@@ -287,7 +296,7 @@ def _after_ramping(
     enough = (
         seen >= rules.step_min_exchanges
         and evidence.sessions >= rules.step_min_sessions
-        and spent_s >= rules.step_min_s
+        and spent_s >= step_least_s(rules)
     )
     if (enough or canary.step_waived) and not missing and not evidence.behind:
         unseen = _unseen(canary, evidence, rules)

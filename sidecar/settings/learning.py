@@ -151,6 +151,9 @@ class Canary(Section):
     """Chance of holding a canary for a wrong split of traffic that is right."""
     guard_ratio: Annotated[float, Between(1, 100, "1 accepts no more than the champion has")] = 1.5
     """Bad sessions that a guard accepts, as a multiple of the champion's."""
+    turn_wait_s: Annotated[float, Between(0, 86_400, "guards see nothing earlier", "s")] = 120.0
+    """How long a user's request waits, from its beginning, for those that began before it to end:
+    guards count requests in the order of their beginning. Longer than nearly all replies take."""
     gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 40
     """Held-out prompts on which candidate, champion and anchor are compared before the ramp."""
     gate_answers: Annotated[

@@ -369,6 +369,7 @@ def rules() -> CanarySettings:
         gate_timeout_s=100.0,
         steps=(2_000, 5_000),
         step_min_s=10.0,
+        turn_wait_s=0.0,
         step_min_exchanges=3,
         step_min_sessions=1,
         step_max_s=1_000.0,

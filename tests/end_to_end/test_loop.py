@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "canary": {
         "steps": [5000, 8000],
         "step_min_s": 4.0,
+        "turn_wait_s": 0.0,
         "promote_on": "quick",
         "step_min_exchanges": 3,
         "step_min_sessions": 1,

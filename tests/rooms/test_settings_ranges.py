@@ -214,6 +214,10 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[canary]\ngate_answers = 0", "setting canary.gate_answers: 0 is out of range; give 1 to"),
         ("[canary]\ngate_min_prompts = 41", "setting canary.gate_min_prompts is 41 and canary.gat"),
         ("[canary]\nstep_min_s = 100\nstep_max_s = 50", "setting canary.step_min_s is 100 and can"),
+        (
+            "[canary]\nturn_wait_s = 100\nstep_max_s = 150",
+            "setting canary.turn_wait_s is 100; with",
+        ),
         ("[learner]\nalpha = 0", "setting learner.alpha: 0 is out of range; give 1 to 65536"),
         ("[learner]\nrank = 32", "setting learner.rank is 32 and serving.max_lora_rank is 16"),
         (

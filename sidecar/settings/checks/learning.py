@@ -67,6 +67,13 @@ def canary(settings: Settings) -> Iterator[Problem]:
             f"is {rules.step_min_s:g} and canary.step_max_s is {rules.step_max_s:g}, so every "
             "step would end inconclusive; give no more than that",
         )
+    elif rules.step_min_s + rules.turn_wait_s > rules.step_max_s:
+        yield (
+            ("canary", "turn_wait_s"),
+            f"is {rules.turn_wait_s:g}; with canary.step_min_s, {rules.step_min_s:g}, it is over "
+            f"canary.step_max_s, {rules.step_max_s:g}, so every step would end inconclusive before "
+            "the guards have seen it; give less",
+        )
 
 
 def useless_group_settings(settings: Settings) -> Iterator[Problem]:

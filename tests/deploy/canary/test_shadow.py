@@ -43,6 +43,7 @@ def rules() -> CanarySettings:
         max_groups=60,
         steps=(2_000, 5_000),
         step_min_s=10.0,
+        turn_wait_s=0.0,
         step_min_exchanges=3,
         step_min_sessions=3,
         step_max_s=1_000.0,
@@ -394,6 +395,6 @@ def _state(controller: Controller, world: World, name: str) -> tuple[Any, Any, A
     assert isinstance(turns, LiveTurns)
     with world.database.read() as session:
         quality = judged_state.read(session, canary, open_from=None)
-        live, behind = turns.read(session, canary)
+        live, behind = turns.read(session, canary, world.clock.now)
     assert not behind
     return quality, dict(live.guards), live.split

@@ -57,6 +57,7 @@ RULES: dict[str, Any] = {
     "groups_per_hour": 0,
     "steps": [2_000, 5_000],
     "step_min_s": 0.0,
+    "turn_wait_s": 0.0,
     "step_min_exchanges": 4,
     "step_min_sessions": 4,
     "poll_s": 0.02,
@@ -476,7 +477,7 @@ def evidence_is_that_of_a_replay(world: World, new: str, values: Mapping[str, An
     rules, canary, kept = CanarySettings(**values), world.canary(new), world.evidence(new)
     with world.database.read() as session:
         quality = Judged(rules).read(session, canary, open_from=None)
-        live, behind = LiveTurns(rules).read(session, canary)
+        live, behind = LiveTurns(rules).read(session, canary, time.time())
     replayed = json.loads(json.dumps(quality_facts(quality, canary.proven, rules)))
     assert kept["quality"] == replayed
     if "guards" in kept:

@@ -181,6 +181,15 @@ def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> 
     )
 
 
+def test_a_step_lasts_until_the_guards_have_seen_its_time(rules: CanarySettings) -> None:
+    """Requests count `turn_wait_s` after they began."""
+    slow = rules.model_copy(update={"turn_wait_s": 50.0})
+    enough = ramp(arm(3), arm(9))
+
+    assert isinstance(decide(RAMPING, enough, slow, 159.9), Hold)
+    assert isinstance(decide(RAMPING, enough, slow, 160), Move)
+
+
 def test_a_skipped_step_ends_without_time_and_sessions_but_not_before_its_exchanges_are_read(
     rules: CanarySettings,
 ) -> None:

@@ -27,6 +27,7 @@ RULES = CanarySettings(
     gate_min_prompts=4,
     steps=(5_000,),
     step_min_s=10.0,
+    turn_wait_s=0.0,
     step_min_exchanges=3,
     step_min_sessions=3,
     max_groups=400,

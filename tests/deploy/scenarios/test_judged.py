@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from tests.deploy.scenarios.conftest import Stage
 
 RULES = CanarySettings(
-    steps=(5_000,), step_min_s=10.0, step_min_exchanges=3, step_min_sessions=3, max_groups=600
+    steps=(5_000,),
+    step_min_s=10.0,
+    turn_wait_s=0.0,
+    step_min_exchanges=3,
+    step_min_sessions=3,
+    max_groups=600,
 )
 CANARY = made_canary()
 
