@@ -239,6 +239,8 @@ async def _run(
         model=model,
         rules=settings.canary,
         judge=settings.judge,
+        groups=settings.groups,
+        most_pending_groups=settings.most_pending_groups,
         fleet=fleet,
         watch=settings.watch,
         hooks=tuple(settings.notify.hooks),

@@ -12,8 +12,8 @@ from deploy.engine.reconcile import EngineView
 from deploy.examiner import Examiner
 from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Groups, Watch
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings import Watch
 from sidecar.store.database import Database
 
 
@@ -37,6 +37,10 @@ class AdminContext:
     """Names of the web hooks."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     """Has the budgets of the judges."""
+    groups: Groups = field(default_factory=Groups)
+    """Has the budgets of sampling."""
+    most_pending_groups: int = 256
+    """Groups that may wait before no new one begins."""
     loops: Callable[[], Mapping[str, LoopView]] = dict
     """Returns the state of the control process's loops, by name."""
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, Field
 
 from deploy.admin.evidence.out import ApprovalOut, HookOut, MetricOut
+from deploy.admin.limits.out import BudgetOut, PileUpOut
 from deploy.admin.out import (
     BusOut,
     FeedbackOut,
@@ -384,6 +385,10 @@ class StatusOut(Out):
     """Empty when the settings name none."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
+    pile_up: PileUpOut | None = None
+    """Why no new group begins; null while there is room."""
+    budgets: list[BudgetOut] = Field(default_factory=list)
+    """The budgets of sampling and of judges, by the settings of control."""
     dead_letters: int = 0
     """Number of records that could not be stored, since the store was made."""
     token_check: str

@@ -15,6 +15,7 @@ from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
 from deploy.admin.evidence.out import ComparisonOut, EvidenceOut, HookOut
 from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
+from deploy.admin.limits import read as limits
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
@@ -100,7 +101,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             aliases = versions.aliases_of(session, model)
             table = routing_writer.current(session, model)
             canary, queued = canaries.active(session, model), canaries.queued(session, model)
-            groups = groups_by_status(read_funnel(session, model).stages)
+            funnel, now = read_funnel(session, model), context.clock()
+            groups = groups_by_status(funnel.stages)
             return StatusOut(
                 model=model,
                 champion=aliases.get("champion", BASE),
@@ -136,7 +138,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
-                judge=_judge(session, _for_the_judge(session, groups), context.clock()),
+                judge=_judge(session, _for_the_judge(session, groups), now),
                 gate_judge=None
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
@@ -146,7 +148,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     HookOut.of(name, state)
                     for name, state in read_states(session, context.hooks).items()
                 ],
-                sampling=_sampling(session, context.clock()),
+                sampling=_sampling(session, now),
+                pile_up=limits.pile_up(session, context, funnel),
+                budgets=limits.budgets(session, context, now),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
                 token_check=_token_check(session),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.cli.learning.budgets import Budget, budget_lines
 from deploy.cli.learning.judges import (
     GateJudge,
     Judge,
@@ -106,6 +107,11 @@ class Trouble(msgspec.Struct):
     until: float | None
 
 
+class PileUp(msgspec.Struct):
+    why: str
+    to_do: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -130,6 +136,8 @@ class Status(msgspec.Struct, kw_only=True):
     verifiers: list[Verifier] = []
     hooks: list[HookTold] = []
     sampling: Trouble | None = None
+    pile_up: PileUp | None = None
+    budgets: list[Budget] = []
     dead_letters: int = 0
     token_check: str
     feedback: dict[str, int] = {}
@@ -164,7 +172,9 @@ def status_lines(
         *_told(status.feedback, status.signals),
         *_bus(status.bus, now),
         *_dead_letters(status.dead_letters),
+        *_pile_up(status.pile_up),
         *_sampling(status.sampling, now),
+        *budget_lines(status.budgets),
         *judge_lines(status.judge, status.judge_noise, now),
         *gate_judge_lines(status.gate_judge),
         *verifier_lines(status.verifiers, now),
@@ -331,6 +341,12 @@ def _sampling(trouble: Trouble | None, now: float) -> Iterator[str]:
         return
     until = "" if trouble.until is None else f", until {shown_time(trouble.until, now)}"
     yield f"Sampling: waits since {shown_time(trouble.since, now)}{until}: {trouble.why}"
+
+
+def _pile_up(pile: PileUp | None) -> Iterator[str]:
+    if pile is not None:
+        yield f"Selection: {pile.why}."
+        yield f"  What to do: {pile.to_do}."
 
 
 def _retention(retention: Retention | None, now: float) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deploy.funnel.pile_up import PileUp
 from deploy.funnel.read import Funnel
 from deploy.funnel.stages import Name
 from deploy.preflight.findings import Finding
@@ -57,6 +58,8 @@ class StoreFacts:
     waiting_for_verifiers: Mapping[str, int] = field(default_factory=dict)
     """Groups that wait for a verifier, by its name."""
     learner_paused: bool = False
+    pile_up: PileUp | None = None
+    """Why no new group begins; None while there is room."""
     run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None
     """Name, state and reason of the newest adapter."""

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from deploy.doctor.bounded import run_checks
 from deploy.doctor.facts import Facts, StoreFacts
 from deploy.doctor.recent import newest_adapter, newest_run, read_recent
+from deploy.funnel.pile_up import read_pile_up
 from deploy.funnel.read import read_funnel
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
@@ -151,8 +152,11 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
             )
         with database.read() as session:
             canary = canaries.active(session, model)
+            funnel = read_funnel(session, model)
+            most = settings.most_pending_groups
             return StoreFacts(
-                funnel=read_funnel(session, model),
+                funnel=funnel,
+                pile_up=read_pile_up(session, model, funnel, most=most),
                 bus=read_state(session),
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 judge=read_judge_state(session) if settings.judge.model else None,

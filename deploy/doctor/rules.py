@@ -7,13 +7,14 @@ first: nothing reaches the later stages before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
 from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
 from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
 from deploy.doctor.verifiers import failing_verifiers
+from deploy.funnel.pile_up import said, to_do
 from deploy.funnel.stages import STAGES, Name, Stage
 from deploy.preflight.verifiers import CAUSE as VERIFIER
 from ingest.judge_watch.advice import advice_on
@@ -49,6 +50,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
         *(_of_store(facts, facts.store) if facts.store is not None else ()),
         *_schedule(facts),
     ]
+    found += _pile_up(facts, {one.stage for one in found})
     first: dict[tuple[str, str], Diagnosis] = {}
     for one in found:
         first.setdefault((one.stage, one.cause), one)
@@ -132,6 +134,15 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _groups(facts, store)
     yield from _run(store)
     yield from _serving(facts, store)
+
+
+def _pile_up(facts: Facts, stopped: Collection[str]) -> Iterator[Diagnosis]:
+    """Yield that no new group begins, unless what the waiting groups wait for is named already."""
+    pile = facts.store.pile_up if facts.store is not None else None
+    if pile is not None and pile.where not in stopped:
+        yield Diagnosis(
+            stage="selection", cause="pile_up", text=said(pile), to_do=to_do(pile.where)
+        )
 
 
 def _captures(stage: Stage) -> Iterator[Diagnosis]:

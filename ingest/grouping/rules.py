@@ -32,7 +32,7 @@ def rules_of(settings: Settings) -> Rules:
         settle_s=settings.groups.settle_s,
         max_groups_per_session=settings.groups.max_groups_per_session,
         session_window_s=settings.groups.session_window_s,
-        max_pending_groups=settings.groups.max_pending_groups,
+        max_pending_groups=settings.most_pending_groups,
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),

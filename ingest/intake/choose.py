@@ -29,6 +29,7 @@ from ingest.grouping.selection import (
     select,
     turn_of,
 )
+from ingest.intake.pending import count_pending
 from ingest.intake.same_prompt import find_same_prompts
 from ingest.intake.standing import counts_by_keys, features_in, keys_of
 from ingest.sampling.candidates import all_identical
@@ -46,7 +47,6 @@ from ingest.store.exchanges import (
 from ingest.store.groups import (
     append_answers,
     count_by_session,
-    count_pending,
     mark_sampled,
     save_group,
     set_aside,

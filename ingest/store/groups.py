@@ -8,7 +8,7 @@ both hold a group, the first to finish wins, and the other gets False. Each chan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -303,27 +303,6 @@ def _judged(session: Session, answer: AnswerRow, score: float, explanation: str)
     answer.explanation = keyring_of(session).seal_text(
         explanation, answer_place(answer.group_id, answer.index, "explanation")
     )
-
-
-def count_pending(
-    session: Session, live_adapters: Collection[str], *, most: int | None = None
-) -> int:
-    """Count the groups that wait for candidates, the judge or the learner, or are being trained on.
-
-    most: counting ends there, because groups of best-of-N requests may wait without limit; None:
-        all are counted.
-
-    live_adapters: a group at the learner counts only when one of these sampled it. A group of an
-        older adapter may be too stale to be trained on, and must not keep fresh groups out. For
-        the same reason a group does not count on which a training run failed.
-    """
-    waits = GroupRow.status.in_(PENDING)
-    at_learner = GroupRow.status.in_((SCORED, CLAIMED)) & (GroupRow.learn_attempts == 0)
-    for_learner = at_learner & GroupRow.adapter.in_(live_adapters)
-    # The statuses stand alone too: SQLite searches no index for the terms of an OR.
-    alive = GroupRow.status.in_((*PENDING, SCORED, CLAIMED))
-    some = select(GroupRow.seq).where(alive, waits | for_learner).limit(most).subquery()
-    return session.scalar(select(func.count()).select_from(some)) or 0
 
 
 def count_by_session(

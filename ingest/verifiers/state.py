@@ -25,7 +25,7 @@ FLAG = "verifiers"
 WRITE_AGAIN_S = 60.0
 """The time of the last finding is written this often, and a change at once."""
 MOST_WAITING = 1_000
-"""Waiting groups that are looked at. `groups.max_pending_groups` is 64 by default."""
+"""Waiting groups that are looked at; by default 256 may wait (`groups.max_pending_groups`)."""
 QUIET = frozenset({"error", "bad_finding"})
 """Failures whose words may quote the answer: only the reason is kept."""
 

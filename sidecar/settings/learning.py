@@ -52,9 +52,12 @@ class Groups(Section):
     """Groups of one session within `session_window_s`; its further exchanges are not chosen."""
     session_window_s: Annotated[float, Between(60, 31_536_000, "up to a year", "s")] = 86_400.0
     """Older groups of a session do not count against `max_groups_per_session`, in seconds."""
-    max_pending_groups: Count = 64
+    max_pending_groups: Annotated[
+        int, Between(0, 1_000_000_000, "0 takes as many as one run of the learner takes")
+    ] = 0
     """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
-    Beyond it, exchanges stay unchosen, because more groups would grow stale."""
+    Beyond it, exchanges stay unchosen. 0: `learner.max_groups`: with more, groups would be sampled
+    and judged that the next run leaves behind; with fewer, a run by the clock would lack them."""
     choose: Literal["uniform", "prefer"] = "uniform"
     """`uniform`: `rate` draws every step with the same probability. `prefer`: steps whose answers
     are likely to earn different scores are drawn more often than the others."""

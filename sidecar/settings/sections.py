@@ -307,6 +307,11 @@ class Settings(BaseSettings):
         return tuple(url for url in self.groups.sampling_upstreams if url not in serving)
 
     @property
+    def most_pending_groups(self) -> int:
+        """Groups that may wait for candidates, scores or the learner."""
+        return self.groups.max_pending_groups or self.learner.max_groups
+
+    @property
     def judge_of_gate(self) -> Judge:
         """The settings of the gate's judge: those of [gate_judge] where it has its own, else those
         of [judge]."""

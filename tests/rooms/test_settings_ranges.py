@@ -225,7 +225,7 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
             "setting learner.clip_low: 1.5 is out of range; give above 0",
         ),
         ("[learner]\nmin_groups = 0", "setting learner.min_groups: 0 is out of range; give 1 to"),
-        ("[learner]\nmin_groups = 65", "setting learner.min_groups is 65 and learner.max_groups"),
+        ("[learner]\nmin_groups = 257", "setting learner.min_groups is 257 and learner.max_groups"),
         ("[learner]\nmin_groups = 20\n[groups]\nmax_pending_groups = 19", "so no run would ever"),
         ("[learner]\ninterval_s = -5", "setting learner.interval_s: -5 is out of range; give 1 to"),
         ('[learner]\ndevice = "cuda:x"', "setting learner.device: is no device of the learner"),

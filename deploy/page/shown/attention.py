@@ -160,6 +160,14 @@ def _judge(status: StatusOut, now: float) -> Iterator[Need]:
                 why=one.error,
                 to_do=_waits(one.waiting),
             )
+    if status.pile_up is not None:
+        yield Need(
+            level="look",
+            what="No new group begins",
+            why=status.pile_up.why,
+            to_do=f"{status.pile_up.to_do[:1].upper()}{status.pile_up.to_do[1:]}.",
+            link="/funnel",
+        )
     if status.sampling is not None:
         yield Need(
             level="look",

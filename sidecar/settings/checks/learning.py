@@ -35,7 +35,7 @@ def learner(settings: Settings) -> Iterator[Problem]:
             f"is {rules.min_groups} and learner.max_groups, what one run takes, is "
             f"{rules.max_groups}; give no more than that",
         )
-    if rules.min_groups > groups.max_pending_groups:
+    if rules.min_groups > settings.most_pending_groups:
         yield (
             ("learner", "min_groups"),
             f"is {rules.min_groups} and only groups.max_pending_groups = "

@@ -51,8 +51,10 @@ class Learner(ObjectiveSection):
     """Seconds over which the users' requests are counted for `idle_below`."""
     min_groups: Count = 16
     """A run starts, and `groups` fires, only with this many scored groups waiting."""
-    max_groups: Count = 64
-    """Groups that one run takes, the newest first."""
+    max_groups: Count = 256
+    """Groups that one run takes, the newest first. As many may wait (`groups.max_pending_groups`),
+    so a nightly run learns from as many a day. Sampling 256 groups of 8 takes about a seventh of
+    `groups.tokens_per_day`, at 400 tokens an answer."""
     max_age_versions: Annotated[int, Between(0, 1_000, "0 takes those of the champion alone")] = 2
     """A group sampled under an adapter more training runs away from the champion than this is
     stale: dropped and counted."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deploy.admin.limits.out import BudgetOut, PileUpOut
 from deploy.admin.models import (
     CanaryOut,
     EngineOut,
@@ -29,6 +30,7 @@ from deploy.admin.out import (
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
 from deploy.examiner import examiner_of
+from deploy.funnel.pile_up import PileUp
 from sidecar.settings import Settings
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
@@ -97,6 +99,42 @@ def test_what_keeps_sampling_from_its_work_has_a_line() -> None:
         f"{shown_time(NOW + 3_600, NOW)}: spent: 15 tokens",
     ]
     assert NO_JUDGE in quiet
+
+
+def test_a_pile_up_and_the_budgets_have_lines() -> None:
+    pile = PileUp(most=256, sampling=0, judging=6, learning=250, exchanges=1_234)
+    budgets = [
+        BudgetOut(
+            setting="groups.tokens_per_day",
+            what="candidate tokens",
+            used=716_800.0,
+            limit=5_000_000.0,
+            period="day",
+        ),
+        BudgetOut(
+            setting="judge.budget_per_hour",
+            what="US dollars",
+            used=0.004,
+            limit=0.5,
+            period="hour",
+        ),
+    ]
+
+    lines = status_lines(status(pile_up=PileUpOut.of(pile), budgets=budgets), NOW)
+    quiet = status_lines(status(), NOW)
+
+    assert lines is not None
+    assert quiet is not None
+    assert [one for one in lines if one not in quiet] == [
+        "Selection: no new group begins, because 256 wait (6 for the judge, 250 for the learner), "
+        "as many as may (groups.max_pending_groups); 1,234 suitable exchanges are not chosen for "
+        "it yet.",
+        "  What to do: nothing, if this many groups a run are enough: the next run makes room. A "
+        "larger learner.max_groups makes runs and this limit larger; a smaller groups.rate spreads "
+        "the groups over the time between two runs.",
+        "Budgets (UTC): 716,800 of 5,000,000 candidate tokens today (groups.tokens_per_day); under "
+        "$0.01 of $0.50 for judges this hour (judge.budget_per_hour).",
+    ]
 
 
 def verifier(name: str, **changes: Any) -> VerifierOut:

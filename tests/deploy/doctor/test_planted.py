@@ -35,11 +35,12 @@ from ingest.verifiers.state import VerifierSeen, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.errors import NothingToLearnError
 from learner.runs.train import Run
+from learner.schedule.loop import PAUSED_FLAG
 from sidecar.capture.outbox import Outbox
 from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
 from sidecar.store.counts import add_counts
-from sidecar.store.database import Database
+from sidecar.store.database import Database, set_flag
 from sidecar.store.models import GroupRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
@@ -253,6 +254,37 @@ def test_a_system_whose_records_come_to_the_learner_has_no_stop(
     learning = found["stages"][5]
     assert (learning["entered"], learning["waiting"]) == (5, {"scored": 5})
     assert "Nothing stops records." in capsys.readouterr().out
+
+
+def test_groups_that_fill_the_places_before_the_learner_stop_new_ones(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run takes two groups, so two wait; three of the five exchanges stay unchosen."""
+    sidecar.configure(learner={"min_groups": 2, "max_groups": 2})
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, "selection", "pile_up")
+    (only,) = found[1]["diagnoses"]
+    assert "2 wait (2 for the learner)" in only["text"]
+    assert "3 suitable exchanges are not chosen" in only["text"]
+    assert "learner.max_groups" in only["to_do"]
+
+
+def test_a_pile_up_whose_cause_is_named_is_not_named_again(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.configure(learner={"min_groups": 2, "max_groups": 2})
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+    with closing(Database(sidecar.settings.store.url)) as store, store.write() as session:
+        set_flag(session, PAUSED_FLAG, "1", now=time.time())
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert [one["cause"] for one in found[1]["diagnoses"]] == ["paused"]
 
 
 def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from deploy.admin.limits.out import PileUpOut
 from deploy.admin.models import AuditOut, CanaryOut, EngineOut, LearnerOut, StatusOut
 from deploy.admin.out import FunnelOut, StageOut
+from deploy.funnel.pile_up import PileUp
+from deploy.page.shown.attention import needs
 from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, read_looked
 from deploy.page.shown.charts import MOST_POINTS, difference_chart, run_charts
 from deploy.page.shown.proof import MOST_ROWS, evidence_rows, proof_chart
@@ -291,3 +294,15 @@ def test_the_judged_difference_is_the_mean_so_far() -> None:
     assert found.series["mean difference"] == pytest.approx((0.2, 0.05, 0.2))
     assert [(line.label, line.y) for line in found.lines] == [("equal", 0.0), ("margin", -0.05)]
     assert difference_chart([None], 0.05) is None
+
+
+def test_a_pile_up_of_groups_is_shown_with_what_to_do() -> None:
+    pile = PileUp(most=256, sampling=0, judging=0, learning=256, exchanges=1)
+
+    found = needs(status(pile_up=PileUpOut.of(pile)), None, lost=0, now=NOON)
+
+    (card,) = [one for one in found if one.what == "No new group begins"]
+    assert (card.level, card.link) == ("look", "/funnel")
+    assert "256 wait (256 for the learner)" in card.why
+    assert "1 suitable exchange is not chosen" in card.why
+    assert card.to_do.startswith("Nothing, if this many groups a run are enough")

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from ingest.grouping.held_out import share_of
-from ingest.grouping.rules import live_adapters
+from ingest.grouping.rules import live_adapters, rules_of
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange, save_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
+from sidecar.settings import Groups, Learner, Settings
 from sidecar.store.models import AliasRow, ExchangeRow, RoutingRow
 from support.ingest_kit import Kit
 
@@ -130,6 +131,20 @@ def test_a_damaged_routing_table_holds_up_no_selection(kit: Kit, body: str) -> N
 
 
 @pytest.mark.both_stores
+def test_a_day_of_a_nightly_run_gives_as_many_groups_as_the_run_takes(kit: Kit) -> None:
+    """With the README's `cron` and no other setting, 64 groups were the most of a whole day."""
+    nightly = Settings(learner=Learner(schedule="cron", cron="0 3 * * *"))
+    most = rules_of(nightly).max_pending_groups
+    kit.store(*(kit.exchange(f"e{n}", session_key=f"s{n}") for n in range(257)))
+
+    new(kit, limit=257, max_pending_groups=most)
+
+    assert most == nightly.learner.max_groups
+    assert kit.counts("selection") == {"chosen": 256, "backlog": 1}
+    fewer = Settings(groups=Groups(max_pending_groups=12))
+    assert rules_of(fewer).max_pending_groups == 12
+
+
 def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit: Kit) -> None:
     names = ("a", "b", "c", "d")
     group_ids = kit.choose(*(kit.exchange(name) for name in names), max_pending_groups=1)

@@ -7,12 +7,12 @@ import pytest
 from sqlalchemy import select
 
 from ingest.grouping.selection import group_id_of
+from ingest.intake.pending import count_pending
 from ingest.records import Answer, Disagreement, Group
 from ingest.store.groups import (
     append_answers,
     claim_groups,
     count_by_session,
-    count_pending,
     load_group,
     load_scored_group,
     mark_sampled,

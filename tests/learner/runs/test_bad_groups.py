@@ -17,8 +17,8 @@ import pytest
 import torch
 from sqlalchemy import select, text, update
 
+from ingest.intake.pending import count_pending
 from ingest.records import Answer
-from ingest.store.groups import count_pending
 from learner.adapter_folder import LINEAGE
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
 from learner.grpo.trainer import GrpoTrainer

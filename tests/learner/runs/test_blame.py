@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import select
 
-from ingest.store.groups import count_pending
+from ingest.intake.pending import count_pending
 from learner.errors import (
     DeviceError,
     FaultyGroupsError,

@@ -1,0 +1,1 @@
+"""What limits learning, in the status: the places for groups, and the budgets."""
