@@ -126,7 +126,7 @@ def canary_wait(
 def _wait(client: AdminClient, canary: str, timeout_s: float, output: str) -> int:
     name = canary or str(_newest_canary(client)["canary_id"])
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while True:  # one that has ended is told with a timeout of 0 too
         found = client.get("/canaries", name)
         if found["state"] in WAIT_EXITS:
             if output == "json":
@@ -134,6 +134,9 @@ def _wait(client: AdminClient, canary: str, timeout_s: float, output: str) -> in
             else:
                 say(f"{name}: {found['state']}: {found.get('reason') or ''}")
             return WAIT_EXITS[found["state"]]
-        time.sleep(1.0)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(1.0, left))
     note(f"canary {name} has not ended after {timeout_s:g} s; `sidecar canary get` says why")
     return TIMED_OUT

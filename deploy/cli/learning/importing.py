@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 import time
 import uuid
 from contextlib import closing
@@ -36,7 +37,10 @@ to a file all the time, and what follows it takes minutes."""
 
 def adapters_import(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="a PEFT folder: its config and its safetensors")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="a PEFT folder: its config and its safetensors; or a .tar of one"),
+    ],
     reason: GivenReason,
     output: Output = "text",
 ) -> None:
@@ -146,6 +150,9 @@ def _copy(folder: Path, work: Path) -> None:
     from deploy.errors import InvalidAdapterError
     from learner.adapter_folder import DIGESTED, open_file, open_folder
 
+    if folder.is_file():
+        _unpack(folder, work)
+        return
     try:
         with open_folder(folder) as descriptor:
             for name in DIGESTED:
@@ -157,6 +164,32 @@ def _copy(folder: Path, work: Path) -> None:
         raise InvalidAdapterError(
             f"{folder}: {error.filename or ''} cannot be read ({error.strerror}); name a PEFT "
             f"folder with {' and '.join(DIGESTED)}"
+        ) from error
+
+
+def _unpack(tar: Path, work: Path) -> None:
+    """Copy the two files of an adapter out of an uncompressed tar, as `adapters export` writes it.
+
+    No path of the tar is ever written to, and no more bytes than the tar has are read.
+    Raises: InvalidAdapterError.
+    """
+    from deploy.errors import InvalidAdapterError
+    from learner.adapter_folder import DIGESTED
+
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            for name in DIGESTED:
+                entry = archive.getmember(name)
+                # A sparse file of a few bytes may be terabytes of zeros when it is read.
+                source = archive.extractfile(entry) if entry.isreg() else None
+                if source is None or entry.issparse():
+                    raise KeyError(f"{name} is not a plain file")
+                with source, (work / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+    except (tarfile.TarError, KeyError) as error:
+        raise InvalidAdapterError(
+            f"{tar}: {error.args[0]}; name a PEFT folder with {' and '.join(DIGESTED)}, or an "
+            "uncompressed tar of their files"
         ) from error
 
 

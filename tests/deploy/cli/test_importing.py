@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,61 @@ async def test_an_import_is_a_version_with_lineage_audit_and_canary(
     assert world.canary(made.adapter).phase == "gating"
     with world.database.read() as session:
         assert made.adapter in render_lineage(trace_lineage(session, "m", "1"))
+
+
+def test_a_tar_is_imported_as_its_folder_is(
+    world: World, settings: Settings, folder: Path, tmp_path: Path
+) -> None:
+    tar = tmp_path / "mine.tar"
+    with tarfile.open(tar, "x") as archive:
+        for name in ("training_args.bin", CONFIG, WEIGHTS):
+            archive.add(folder / name, name)
+
+    made = import_adapter(settings, world.database, tar, reason="our SFT", now=5.0)
+
+    assert made.digest == folder_digest(folder)
+    assert {entry.name for entry in made.path.iterdir()} == {CONFIG, WEIGHTS, LINEAGE, CARD}
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", "compressed", "lacks", "link", "elsewhere", "cut", "sparse"]
+)
+def test_a_tar_that_is_none_or_lacks_a_file_is_refused_and_leaves_nothing(
+    world: World, settings: Settings, folder: Path, tmp_path: Path, kind: str
+) -> None:
+    tar = tmp_path / "mine.tar"
+    if kind == "text":
+        tar.write_text("no tar")
+    else:
+        with tarfile.open(tar, "x:gz" if kind == "compressed" else "x") as archive:
+            archive.add(folder / CONFIG, CONFIG)
+            if kind == "link":
+                link = tarfile.TarInfo(WEIGHTS)
+                link.type, link.linkname = tarfile.SYMTYPE, str(folder / WEIGHTS)
+                archive.addfile(link)
+            elif kind == "sparse":
+                sparse = tarfile.TarInfo(WEIGHTS)
+                sparse.pax_headers = {
+                    "GNU.sparse.major": "0",
+                    "GNU.sparse.minor": "1",
+                    "GNU.sparse.size": str(2**50),
+                    "GNU.sparse.map": "0,0",
+                }
+                archive.addfile(sparse)
+            elif kind == "elsewhere":
+                archive.add(folder / WEIGHTS, f"../{WEIGHTS}")
+            elif kind in ("compressed", "cut"):
+                archive.add(folder / WEIGHTS, WEIGHTS)
+    if kind == "cut":
+        with tarfile.open(tar) as archive:
+            middle = archive.getmember(WEIGHTS).offset_data + 8
+        os.truncate(tar, middle)
+
+    with pytest.raises(InvalidAdapterError, match=r"mine\.tar"):
+        import_adapter(settings, world.database, tar, reason="x", now=5.0)
+
+    assert world.rows(AdapterRow) == []
+    assert list(settings.learner.adapters_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
