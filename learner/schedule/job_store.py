@@ -129,7 +129,7 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
         now = datetime.now(UTC)
         # OSError, OverflowError or ValueError for a time outside the years 1 to 9999.
         stored = datetime.fromtimestamp(at, UTC)
-        latest = self._trigger.get_next_fire_time(None, now)
+        latest = latest_next(self._trigger, now)
         if latest is not None and stored > latest + SLACK:
             raise ValueError(f"its next time, {at:.0f}, is later than the schedule's")
         job = Job(
@@ -170,6 +170,19 @@ class TextJobStore(SQLAlchemyJobStore):  # type: ignore[misc]  # apscheduler is 
 
     def _say_away(self, error: SQLAlchemyError) -> None:
         log.warning("schedule_not_stored", why=type(error).__name__, again_in_s=AGAIN_S)
+
+
+def latest_next(trigger: BaseTrigger, now: datetime) -> datetime | None:
+    """Return the latest time that the next turn can have; None when there is no turn any more.
+
+    An interval keeps the rhythm of the process that began it, in any phase to the trigger of this
+    process, whose first time is an interval after its own start.
+    """
+    interval = getattr(trigger, "interval", None)
+    if isinstance(interval, timedelta):
+        return now + interval
+    found: datetime | None = trigger.get_next_fire_time(None, now)
+    return found
 
 
 def latest_missed(trigger: BaseTrigger, at: datetime, now: datetime) -> datetime:

@@ -89,6 +89,23 @@ def test_an_interval_goes_on_after_a_restart(process: Start, database: Database)
     assert again.turns() == 0
 
 
+def test_an_interval_keeps_its_rhythm_over_a_restart(process: Start, database: Database) -> None:
+    """The next time after the first turn is later than an interval after the restart."""
+    process(schedule="interval", interval_s=2 * HOUR).clock.shutdown()
+    at = time.time() + 3
+    put(database, next_run_time=at)
+
+    with capture_logs() as logs:
+        again = process(schedule="interval", interval_s=2 * HOUR)
+        assert again.turned.acquire(timeout=30)
+        assert again.turns() == 0
+        again.restore()
+
+    with database.read() as session:
+        assert session.get_one(ScheduleJobRow, "m").next_run_time == pytest.approx(at + 2 * HOUR)
+    assert [entry for entry in logs if entry["event"] == "schedule_row_replaced"] == []
+
+
 def test_times_missed_while_it_was_down_are_one_turn_at_once(
     process: Start, database: Database
 ) -> None:
