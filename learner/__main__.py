@@ -47,6 +47,7 @@ def _main(argv: list[str] | None) -> int:
 
     from learner.distributed.place import given_place
     from learner.once import measure_in_child, run_once, with_pack_tokens
+    from learner.patience import when_unlocked
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
     from learner.together import as_launched, follow, lead, trainer_of
@@ -71,7 +72,7 @@ def _main(argv: list[str] | None) -> int:
         tracing = configure_tracing(settings.telemetry, "learn")
         database = Database(settings.store.url, open_keyring(settings.store))
         try:
-            database.upgrade()
+            when_unlocked(database.upgrade, stopping=stopping, doing="the start")
             if args.measure:
                 with_pack_tokens(settings, database, now=time.time())
                 return 0

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -24,6 +25,7 @@ from learner.errors import (
     RunInProgressError,
 )
 from learner.explain import explain
+from learner.patience import when_unlocked
 from learner.records import Candidate
 from learner.resume.rule import resumed_words
 from learner.runs.interrupted import GOES_ON
@@ -62,7 +64,11 @@ def run_once(
     stopping: set when such a signal arrived before this call.
     trainer: made when there is something to learn; None: one process alone.
     """
-    settings = with_pack_tokens(settings, database, now=clock())
+    settings = when_unlocked(
+        partial(with_pack_tokens, settings, database, now=clock()),
+        stopping=stopping,
+        doing="the longest input",
+    )
     run = Run(
         settings,
         database,

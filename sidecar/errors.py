@@ -8,7 +8,8 @@ SidecarError
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
-│   └── StoreBusyError              the transaction conflicts with another one: repeat it
+│   ├── StoreBusyError              the transaction conflicts with another one: repeat it
+│   └── StoreLockedError            another program holds its lock: wait, or end that program
 ├── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 └── ForwardingError (ConnectionError) Kafka takes no records: they stay in the outbox
 """
@@ -54,6 +55,10 @@ class StoreError(SidecarError, OSError):
 
 class StoreBusyError(StoreError):
     """The store rolled a transaction back because it conflicts with another one: repeat it."""
+
+
+class StoreLockedError(StoreError):
+    """Another program has held the store's lock for longer than a writer waits."""
 
 
 class OutboxError(SidecarError, OSError):

@@ -7,9 +7,10 @@ was measured then: otherwise the groups that pass the gate might be others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -33,6 +34,8 @@ from sidecar.store.database import Database
 from sidecar.store.models import RunRow
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 DROPPED_AT_ONCE = 200
 """Groups dropped in one transaction: others wait for the write lock."""
@@ -122,7 +125,20 @@ class Material:
         )
 
 
-def claim(database: Database, settings: Settings, run_id: str, parent: Parent) -> Claimed:
+class WhenUnlocked(Protocol):
+    def __call__(self, work: Callable[[], T], doing: str) -> T:
+        """Do a transaction; again, while another program has locked the store."""
+        ...
+
+
+def claim(
+    database: Database,
+    settings: Settings,
+    run_id: str,
+    parent: Parent,
+    *,
+    when_unlocked: WhenUnlocked,
+) -> Claimed:
     """Choose among the waiting groups, claim those, and drop what no run will learn from."""
     learner, model = settings.learner, settings.serving.model
     # Read before the write lock is taken: many groups may wait. What leaves `scored` meanwhile is
@@ -139,9 +155,9 @@ def claim(database: Database, settings: Settings, run_id: str, parent: Parent) -
             after_failure=last_failed(session, model),
         )
     left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
-    _drop_unclaimed(database, run_id, left, given_up)
-    with database.write() as session:
-        taken = source.claim(session, run_id, chosen)
+    dropping = partial(_drop_unclaimed, database, run_id, left, given_up)
+    when_unlocked(dropping, "stale groups")
+    taken = when_unlocked(partial(_claim, database, run_id, chosen), "the groups")
     return Claimed(group_ids=tuple(taken), unclaimed=left, fresh=len(waiting.fresh))
 
 
@@ -241,6 +257,11 @@ def noise_of_json(stored: Sequence[Mapping[str, Any]]) -> Noise:
     """Read what `noise_json` made. Raises: msgspec.MsgspecError."""
     found = msgspec.convert(stored, list[MeasuredNoise])
     return {(one.judge_model, one.rubric_hash, one.passes): one for one in found}
+
+
+def _claim(database: Database, run_id: str, chosen: Sequence[str]) -> list[str]:
+    with database.write() as session:
+        return source.claim(session, run_id, chosen)
 
 
 def _drop_unclaimed(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from opentelemetry import trace
@@ -29,6 +29,7 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.explain import explain
+from learner.patience import when_unlocked
 from learner.progress.keepers import observe
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import Released, present_holder
@@ -62,6 +63,8 @@ from sidecar.store.models import RunRow
 
 log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
+
+T = TypeVar("T")
 
 
 class Trainer(Protocol):
@@ -117,8 +120,9 @@ class Run:
             RunStoppedError after `stop`, RankLostError (row: as it was, if `left`);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
-        check_hold(self._database, self._settings, self.run_id, now=self._clock())
-        new_id, (parent, dead) = self.run_id, self._open()
+        asked = partial(check_hold, self._database, self._settings, self.run_id, now=self._clock())
+        self._when_unlocked(asked, "the hold")
+        new_id, (parent, dead) = self.run_id, self._when_unlocked(self._open, "the lease")
         if dead is not None:
             try:
                 return self._run(parent, dead)
@@ -245,7 +249,8 @@ class Run:
     def _material(self, parent: Parent, work: WorkFolder, dead: RunRow | None) -> Material:
         """Take the groups, and write down what is needed to go on with them."""
         if dead is None:
-            claimed = claim(self._database, self._settings, self.run_id, parent)
+            claiming = partial(claim, self._database, self._settings, self.run_id, parent)
+            claimed = claiming(when_unlocked=self._when_unlocked)
             work.write(CLAIMED, claimed.as_json())
             material = gather(self._database, self._settings, claimed, parent)
         else:
@@ -259,6 +264,11 @@ class Run:
     def _skip(self, material: Material, *, fresh: int | None = None) -> None:
         """End the run without a result. Raises: NothingToLearnError, always."""
         reason = material.why_nothing(fresh, self._settings.learner.min_groups)
+        self._when_unlocked(partial(self._end_skipped, material, reason), "the end of the run")
+        log.info("run_skipped", run_id=self.run_id, reason=reason)
+        raise NothingToLearnError(reason)
+
+    def _end_skipped(self, material: Material, reason: str) -> None:
         with self._database.write() as session:
             self._leave_out(session, material)
             end_run(
@@ -270,8 +280,6 @@ class Run:
                 counts=material.counts,
                 token=self._holder.token,
             )
-        log.info("run_skipped", run_id=self.run_id, reason=reason)
-        raise NothingToLearnError(reason)
 
     def _leave_out(self, session: Session, material: Material) -> None:
         """Drop the claimed groups that were not trained on, or give them back for another attempt;
@@ -373,6 +381,9 @@ class Run:
         work.make()
         take_back(self._database, work)
         return work
+
+    def _when_unlocked(self, work: Callable[[], T], doing: str) -> T:
+        return when_unlocked(work, stopping=self._stopping, doing=doing)
 
     def _check_stop(self, heartbeat: Heartbeat) -> None:
         if self._stopping.is_set():

@@ -34,11 +34,11 @@ from sqlalchemy.exc import (
 from sqlalchemy.orm import Session
 
 from sidecar.backoff import Backoff
-from sidecar.errors import StoreBusyError, StoreError
+from sidecar.errors import StoreBusyError, StoreError, StoreLockedError
 from sidecar.hiding import hide_in_url
 from sidecar.store.content_cache import ContentCache
 from sidecar.store.counts import add_counts
-from sidecar.store.engines import describe, is_of_statement, open_engine
+from sidecar.store.engines import describe, is_locked, is_of_statement, open_engine
 from sidecar.store.keyring import NO_KEYS, Keyring
 from sidecar.store.models import Base, FlagRow
 from sidecar.store.postgres import (
@@ -133,7 +133,7 @@ class Database:
                     for name in _STATISTICS:
                         connection.exec_driver_sql(f"DROP TABLE IF EXISTS {name}")
         except SQLAlchemyError as error:
-            raise StoreError(
+            raise _kind(error)(
                 f"store {self._shown_url}: cannot be upgraded: {describe(error)}"
             ) from error
 
@@ -176,9 +176,10 @@ class Database:
 
         alone: False for a transaction that is right beside others of its kind: it changes rows
             only by conditions that their locks protect. On SQLite every writer is alone.
-        Raises: StoreBusyError when it conflicts with another transaction: repeat it. StoreError
-            when the store is locked, full, read-only or away: try again later. Also when its file
-            is damaged or not a database; the message says so.
+        Raises: StoreBusyError when it conflicts with another transaction: repeat it.
+            StoreLockedError when another program holds the lock: wait, or end that program.
+            StoreError when the store is full, read-only or away: try again later. Also when its
+            file is damaged or not a database; the message says so.
         """
         with (
             self._translated(),
@@ -212,11 +213,16 @@ class Database:
         except (DBAPIError, NoConnectionError) as error:
             if is_of_statement(error):
                 raise
-            kind = StoreBusyError if state_of(error) in CONFLICTS else StoreError
-            raise kind(f"store {self._shown_url}: {describe(error)}") from error
+            raise _kind(error)(f"store {self._shown_url}: {describe(error)}") from error
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _kind(error: Exception) -> type[StoreError]:
+    if state_of(error) in CONFLICTS:
+        return StoreBusyError
+    return StoreLockedError if is_locked(error) else StoreError
 
 
 def newest_revision() -> str:

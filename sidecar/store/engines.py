@@ -15,7 +15,14 @@ from sqlalchemy.exc import (
 )
 
 from sidecar.store.existing import read_damaged_text
-from sidecar.store.postgres import NO_PRIVILEGE, NO_TABLE, is_postgres, open_postgres, state_of
+from sidecar.store.postgres import (
+    LOCK_TIMEOUT,
+    NO_PRIVILEGE,
+    NO_TABLE,
+    is_postgres,
+    open_postgres,
+    state_of,
+)
 from sidecar.store.values import from_json, storable_parameters, to_json
 
 BUSY_TIMEOUT_S = 15.0
@@ -28,6 +35,7 @@ _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
 _OF_THE_STORE = frozenset({NO_TABLE, NO_PRIVILEGE})
 """SQLSTATEs of a ProgrammingError whose cause is the store all the same."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def open_engine(url: URL) -> Engine:
@@ -103,16 +111,37 @@ def is_of_statement(error: Exception) -> bool:
     return isinstance(error, _OF_THE_STATEMENT) and state_of(error) not in _OF_THE_STORE
 
 
+def is_locked(error: Exception) -> bool:
+    """Return True when another program has held the store's lock for `BUSY_TIMEOUT_S`."""
+    return state_of(error) == LOCK_TIMEOUT or _class_of(_cause(error)) in _LOCKED
+
+
+def _cause(error: Exception) -> BaseException:
+    return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+
+
+def _class_of(cause: BaseException) -> int:
+    """Return the class of an SQLite error: the low byte of its code; 0 for another error."""
+    code: int = getattr(cause, "sqlite_errorcode", 0)
+    return code & 0xFF
+
+
 def describe(error: Exception) -> str:
     """Describe an error of the database on one line, with what to do where that is known."""
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    cause = _cause(error)
     # Without PostgreSQL's excerpt of the statement and of the row, which holds what users wrote.
     primary = getattr(getattr(cause, "diag", None), "message_primary", None)
     said = " ".join((primary or str(cause)).split())
-    if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:  # the low byte: its class
+    if _class_of(cause) in _DAMAGED:
         return (
             f"{said}; the file is damaged or is no SQLite database: stop all processes, then "
             "restore it from a backup or salvage it with `sqlite3 FILE .recover`"
+        )
+    if is_locked(error):
+        where = "pg_stat_activity" if state_of(cause) else "`fuser` on its file"
+        return (
+            f"{said}: another program has held its lock for over {BUSY_TIMEOUT_S:.0f} s; {where} "
+            "names it: end it, then try again"
         )
     if state_of(cause) == NO_TABLE:
         return f"{said}; start ingest or control, which make the tables"

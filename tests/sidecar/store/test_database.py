@@ -12,7 +12,8 @@ import pytest
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
-from sidecar.errors import SettingsError, StoreBusyError, StoreError
+from sidecar.errors import SettingsError, StoreBusyError, StoreError, StoreLockedError
+from sidecar.store import engines
 from sidecar.store import url as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.existing import open_existing
@@ -212,6 +213,26 @@ def test_repeating_ends_after_five_attempts(new_store: NewStore) -> None:
         database.repeat(conflict)
 
     assert len(attempts) == 5
+
+
+def set_a(database: Database) -> None:
+    with database.write() as session:
+        set_flag(session, "a", "1", now=0.0)
+
+
+@both
+@pytest.mark.parametrize("work", [Database.upgrade, set_a])
+def test_a_lock_that_is_held_for_long_is_told_with_what_to_do(
+    new_store: NewStore, monkeypatch: pytest.MonkeyPatch, work: Callable[[Database], None]
+) -> None:
+    monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 0.2)
+    holder = new_store()
+    todo = r"held its lock for over .* end it, then try again"
+
+    with closing(Database(holder.url)) as other, holder.write() as session:
+        set_flag(session, "a", "0", now=0.0)
+        with pytest.raises(StoreLockedError, match=todo):
+            work(other)
 
 
 def _increase(session: object, name: str) -> None:
