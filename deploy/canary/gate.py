@@ -163,8 +163,9 @@ class Gate:
         """Return why comparisons cannot be made now; None: they can, or nobody tried."""
         return self._retry.reason or None if self._drawing.is_for(canary) else None
 
-    def open_from(self, canary: Canary) -> int | None:
-        """Return the first place that is drawn and has not ended; None without any."""
+    def open_from(self, canary: Canary) -> int:
+        """Return the first place that may not be counted yet. Reads the store, in a transaction of
+        its own: read what is counted in a later one."""
         return self._drawing.open_from(canary)
 
     async def settle(self) -> None:
@@ -237,7 +238,7 @@ class Gate:
         with self._database.read() as session:
             made = gate_store.comparisons(session, canary.canary_id)
             judged = gate_store.judged_since(session, canary.canary_id, place=0)
-        counted = [one for one in judged if open_from is None or one.place < open_from]
+        counted = [one for one in judged if one.place < open_from]
         return GateEvidence(
             prompts=prompts.sessions,
             pending=len(prompts.missing),

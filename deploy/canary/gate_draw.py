@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from deploy.canary import gate_store
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.canary.judged import Judged
 from deploy.records import Canary
 from deploy.registry import proof_rule
 from sidecar.settings import Canary as CanarySettings
@@ -60,6 +61,7 @@ class Drawing:
         """By comparison id."""
         self._drawn_for = ""
         """Id of the canary."""
+        self._judged = Judged(rules)
 
     def is_for(self, canary: Canary) -> bool:
         return self._drawn_for == canary.canary_id
@@ -83,11 +85,18 @@ class Drawing:
         """Note that a comparison is stored."""
         self._drawn.pop(name, None)
 
-    def open_from(self, canary: Canary) -> int | None:
-        """Return the first place that is drawn and has not ended; None without any."""
-        if not self.is_for(canary):
-            return None
-        return min((one.place for one in self._drawn.values()), default=None)
+    def open_from(self, canary: Canary) -> int:
+        """Return the first place that may not be counted yet. Reads the store.
+
+        Places below it have ended and are stored, or will never be. Prompts that are drawn while
+        this is read get places beyond those in the store: of these one may be stored before an
+        earlier one, so none is counted.
+        """
+        with self._database.read() as session:
+            beyond = gate_store.drawn(session, canary.canary_id) + 1
+        # After the store was read: what is open no more now was stored before.
+        drawn = list(self._drawn.values()) if self.is_for(canary) else []
+        return min([beyond, *(one.place for one in drawn)])
 
     def for_gate(self, canary: Canary) -> Prompts:
         """Return the held-out prompts that the gate still lacks. Reads the store."""
@@ -112,7 +121,7 @@ class Drawing:
         """Return the prompts that the ramp may draw now: held-out ones, then those of users'
         sessions since the canary began. Reads the store."""
         rules = self._rules
-        if proof_rule.is_proven(canary.proven, rules):
+        if proof_rule.is_proven(canary.proven, rules) and not self._is_wanted(canary):
             return Prompts()
         hours = max(0.0, self._clock() - canary.created_at) / 3_600.0
         allowed = min(rules.max_groups, rules.gate_prompts + int(rules.groups_per_hour * hours))
@@ -132,3 +141,11 @@ class Drawing:
                 )
             drawn = gate_store.drawn(session, canary.canary_id)
         return Prompts(sessions=len(done) + len(missing), missing=tuple(missing), drawn=drawn)
+
+    def _is_wanted(self, canary: Canary) -> bool:
+        """Return True when a promotion waits for groups although its claims are proven."""
+        open_from = self.open_from(canary)
+        with self._database.read() as session:
+            quality = self._judged.read(session, canary, open_from=open_from)
+        lacking = proof_rule.lacking(quality, canary.proven, self._rules)
+        return (lacking or proof_rule.flaw_suspicion(quality, self._rules)) is not None

@@ -26,7 +26,11 @@ class Judged:
         self._quality = Quality()
 
     def read(self, session: Session, canary: Canary, *, open_from: int | None) -> Quality:
-        """Read what is new. open_from: the first place that may not be counted yet."""
+        """Read what is new.
+
+        open_from: the first place that may not be counted yet, found before `session` began
+        (`Drawing.open_from`); None: all are counted.
+        """
         if canary.canary_id != self._of:
             self._of, self._place, self._quality = canary.canary_id, 0, Quality()
         groups = [

@@ -343,7 +343,7 @@ def _after_step(
         )
     quality = evidence.quality
     lacking = proof_rule.lacking(quality, evidence.proven, rules)
-    lacking = lacking or proof_rule.suspicion(evidence.guards)
+    lacking = lacking or proof_rule.suspicion(evidence.guards, quality, rules)
     if lacking is None:
         passed = f"passed all {following} steps of the ramp"
         if rules.promote_on != "quick":

@@ -14,6 +14,7 @@ from sidecar.settings import Canary as CanarySettings
 __all__ = [
     "CLAIMS",
     "describe",
+    "flaw_suspicion",
     "guard_harm",
     "harm",
     "is_proven",
@@ -90,16 +91,30 @@ def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str |
     return None
 
 
-def suspicion(guards: Mapping[str, GuardState]) -> str | None:
+def suspicion(
+    guards: Mapping[str, GuardState], quality: Quality, rules: CanarySettings
+) -> str | None:
     """Return in words which guard is not quiet, or None: nobody is promoted over it.
 
-    It proves nothing and ends nothing, so it needs no level: more sessions settle it.
+    It proves nothing and ends nothing, so it needs no level: more sessions or groups settle it.
     """
     for kind, state in guards.items():
         if state.bets.log_e >= threshold(1.0 / SUSPICIOUS):
             return (
                 f"more sessions: {state.canary} of the canary's and {state.champion} of the "
                 f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)}"
+            )
+    return flaw_suspicion(quality, rules)
+
+
+def flaw_suspicion(quality: Quality, rules: CanarySettings) -> str | None:
+    """Return in words which guard the judged groups do not leave quiet, or None."""
+    if rules.promote_on == "quick":  # it judges no group after the gate: nothing would settle it
+        return None
+    for kind, bets in quality.flaws.items():
+        if bets.log_e >= threshold(1.0 / SUSPICIOUS):
+            return (
+                f"more groups: more {_FLAWED[kind]} than the champion, evidence {odds(bets.log_e)}"
             )
     return None
 

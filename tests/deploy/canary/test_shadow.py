@@ -4,13 +4,14 @@ for proof."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select
 
-from deploy.canary import gate_store
+from deploy.canary import gate_store, ramp_counts
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.canary.judged import Judged
@@ -50,10 +51,11 @@ def rules() -> CanarySettings:
     )
 
 
-async def play(world: World, gate: Gate, ticks: int, *, traffic: str = "") -> None:
-    """Both loops of control, one tick each a second. traffic: the candidate that answers users."""
+async def play(world: World, gate: Gate, ticks: int, *, traffic: str = "", first: int = 0) -> None:
+    """Both loops of control, one tick each a second. traffic: the candidate that answers users.
+    first: number of the first sessions."""
     controller, shadow = world.controller(gate=gate), Shadow(world.database, gate, MODEL)
-    for number in range(ticks):
+    for number in range(first, first + ticks):
         await controller.tick()
         await shadow.tick()
         if traffic:
@@ -79,9 +81,9 @@ def judged(world: World) -> list[GateComparisonRow]:
         return list(session.scalars(statement))
 
 
-async def ramping(world: World) -> tuple[str, Gate]:
+async def ramping(world: World, *, held_out: int = 60) -> tuple[str, Gate]:
     name = world.register(1)
-    world.hold_out(60)
+    world.hold_out(held_out)
     gate = world.gate()
     await play(world, gate, 4)
     assert world.canary(name).phase == "ramping"
@@ -382,6 +384,101 @@ async def test_a_control_that_starts_again_has_the_same_evidence_to_the_last_bit
     assert after == before
     quality = before[0]
     assert quality.groups > 4
+    with world.database.read() as session:
+        rows = gate_store.judged_since(session, world.canary(name).canary_id, place=0)
+    assert quality_of(rows, limits_of(world.rules)) == quality
+
+
+async def test_a_proof_that_too_many_missing_groups_spoil_waits_for_groups_that_can_be_scored(
+    world: World,
+) -> None:
+    world.rules = world.rules.model_copy(update={"max_missing": 0.2, "max_groups": 200})
+    name, gate = await ramping(world, held_out=200)
+    gate._judge = refusing = Refusing("ask x")
+    await play(world, gate, 10, traffic=name)
+    refusing.text = "nobody says this"
+    await play(world, gate, 60, traffic=name, first=10)
+
+    assert world.canary(name).phase == "promoted"
+    quality = world.evidence(name)["quality"]
+    assert (quality["unknown"], quality["groups"]) == (10, 40), "the proof alone needs 25"
+
+
+async def test_groups_go_on_while_a_guard_of_theirs_is_not_quiet(world: World) -> None:
+    world.rules = world.rules.model_copy(update={"max_groups": 200})
+    name, gate = await ramping(world, held_out=200)
+    world.sampler.finish_reasons[name] = "length"
+    await play(world, gate, 18, traffic=name)
+    del world.sampler.finish_reasons[name]
+    await play(world, gate, 12, traffic=name, first=18)
+    quality = world.evidence(name)["quality"]
+    assert "no_worse" in quality["proven"]
+    assert math.exp(quality["flaws"]["short"]["nats_now"]) > 5.0
+    assert "waits for more groups: " in (world.canary(name).reason or "")
+    suspected_at = len(judged(world))
+    world.sampler.finish_reasons[MODEL] = "length"
+
+    await play(world, gate, 20, traffic=name, first=30)
+
+    assert world.canary(name).phase == "promoted"
+    assert len(judged(world)) > suspected_at
+
+
+class SlowFirst:
+    """A sampler whose first prompt waits until it is let go."""
+
+    def __init__(self, world: World) -> None:
+        self._sample = world.sampler.sample
+        self._first = ""
+        self.go = asyncio.Event()
+        world.sampler.sample = self.sample  # type: ignore[method-assign]
+
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
+        asked = request.chat["messages"][-1]["content"]
+        self._first = self._first or asked
+        if asked == self._first:
+            await self.go.wait()
+        return await self._sample(request)
+
+
+@pytest.mark.parametrize("drawn", ["before the look", "during it"])
+async def test_a_place_that_is_stored_first_hides_no_earlier_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, drawn: str
+) -> None:
+    """Two prompts are drawn, and the second is stored while the first still waits."""
+    name, gate = await ramping(world)
+    controller, shadow = world.controller(gate=gate), Shadow(world.database, gate, MODEL)
+    await controller.tick()
+    world.clock.now += 10.0
+    world.judge.scores = {f"says {name}": 0.25, "says m": 0.75}
+    sampler, stored, loop = SlowFirst(world), len(judged(world)), asyncio.get_running_loop()
+    batches: list[asyncio.Task[None]] = []
+
+    async def second_is_stored() -> None:
+        batches.append(asyncio.create_task(shadow.tick()))
+        while len(judged(world)) == stored:
+            await asyncio.sleep(0.01)
+
+    if drawn == "before the look":
+        await second_is_stored()
+    else:
+        count_ramp = ramp_counts.count_ramp
+
+        def draw_meanwhile(*arguments: Any, **more: Any) -> Any:
+            if not batches:
+                asyncio.run_coroutine_threadsafe(second_is_stored(), loop).result(20.0)
+            return count_ramp(*arguments, **more)
+
+        monkeypatch.setattr(ramp_counts, "count_ramp", draw_meanwhile)
+    await controller.tick()
+    assert len(judged(world)) == stored + 1
+    assert controller._judged._quality.groups == stored, "the second waits for the first"
+    sampler.go.set()
+    await batches[0]
+    await controller.tick()
+
+    quality = controller._judged._quality
+    assert quality.groups == len(judged(world)) == stored + 2
     with world.database.read() as session:
         rows = gate_store.judged_since(session, world.canary(name).canary_id, place=0)
     assert quality_of(rows, limits_of(world.rules)) == quality

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -197,3 +198,47 @@ def test_quick_asks_for_no_proof() -> None:
     rules = RULES.model_copy(update={"promote_on": "quick"})
 
     assert phase(at_the_end(Quality(), rules=rules)) == "promoted"
+
+
+def test_a_promotion_waits_for_a_guard_of_judged_groups_that_is_not_quiet() -> None:
+    """Evidence of 187, where 200 roll back, must not be promoted."""
+    quality = judged(0.05, groups=300, flaws={"invalid": 0.0})
+    while math.exp(quality.flaws["invalid"].log_e) < 150.0:
+        quality = add_group(
+            quality, Group(champion=0.05, anchor=0.05, flaws={"invalid": 1.0}), limits_of(RULES)
+        )
+    assert math.exp(quality.flaws["invalid"].peak) < 200.0
+
+    suspected = at_the_end(quality)
+
+    assert isinstance(suspected, Hold)
+    assert (
+        "waits for more groups: more invalid tool calls or JSON than the champion, evidence 1"
+        in (suspected.reason)
+    )
+    while math.exp(quality.flaws["invalid"].log_e) >= 5.0:
+        quality = add_group(
+            quality, Group(champion=0.05, anchor=0.05, flaws={"invalid": -1.0}), limits_of(RULES)
+        )
+    assert phase(at_the_end(quality)) == "promoted"
+
+
+def test_the_quick_rule_judges_no_group_that_could_settle_a_suspicion() -> None:
+    quality = judged(0.05, groups=300, flaws={"invalid": 0.0})
+    while math.exp(quality.flaws["invalid"].log_e) < 6.0:
+        quality = add_group(
+            quality, Group(champion=0.05, anchor=0.05, flaws={"invalid": 1.0}), limits_of(RULES)
+        )
+
+    assert phase(at_the_end(quality)) == "held"
+    quick = RULES.model_copy(update={"promote_on": "quick"})
+    assert phase(at_the_end(quality, rules=quick)) == "promoted"
+
+
+def test_harm_that_was_proven_stays_proven() -> None:
+    """Ville's inequality bounds the largest evidence: later good groups take nothing back."""
+    quality = judged(-0.4, groups=40)
+    while math.exp(quality.harm.log_e) >= 1.0:
+        quality = add_group(quality, Group(champion=0.5, anchor=0.5), limits_of(RULES))
+
+    assert phase(at_the_end(quality)) == "rolled_back"
