@@ -10,12 +10,14 @@ import typer
 from deploy.cli.context import admin_client
 from deploy.cli.folders.copies import adapters_diff, adapters_export
 from deploy.cli.folders.prune import adapters_prune
+from deploy.cli.folders.pushing import adapters_push
 from deploy.cli.learning.importing import adapters_import
 from deploy.cli.output import GivenReason, Output, print_found, refuse_unknown
 from deploy.records import AdapterState
 
 adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
 adapters_app.command("import")(adapters_import)
+adapters_app.command("push")(adapters_push)
 adapters_app.command("diff")(adapters_diff)
 adapters_app.command("export")(adapters_export)
 adapters_app.command("prune")(adapters_prune)

@@ -33,6 +33,7 @@ EXAMPLES: dict[str, str] = {
     "adapters import": 'sidecar adapters import ./my-lora --reason "our SFT"',
     "adapters diff": "sidecar adapters diff v7 champion",
     "adapters export": "sidecar adapters export v7 /tmp/v7.tar",
+    "adapters push": 'sidecar adapters push champion --to hub:our-team/agent --reason "shared"',
     "adapters prune": "sidecar adapters prune --dry-run",
     "adapters ls": "sidecar adapters ls --at 2026-03-01T09:30Z",
     "adapters alias": 'sidecar adapters alias anchor v7 --reason "a good month"',

@@ -78,6 +78,7 @@ ELSEWHERE = {
     "doctor": "tests/deploy/doctor",
     "canary wait": "tests/deploy/cli/test_exit_codes.py",
     "keys revoke": "tests/deploy/cli/test_exit_codes.py",
+    "adapters push": "tests/deploy/adapters/test_push.py",
     "learner override": "tests/deploy/admin/test_watch.py",
     "hooks test": "tests/deploy/outside",
     "judge calibrate": "tests/deploy/cli/test_judge.py",
@@ -165,6 +166,7 @@ OTHER_CODES = {"canary wait": 4, "learn": 3, "judge calibrate": 2, "judge sessio
 calibrate`: its file is not there. `judge sessions`: the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
     "learn": ("--once",),
+    "adapters push": ("v1", "--to", "hub:o/n", "--reason", "x"),
     "keys revoke": ("key_1a2b3c",),
     "hooks test": (),
     "judge calibrate": ("{folder}/none.jsonl", "--judge", "openai/none"),

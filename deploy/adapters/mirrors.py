@@ -1,0 +1,152 @@
+"""Copies of versions in a model hub or in MLflow, for people who look for models there.
+
+Nothing here reads them again: the registry is the store, and the sidecar runs without a mirror.
+
+    hub:OWNER/NAME       a repository of the Hugging Face Hub, private when it is made here. Each
+                         version is a commit and a tag, `v7`. `HF_TOKEN` and `HF_ENDPOINT` count.
+    mlflow:URI           a registered model of an MLflow tracking server, one version each, with
+                         the sidecar's aliases. `MLFLOW_TRACKING_TOKEN` and the like count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from deploy.errors import DeployError
+from deploy.records import AdapterVersion
+from sidecar.hiding import hide_in_url
+
+ARTIFACT: Final = "adapter"
+EXPERIMENT: Final = "learning-sidecar"
+"""MLflow's experiment that holds the runs of `learner.export` too."""
+_REPO = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+
+
+class MirrorError(DeployError):
+    """A version cannot be pushed; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    where: str
+    already: bool
+    """It was there before; its files were not sent again."""
+
+
+class Mirror(Protocol):
+    """A place that keeps copies. Calls block; whatever they raise means "not pushed"."""
+
+    def push(self, folder: Path, version: AdapterVersion, aliases: Collection[str]) -> Pushed:
+        """Copy a folder, once. aliases: the names that point at this version now.
+
+        Raises: MirrorError when something else has the version's name there.
+        """
+        ...
+
+
+def push_version(
+    mirror: Mirror, to: str, folder: Path, version: AdapterVersion, aliases: Collection[str]
+) -> Pushed:
+    """Copy an exported folder to a mirror. to: as the operator named it. Raises: MirrorError."""
+    try:
+        return mirror.push(folder, version, aliases)
+    except MirrorError:
+        raise
+    except Exception as error:  # each client has errors of its own for a network or a token
+        why = hide_in_url(f"{type(error).__name__}: {error}")[:500]
+        raise MirrorError(f"{version.name} cannot be pushed to {hide_in_url(to)}: {why}") from error
+
+
+def open_mirror(to: str, model: str) -> Mirror:
+    """Open the mirror that `to` names. model: public model name. Raises: MirrorError."""
+    kind, _, place = to.partition(":")
+    if kind not in MIRRORS or not place:
+        raise MirrorError(f"{hide_in_url(to)!r} is not hub:OWNER/NAME or mlflow:URI")
+    try:
+        return MIRRORS[kind](place, model)
+    except ImportError as error:
+        raise MirrorError(
+            f"{error.name} cannot be imported; run `pip install {error.name}`, or push elsewhere"
+        ) from error
+    except MirrorError:
+        raise
+    except Exception as error:  # such as an address that the client cannot read
+        why = hide_in_url(f"{type(error).__name__}: {error}")[:500]
+        raise MirrorError(f"{hide_in_url(to)} cannot be opened: {why}") from error
+
+
+class _Hub:
+    def __init__(self, place: str, model: str) -> None:
+        if not _REPO.fullmatch(place):
+            raise MirrorError(f"{hide_in_url(f'hub:{place}')!r} is not hub:OWNER/NAME")
+        self._api: Any = import_module("huggingface_hub").HfApi()
+        self._repo = place
+
+    def push(self, folder: Path, version: AdapterVersion, aliases: Collection[str]) -> Pushed:
+        tag = f"v{version.version}"
+        self._api.create_repo(self._repo, private=True, exist_ok=True)
+        if tag in {one.name for one in self._api.list_repo_refs(self._repo).tags}:
+            newest = self._api.list_repo_commits(self._repo, revision=tag)[0]
+            if version.digest in newest.message:
+                return Pushed(f"{self._repo} ({tag})", already=True)
+            raise MirrorError(
+                f"hub:{self._repo} has a tag {tag} that is not {version.name}; push to another "
+                "repository, or delete that tag"
+            )
+        done = self._api.upload_folder(
+            repo_id=self._repo,
+            folder_path=str(folder),
+            commit_message=version.name,
+            commit_description=f"digest {version.digest}",
+            delete_patterns="*",  # what an older version had, and this one has not
+        )
+        message = ", ".join(sorted(aliases)) or version.state
+        self._api.create_tag(self._repo, tag=tag, revision=done.oid, tag_message=message)
+        return Pushed(f"{self._repo} ({tag})", already=False)
+
+
+class _Mlflow:
+    def __init__(self, place: str, model: str) -> None:
+        self._client: Any = import_module("mlflow").MlflowClient(
+            tracking_uri=place, registry_uri=place
+        )
+        # MLflow takes no slash and no colon in a name; a quote would end it in a search.
+        self._name = re.sub(r"[^\w. -]", "-", model)
+
+    def push(self, folder: Path, version: AdapterVersion, aliases: Collection[str]) -> Pushed:
+        found = self._client.search_model_versions(
+            f"name = '{self._name}' and tags.`sidecar.digest` = '{version.digest}'"
+        )
+        number = found[0].version if found else self._add(folder, version)
+        for alias in sorted(aliases):
+            self._client.set_registered_model_alias(self._name, alias, number)
+        return Pushed(f"models:/{self._name}/{number}", already=bool(found))
+
+    def _add(self, folder: Path, version: AdapterVersion) -> str:
+        """Make a model version. Returns: its number there."""
+        client = self._client
+        tags = {
+            "sidecar.adapter": version.name,
+            "sidecar.version": str(version.version),
+            "sidecar.digest": version.digest,
+            "sidecar.parent": version.parent,
+        }
+        known = client.get_experiment_by_name(EXPERIMENT)
+        kept = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
+        run = client.create_run(kept, run_name=version.name, tags=tags).info
+        client.log_artifacts(run.run_id, str(folder), ARTIFACT)
+        client.set_terminated(run.run_id)
+        if not client.search_registered_models(f"name = '{self._name}'"):
+            client.create_registered_model(self._name)
+        source = f"{run.artifact_uri}/{ARTIFACT}"
+        made = client.create_model_version(self._name, source, run.run_id, tags=tags)
+        return str(made.version)
+
+
+MIRRORS: Final[dict[str, Callable[[str, str], Mirror]]] = {"hub": _Hub, "mlflow": _Mlflow}
+"""What stands before the colon -> opens it: (place, public model name)."""
