@@ -30,6 +30,9 @@ releases have none."""
 CURVES = "curves.png"
 """The figures of the run's steps, drawn where matplotlib is installed."""
 
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Members of the config with the ranks and alphas of single layers, where they differ from `r` and
+`lora_alpha`. A lineage has them too."""
 DIGESTED = (CONFIG, WEIGHTS)
 """Files under the digest: those that vLLM reads. The lineage and the card are excluded: they
 describe one run (times, ids), and equal weights must get the same digest. The audit row keeps the

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -109,8 +109,17 @@ def run_once(
         sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}{then}\n")
         return FAILED
     how = f", in run {run.run_id}, {resumed_words(run.deaths)}" if run.deaths else ""
-    sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}{how}\n")
+    sys.stdout.write(f"{_groups_line(run.counts)}trained {candidate.adapter} ")
+    sys.stdout.write(f"from {candidate.parent}{how}\n")
     return TRAINED
+
+
+def _groups_line(counts: Mapping[str, int]) -> str:
+    """Return a line about the groups that were left out; empty when none was."""
+    out = [f"{number} {why}" for why, number in sorted(counts.items()) if why != "used"]
+    if not out:
+        return ""
+    return f"{counts['used']} groups used; left out: {', '.join(out)} (`sidecar groups ls`)\n"
 
 
 def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:

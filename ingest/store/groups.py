@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Disagreement, Group, Rewarded, ScoredGroup
 from ingest.store.rewards import keep_rewards, load_rewards
-from sidecar.store.arrays import ID_BYTES, unpack_ids
+from sidecar.store.arrays import FLOAT_BYTES, ID_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
 from sidecar.store.database import count, insert_into
 from sidecar.store.frames import HEAD_BYTES, decoded_ids
@@ -94,11 +94,17 @@ def load_group(session: Session, group_id: str) -> Group | None:
         masked_by=row.masked_by if row.masked_by is None else msgspec.convert(row.masked_by, str),
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
-        answers=tuple(
-            _ANSWER.open_record(answer, partial(_open, keyring, answer))
-            for answer in _answer_rows(session, group_id)
-        ),
+        answers=tuple(_answer(keyring, answer) for answer in _answer_rows(session, group_id)),
     )
+
+
+def _answer(keyring: Keyring, row: AnswerRow) -> Answer:
+    """Read an answer. Damaged log-probabilities cost only themselves: it is read without any, and
+    the learner leaves it out."""
+    held = row.logprobs
+    whole = isinstance(held, bytes) and len(held) % FLOAT_BYTES == 0
+    without = {} if whole else {"logprobs": ()}
+    return _ANSWER.open_record(row, partial(_open, keyring, row), **without)
 
 
 def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:

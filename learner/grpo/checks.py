@@ -41,6 +41,7 @@ from learner.grpo.answers import (
 from learner.grpo.drift import excess, measure
 from learner.policy.adapter_io import is_out_of_memory, sampled_by
 from learner.policy.logprobs import Policy, packs_of
+from learner.policy.packing import packed_length
 from learner.records import CheckedAnswers, Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
 
@@ -48,9 +49,12 @@ log = structlog.get_logger()
 
 OUT_OF_MEMORY = "out_of_memory"
 UNCHECKED = "drift_unchecked"
+TOO_LONG = "too_long"
 NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
-SAYS_NOTHING = (UNCHECKED, OUT_OF_MEMORY, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW, *QUIET)
+SAYS_NOTHING = (
+    UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW, *QUIET,
+)  # fmt: skip
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
 """Reasons for which the trainer leaves a group out."""
@@ -237,9 +241,9 @@ def _recompute(
     """Compute the log-probabilities of the trainable answers, by index.
 
     Returns: for an answer with a token id outside of the vocabulary, its fault; a fault alone when
-        the prompt has one.
+        the prompt has one, or the model has too few positions.
     """
-    prompt = _foreign(group.prompt_token_ids, policy.vocabulary)
+    prompt = _foreign(group.prompt_token_ids, policy.vocabulary) or _too_long(group, policy)
     if prompt is not None:
         return prompt
     foreign = {
@@ -271,6 +275,21 @@ def _foreign(ids: Sequence[int], vocabulary: int) -> Fault | None:
         return None
     text = f"token id {token} is outside the base's vocabulary of {vocabulary}"
     return Fault(OUT_OF_VOCABULARY, text)
+
+
+def _too_long(group: TrainingGroup, policy: Policy) -> Fault | None:
+    """Return the fault of a group that goes past the base's last position, or None.
+
+    As `pack_tokens`, it costs the whole group: without its longest answers the others would teach
+    that length costs nothing.
+    """
+    prompt = len(group.prompt_token_ids)
+    longest = max((len(row.token_ids) for row in group.rows if row.trainable), default=0)
+    most = policy.shape.positions
+    if most is None or packed_length(prompt, [longest]) <= most:
+        return None
+    what = f"its prompt has {prompt} tokens and its longest answer {longest}"
+    return Fault(TOO_LONG, f"{what}; the base has {most} positions")
 
 
 def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Drift | None:

@@ -20,6 +20,7 @@ import structlog
 import torch
 from opentelemetry import trace
 
+from learner.adapter_folder import PATTERNS
 from learner.errors import NonFiniteError, OptimizerStateError
 from learner.grpo.answers import QUIET
 from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl, require_near
@@ -200,6 +201,7 @@ def run_steps(
         "betas": BETAS,
         "rank": adapter.r,
         "alpha": adapter.lora_alpha,
+        **{name: dict(of) for name in PATTERNS if (of := getattr(adapter, name, None))},
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,

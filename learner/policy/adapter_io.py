@@ -45,6 +45,8 @@ from sidecar.settings import Learner
 
 ADAPTER = "default"
 """Name of the trained adapter in peft."""
+EXTRAS = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
+"""Members of a LoRA's config that add weights to its matrices."""
 SAMPLER = "sampler"
 """Name in peft of another adapter, while the answers that it sampled are checked."""
 
@@ -172,7 +174,7 @@ def _with_adapter(
             task_type="CAUSAL_LM",
         )
         return get_peft_model(base, config)
-    _require_object(parent, parent.path / CONFIG)
+    _require_plain(parent, parent.path / CONFIG)
     # Without `torch_device` peft reads the weights onto the first GPU, which is usually vLLM's.
     model = PeftModel.from_pretrained(
         base, str(parent.path), is_trainable=True, torch_device=str(device)
@@ -193,6 +195,18 @@ def _switch_dropout_off(model: Any) -> None:  # Any: as above
             module.eval()
 
 
+def _require_plain(parent: Parent, path: Path) -> None:
+    """Refuse, before its weights are read, a parent that is more than the two matrices of each
+    layer: such a version could be trained on, and neither saved nor served."""
+    config = _read_object(parent, path)
+    found = [name for name in EXTRAS if config.get(name) and config[name] != "none"]
+    if found:
+        raise ParentError(
+            f"parent {parent.name}: {path} sets {', '.join(found)}; the learner continues plain "
+            "LoRA only: merge it into the base, or roll back to another version"
+        )
+
+
 def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # Any: as above
     """Refuse a parent whose rank or alpha is not that of the settings: it would stay as it is, and
     the settings would say what no adapter has."""
@@ -208,14 +222,16 @@ def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # A
             )
 
 
-def _require_object(parent: Parent, path: Path) -> None:
+def _read_object(parent: Parent, path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ParentError(f"parent {parent.name}: {path} is missing")
-    if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
         raise ParentError(
             f"parent {parent.name}: {path} holds no JSON object; restore the folder, or roll back "
             "to a version whose folder is whole"
         )
+    return found
 
 
 @contextmanager
@@ -231,7 +247,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
             yield
         return
     with _loading(f"adapter {sampler.name}"):
-        _require_object(sampler, sampler.path / CONFIG)
+        _require_plain(sampler, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
             raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
         model.load_adapter(str(sampler.path), adapter_name=SAMPLER, torch_device=str(policy.device))

@@ -12,7 +12,7 @@ Sources: `layer_types`, `sliding_window` and the scales behind the head as trans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Form = Literal["segments", "varlen", "dense"]
@@ -25,6 +25,10 @@ RECURRENT = (
 )  # fmt: skip
 """Beginnings of `model_type` of models with recurrent layers, some of which do not list their
 layers' types."""
+STRETCHED = ("linear", "dynamic", "yarn")
+"""Kinds of rotary scaling whose factor stretches the positions."""
+MOST_STRETCH = 1_000
+"""A larger factor is damage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class Architecture:
     """What the logits are multiplied by, behind the head."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap), behind the scale; None: they stay."""
+    positions: int | None = None
+    """Tokens of the longest input that the model has positions for; None: it has no limit."""
     eager: bool = False
     """True: attention has to be computed by the model's own code: other kernels leave out the cap
     of its scores."""
@@ -55,6 +61,7 @@ def architecture(config: Any) -> Architecture:  # Any: a config of transformers,
         packs=not why,
         why=why,
         windows=_windows(config),
+        positions=positions(config),
         scale=scale,
         softcap=softcap,
         eager=bool(getattr(config, "attn_logit_softcapping", None)),
@@ -63,14 +70,25 @@ def architecture(config: Any) -> Architecture:  # Any: a config of transformers,
 
 def as_rows(found: Architecture, why: str) -> Architecture:
     """Return the same architecture, not packed."""
-    return Architecture(
-        packs=False,
-        why=why,
-        windows=found.windows,
-        scale=found.scale,
-        softcap=found.softcap,
-        eager=found.eager,
-    )
+    return replace(found, packs=False, why=why)
+
+
+def positions(config: Any) -> int | None:
+    """Return how many positions a model has; None where its config names no number.
+
+    Rotary scales stretch them by their factor. With `yarn` the number may be that before its scale
+    or that behind it (`vllm/config/model.py`, `_get_and_verify_max_len`), so the larger one counts.
+    """
+    found = getattr(config, "max_position_embeddings", None)
+    if type(found) is not int or found <= 0:
+        return None
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type") not in STRETCHED:
+        return found
+    first, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    if not isinstance(factor, int | float) or not 1 <= factor < MOST_STRETCH:
+        return found
+    return max(found, int((first if isinstance(first, int) else found) * factor))
 
 
 def _why_rows(config: Any) -> str:

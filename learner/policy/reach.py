@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from learner.base_weights import BaseSize, base_folder, base_size
+from learner.policy.architecture import positions
 from learner.policy.attention.segments import takes_grouped_heads
 from learner.policy.logprobs import wants_autocast
 from learner.policy.room import room_of
@@ -105,5 +106,5 @@ def reach(
         checkpointing=settings.checkpointing != "off",
         answers=answers,
     )
-    most = int(getattr(config, "max_position_embeddings", None) or found)
+    most = positions(config) or found
     return Reach(holds=min(found, most), safe=min(found * 3 // 4, most))

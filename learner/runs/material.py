@@ -190,7 +190,7 @@ def gather(
         dropped=useless,
         texts={
             **{g: fault.text for g, fault in broken.items()},
-            **{g: gate.words for g, gate in selection.gates.items() if g in useless},
+            **selection.texts,
         },
         samplers=samplers,
         noise=noise,

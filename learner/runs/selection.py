@@ -49,6 +49,8 @@ class Selection:
     groups: tuple[TrainingGroup, ...]
     dropped: Mapping[str, DropReason]
     """group id -> reason"""
+    texts: Mapping[str, str]
+    """group id -> details of the reason"""
     masked_answers: Mapping[str, int]
     """reason -> number of answers of the taken groups that are left out of the loss"""
     gates: Mapping[str, SpreadGate]
@@ -100,6 +102,7 @@ def select_groups(
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
+    texts: dict[str, str] = {}
     masked: Counter[str] = Counter()
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
@@ -109,21 +112,26 @@ def select_groups(
                 scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
             )
             rewards = shared_rewards(scored, masks)
-            reason = _drop_reason(
+            drop = _why_dropped(
                 scored, masks, rewards, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens
             )
-            group = _training_group(scored, masks, rewards, advantage) if reason is None else None
-        except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
-            reason, group, gate = "unreadable", None, None
-        if gate is not None and reason in (None, *SPREAD):
+            group = _training_group(scored, masks, rewards, advantage) if drop is None else None
+        except (ValueError, TypeError, ArithmeticError) as error:  # of the wrong type or number
+            drop, group, gate = ("unreadable", f"{type(error).__name__}: {error}"), None, None
+        if gate is not None and (drop is None or drop[0] in SPREAD):
             gates[scored.group.group_id] = gate
+        if drop is not None:
+            dropped[scored.group.group_id], texts[scored.group.group_id] = drop
         if group is None:
-            dropped[scored.group.group_id] = reason or "unreadable"
             continue
         groups.append(group)
         masked.update(why for why in masks if why)
     return Selection(
-        groups=tuple(groups), dropped=dropped, masked_answers=dict(masked), gates=gates
+        groups=tuple(groups),
+        dropped=dropped,
+        texts=texts,
+        masked_answers=dict(masked),
+        gates=gates,
     )
 
 
@@ -196,7 +204,7 @@ def shared_rewards(scored: ScoredGroup, masks: Sequence[str | None]) -> tuple[fl
     return tuple(shared)
 
 
-def _drop_reason(
+def _why_dropped(
     scored: ScoredGroup,
     masks: Sequence[str | None],
     shared: Sequence[float],
@@ -204,33 +212,37 @@ def _drop_reason(
     gate: SpreadGate,
     min_spread: float,
     pack_tokens: int,
-) -> DropReason | None:
-    prompt = scored.group.prompt_token_ids
-    trainable = [
-        answer for answer, mask in zip(scored.group.answers, masks, strict=True) if not mask
-    ]
-    if len(scored.rewards) < 2:
-        return "too_few_answers"
-    if not all(map(math.isfinite, scored.rewards)):
-        return "non_finite_score"
-    if not all(0.0 <= score <= 1.0 for score in scored.rewards):
-        return "score_out_of_range"
+) -> tuple[DropReason, str] | None:
+    """Return the reason why a group is dropped, and its details; None when it is not."""
+    prompt, rewards = len(scored.group.prompt_token_ids), scored.rewards
+    if len(rewards) < 2:
+        return "too_few_answers", f"it has {len(rewards)} answers, and a comparison needs 2"
+    for place, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            return "non_finite_score", f"the score of answer {place} is {reward}"
+        if not 0.0 <= reward <= 1.0:
+            return "score_out_of_range", f"the score of answer {place} is {reward:g}, not in 0..1"
+    answers = list(zip(scored.group.answers, masks, strict=True))
+    trainable = [answer for answer, mask in answers if not mask]
     if len(trainable) < MIN_TRAINABLE:
-        return "too_few_trainable"
-    counted = [
-        answer for answer, mask in zip(scored.group.answers, masks, strict=True) if counts(mask)
-    ]
+        of_others = Counter(mask for mask in masks if mask)
+        others = ", ".join(f"{number} {mask}" for mask, number in sorted(of_others.items()))
+        which = f"{len(trainable)} of {len(answers)} answers can be trained on"
+        return "too_few_trainable", f"{which}; masked: {others}"
+    counted = [answer for answer, mask in answers if counts(mask)]
     if len({(tuple(answer.token_ids), answer.temperature) for answer in counted}) == 1:
-        return "identical_answers"
+        return "identical_answers", f"its {len(counted)} answers that count are the same"
     found = spread([reward for reward, mask in zip(shared, masks, strict=True) if counts(mask)])
     if found == 0.0 or found < min_spread:
-        return "no_spread"
+        return "no_spread", gate.words
     if found < gate.least:
-        return "within_noise"
+        return "within_noise", gate.words
     if not prompt:
-        return "no_prompt"
-    if any(packed_length(len(prompt), [len(a.token_ids)]) > pack_tokens for a in trainable):
-        return "too_long"
+        return "no_prompt", "the token ids of its prompt were not recorded"
+    longest = max(len(answer.token_ids) for answer in trainable)
+    if packed_length(prompt, [longest]) > pack_tokens:
+        what = f"its prompt has {prompt} tokens and its longest answer {longest}"
+        return "too_long", f"{what}; learner.pack_tokens is {pack_tokens}"
     return None
 
 

@@ -12,7 +12,7 @@ newest checkpoint if nothing has changed that the weights depend on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -93,6 +93,8 @@ class Run:
         """Id of the run; where a killed run is resumed, the id of that one."""
         self.deaths: list[dict[str, Any]] = []
         """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
+        self.counts: Mapping[str, int] = {}
+        """Of a run that trained: groups `used`, and those left out by reason."""
         self.left: Released | None = None
         """How it left its work to the next start; None: it did not."""
         self._settings = settings
@@ -236,7 +238,7 @@ class Run:
             if not outcome.metrics:
                 self._skip(material)
             candidate = self._publish(material, outcome, work, heartbeat)
-            published = True
+            published, self.counts = True, material.counts
             return candidate
         except BaseException as error:
             asked = self._stopping.is_set()

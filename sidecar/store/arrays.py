@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 ID_BYTES = 4
 """Bytes of one packed id."""
+FLOAT_BYTES = 4
+"""Bytes of one packed float."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

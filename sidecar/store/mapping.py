@@ -86,13 +86,15 @@ class RowMapping(Generic[Record]):
         return self.open_record(row, None, **others)
 
     def open_record(self, row: Base, unseal: Unseal | None, **others: object) -> Record:
-        """Read a row. unseal: None: nothing is encrypted. others: the fields that have rows of
-        their own.
+        """Read a row. unseal: None: nothing is encrypted. others: fields that are not read from
+        it: they have rows of their own, or the caller knows that their columns are damaged.
 
         Raises: one of `sidecar.store.database.DAMAGE` when a value is not what its field holds.
         """
         values: dict[str, object] = {}
         for field, column, _, decode, is_content in self.fields:
+            if field in others:
+                continue
             value = getattr(row, column)
             if is_content and unseal is not None:
                 value = unseal(column, value)

@@ -75,6 +75,25 @@ def test_a_trained_run_says_the_name_and_exits_0(
     assert last.endswith(" from base")
 
 
+@pytest.mark.usefixtures("two_groups")
+def test_a_trained_run_says_how_many_groups_it_left_out_and_why(
+    run: Callable[[], int],
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for number in range(3):
+        put_group(scored_group([0.5, 0.5], group_id=f"flat {number}"))
+    put_group(scored_group([0.0, 1.0], group_id="of nobody", adapter="gone"))
+
+    assert run() == 0
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert first == (
+        "2 groups used; left out: 3 no_spread, 1 unknown_adapter (`sidecar groups ls`)"
+    )
+    assert last.startswith("trained m--v1-")
+
+
 def test_nothing_to_learn_exits_3_and_says_why(
     run: Callable[[], int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _lineage(
     settings: Settings, folder: Path, config: dict[str, Any], *, reason: str, now: float
 ) -> dict[str, Any]:
+    from learner.adapter_folder import PATTERNS
+
     return {
         "format": 1,
         "run_id": None,
@@ -214,7 +216,11 @@ def _lineage(
         "dropped": {},
         "judges": [],
         "imported": {"from": str(folder.resolve()), "reason": reason},
-        "algorithm": {"rank": config["r"], "alpha": config["lora_alpha"]},
+        "algorithm": {
+            "rank": config["r"],
+            "alpha": config["lora_alpha"],
+            **{name: config[name] for name in PATTERNS if config.get(name)},
+        },
         "metrics": [],
     }
 

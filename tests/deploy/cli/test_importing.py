@@ -119,6 +119,18 @@ def test_a_tar_that_is_none_or_lacks_a_file_is_refused_and_leaves_nothing(
     assert list(settings.learner.adapters_dir.iterdir()) == []
 
 
+def test_ranks_and_alphas_of_single_layers_are_in_the_lineage(
+    world: World, settings: Settings, tmp_path: Path
+) -> None:
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}}
+    write_adapter(tmp_path / "mine", config=patterns)
+
+    made = import_adapter(settings, world.database, tmp_path / "mine", reason="r", now=5.0)
+
+    lineage = json.loads((made.path / LINEAGE).read_text())
+    assert lineage["algorithm"] == {"rank": 4, "alpha": 8, **patterns}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -209,6 +209,27 @@ def test_a_parent_of_another_rank_or_alpha_is_refused(
         load_policy(str(tiny_base), Parent(name="p", path=tmp_path), changed)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])]
+)
+def test_a_parent_that_is_more_than_a_plain_lora_is_refused_before_it_is_read(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    name: str,
+    value: object,
+) -> None:
+    """Training went through, and the new version could not be saved."""
+    save_adapter(policy, tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
+    (tmp_path / WEIGHTS).unlink()
+
+    with pytest.raises(ParentError, match=f"sets {name}; the learner continues plain LoRA only"):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
 def test_an_adapter_is_read_onto_the_learners_device(
     policy: Policy,
     tiny_base: Path,

@@ -253,3 +253,24 @@ def test_windows_are_read_from_the_config() -> None:
     assert read("Gemma3Text", sliding_window=7, layer_types=MIXED) == {
         "full_attention": None, "sliding_attention": 7,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "default"}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 1e9}, 128),
+    ],
+)
+def test_positions_are_those_behind_a_rotary_scale(scaling: dict[str, Any], expected: int) -> None:
+    scaled = {**SMALL, "max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**scaled, rope_parameters={"rope_theta": 1e4, **scaling})
+
+    assert architecture(config).positions == expected
+
+
+def test_a_model_may_have_no_limit_of_positions() -> None:
+    assert architecture(transformers.BloomConfig()).positions is None

@@ -259,7 +259,11 @@ def raw(table: Any, column: str, value: str) -> Callable[[Database], None]:
 
 WRONG_ROWS: dict[str, tuple[Callable[[Database], None], str]] = {
     "ids cut in the middle": (stored(AnswerRow, token_ids=b"\x01\x02\x03"), "unreadable"),
-    "log-probabilities cut": (stored(AnswerRow, logprobs=b"\x00" * 7), "unreadable"),
+    "log-probabilities cut": (stored(AnswerRow, logprobs=b"\x00" * 7), "too_few_trainable"),
+    "a prompt past the base's positions": (
+        stored(ExchangeRow, prompt_token_ids=pack_ids([1] * 127)),
+        "too_long",
+    ),
     "a body that is not compressed": (stored(AnswerRow, message_body=b"{}"), "unreadable"),
     "a request of zeros": (stored(ExchangeRow, request_body=b"\x00" * 9), "unreadable"),
     "an unknown origin": (stored(AnswerRow, origin="heaven"), "unreadable"),
@@ -295,6 +299,19 @@ def test_a_damaged_row_costs_its_own_group(
     assert outcome.pop(BAD) == ("dropped", reason)
     assert set(outcome.values()) == {("trained", None)}
     assert counted(database) == {"trained": GROUPS - 1, reason: 1}
+
+
+def test_a_prompt_past_the_bases_positions_is_told_with_them(
+    train: Train, put: Put, database: Database
+) -> None:
+    put(range(GROUPS))
+    stored(ExchangeRow, prompt_token_ids=pack_ids([1] * 127))(database)
+
+    train()
+
+    assert row_of(database, BAD).detail == (
+        "its prompt has 127 tokens and its longest answer 3; the base has 128 positions"
+    )
 
 
 @pytest.mark.parametrize("column", ["session_key", "reason", "sampling_attempts", "detail"])

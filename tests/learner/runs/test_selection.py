@@ -139,6 +139,14 @@ def test_each_useless_group_is_dropped_for_its_reason(
         "no prompt": "no_prompt",
         "greedy": "too_few_trainable",
     }
+    assert selection.texts == {
+        "alone": "it has 1 answers, and a comparison needs 2",
+        "nan": "the score of answer 1 is nan",
+        "flat": "least 0.0200 (learner.min_spread)",
+        "nearly flat": "least 0.0200 (learner.min_spread)",
+        "no prompt": "the token ids of its prompt were not recorded",
+        "greedy": "1 of 2 answers can be trained on; masked: 1 greedy",
+    }
 
 
 def test_scores_just_spread_enough_are_kept(scored_group: MakeScoredGroup) -> None:
@@ -154,7 +162,11 @@ def test_a_gate_of_zero_still_drops_equal_scores(scored_group: MakeScoredGroup) 
 def test_a_group_with_one_answer_too_long_is_dropped_whole(scored_group: MakeScoredGroup) -> None:
     # prompt 3 + answer 3, whose last token is not computed: 5 tokens
     assert len(select(scored_group([0.0, 1.0]), pack_tokens=5).groups) == 1
-    assert select(scored_group([0.0, 1.0]), pack_tokens=4).dropped == {"g": "too_long"}
+    dropped = select(scored_group([0.0, 1.0]), pack_tokens=4)
+    assert dropped.dropped == {"g": "too_long"}
+    assert dropped.texts == {
+        "g": "its prompt has 3 tokens and its longest answer 3; learner.pack_tokens is 4"
+    }
 
 
 def test_a_group_is_trained_on_by_its_rewards_and_not_by_its_scores(
