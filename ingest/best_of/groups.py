@@ -25,8 +25,8 @@ from ingest.grouping.selection import (
     Rules,
     group_id_of,
     judged_group,
-    turn_of,
 )
+from ingest.grouping.turns import turn_of
 from ingest.judge_prompt.shown import shown_answer
 from ingest.records import Group
 from ingest.store.exchanges import NEW, StoredExchange, set_selection, turns_with

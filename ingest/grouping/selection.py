@@ -38,6 +38,7 @@ from ingest.grouping.same_prompt import (
     exact,
     joined_answers,
 )
+from ingest.grouping.turns import Turn, counts_elsewhere, last_of_each_turn
 from ingest.records import Answer, Group
 from sidecar.records import Exchange
 from sidecar.settings import SamplingField
@@ -64,10 +65,6 @@ REASON_LENGTH = 64
 """Length of the columns that hold a reason, in characters."""
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of parsing bytes that an agent sent; the last one for very deep nesting."""
-
-
-Turn = tuple[str, str]
-"""(project, turn id)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +144,10 @@ class Decision:
 def select(
     batch: Sequence[tuple[Exchange, bool]], standing: Standing, rules: Rules
 ) -> list[Decision]:
-    """Decide a batch in the order given; each chosen exchange leaves less room for later ones.
+    """Decide a batch; each chosen exchange leaves less room for later ones.
+
+    Exchanges whose own answers make a group, which costs no token, come first, then the others in
+    the order given.
 
     batch: (exchange, whether its session is held out). It must also hold the exchanges in the
         backlog that belong to the turns of new ones.
@@ -160,17 +160,18 @@ def select(
         for exchange, held_out in batch
         for request in (_object(exchange.request),)
     ]
-    counting = _last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
+    counting = last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
     joins = Joins(standing.alike, rules.join_served, lambda one: _served(one, None, rules))
     fit = []
     for exchange, request, reason in read:
-        if reason is None and _counts_elsewhere(exchange, counting, standing.decided_turns):
+        if reason is None and counts_elsewhere(exchange, counting, standing.decided_turns):
             reason = RETRIED_TURN
         session_id = standing.sessions.get(exchange.exchange_id, exchange.session_key)
         if reason is None:
             joins.add(exchange, session_id)
         fit.append((exchange, request, reason, session_id))
     decisions: dict[str, Decision] = {}
+    fit.sort(key=lambda one: one[2] is not None or not _is_free(one[0], one[1], rules))
     for exchange, request, reason, session_id in fit:
         in_session = by_session.get(session_id, 0)
         if reason is None and exchange.exchange_id in joins.taken:
@@ -218,39 +219,19 @@ def select(
             joins=open_group,
             siblings=found.siblings if group is not None else (),
         )
-    return list(decisions.values())
+    return [decisions[name] for name in dict.fromkeys(one.exchange_id for one, _ in batch)]
+
+
+def _is_free(exchange: Exchange, request: Mapping[str, Any] | None, rules: Rules) -> bool:
+    """Return True when the exchange's own answers make a group without a candidate (`n` > 1)."""
+    if rules.join_served == "off" or len(exchange.choices) < 2:
+        return False
+    return len(exact(_served(exchange, request, rules), source="")) >= min(MIN_FREE, rules.size)
 
 
 def group_id_of(exchange_id: str) -> str:
     """Return the id of an exchange's one group: choosing the exchange twice has no effect."""
     return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
-
-
-def turn_of(exchange: Exchange) -> Turn | None:
-    """Return the turn that an exchange shares with the client's retries; None when it has none."""
-    return (exchange.project, exchange.turn_id) if exchange.turn_id else None
-
-
-def _last_of_each_turn(fit: Sequence[Exchange]) -> dict[Turn, str]:
-    """Map each turn to the id of its exchange that began last."""
-    last: dict[Turn, Exchange] = {}
-    for exchange in fit:
-        turn = turn_of(exchange)
-        if turn is not None and (turn not in last or _begun(exchange) > _begun(last[turn])):
-            last[turn] = exchange
-    return {turn: exchange.exchange_id for turn, exchange in last.items()}
-
-
-def _begun(exchange: Exchange) -> tuple[float, str]:
-    return exchange.timings.started_at, exchange.exchange_id
-
-
-def _counts_elsewhere(
-    exchange: Exchange, counting: Mapping[Turn, str], decided: frozenset[Turn]
-) -> bool:
-    """Return True when another exchange of the same turn counts."""
-    turn = turn_of(exchange)
-    return turn is not None and (turn in decided or counting[turn] != exchange.exchange_id)
 
 
 def _why_unfit(

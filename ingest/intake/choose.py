@@ -27,8 +27,8 @@ from ingest.grouping.selection import (
     Rules,
     Standing,
     select,
-    turn_of,
 )
+from ingest.grouping.turns import turn_of
 from ingest.intake.pending import count_pending
 from ingest.intake.same_prompt import find_same_prompts
 from ingest.intake.standing import counts_by_keys, features_in, keys_of

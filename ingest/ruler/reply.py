@@ -1,9 +1,10 @@
 """Read a judge's reply: one finite score for each id, matched by id, or an error to show it. Pure.
 
 The form may vary (a code fence, text before and after, thinking, a bare list of entries, a map from
-id to score, a number in quotes, a comma too many), the scores may not: one that is missing,
-duplicate, unknown or out of range refuses the whole reply, because a group with one wrong score
-teaches the wrong thing. Scores without ids are refused too: their order may be any.
+id to score or to an object with the score, a number in quotes, a comma too many). The scores may
+not: one that is missing, duplicate, unknown or out of range refuses the whole reply, because a
+group with one wrong score teaches the wrong thing. Scores without ids are refused too: their order
+may be any.
 """
 
 from __future__ import annotations
@@ -94,8 +95,15 @@ def _entries(value: Any, ids: Sequence[str]) -> list[Any] | None:
     elif not any(isinstance(entry, dict) and entry.get("id") in ids for entry in value):
         return None
     if isinstance(value, dict):
-        return [{"id": name, "score": score} for name, score in value.items()]
+        return [_named(name, score) for name, score in value.items()]
     return list(value)
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    """Return the entry of a map from id to a score, or to an object with the score."""
+    if isinstance(value, dict) and value.get("id", name) == name:
+        return {**value, "id": name}
+    return {"id": name, "score": value}
 
 
 class _Attempts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from ingest.grouping.selection import Standing, select
@@ -50,6 +51,32 @@ def test_a_plain_exchange_becomes_a_group_with_its_answer(kit: Kit) -> None:
     assert answer.token_ids == (5, 6, 2)
     assert answer.logprobs == (-0.5, -0.25, -1.0)
     assert answer.untrainable_reason is None
+
+
+def test_a_group_that_costs_nothing_comes_before_others_in_a_batch(kit: Kit) -> None:
+    plain = kit.exchange("a", session_key="m:a")
+    free = kit.exchange(
+        "b", session_key="m:b", choices=[kit.choice(f"c{n}", index=n) for n in range(4)]
+    )
+    few = kit.exchange(
+        "c", session_key="m:c", choices=[kit.choice(f"c{n}", index=n) for n in range(3)]
+    )
+
+    first = reasons(kit, plain, free, few, max_pending_groups=1, join_served="session")
+    off = reasons(kit, plain, free, few, max_pending_groups=1, join_served="off")
+
+    assert first == ["backlog", "chosen", "backlog"]
+    assert off == ["chosen", "backlog", "backlog"]
+
+
+def test_an_exchange_whose_answer_has_no_token_ids_starts_a_group_without_it(kit: Kit) -> None:
+    choice = msgspec.structs.replace(kit.choice("hello"), token_ids=(), logprobs=())
+
+    (decision,) = select([(kit.exchange("e1", choices=[choice]), False)], STANDING, kit.rules())
+
+    assert decision.reason == "chosen"
+    assert decision.group is not None
+    assert [one.untrainable_reason for one in decision.group.answers] == ["no_token_ids"]
 
 
 def test_several_choices_are_free_answers_up_to_the_size(kit: Kit) -> None:

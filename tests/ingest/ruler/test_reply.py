@@ -69,6 +69,18 @@ def test_what_stands_around_the_object_does_not_matter(text: str) -> None:
     assert parse(text) == (0.5, 1.0, 0.1)
 
 
+def test_a_map_of_objects_gives_scores_and_explanations() -> None:
+    found = {"cd": {"score": 0.5, "explanation": "so so"}, "ab": {"id": "ab", "score": 0.1}}
+    text = json.dumps({**found, "ef": {"score": 1, "explanation": "best"}})
+    assert parse_reply(text, IDS, ORDER) == ((0.5, 1.0, 0.1), ("so so", "best", ""))
+
+
+def test_an_object_of_a_map_that_names_another_id_is_refused() -> None:
+    text = json.dumps({"ab": {"id": "cd", "score": 0.1}, "cd": 0.5, "ef": 1})
+    with pytest.raises(JudgeReplyError, match="not a number"):
+        parse(text)
+
+
 def test_the_ends_of_the_range_are_scores() -> None:
     text = json.dumps({"scores": [entry("ab", 0), entry("cd", 1), entry("ef", 0.0)]})
     assert parse(text) == (1.0, 0.0, 0.0)

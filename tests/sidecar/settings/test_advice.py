@@ -91,7 +91,7 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             'all traffic is of that project, so it would check nothing; add "default"',
         ),
         (
-            '[reward.verifiers.v]\nkind = "json_schema"',
+            '[groups]\nstructured_output = "off"\n[reward.verifiers.v]\nkind = "json_schema"',
             "reward.verifiers.v",
             "requests with a response_format of JSON become no groups",
         ),
