@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import error_line
+from deploy.iso_times import iso
 from deploy.outside.http import OutsideError, Poster, secret_of
 from deploy.outside.signing import key_of, signed_headers
 from sidecar.backoff import Backoff
@@ -99,7 +99,7 @@ class Event:
             "before": dict(self.before),
             "after": dict(self.after),
         }
-        told = {"type": self.type, "timestamp": _iso(self.at), "data": data}
+        told = {"type": self.type, "timestamp": iso(self.at) or "", "data": data}
         return json.dumps(told, ensure_ascii=True, separators=(",", ":")).encode()
 
 
@@ -293,10 +293,3 @@ def _event(row: AuditRow) -> Event:
         return Event(
             seq=row.seq, at=0.0, type=None, subject="", actor="", reason="", before={}, after={}
         )
-
-
-def _iso(at: float) -> str:
-    try:
-        return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-    except (OverflowError, ValueError, OSError):  # a damaged time
-        return ""

@@ -145,7 +145,7 @@ async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> N
         "before": {"phase": "gating"},
         "after": {"phase": "ramping"},
     }
-    assert body["timestamp"] == "1970-01-01T00:16:50.000+00:00"
+    assert body["timestamp"] == "1970-01-01T00:16:50.000Z"
     assert headers["webhook-id"] == f"ops-{body['data']['seq']}"
     assert headers["webhook-timestamp"] == "1020"
     assert (told.state.delivered, told.state.dead, told.state.error) == (3, 0, "")
