@@ -76,7 +76,7 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
         nonlocal quality, claims
         champion, anchor = next(scores)
         one = Comparison(difference=champion, anchor_difference=anchor, flaws=FLAWLESS)
-        quality = quality_of([one], limits, start=quality)
+        quality = quality_of([one], limits, anchored=anchor is not None, start=quality)
         claims |= proven(quality, rules)
         told.scores.append(champion)
 

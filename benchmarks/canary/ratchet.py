@@ -46,7 +46,7 @@ def _is_promoted(world: World, rules: CanarySettings, rng: random.Random) -> boo
     claims = frozenset[str]()
     for champion, anchor in differences(world, rng):
         one = Comparison(difference=champion, anchor_difference=anchor)
-        quality = quality_of([one], limits, start=quality)
+        quality = quality_of([one], limits, anchored=world.anchor_effect is not None, start=quality)
         claims |= proven(quality, rules)
         if quality.groups < rules.gate_prompts:
             continue

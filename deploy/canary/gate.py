@@ -243,7 +243,11 @@ class Gate:
             prompts=prompts.sessions,
             pending=len(prompts.missing),
             verdict=judge_gate(made, self._rules, seed=seed_of(canary, "bootstrap")),
-            quality=quality_of(counted, proof_rule.limits_of(self._rules)),
+            quality=quality_of(
+                counted,
+                proof_rule.limits_of(self._rules),
+                anchored=proof_rule.has_anchor(canary, self._rules),
+            ),
             away=away,
             judge_gives_reward=self._judge_gives_reward,
         )

@@ -18,6 +18,7 @@ import structlog
 from deploy.canary.answer_shape import flaws_of, is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
+from deploy.registry.proof_rule import has_anchor
 from ingest.errors import AWAY, RequestRefusedError, SamplingError
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
@@ -52,17 +53,13 @@ class ArmFailedError(SamplingError):
         self.arm = arm
 
 
-def has_anchor(canary: Canary, rules: CanarySettings) -> bool:
-    """Return True when the anchor is an adapter of its own, and is asked."""
-    return rules.promote_on != "quick" and canary.anchor != canary.champion
-
-
 def arms_of(canary: Canary, rules: CanarySettings) -> list[tuple[str, str]]:
-    """Return (arm, adapter) of each answer to a prompt."""
-    asked, most = rules.gate_answers, MOST_ANSWERS
+    """Return (arm, adapter) of each answer to a prompt, at most `MOST_ANSWERS`."""
+    anchored = has_anchor(canary, rules)
+    asked = min(rules.gate_answers, MOST_ANSWERS // 3 + 1 if anchored else MOST_ANSWERS // 2)
     arms = [("candidate", canary.candidate), ("champion", canary.champion)] * asked
-    if has_anchor(canary, rules):
-        arms += [("anchor", canary.anchor)] * max(1, min(asked, most - 2 * asked))
+    if anchored:
+        arms += [("anchor", canary.anchor)] * min(asked, MOST_ANSWERS - 2 * asked)
     return arms
 
 
@@ -75,8 +72,8 @@ class FreshAnswers:
         self._kept: dict[str, list[Answered]] = {}
 
     async def get(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
-        """Return `gate_answers` answers of each arm, shuffled; fewer of the anchor's when a judge
-        would see more than `MOST_ANSWERS`.
+        """Return `gate_answers` answers of each arm, shuffled; fewer when a judge would see more
+        than `MOST_ANSWERS`, of the anchor's above all.
 
         Raises: as `Sampler.sample`; ArmFailedError when the answers of one arm alone fail.
         """

@@ -12,7 +12,7 @@ from deploy.canary import gate_store
 from deploy.evidence.quality import Quality
 from deploy.records import Canary
 from deploy.registry.gate_rule import quality_of
-from deploy.registry.proof_rule import limits_of
+from deploy.registry.proof_rule import has_anchor, limits_of
 from sidecar.settings import Canary as CanarySettings
 
 
@@ -20,6 +20,7 @@ class Judged:
     """Keeps the state of one canary's groups between ticks."""
 
     def __init__(self, rules: CanarySettings) -> None:
+        self._rules = rules
         self._limits = limits_of(rules)
         self._of = ""
         self._place = 0
@@ -38,6 +39,7 @@ class Judged:
             for one in gate_store.judged_since(session, canary.canary_id, place=self._place)
             if open_from is None or one.place < open_from
         ]
-        self._quality = quality_of(groups, self._limits, start=self._quality)
+        anchored = has_anchor(canary, self._rules)
+        self._quality = quality_of(groups, self._limits, anchored=anchored, start=self._quality)
         self._place = groups[-1].place if groups else self._place
         return self._quality

@@ -52,7 +52,7 @@ class Group:
     champion: float | None
     """Mean score of the candidate minus the champion's, -1..1; None: not scored."""
     anchor: float | None
-    """The same for the anchor; None: not scored."""
+    """The same for the anchor; None: not scored, and the group says nothing of the anchor."""
     fault: Fault | None = None
     """Why it is not scored; None for a scored group."""
     flaws: Mapping[str, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
             flaws=flaws,
             chart=observe(quality.chart, 1.0, CHART_LEVEL),
         )
-    if champion is None or anchor is None:
+    if champion is None:
         return replace(quality, unknown=quality.unknown + 1, flaws=flaws)
     to_champion = (1.0 + champion) / 2.0
     return replace(
@@ -121,7 +121,9 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
         groups=quality.groups + 1,
         lost=quality.lost + (group.fault == "candidate"),
         no_worse=bet(quality.no_worse, to_champion, (1.0 - limits.margin) / 2.0),
-        anchored=bet(quality.anchored, (1.0 + anchor) / 2.0, (1.0 - limits.anchor_margin) / 2.0),
+        anchored=quality.anchored
+        if anchor is None
+        else bet(quality.anchored, (1.0 + anchor) / 2.0, (1.0 - limits.anchor_margin) / 2.0),
         better=bet(quality.better, to_champion, 0.5),
         harm=bet(quality.harm, 1.0 - to_champion, 0.5),
         flaws=flaws,

@@ -94,16 +94,23 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 
 
 def quality_of(
-    comparisons: Iterable[Comparison], limits: Limits, *, start: Quality | None = None
+    comparisons: Iterable[Comparison],
+    limits: Limits,
+    *,
+    anchored: bool,
+    start: Quality | None = None,
 ) -> Quality:
-    """Return what comparisons say, read in the order given. start: what earlier ones said."""
+    """Return what comparisons say, read in the order given.
+
+    anchored: the canary's anchor is an adapter of its own. If not, the champion is the anchor; if
+    so, a comparison without a score of the anchor says nothing of it. start: what earlier ones
+    said.
+    """
     quality = Quality() if start is None else start
     for one in comparisons:
-        # Without an anchor of its own the champion is the anchor.
-        anchor = one.difference if one.anchor_difference is None else one.anchor_difference
         group = Group(
             champion=one.difference,
-            anchor=anchor,
+            anchor=one.anchor_difference if anchored else one.difference,
             fault=one.fault or (None if one.difference is not None else "unknown"),
             flaws=one.flaws,
         )

@@ -9,6 +9,7 @@ from deploy.evidence.betting import threshold
 from deploy.evidence.interval import bounds
 from deploy.evidence.live import GUARDS, GuardState
 from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality
+from deploy.records import Canary
 from sidecar.settings import Canary as CanarySettings
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "flaw_suspicion",
     "guard_harm",
     "harm",
+    "has_anchor",
     "is_proven",
     "lacking",
     "limits_of",
@@ -67,6 +69,11 @@ def limits_of(rules: CanarySettings) -> Limits:
             "narrow": _under_one(rules.max_narrow_excess),
         },
     )
+
+
+def has_anchor(canary: Canary, rules: CanarySettings) -> bool:
+    """Return True when the anchor is an adapter of its own, and is asked."""
+    return rules.promote_on != "quick" and canary.anchor != canary.champion
 
 
 def ratios_of(rules: CanarySettings) -> Mapping[str, float]:

@@ -162,7 +162,7 @@ class Canary(Section):
     gate_answers: Annotated[
         int, Between(1, 4, "both arms make one group, and a judge reads 8 answers")
     ] = 2
-    """Answers of each per prompt; together they make one blind group."""
+    """Answers of each per prompt; together they make one blind group. With an anchor at most 3."""
     gate_min_prompts: Annotated[int, Between(1, 10_000, "without a prompt nothing is compared")] = 4
     """With fewer held-out prompts than this the candidate waits."""
     gate_margin: Annotated[

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from sqlalchemy import select
 from deploy.canary import gate_store, ramp_counts
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
+from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
 from deploy.canary.judged import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.shadow import Shadow
@@ -25,6 +27,7 @@ from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import AliasRow, ExchangeRow, GateComparisonRow
 from support.adapter_endpoints import MODEL
 from support.fake_judge import FakeJudge
+from support.made_canary import made_canary
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -153,6 +156,28 @@ async def test_the_anchor_is_asked_in_the_same_blind_group(world: World) -> None
     }
     assert (row.difference, row.anchor_difference) == (-0.25, -0.5)
     assert len(world.judge.prompts) == 2 * len(judged(world)), "one group, one call a pass"
+
+
+@pytest.mark.parametrize(
+    ("asked", "anchor", "shown"),
+    [
+        (1, "base", (1, 1, 1)),
+        (2, "base", (2, 2, 2)),
+        (3, "base", (3, 3, 2)),
+        (4, "base", (3, 3, 2)),
+        (4, "m--v1", (4, 4, 0)),
+    ],
+)
+def test_a_judge_is_never_shown_more_than_eight_answers(
+    rules: CanarySettings, asked: int, anchor: str, shown: tuple[int, ...]
+) -> None:
+    canary = made_canary(candidate="m--v2", champion="m--v1", anchor=anchor)
+
+    arms = arms_of(canary, rules.model_copy(update={"gate_answers": asked}))
+
+    counts = Counter(arm for arm, _ in arms)
+    assert tuple(counts[arm] for arm in ("candidate", "champion", "anchor")) == shown
+    assert len(arms) <= MOST_ANSWERS == 8
 
 
 async def test_the_anchor_of_a_canary_stays_the_one_that_it_began_with(world: World) -> None:
@@ -386,7 +411,7 @@ async def test_a_control_that_starts_again_has_the_same_evidence_to_the_last_bit
     assert quality.groups > 4
     with world.database.read() as session:
         rows = gate_store.judged_since(session, world.canary(name).canary_id, place=0)
-    assert quality_of(rows, limits_of(world.rules)) == quality
+    assert quality_of(rows, limits_of(world.rules), anchored=False) == quality
 
 
 async def test_a_proof_that_too_many_missing_groups_spoil_waits_for_groups_that_can_be_scored(
@@ -481,7 +506,7 @@ async def test_a_place_that_is_stored_first_hides_no_earlier_one(
     assert quality.groups == len(judged(world)) == stored + 2
     with world.database.read() as session:
         rows = gate_store.judged_since(session, world.canary(name).canary_id, place=0)
-    assert quality_of(rows, limits_of(world.rules)) == quality
+    assert quality_of(rows, limits_of(world.rules), anchored=False) == quality
 
 
 def _state(controller: Controller, world: World, name: str) -> tuple[Any, Any, Any]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from deploy.canary.answer_shape import is_short
-from deploy.registry.gate_rule import Comparison, bootstrap_interval, judge_gate, mean_difference
+from deploy.registry.gate_rule import (
+    Comparison,
+    bootstrap_interval,
+    judge_gate,
+    mean_difference,
+    quality_of,
+)
+from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 
 RULES = CanarySettings(gate_margin=0.05, max_truncated_excess=0.25)
@@ -108,3 +115,24 @@ def test_short_means_cut_or_saying_nothing(
     message: dict[str, object], finish_reason: str | None, short: bool
 ) -> None:
     assert is_short(message, finish_reason) is short
+
+
+def test_a_group_without_a_score_of_the_anchor_is_no_evidence_for_it() -> None:
+    """The champion's difference must not stand in for the anchor's, who may be far better."""
+    limits = limits_of(CanarySettings())
+    made = [Comparison(difference=0.1) for _ in range(100)]
+
+    alone = quality_of(made, limits, anchored=False)
+    beside = quality_of(made, limits, anchored=True)
+
+    assert alone.anchored == alone.no_worse
+    assert beside.no_worse == alone.no_worse
+    assert (beside.groups, beside.anchored.observations) == (100, 0)
+
+
+def test_a_scored_anchor_is_evidence_in_a_canary_that_has_one() -> None:
+    made = [Comparison(difference=0.1, anchor_difference=-0.2)]
+
+    quality = quality_of(made, limits_of(CanarySettings()), anchored=True)
+
+    assert quality.anchored.log_e < 0.0 < quality.no_worse.log_e

@@ -145,7 +145,7 @@ def test_a_gate_whose_groups_are_mostly_missing_proves_nothing() -> None:
     """18 of 24 set aside, and the other 6 are good."""
     made = [Comparison(difference=0.5)] * 6 + [Comparison(difference=None)] * 18
 
-    decision = at_the_gate(quality_of(made, limits_of(RULES)))
+    decision = at_the_gate(quality_of(made, limits_of(RULES), anchored=False))
 
     assert isinstance(decision, Move)
     assert decision.to == "inconclusive"
@@ -158,7 +158,7 @@ def test_groups_missing_because_of_the_candidate_are_evidence_against_it() -> No
     made = [Comparison(difference=0.5)] * 6
     made += [Comparison(difference=None, fault="candidate")] * 18
 
-    decision = at_the_gate(quality_of(made, limits_of(RULES)))
+    decision = at_the_gate(quality_of(made, limits_of(RULES), anchored=False))
 
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("rolled_back", "rejected")
