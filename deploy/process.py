@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from deploy.adapters.needed import FolderRule
 from deploy.adapters.prune import Pruner
 from deploy.admin.context import AdminContext
+from deploy.admin.wire.connections import AdminConnection
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.canary.shadow import EVERY_S as SHADOW_S
@@ -81,7 +82,7 @@ def admin_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         lifespan="off",
-        http="h11",  # it limits the size of a request's head; httptools does not
+        http=AdminConnection,
         ws="none",
         timeout_graceful_shutdown=STREAMS_END_S,
         proxy_headers=False,  # any local caller could write another source into the audit

@@ -11,8 +11,9 @@ import re
 from collections.abc import AsyncIterator
 
 from sqlalchemy import func, select
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
+from deploy.admin.changes.streams import Streams
 from deploy.page.desk import Asked
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
@@ -32,41 +33,37 @@ class Watchers:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.open = 0
+        self._streams = Streams()
 
     async def view(self, asked: Asked) -> Response:
         """Open a stream of what comes after `after`, a `seq`, or after what the browser saw last.
 
         204 ends the attempts of a browser: too many are open.
         """
-        if self.open >= MAX_STREAMS:
+        if asked.request.method == "HEAD" or self._streams.open >= MAX_STREAMS:
             return Response(status_code=204)
         seen = _seq(asked.request.headers.get("last-event-id", ""))
         if seen is None:
             seen = _seq(asked.query.get("after", ""))
-        return StreamingResponse(self._stream(seen or 0), media_type="text/event-stream")
+        return self._streams.begin(self._stream(seen or 0))
 
     async def _stream(self, seen: int) -> AsyncIterator[str]:
         """seen: `seq` of the newest change that the page shows."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + MAX_S
-        self.open += 1
-        try:
-            yield "retry: 2000\n\n"
-            while True:
-                try:
-                    newest = await asyncio.to_thread(self._newest)
-                except StoreError as error:  # the browser connects again
-                    yield f": the store is away: {type(error).__name__}\n\n"
-                    return
-                if newest > seen:
-                    seen = newest
-                    yield f"id: {newest}\nevent: changed\ndata: {newest}\n\n"
-                if loop.time() >= ends:
-                    return
-                await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
-        finally:
-            self.open -= 1
+        yield "retry: 2000\n\n"
+        while True:
+            try:
+                newest = await asyncio.to_thread(self._newest)
+            except StoreError as error:  # the browser connects again
+                yield f": the store is away: {type(error).__name__}\n\n"
+                return
+            if newest > seen:
+                seen = newest
+                yield f"id: {newest}\nevent: changed\ndata: {newest}\n\n"
+            if loop.time() >= ends:
+                return
+            await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
 
     def _newest(self) -> int:
         with self._database.read() as session:

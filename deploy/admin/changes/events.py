@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import StreamingResponse
 from sqlalchemy import func, select
 
 from deploy.admin.auth import caller
+from deploy.admin.changes.streams import EventReply, EventStream, Streams
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import known_query
 from deploy.admin.models import AuditOut
@@ -36,64 +36,46 @@ MAX_S = 3_600.0
 BATCH = 100
 
 
-class EventStream(StreamingResponse):
-    media_type = "text/event-stream"
-
-
-class Streams:
-    """The number of open streams of one control."""
-
-    def __init__(self) -> None:
-        self.open = 0
-
-
 def event_router(context: AdminContext) -> APIRouter:
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
     streams = Streams()
 
-    @router.get("/events", response_class=EventStream)
+    @router.get("/events", response_class=EventReply)
     async def events(
         for_s: Annotated[float, Query(ge=0, le=MAX_S, allow_inf_nan=False)] = MAX_S,
         last_event_id: Annotated[str | None, Header(max_length=19, pattern="^[0-9]+$")] = None,
     ) -> EventStream:
         """Every change as it is made, as server-sent events, for `for_s` seconds."""
-        if streams.open >= MAX_STREAMS:
-            raise TooManyStreamsError(f"{MAX_STREAMS} streams are open; close one of them")
         after = int(last_event_id) if last_event_id is not None else None
         if after is None:
             after = await asyncio.to_thread(_newest, context)
-        lines = _stream(context, streams, min(after, 2**63 - 1), for_s)
-        return EventStream(lines, headers={"cache-control": "no-store"})
+        if streams.open >= MAX_STREAMS:  # nothing is awaited between this and the count
+            raise TooManyStreamsError(f"{MAX_STREAMS} streams are open; close one of them")
+        return streams.begin(_stream(context, min(after, 2**63 - 1), for_s))
 
     return router
 
 
-async def _stream(
-    context: AdminContext, streams: Streams, after: int, for_s: float
-) -> AsyncIterator[str]:
+async def _stream(context: AdminContext, after: int, for_s: float) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     ends, said = loop.time() + for_s, loop.time()
-    streams.open += 1
-    try:
-        yield ": the audit as it grows\n\n"
-        while True:
-            try:
-                rows = await asyncio.to_thread(_read, context, after)
-            except StoreError as error:  # the client connects again, and says where it was
-                yield f": the store is away: {type(error).__name__}\n\n"
-                return
-            for seq, text in rows:
-                after, said = seq, loop.time()
-                yield text
-            if loop.time() >= ends:
-                return
-            if loop.time() - said >= QUIET_S:
-                said = loop.time()
-                yield ": nothing new\n\n"
-            if len(rows) < BATCH:
-                await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
-    finally:
-        streams.open -= 1
+    yield ": the audit as it grows\n\n"
+    while True:
+        try:
+            rows = await asyncio.to_thread(_read, context, after)
+        except StoreError as error:  # the client connects again, and says where it was
+            yield f": the store is away: {type(error).__name__}\n\n"
+            return
+        for seq, text in rows:
+            after, said = seq, loop.time()
+            yield text
+        if loop.time() >= ends:
+            return
+        if loop.time() - said >= QUIET_S:
+            said = loop.time()
+            yield ": nothing new\n\n"
+        if len(rows) < BATCH:
+            await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
 
 
 def _newest(context: AdminContext) -> int:

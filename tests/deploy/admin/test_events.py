@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,6 @@ async def test_a_change_during_the_stream_is_told(
     world: World, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "POLL_S", 0.05)
-    import asyncio
-
     stream = asyncio.create_task(api.get("/events", for_s=1.5))
     await asyncio.sleep(0.5)
     await api.post("/learner/pause")
@@ -61,6 +60,16 @@ async def test_streams_are_bounded_and_a_bad_id_is_refused(
     full = await api.get("/events", for_s=0)
 
     assert (bad.status_code, full.status_code) == (422, 503)
+
+
+async def test_a_burst_gets_no_more_streams_than_there_are(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_STREAMS", 3)
+
+    replies = await asyncio.gather(*(api.get("/events", for_s=1.0) for _ in range(12)))
+
+    assert sorted(one.status_code for one in replies) == [200] * 3 + [503] * 9
 
 
 def test_an_open_stream_does_not_hold_up_a_stop(api: Api) -> None:

@@ -88,8 +88,22 @@ async def test_streams_end_are_bounded_and_leave_no_count_behind(
     monkeypatch.setattr(changed, "MAX_STREAMS", 0)
     refused = await browser.get("/changed")
 
+    head = await browser.client.head("/changed")
+
     assert (first.status_code, second.status_code) == (200, 200)
+    assert head.status_code == 204
     assert (refused.status_code, refused.text) == (204, "")
+
+
+async def test_a_burst_gets_no_more_streams_than_there_are(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed, "MAX_S", 0.5)
+    monkeypatch.setattr(changed, "MAX_STREAMS", 3)
+
+    replies = await asyncio.gather(*(browser.get("/changed") for _ in range(12)))
+
+    assert sorted(one.status_code for one in replies) == [200] * 3 + [204] * 9
 
 
 @pytest.mark.usefixtures("short")
