@@ -166,7 +166,18 @@ class JudgeTooLongError(JudgeRefusalError):
 
 
 class JudgeReplyError(IngestError, ValueError):
-    """The judge answered, but not with one valid score for each candidate."""
+    """The judge answered, but not with one valid score for each candidate.
+
+    The message names the defect alone, because it is stored and shown to the judge. A traceback
+    shows the beginning of the reply below it.
+    """
+
+    def __init__(self, message: str, *, reply: str = "") -> None:
+        """reply: the beginning of what the judge wrote, without secrets."""
+        super().__init__(message)
+        self.reply = reply
+        if reply:
+            self.add_note(f"the judge wrote: {reply}")
 
 
 class CalibrationFileError(IngestError, ValueError):

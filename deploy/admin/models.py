@@ -385,6 +385,8 @@ class StatusOut(Out):
     """Empty when the settings name none."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
+    watch_holds: str | None = None
+    """What the reward watch would hold a run for that began now; null: nothing."""
     pile_up: PileUpOut | None = None
     """Why no new group begins; null while there is room."""
     budgets: list[BudgetOut] = Field(default_factory=list)

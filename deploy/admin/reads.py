@@ -126,6 +126,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     f"canary {queued.canary_id}", lambda: CanaryOut.of(queued, context.rules)
                 ),
                 learner=read_learner(session, model),
+                watch_holds=ask(session, model, context.watch).reason or None,
                 engine=EngineOut.of(context.engine),
                 control={
                     name: LoopOut.model_validate(view) for name, view in context.loops().items()

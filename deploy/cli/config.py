@@ -69,12 +69,14 @@ def config_check(
     ] = False,
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
-    from deploy.preflight.settings_check import advice, checked_settings
+    from deploy.preflight.settings_check import advice, checked_settings, will_not_happen
 
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
     if not online:
+        for one in will_not_happen(settings):
+            note(f"to know: {one}")
         say("settings are sound")
         return
     import asyncio

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.content.group_text import group_lines, table_lines
 from deploy.cli.context import admin_client
-from deploy.cli.output import Output, print_found, refuse_unknown
+from deploy.cli.output import Output, note, note_missing, print_found, refuse_unknown, say
 
 groups_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
@@ -22,17 +25,45 @@ def groups_ls(
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
     output: Output = "text",
 ) -> None:
-    """The newest groups; for those set aside, the reason and the judge's words."""
+    """The newest groups, one line each; `groups show` has one with all that is known of it."""
     if status:
         from deploy.admin.filters import GROUP_STATUSES
 
         refuse_unknown("--status", status, GROUP_STATUSES)
     wanted = {"status": status, "reason": reason}
     given = {name: value for name, value in wanted.items() if value}
-    print_found(admin_client(context).get("/groups", limit=limit, **given), output)
+    found = admin_client(context).get("/groups", limit=limit, **given)
+    now = time.time()
+    _print(found, output, lambda: table_lines(found["items"], now))
 
 
 @groups_app.command("show")
 def groups_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
-    """One group with its answers and scores."""
-    print_found(admin_client(context).get(f"/groups/{group_id}"), output)
+    """One group: what was asked, and each answer with its score, explanation and checks."""
+    from deploy.admin.client import AdminApiError
+
+    client = admin_client(context)
+    found = client.get("/groups", group_id)
+    request = None
+    if output != "json":
+        try:
+            request = client.get("/exchanges", str(found.get("exchange_id")))["request"]
+        except AdminApiError as error:  # retention may have deleted it before the group
+            note(str(error))
+    now = time.time()
+    _print(found, output, lambda: list(group_lines(found, request, now)))
+
+
+def _print(found: Any, output: str, lines: Callable[[], list[str]]) -> None:  # Any: JSON
+    """Print a reply of the admin API by these lines, or as it is when it is not as this version
+    knows it."""
+    try:
+        shown = None if output == "json" else lines()
+    except (KeyError, TypeError, AttributeError):
+        shown = None
+    if shown is None:
+        print_found(found, output)
+        return
+    for line in shown:
+        say(line)
+    note_missing(found)

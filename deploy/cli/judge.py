@@ -74,7 +74,9 @@ def judge_calibrate(
     settings = settings_of(context)
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
     rubrics = _rubrics(rubric or [], project or [], settings.judge)
-    name, groups = _groups(file, limit, seed)
+    name, groups, left_out = _groups(
+        file, limit, seed, show_reasoning=settings.judge.show_reasoning
+    )
     plan = Plan(
         passes=passes or settings.judge.passes,
         repeats=repeat,
@@ -108,6 +110,7 @@ def judge_calibrate(
     found = {
         "file": name,
         "groups": len(groups),
+        "left_out": {why: len(ids) for why, ids in left_out.items()},
         **asdict(plan),
         "judges": [asdict(one) for one in summaries],
     }
@@ -144,8 +147,9 @@ def _named(name: str, configured: Judge) -> tuple[str, Judge]:
             "`hosted_vllm/qwen3@http://127.0.0.1:8000/v1`)",
             param_hint="--judge",
         )
+    shown = f"{model}@{hide_in_url(url)}" if url else model
     if model == configured.model and url in (None, configured.api_base):
-        return model, configured
+        return shown, configured
     key = configured.api_key if url is not None and url == configured.api_base else None
     try:
         made = Judge(model=model, api_base=url, api_key=key, timeout_s=configured.timeout_s)
@@ -153,7 +157,7 @@ def _named(name: str, configured: Judge) -> tuple[str, Judge]:
         raise typer.BadParameter(
             f"{name}: {error.errors()[0]['msg']}", param_hint="--judge"
         ) from None
-    return f"{model}@{hide_in_url(url)}" if url else model, made
+    return shown, made
 
 
 def _of_project(judge: Judge, project: str) -> Judge:
@@ -185,12 +189,19 @@ def _rubrics(files: list[Path], projects: list[str], judge: Judge) -> dict[str, 
     return found
 
 
-def _groups(file: Path | None, limit: int | None, seed: int) -> tuple[str, list[KnownGroup]]:
-    """The name of the file, and its groups. Raises: CalibrationFileError."""
+def _groups(
+    file: Path | None, limit: int | None, seed: int, *, show_reasoning: bool
+) -> tuple[str, list[KnownGroup], dict[str, list[str]]]:
+    """The name of the file, its groups, and why others are left out: reason -> ids.
+
+    Raises: CalibrationFileError.
+    """
     import random
 
     from ingest.calibration.reading import read_groups
     from ingest.calibration.shipped import NAME, PATH
+    from ingest.calibration.usable import left_out_lines, split_usable
+    from ingest.errors import CalibrationFileError
 
     path, name = (PATH, NAME) if file is None else (file, str(file))
     try:
@@ -199,9 +210,14 @@ def _groups(file: Path | None, limit: int | None, seed: int) -> tuple[str, list[
         raise typer.BadParameter(
             f"{path} cannot be read ({error}); name a file of JSON lines", param_hint="FILE"
         ) from None
+    groups, left_out = split_usable(groups, show_reasoning=show_reasoning)
+    for line in left_out_lines(left_out):
+        note(f"{name}: {line}")
+    if not groups:
+        raise CalibrationFileError(f"{name}: no group is left; give scores that differ")
     if limit is not None and limit < len(groups):
         groups = random.Random(seed).sample(groups, limit)
-    return name, groups
+    return name, groups, left_out
 
 
 async def _compare(

@@ -86,6 +86,11 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
         return
     for line in found_lines(found, time.time()):
         say(line)
+    note_missing(found)
+
+
+def note_missing(found: Mapping[str, Any]) -> None:
+    """Name the damaged rows of a listing on stderr, and say there that it does not show all."""
     for damaged in found.get("damaged", []) if "items" in found else []:
         note(damaged)
     if "items" in found and found.get("next_cursor"):

@@ -122,6 +122,7 @@ class Status(msgspec.Struct, kw_only=True):
     canary: Canary | None
     queued: Canary | None = None
     learner: Learner
+    watch_holds: str | None = None
     engine: Engine
     control: dict[str, Loop]
     acts: bool = True
@@ -163,7 +164,7 @@ def status_lines(
         *_serving(status),
         *_canary(status.canary, now),
         *_queued(status.queued, now),
-        *_learner(status.learner, now, schedule),
+        *_learner(status.learner, status.watch_holds, now, schedule),
         *_engine(status.engine),
         *_control(status.control),
         *_lease(status),
@@ -229,7 +230,7 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
         yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
-def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
+def _learner(learner: Learner, watch_holds: str | None, now: float, schedule: str) -> Iterator[str]:
     if learner.paused:
         yield "Learner: paused; `sidecar learner resume` continues it."
     elif learner.run_requested:
@@ -240,12 +241,19 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
         yield "Learner: follows its schedule."
     yield from _next_run(learner, now)
     run = learner.last_run
+    if watch_holds and (run is None or run.status != "held"):
+        yield (
+            f"  The reward watch WOULD HOLD a run now: {watch_holds}; `sidecar learner watch` has "
+            "the figures, `sidecar learner override` lets it go on."
+        )
     if run is None:
         yield "  It has not run yet."
         return
     made = f" and made {run.adapter}" if run.adapter else ""
     why = f": {run.reason}" if run.reason else ""
-    if run.status == "held":
+    if run.status == "held" and not watch_holds:
+        yield "  The reward watch held the last run and holds it no more: the next one goes on."
+    elif run.status == "held":
         yield (
             "  The reward watch HOLDS it: `sidecar learner watch` has the figures, "
             "`sidecar learner override` lets it go on."

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 
 from deploy.page.shown import changes, times, words
+from ingest.verifiers.records import check_words
 from sidecar.hiding import hide_in_url
 
 FOLDER: Final = Path(__file__).parent
@@ -75,6 +76,7 @@ class Templates:
             counted=words.count,
             host=hide_in_url,
             text=message_text,
+            check=check_words,
         )
         self._environment.globals["static"] = self._static
 

@@ -37,11 +37,28 @@ def _refuse_unpriced(settings: Settings) -> None:
     from ingest.judges.build import each_judge
     from ingest.judges.meter import litellm_price, unpriced
 
-    for judge in (*each_judge(settings.judge), *each_judge(settings.judge_of_gate)):
+    first, *fallbacks = each_judge(settings.judge)
+    asked = [(first, "judge.price"), *((one, "price in judge.fallbacks") for one in fallbacks)]
+    if settings.gate_judge.model:
+        asked.append((settings.judge_of_gate, "gate_judge.price"))
+    for judge, setting in asked:
         if judge.model and judge.price is None and litellm_price(judge.model) is None:
-            raise SettingsError(f"setting {unpriced(judge.model)}")
+            raise SettingsError(f"setting {unpriced(judge.model, setting)}")
 
 
 def advice(settings: Settings) -> list[str]:
     """Return what works with these settings, but does nothing, or less well than it could. Pure."""
     return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)]
+
+
+def will_not_happen(settings: Settings) -> list[str]:
+    """Return what these settings leave out, for settings that are sound all the same. Pure."""
+    left = []
+    if not settings.judge.model:
+        left.append(
+            "judge.model is empty, so no group is sampled or scored and nothing is learned; "
+            "requests are relayed and recorded"
+        )
+    if not settings.serving.base_model_path:
+        left.append("serving.base_model_path is empty, so no training run can start")
+    return left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ingest.calibration.agreement import Interval
 from ingest.calibration.summary import Summary
@@ -27,6 +28,8 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
         (0.12, "tau-b", "#c8553d", [one.tau for one in summaries]),
     ):
         rows = [(row + offset, each) for row, each in enumerate(found) if each is not None]
+        if not rows:
+            continue  # a legend names what can be seen
         agreement.errorbar(
             [each.value for _, each in rows],
             [row for row, _ in rows],
@@ -41,8 +44,10 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     agreement.set_yticks(range(len(names)), names)
     agreement.set_ylim(len(names) - 0.5, -0.5)
     agreement.set_title("agreement with the known order (dotted: chance)", fontsize=9)
-    agreement.legend(fontsize=8)
+    _legend(agreement)
     for number, one in enumerate(summaries, 1):
+        if not one.by_position:
+            continue
         places = range(1, len(one.by_position) + 1)
         values = [each.value for each in one.by_position]
         label = f"[{number}]"
@@ -52,8 +57,14 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     positions.axhline(0, color="#555", linewidth=1)
     positions.set_xlabel("position shown")
     positions.set_title("score above the same answers elsewhere", fontsize=9)
-    positions.legend(fontsize=8)
+    _legend(positions)
     figure.savefig(path)
+
+
+def _legend(axis: Any) -> None:  # Any: matplotlib is imported late
+    """Draw a legend, unless nothing is drawn."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
 
 
 def _bars(found: Sequence[Interval]) -> list[list[float]]:

@@ -118,7 +118,8 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
     except (JudgeUnavailableError, JudgeRefusalError) as error:
         failure, detail = refusal_of(error), str(error)
     except JudgeReplyError as error:
-        failure, detail = RUBBISH, str(error)
+        failure = RUBBISH
+        detail = f"{error}; it wrote: {error.reply}" if error.reply else str(error)
     except NotRedactedError as error:
         failure, detail = NOT_REDACTED, str(error)
     except Exception as error:  # noqa: BLE001 - one group, of whatever form, ends no run

@@ -10,6 +10,8 @@ from ingest.calibration.summary import Summary
 Cell = Callable[[Summary], str]
 Row = tuple[str, Cell]
 Named = Callable[[Summary], Mapping[str, Interval]]
+FEW = 5
+"""Groups below which a bootstrap over groups says nothing: their number stands for the interval."""
 FIGURES: Sequence[Row] = (
     ("runs with scores", lambda one: f"{one.scored} of {one.runs}"),
     ("rank agreement (tau-b)", lambda one: _interval(one.tau)),
@@ -31,10 +33,14 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
     rows = [
         ["", *columns],
         *_cells(summaries, FIGURES),
-        ["pairs right, by the fault of the worse answer"],
-        *_cells(summaries, _shares(summaries, lambda one: one.by_kind)),
-        ["pairs right, by task"],
-        *_cells(summaries, _shares(summaries, lambda one: one.by_task)),
+        *_part(
+            "pairs right, by the fault of the worse answer",
+            _cells(summaries, _shares(summaries, lambda one: one.by_kind)),
+        ),
+        *_part(
+            "pairs right, by task",
+            _cells(summaries, _shares(summaries, lambda one: one.by_task)),
+        ),
     ]
     widths = [max(len(row[k]) for row in rows if len(row) > 1) for k in range(len(columns) + 1)]
     named = list(zip(columns, summaries, strict=True))
@@ -54,6 +60,11 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
             for failure in one.failures
         ),
     ]
+
+
+def _part(heading: str, rows: list[list[str]]) -> list[list[str]]:
+    """Return rows under their heading; nothing without rows."""
+    return [[heading], *rows] if rows else []
 
 
 def _cells(summaries: Sequence[Summary], rows: Sequence[Row]) -> list[list[str]]:
@@ -77,6 +88,8 @@ def _interval(found: Interval | None, form: str = "{:.2f}") -> str:
     if found is None:
         return "-"
     value, low, high = (form.format(one) for one in (found.value, found.low, found.high))
+    if found.groups < FEW:
+        return f"{value} ({'1 group' if found.groups == 1 else f'{found.groups} groups'})"
     return f"{value} [{low}, {high}]"
 
 

@@ -199,11 +199,14 @@ def litellm_price(model: str) -> Cost | None:
     return cost
 
 
-def unpriced(model: str) -> str:
-    """Return what is wrong with a budget in dollars for a judge of unknown price."""
+def unpriced(model: str, setting: str = "its price") -> str:
+    """Return what is wrong with a budget in dollars for a judge of unknown price.
+
+    setting: where its price goes, such as `gate_judge.price`.
+    """
     return (
-        f"judge.budget cannot be kept: nobody knows the price of {model}, so it is not asked; set "
-        "its price (US dollars for a million tokens), or judge.budget_tokens in place of the budget"
+        f"judge.budget cannot be kept: nobody knows the price of {model}, so it is not asked; "
+        f"set {setting} (US dollars for a million tokens), or judge.budget_tokens in place of the budget"
     )
 
 

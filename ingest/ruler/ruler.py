@@ -25,12 +25,16 @@ from ingest.records import Disagreement, ShownPass
 from ingest.ruler.judge import Judge, JudgePanel, JudgeReply, context_tokens_of
 from ingest.ruler.prompt import RulerPrompt, build_prompt
 from ingest.ruler.reply import parse_reply
+from sidecar.hiding import beginning, hide_in_text
+from sidecar.visible import visible
 
 ATTEMPTS = 2
 SEED_BITS = 29
 """Size of the seed of `score_answers`, in bits."""
 SHOWN_BACK_CHARACTERS = 4_000
 """Characters of an unusable reply that the judge is shown again: enough to correct it."""
+LONGEST_SHOWN_REPLY = 600
+"""Characters of an unusable reply that people are shown."""
 CUT = "; the reply was cut at the limit of tokens, so write shorter explanations"
 
 _tracer = trace.get_tracer("ingest.ruler.ruler")
@@ -259,7 +263,8 @@ async def _one_pass(
         try:
             read = parse_reply(reply.text, prompt.ids_in_order, prompt.order)
         except JudgeReplyError as wrong:
-            error = JudgeReplyError(f"{wrong}{CUT}") if reply.cut else wrong
+            said = f"{wrong}{CUT}" if reply.cut else str(wrong)
+            error = JudgeReplyError(said, reply=_shown_reply(reply.text))
             note(_call(judge, order_seed, attempt, reply, error))
             attempt += 1
             if attempt == ATTEMPTS:
@@ -268,6 +273,17 @@ async def _one_pass(
         else:
             note(_call(judge, order_seed, attempt, reply, None))
             return read
+
+
+def _shown_reply(text: str) -> str:
+    """Return the beginning of an unusable reply on one line, without secrets."""
+    text = text.strip()
+    if not text:
+        return "(nothing)"
+    # Cut before it is searched: half a secret would not be recognised, so no word is cut.
+    shown = beginning(text, LONGEST_SHOWN_REPLY)
+    cut = "" if shown == text else f" ... ({len(text)} characters)"
+    return visible(hide_in_text(shown)) + cut
 
 
 def _call(

@@ -116,7 +116,8 @@ async def ruler_scores(
         )
     except JudgeReplyError as error:
         if debug:
-            sys.stderr.write(f"no verdict: {error}\n")
+            wrote = f"; the judge wrote: {error.reply}" if error.reply else ""
+            sys.stderr.write(f"no verdict: {error}{wrote}\n")
         raise
     except IdenticalError as error:
         why = f"{error}: the judge was not asked, and each has the score {UNJUDGED}"
@@ -275,6 +276,8 @@ def _earlier(one: Trajectory) -> dict[str, float]:
 
 def _unscored(group: TrajectoryGroup, error: Exception) -> TrajectoryGroup:
     why = f"RULER gave no scores: {type(error).__name__}: {error}"
+    if isinstance(error, JudgeReplyError) and error.reply:
+        why += f"; the judge wrote: {error.reply}"
     return replace(
         group,
         trajectories=[

@@ -170,3 +170,12 @@ class Verified:
     def tells_apart(self) -> bool:
         """True when a verifier that counts scores two answers differently."""
         return any(len(set(one.scores)) > 1 for one in self.checked)
+
+
+def check_words(check: Mapping[str, Any]) -> str:
+    """Say what a verifier found of one answer: its name, the score or that it does not count, and
+    why."""
+    score = check.get("score")
+    said = f"{score:.3f}" if isinstance(score, int | float) else "does not count"
+    why = check.get("error") or check.get("why")
+    return f"{check.get('name')}: {said}{f' ({why})' if why else ''}"

@@ -69,6 +69,8 @@ def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> It
         f"at its start; meanwhile it is asked again, in case its server is mended{again}",
         "no_credit": f"its account has NO CREDIT since {since}; {to_do}; it is asked again{again}",
     }.get(judge.state, judge.state)
+    if judge.state == "works" and (judge.error_at or 0.0) > (judge.good_at or 0.0):
+        said = f"answers, but gave the newest group no scores; {to_do}"
     good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
     waits = "group waits" if judge.waiting == 1 else "groups wait"
     yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."

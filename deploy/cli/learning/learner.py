@@ -59,7 +59,6 @@ def learner_watch(context: typer.Context, output: Output = "text") -> None:
 
 
 KINDS = ("refusal", "clarifying", "invalid_call", "repetition", "empty", "cut")
-WIDTH = 12
 
 
 def watch_lines(found: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON of the admin API
@@ -74,7 +73,7 @@ def watch_lines(found: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON of the 
     for name in found["damaged"]:
         yield f"  What was stored of {name} is damaged and is made anew from its answers."
     names = ("answers", *KINDS, "tokens", "groups", "length corr", "signals", "feedback")
-    yield "".join(f"{name:>{WIDTH}}" for name in names) + "  adapter"
+    rows = [[*names, "adapter"]]
     for one in found["adapters"]:
         shares = [_share(one["shares"].get(kind)) for kind in KINDS]
         numbers = [
@@ -87,7 +86,11 @@ def watch_lines(found: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON of the 
             _number(one["feedback_mean"], "+.2f"),
         ]
         lost = " (damaged, and its answers are deleted)" if one["lost"] else ""
-        yield "".join(f"{text:>{WIDTH}}" for text in numbers) + f"  {one['adapter']}{lost}"
+        rows.append([*numbers, f"{one['adapter']}{lost}"])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
+    for *figures, adapter in rows:
+        shown = map(str.rjust, figures, widths)
+        yield "  ".join(["", *shown, adapter])
     for check, why in found["unknown"].items():
         yield f"Not checked: {check}: {why}"
 

@@ -39,6 +39,7 @@ def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float)
         *_ingest(status, now),
         *_judge(status, now),
         *_learner(status),
+        *_watch(status),
         *_control(status),
         *_outside(status),
         *_losses(status, lost),
@@ -201,6 +202,18 @@ def _learner(status: StatusOut) -> Iterator[Need]:
             if held
             else "The runbook has the error among its symptoms; the groups wait.",
             link=f"/runs/{run.run_id}",
+        )
+
+
+def _watch(status: StatusOut) -> Iterator[Need]:
+    """Say that a run would be held, before one is tried."""
+    run = status.learner.last_run
+    if status.watch_holds and (run is None or run.status != "held"):
+        yield Need(
+            level="look",
+            what="The reward watch would hold a run that began now",
+            why=status.watch_holds,
+            to_do="`sidecar learner watch` has the figures.",
         )
 
 

@@ -126,6 +126,11 @@ async def test_the_command_shows_it_in_lines(api: Api) -> None:
     assert lines[1].startswith("  refusal: 20.0% of the champion's answers are refusals")
     (row,) = [line for line in lines if line.endswith(f"  {CHAMPION}")]
     assert row.split()[:3] == ["1,000", "20.0%", "-"]
+    (heads,) = [line for line in lines if line.endswith("  adapter")]
+    assert "clarifying  invalid_call  repetition" in heads
+    assert len(heads) - len("adapter") == len(row) - len(CHAMPION)  # one column
+    status = (await api.get("/status")).json()
+    assert status["watch_holds"].startswith("20.0% of the champion's answers are refusals")
     assert any(line.startswith("Not checked: length: ") for line in lines)
 
 

@@ -204,6 +204,8 @@ def test_the_configured_key_goes_to_the_configured_address_alone() -> None:
     )
 
     assert _named("hosted_vllm/mine", configured) == ("hosted_vllm/mine", configured)
+    url = "http://10.0.0.5:8000/v1"
+    assert _named(f"hosted_vllm/mine@{url}", configured) == (f"hosted_vllm/mine@{url}", configured)
     name, same_server = _named("hosted_vllm/other@http://10.0.0.5:8000/v1", configured)
     assert name == "hosted_vllm/other@http://10.0.0.5:8000/v1"
     assert same_server.api_key == configured.api_key

@@ -36,7 +36,10 @@ def config(tmp_path: Path) -> Path:
 
 def test_sound_settings_exit_0(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(config), "config", "check"]) == 0
-    assert capsys.readouterr().out == "settings are sound\n"
+    out, told = capsys.readouterr()
+    assert out == "settings are sound\n"
+    assert "judge.model is empty, so no group is sampled or scored" in told
+    assert "serving.base_model_path is empty, so no training run can start" in told
 
 
 def test_wrong_settings_exit_2_with_one_line(

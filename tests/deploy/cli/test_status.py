@@ -613,13 +613,40 @@ def test_a_held_learner_says_so_and_what_to_do() -> None:
     last = run(status="held", adapter=None, reason="20.0% of the answers are refusals")
     learner = LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
 
-    lines = status_lines(status(learner=learner), NOW)
+    lines = status_lines(status(learner=learner, watch_holds="20.0% are refusals"), NOW)
+    after = status_lines(status(learner=learner), NOW)
 
+    assert after is not None
+    assert after[4].startswith("  The reward watch held the last run and holds it no more")
     assert lines is not None
     assert lines[4].startswith("  The reward watch HOLDS it")
     assert lines[5].endswith(
         "held 2026-03-01T09:26:00Z (4 min ago): 20.0% of the answers are refusals."
     )
+
+
+def test_a_hold_is_said_before_a_run_is_tried() -> None:
+    lines = status_lines(status(watch_holds="20.0% of the answers are refusals"), NOW)
+
+    assert lines is not None
+    assert lines[4] == (
+        "  The reward watch WOULD HOLD a run now: 20.0% of the answers are refusals; `sidecar "
+        "learner watch` has the figures, `sidecar learner override` lets it go on."
+    )
+
+
+def test_a_judge_whose_newest_answer_was_no_score_is_not_said_to_give_scores() -> None:
+    error = "judge_rubbish: group g-1"
+    fails = judge("works", good_at=NOW - 60, error_at=NOW - 9, error=error)
+    works = judge("works", good_at=NOW - 5, error_at=NOW - 9, error=error)
+
+    said = [
+        next(line for line in status_lines(status(judge=one), NOW) or () if line[:6] == "Judge:")
+        for one in (fails, works)
+    ]
+
+    assert said[0].startswith("Judge: answers, but gave the newest group no scores; name a strong")
+    assert said[1].startswith("Judge: gives scores.")
 
 
 def test_what_needs_attention_is_said_with_its_reason() -> None:

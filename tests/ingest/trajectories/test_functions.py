@@ -9,6 +9,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from traceback import format_exception
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -247,12 +248,32 @@ async def test_debug_says_why_there_is_no_verdict(capsys: pytest.CaptureFixture[
     class Mute(RankingJudge):
         async def complete(self, messages: Any, schema: Any) -> Any:
             found = await super().complete(messages, schema)
-            return replace(found, text="I like the second one best.")
+            key = "sk-" + 24 * "k"
+            return replace(found, text=f"I like the second.\x1b[2J api_key={key} {2_000 * 'so '}")
 
-    with pytest.raises(JudgeReplyError):
+    with pytest.raises(JudgeReplyError) as caught:
         await ruler_scores(said(*WORTH), Mute(WORTH), debug=True)
 
-    assert "no verdict: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no verdict: the reply holds no JSON object" in told
+    assert "; the judge wrote: I like the second.\\x1b[2J api_key=****" in told
+    assert "(6058 characters)" in told
+    assert "kkkk" not in told
+    assert len(told) < 900
+    assert "I like" not in str(caught.value)  # it is stored, and shown to the judge
+    assert "the judge wrote: I like the second." in "".join(format_exception(caught.value))
+
+
+async def test_a_group_without_a_verdict_logs_what_the_judge_wrote() -> None:
+    class Mute(RankingJudge):
+        async def complete(self, messages: Any, schema: Any) -> Any:
+            return replace(await super().complete(messages, schema), text=" ")
+
+    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in said(*WORTH)])
+
+    found = await ruler_score_group(group, Mute(WORTH), swallow_exceptions=True)
+
+    assert found.logs[-1].endswith("; the judge wrote: (nothing)")
 
 
 async def test_debug_writes_the_verdict_as_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
