@@ -206,7 +206,7 @@ def unpriced(model: str, setting: str = "its price") -> str:
     """
     return (
         f"judge.budget cannot be kept: nobody knows the price of {model}, so it is not asked; "
-        f"set {setting} (US dollars for a million tokens), or judge.budget_tokens in place of the budget"
+        f"set {setting} (US dollars for a million tokens), or judge.budget_tokens in place of it"
     )
 
 

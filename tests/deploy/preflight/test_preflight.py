@@ -19,7 +19,8 @@ from sqlalchemy import make_url
 
 from deploy.cli.main import main
 from deploy.preflight.run import preflight, runs_already
-from sidecar.errors import StoreError
+from deploy.preflight.settings_check import checked_settings
+from sidecar.errors import SettingsError, StoreError
 from sidecar.processes.state_lock import only_one
 from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
@@ -475,3 +476,27 @@ def test_a_vllm_with_less_room_than_the_settings_is_an_error_that_names_the_flag
 
     assert error[:2] == ("error", "serving.max_loras")
     assert "--max-loras 3; start it with --max-loras 4" in error[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ('model = "openai/unheard-of"', "set judge.price ("),
+        (
+            'model = "openai/gpt-4.1-mini"\n[gate_judge]\nmodel = "openai/unheard-of"',
+            "set gate_judge.price (",
+        ),
+        (
+            'model = "openai/gpt-4.1-mini"\n[[judge.fallbacks]]\nmodel = "openai/unheard-of"',
+            "set price in judge.fallbacks (",
+        ),
+    ],
+)
+def test_a_missing_price_is_named_where_it_goes(tmp_path: Path, text: str, setting: str) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text(f'state_dir = "{tmp_path}/state"\n[judge]\nbudget = 5\n{text}\n')
+
+    with pytest.raises(SettingsError, match="openai/unheard-of") as refused:
+        checked_settings(file)
+
+    assert setting in str(refused.value)
