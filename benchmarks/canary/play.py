@@ -6,23 +6,26 @@ that control uses.
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from benchmarks.canary.traffic import Reply, World, differences, reply_to, requests
+from benchmarks.canary.traffic import Reply, World, differences, reply_to, sessions, took_s
+from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
-from deploy.evidence.quality import Quality
+from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault, Quality
 from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, GateEvidence, Move, RampEvidence, decide
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
-from deploy.registry.proof_rule import limits_of, proven, ratios_of
+from deploy.registry.proof_rule import limits_of, proven, ratios_of, threshold
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings
 
 TICK_S = 30.0
 """Simulated time between two looks of the rule. The evidence looks at every observation anyway."""
-FLAWLESS = {"short": 0.0, "invalid": 0.0, "evasive": 0.0}
+STORED_S = 1.0
+"""Simulated time from the end of a reply to when control can read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class Ended:
     groups: int
     canary_sessions: int
     claims: frozenset[str]
+    held: bool
+    """Whether the split of the traffic was ever taken for wrong."""
     canary: Canary
 
 
@@ -74,33 +79,42 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
 
     def judge() -> None:
         nonlocal quality, claims
-        champion, anchor = next(scores)
-        one = Comparison(difference=champion, anchor_difference=anchor, flaws=FLAWLESS)
-        quality = quality_of([one], limits, anchored=anchor is not None, start=quality)
+        one = compared(world, scores, rng)
+        anchored = world.anchor_effect is not None
+        quality = quality_of([one], limits, anchored=anchored, start=quality)
         claims |= proven(quality, rules)
-        told.scores.append(champion)
+        if one.difference is not None:
+            told.scores.append(one.difference)
 
     now = 0.0
     while canary.phase == "gating":
         judge()
         watch(told)
         canary = _decided(canary, _gate(quality, told, rules), rules, now)
-    due = requests(world, rng)
-    place, judged, seen = 0, quality.groups, 0
+    due = [(one.at, place, one) for place, one in enumerate(sessions(world, rng))]
+    heapq.heapify(due)
+    order, place = InOrder(rules.turn_wait_s), len(due)
+    judged, seen = quality.groups + quality.unknown, 0
     units: set[str] = set()
     while canary.active:
         now += TICK_S
-        while place < len(due) and due[place].at < now:
-            request = due[place]
-            place += 1
+        while due and due[0][0] < now:
+            at, _, request = heapq.heappop(due)
             reply = reply_to(request, world, salt=canary.salt, weight_bp=canary.weight_bp, rng=rng)
             weight = canary.weight_bp / BUCKETS
-            live.read([Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)])
+            turn = Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)
+            ends, place = at + took_s(world, canary=reply.canary, rng=rng), place + 1
+            order.add(turn, started_at=at, stored_at=ends + STORED_S, place=place)
+            if request.turns > 1:
+                then = ends + world.turn_gap_s
+                following = replace(request, at=then, turns=request.turns - 1)
+                heapq.heappush(due, (then, place, following))
             told.reply(reply)
             if reply.canary:
                 seen += 1
                 units.add(request.key)
-        while quality.groups < judged + rules.groups_per_hour * now / 3_600.0:
+        live.read(order.take(now))
+        while quality.groups + quality.unknown < judged + rules.groups_per_hour * now / 3_600.0:
             judge()
         watch(told)
         evidence = RampEvidence(
@@ -122,8 +136,30 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
         groups=quality.groups,
         canary_sessions=live.canary_units,
         claims=claims,
+        held=live.mismatch >= threshold(rules.split_level),
         canary=canary,
     )
+
+
+def compared(
+    world: World, scores: Iterator[tuple[float, float | None]], rng: random.Random
+) -> Comparison:
+    """Draw one group: the difference of its scores, its flaws, or whose answers it lost."""
+    champion, anchor = next(scores)
+    arms: tuple[Fault, ...] = ("candidate", "champion")
+    lost = [arm for arm in arms if world.lost and rng.random() < world.lost]
+    if lost:
+        return Comparison(difference=None, fault=lost[0] if len(lost) == 1 else "unknown")
+    flaws = {kind: _excess(world, rng) for kind in (*FLAWS, *OF_GROUPS)}
+    return Comparison(difference=champion, anchor_difference=anchor, flaws=flaws)
+
+
+def _excess(world: World, rng: random.Random) -> float:
+    """Draw the candidate's share of flawed answers minus the champion's, of two answers each."""
+    if not world.flawed:
+        return 0.0
+    flawed = [rng.random() < world.flawed for _ in range(4)]
+    return (sum(flawed[:2]) - sum(flawed[2:])) / 2.0
 
 
 def _gate(quality: Quality, told: Told, rules: CanarySettings) -> GateEvidence:

@@ -1,12 +1,13 @@
 """`make bench BENCH=canary`: levels, power and the anchor, on simulated canaries; exit 1 when a
 target does not hold.
 
-    python -m benchmarks canary [--canaries 1000] [--parts equal power stopped slides]
+    python -m benchmarks canary [--canaries 1000] [--parts equal limits power stopped slides]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -19,27 +20,29 @@ from functools import partial
 import structlog
 
 from benchmarks import results
-from benchmarks.canary import breaker, ratchet
+from benchmarks.canary import breaker, limits, ratchet
 from benchmarks.canary.play import Ended, Told, play
 from benchmarks.canary.rivals import Peeking, Shares, asymptotic_half_width
 from benchmarks.canary.traffic import World
 from benchmarks.results import Target, at_least, at_most
 from deploy.evidence.live import GUARDS
+from deploy.evidence.quality import FLAWS, OF_GROUPS
+from deploy.registry.proof_rule import guard_level
 from sidecar.settings import Canary as CanarySettings
 
 STEPS = (500, 1_000, 2_500, 5_000)
-RULES = CanarySettings(steps=STEPS, step_min_s=600.0, turn_wait_s=0.0)  # replies take no time
-PLAIN = CanarySettings(steps=(2_000, 5_000), turn_wait_s=0.0)
+RULES = CanarySettings(steps=STEPS, step_min_s=600.0)
+PLAIN = CanarySettings(steps=(2_000, 5_000))
 SESSIONS = 100
 """Sessions of a canary of which 30% of the turns fail, within which it must be stopped."""
 LOW_BASE = 0.02
 """Rate of failing turns of the champion up to which that is promised."""
-FALSE_ROLLBACK = RULES.harm_level + len(GUARDS) * RULES.guard_level
+FALSE_ROLLBACK = RULES.harm_level + (len(GUARDS) + len(OF_GROUPS)) * RULES.guard_level
 """What the levels of the rule add up to."""
 COLUMNS = (
-    "part", "case", "canaries", "promoted", "rolled_back", "inconclusive", "better",
+    "part", "case", "canaries", "promoted", "rolled_back", "inconclusive", "held", "better",
     "peeking_better", "peeking_rollback", "shares_rollback", "groups", "canary_sessions",
-    "most_sessions", "end", "worst",
+    "most_sessions", "end", "worst", "proven",
 )  # fmt: skip
 
 
@@ -56,7 +59,9 @@ def equal_canary(world: World, rules: CanarySettings, seed: int) -> tuple[Ended,
 
 
 def a_world(seed: int) -> World:
-    """Draw a world without a difference: drift, an outage of both arms, popular openings."""
+    """Draw a world without a difference of quality: drift, an outage of both arms, popular
+    openings, flawed answers, lost ones in every third world; the arms' replies take their own
+    time."""
     rng = random.Random(f"world-{seed}")
     low = rng.uniform(0.02, 0.10)
     return World(
@@ -66,6 +71,10 @@ def a_world(seed: int) -> World:
         sessions_per_hour=rng.uniform(100.0, 400.0),
         popular=(0.0, 1.0 / 3.0)[seed % 2],
         outage_at_s=rng.uniform(0.0, 10_000.0),
+        champion_s=rng.uniform(1.0, 40.0),
+        candidate_s=rng.uniform(1.0, 40.0),
+        lost=(0.0, 0.0, 0.02)[seed % 3],
+        flawed=rng.uniform(0.0, 0.2),
     )
 
 
@@ -139,9 +148,15 @@ def equal(pool: ProcessPoolExecutor, canaries: int) -> Part:
             "shares_rollback": sum(shares for *_, shares in played) / count,
         }
         rows.append(row)
-        targets.append(
-            at_most(f"A/A, {name}: rolled back", _number(row, "rolled_back"), FALSE_ROLLBACK)
-        )
+        row["held"] = sum(ended.held for ended, *_ in played) / count
+        targets += [
+            at_most(f"A/A, {name}: rolled back", _number(row, "rolled_back"), FALSE_ROLLBACK),
+            at_most(
+                f"A/A, {name}: held for the split",
+                _number(row, "held"),
+                allowed(RULES.split_level, count),
+            ),
+        ]
         if one is drawn:
             better, peeking = _number(row, "better"), _number(row, "peeking_better")
             targets += [
@@ -151,6 +166,43 @@ def equal(pool: ProcessPoolExecutor, canaries: int) -> Part:
                     f"A/A, {name}: peeking rolls back", _number(row, "peeking_rollback"), 0.25
                 ),
             ]
+    return rows, targets
+
+
+def allowed(level: float, count: int) -> float:
+    """Return the share of `count` canaries that three standard errors over a level are: where a
+    level is used up, half of all runs would find more than the level."""
+    return level + 3.0 * math.sqrt(level * (1.0 - level) / count)
+
+
+def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
+    """Candidates exactly as bad as is accepted: what is proven against them, or for them, is
+    false."""
+    flaws = {kind: guard_level(kind, PLAIN) for kind in (*FLAWS, *OF_GROUPS)}
+    sessions = {"guard": PLAIN.guard_level, "held": PLAIN.split_level}
+    busy = {"guard": guard_level("evasive", PLAIN), "held": PLAIN.split_level}
+    cases: dict[str, tuple[Callable[[int], dict[str, bool]], dict[str, float]]] = {
+        f"sessions: {PLAIN.guard_ratio:g} times as many bad": (
+            partial(limits.guard, PLAIN), sessions,
+        ),
+        "busy site: replies of 8 s beside 30 s": (partial(limits.busy, PLAIN), busy),
+        "groups: no difference": (
+            partial(limits.groups, PLAIN, 0.0),
+            {"better": PLAIN.promote_level, "harm": PLAIN.harm_level, **flaws},
+        ),
+        "groups: worse by the margin": (
+            partial(limits.groups, PLAIN, -PLAIN.margin), {"no_worse": PLAIN.promote_level},
+        ),
+    }  # fmt: skip
+    rows: list[results.Row] = []
+    targets = []
+    for name, (one, levels) in cases.items():
+        played = list(pool.map(one, range(canaries), chunksize=8))
+        for what, level in levels.items():
+            share = sum(proved[what] for proved in played) / canaries
+            case = f"{name}: {what}"
+            rows.append({"part": "limits", "case": case, "canaries": canaries, "proven": share})
+            targets.append(at_most(case, share, allowed(level, canaries)))
     return rows, targets
 
 
@@ -259,7 +311,7 @@ def slides(pool: ProcessPoolExecutor, canaries: int) -> Part:
     ]
 
 
-PARTS = {"equal": equal, "power": power, "stopped": stopped, "slides": slides}
+PARTS = {"equal": equal, "limits": at_limits, "power": power, "stopped": stopped, "slides": slides}
 
 
 def _row(part: str, case: str, played: Sequence[Ended]) -> dict[str, object]:

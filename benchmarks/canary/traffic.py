@@ -43,6 +43,13 @@ class World:
     """The same to the anchor; None: the champion is the anchor."""
     spread: float = 0.35
     """Standard deviation of a group's difference."""
+    champion_s: float = 0.0
+    """Mean time of the champion's replies; each takes half to one and a half of it."""
+    candidate_s: float = 0.0
+    lost: float = 0.0
+    """Chance that a group loses the answers of an arm, for each arm."""
+    flawed: float = 0.0
+    """Chance that an answer in a group has a flaw, for each kind and either arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,8 @@ class Request:
     at: float
     """Seconds since the ramp began."""
     key: str
+    turns: int = 1
+    """Turns of its session from this one on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +74,31 @@ class Reply:
     bad: frozenset[str] = field(default_factory=frozenset)
 
 
-def requests(world: World, rng: random.Random) -> list[Request]:
-    """Return all turns of all sessions in the order of time."""
+def sessions(world: World, rng: random.Random) -> list[Request]:
+    """Return the first turns of all sessions, in the order of their drawing."""
     found = []
     count = round(world.sessions_per_hour * world.hours)
     for number in range(count):
         begins = rng.uniform(0.0, world.hours * 3_600.0)
         key = POPULAR if rng.random() < world.popular else f"m:{number}"
-        found += [
-            Request(at=begins + turn * world.turn_gap_s, key=key)
-            for turn in range(rng.randint(1, 20))
-        ]
+        found.append(Request(at=begins, key=key, turns=rng.randint(1, 20)))
+    return found
+
+
+def requests(world: World, rng: random.Random) -> list[Request]:
+    """Return all turns of all sessions in the order of time, for replies that take no time."""
+    found = [
+        Request(at=one.at + turn * world.turn_gap_s, key=one.key)
+        for one in sessions(world, rng)
+        for turn in range(one.turns)
+    ]
     return sorted(found, key=lambda one: one.at)
+
+
+def took_s(world: World, *, canary: bool, rng: random.Random) -> float:
+    """Draw the time of a reply, in seconds."""
+    mean = world.candidate_s if canary else world.champion_s
+    return mean * rng.uniform(0.5, 1.5) if mean else 0.0
 
 
 def reply_to(

@@ -1,15 +1,10 @@
 """Read users' turns of a ramp from the `exchange` table, for `deploy.evidence.live`.
 
 Each tick reads the exchanges that the store took since the last one, in the order of the table
-(`seq`), which is that in which replies ended. They are counted in the order in which requests
-began: the next one that begins is the canary's with the probability of its weight, but the next one
-that ends is more often that of the faster arm. So each waits `canary.turn_wait_s` from its
-beginning, until those that began before it have ended. A request that takes longer counts when it
-ends, and is counted as late: left out, an adapter that hangs would show nothing.
-
-The order follows from the rows alone (`counts_at`), so a process that starts again reads the ramp's
-exchanges from the first one and ends in the same state. What is read in one tick is bounded, so a
-long ramp is caught up with over several.
+(`seq`), which is that in which replies ended; `deploy.evidence.in_order` puts them in that in which
+requests began. A process that starts again reads the ramp's exchanges from the first one and ends
+in the same state. What is read in one tick is bounded, so a long ramp is caught up with over
+several.
 
 The unit is `session_key`, what the proxy hashed to choose the arm, and not the session that ingest
 finds later: two conversations that open alike share an arm. A request counts for the arm that it
@@ -21,8 +16,7 @@ propensity that the proxy stored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -31,6 +25,7 @@ from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import flaws_of
 from deploy.canary.ramp_counts import NOT_FOUND, given_choices
+from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
 from deploy.records import Canary
 from deploy.registry.proof_rule import ratios_of
@@ -45,11 +40,6 @@ log = structlog.get_logger()
 
 PAGE = 500
 """Exchanges of one kind that are read at once."""
-MOST_HELD = 50_000
-"""Turns that wait for earlier ones; beyond it the oldest wait no longer, and count as late."""
-COMMIT_S = 5.0
-"""Longest time from an exchange's `stored_at` to when it can be read, in seconds; part of the
-wait."""
 PAGES = 4
 """Most pages of one tick: reading a page with its texts takes tens of milliseconds."""
 
@@ -90,8 +80,7 @@ class LiveTurns:
         """Which ramp the state is of: another salt assigns other sessions."""
         self._live = Live(ratios_of(rules))
         self._mark = 0
-        self._held: list[tuple[float, float, int, Turn]] = []
-        """Turns that wait: when they count, when they began, `seq`."""
+        self._order = InOrder(rules.turn_wait_s)
 
     def read(self, session: Session, canary: Canary, now: float) -> tuple[Live, bool]:
         """Read what is new, and count what has waited long enough.
@@ -101,36 +90,22 @@ class LiveTurns:
         of = (canary.canary_id, canary.salt, canary.ramp_began_at)
         if of != self._of:
             self._of, self._mark = of, canary.ramp_after_seq
-            self._live, self._held = Live(ratios_of(self._rules)), []
-        wait_s = self._rules.turn_wait_s
+            self._live = Live(ratios_of(self._rules))
+            self._order = InOrder(self._rules.turn_wait_s)
         for _ in range(PAGES):
             rows, full = _page(session, canary, self._mark)
-            self._held += _turns(session, canary, rows, max(0.0, wait_s - COMMIT_S))
+            for row, turn in _turns(session, canary, rows):
+                self._order.add(
+                    turn, started_at=row.started_at, stored_at=row.stored_at, place=row.seq
+                )
             self._mark = max(self._mark, rows[-1].seq if rows else 0)
             if not full:
-                self._count(until=now - wait_s)
+                self._live.read(self._order.take(now))
                 return self._live, False
             # What is not read yet was stored no earlier than the newest row of a full page.
             stored = [row.stored_at for row in rows if _is_number(row.stored_at)]
-            self._count(until=min(now, stored[-1] if stored else 0.0) - wait_s)
+            self._live.read(self._order.take(min(now, stored[-1] if stored else 0.0)))
         return self._live, True
-
-    def _count(self, *, until: float) -> None:
-        held = sorted(self._held, key=lambda one: one[:3])
-        due = sum(one[0] <= until for one in held)
-        self._live.read(turn for *_, turn in held[:due])
-        too_many = max(due, len(held) - MOST_HELD)
-        self._live.read(replace(turn, late=True) for *_, turn in held[due:too_many])
-        self._held = held[too_many:]
-
-
-def counts_at(started_at: float, stored_at: float, grace_s: float) -> float:
-    """Return the time by which a turn has its place among the others, Unix seconds.
-
-    It is its beginning; for one that was stored later than `grace_s` after that, `grace_s` before
-    it was stored. Nor is it later than `grace_s` after it was stored, if a proxy's clock is ahead.
-    """
-    return min(max(started_at, stored_at - grace_s), stored_at + grace_s)
 
 
 def _page(session: Session, canary: Canary, mark: int) -> tuple[list[_Row], bool]:
@@ -167,23 +142,16 @@ def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]
     ]
 
 
-def _turns(
-    session: Session, canary: Canary, rows: Sequence[_Row], grace_s: float
-) -> list[tuple[float, float, int, Turn]]:
+def _turns(session: Session, canary: Canary, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Turn]]:
     rows = [row for row in rows if _counts(row, canary)]
     whole = [row.exchange_id for row in rows if not row.failed and not row.cut]
     flaws = _flaws(session, whole)
-    turns = []
     for row in rows:
         canary_was_due = row.arm == "canary" or row.fallback_from == canary.candidate
         weight = row.propensity if row.arm == "canary" else 1.0 - row.propensity
         kind = "failed" if row.failed else "cut" if row.cut else None
         bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
-        late = row.stored_at - row.started_at > max(grace_s, COMMIT_S)
-        turn = Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad, late=late)
-        at = counts_at(row.started_at, row.stored_at, grace_s)
-        turns.append((at, row.started_at, row.seq, turn))
-    return turns
+        yield row, Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad)
 
 
 def _counts(row: _Row, canary: Canary) -> bool:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from benchmarks.canary.play import Told, play
+from benchmarks.canary import limits
+from benchmarks.canary.play import Told, compared, play
 from benchmarks.canary.rivals import Peeking, asymptotic_half_width
-from benchmarks.canary.traffic import POPULAR, World, rate_at, reply_to, requests
+from benchmarks.canary.run import allowed
+from benchmarks.canary.traffic import (
+    POPULAR,
+    World,
+    differences,
+    rate_at,
+    reply_to,
+    requests,
+    took_s,
+)
+from deploy.evidence import in_order
+from deploy.evidence.live import Live, Turn
 from sidecar.settings import Canary as CanarySettings
 
 RULES = CanarySettings(steps=(2_000, 5_000))
@@ -73,3 +87,62 @@ def test_a_third_of_the_sessions_may_share_a_key() -> None:
 
     assert 0.3 < share < 0.37
     assert rate_at(World(), 1_800.0) == pytest.approx(0.20)
+
+
+def test_each_arm_s_replies_take_their_own_time() -> None:
+    world, rng = World(champion_s=30.0, candidate_s=8.0), random.Random(1)
+    times = {arm: [took_s(world, canary=arm, rng=rng) for _ in range(200)] for arm in (True, False)}
+
+    assert (min(times[True]) >= 4.0, max(times[True]) <= 12.0) == (True, True)
+    assert sum(times[False]) / 200 == pytest.approx(30.0, rel=0.1)
+
+
+def test_groups_lose_either_arm_s_answers_alike_and_have_flaws_of_both() -> None:
+    world, rng = World(lost=0.2, flawed=0.3), random.Random(2)
+    scores = differences(world, rng)
+
+    made = [compared(world, scores, rng) for _ in range(2_000)]
+
+    faults = Counter(one.fault for one in made)
+    assert faults["candidate"] == pytest.approx(320, rel=0.2)
+    assert faults["champion"] == pytest.approx(320, rel=0.2)
+    assert faults["unknown"] == pytest.approx(80, rel=0.4)
+    short = [one.flaws["short"] for one in made if one.fault is None]
+    assert {-1.0, -0.5, 0.0, 0.5, 1.0} == set(short)
+    assert sum(short) / len(short) == pytest.approx(0.0, abs=0.05)
+
+
+def false_rollbacks(
+    play_one: Callable[[CanarySettings, int], dict[str, bool]], count: int
+) -> float:
+    return sum(play_one(RULES, seed)["guard"] for seed in range(count)) / count
+
+
+def test_a_guard_for_which_a_unit_counts_at_every_turn_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, read = false_rollbacks(limits.guard, 16), Live._read
+
+    def forget_and_read(live: Live, turn: Turn) -> None:
+        if hash(turn.unit) in live._met:
+            live._met[hash(turn.unit)] = 0
+        read(live, turn)
+
+    monkeypatch.setattr(Live, "_read", forget_and_read)
+
+    assert right <= allowed(RULES.guard_level, 1_000) < false_rollbacks(limits.guard, 16)
+
+
+def test_requests_that_count_in_the_order_of_their_ends_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = false_rollbacks(limits.busy, 8)
+    monkeypatch.setattr(in_order, "counts_at", lambda started_at, stored_at, grace_s: stored_at)
+
+    assert right <= allowed(RULES.guard_level, 1_000) < false_rollbacks(limits.busy, 8)
+
+
+def test_a_level_that_is_exceeded_by_half_is_noticed_in_a_thousand_canaries() -> None:
+    assert allowed(0.01, 1_000) < 0.02
+    assert allowed(0.05, 1_000) < 0.075
+    assert allowed(0.001, 1_000) < 0.005

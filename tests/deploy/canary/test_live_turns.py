@@ -10,6 +10,7 @@ from sqlalchemy import insert, select
 
 from deploy.canary import live_turns
 from deploy.canary.live_turns import LiveTurns
+from deploy.evidence import in_order
 from deploy.evidence.live import Live
 from deploy.records import Canary
 from sidecar.store.models import ExchangeRow
@@ -139,7 +140,7 @@ def test_reading_again_after_a_restart_ends_in_the_same_state(
 
 def test_what_waits_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = waiting(world)
-    monkeypatch.setattr(live_turns, "MOST_HELD", 3)
+    monkeypatch.setattr(in_order, "MOST_HELD", 3)
     for number in range(5):
         ended(world, f"s{number}", 1.0, canary=False)
 
@@ -231,7 +232,7 @@ def test_two_hundred_thousand_exchanges_are_read_in_parts(world: World) -> None:
     while behind:
         with world.database.read() as session:
             live, behind = turns.read(session, ramping(), world.clock.now)
-        ticks, most_held = ticks + 1, max(most_held, len(turns._held))
+        ticks, most_held = ticks + 1, max(most_held, len(turns._order))
 
     assert ticks == count // (live_turns.PAGE * live_turns.PAGES) + 1
     assert most_held <= 10 * 60 + live_turns.PAGE, "60 s of ten requests each, and what was read"
