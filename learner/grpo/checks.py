@@ -39,9 +39,10 @@ from learner.grpo.answers import (
     judge_answers,
 )
 from learner.grpo.drift import excess, measure
-from learner.policy.adapter_io import is_out_of_memory, sampled_by
+from learner.policy.adapter_io import sampled_by
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import packed_length
+from learner.policy.room import is_out_of_memory
 from learner.records import CheckedAnswers, Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
 

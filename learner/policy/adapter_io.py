@@ -36,8 +36,8 @@ from learner.policy.architecture import architecture
 from learner.policy.attention.check import use_form
 from learner.policy.costs import Prices, prices
 from learner.policy.logprobs import Policy, wants_autocast
-from learner.policy.room import limit_torch
-from learner.policy.self_test import checked
+from learner.policy.room import is_out_of_memory, limit_torch
+from learner.policy.self_test import checked, refusal
 from learner.policy.sizes import sizes
 from learner.ranks import Alone, Ranks
 from learner.records import Parent
@@ -72,6 +72,8 @@ def load_policy(
     with _loading(f"base {base_model_path}"):
         config = plain_config(base_model_path)
         shape = architecture(config.get_text_config())
+        if shape.refused:
+            raise ParentError(refusal(base_model_path, shape.refused))
         # None: torch's own kernel where the model takes it, else the model's code.
         base = AutoModelForCausalLM.from_pretrained(
             base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
@@ -115,14 +117,6 @@ def open_device(name: str) -> torch.device:
             "machine whose GPU and driver torch supports"
         ) from error
     return device
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True when torch or Python could not allocate memory, on the GPU or in RAM."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # torch's CPU allocator has no class of its own
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ RECURRENT = (
 )  # fmt: skip
 """Beginnings of `model_type` of models with recurrent layers, some of which do not list their
 layers' types."""
+PURE_MAMBA = ("mamba", "mamba2", "falcon_mamba")
+"""Models of Mamba layers alone. peft refuses to adapt what comes out of such a layer."""
 STRETCHED = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor stretches the positions."""
 MOST_STRETCH = 1_000
@@ -39,6 +41,8 @@ class Architecture:
     """True: several answers may stand behind one prompt. False: each answer is a row."""
     why: str = ""
     """Why it does not pack; empty when it does."""
+    refused: str = ""
+    """Why it cannot be trained at all; empty when it can."""
     windows: Mapping[str, int | None] = field(default_factory=lambda: {FULL: None})
     """Type of layer -> how many of the latest positions a token sees, itself included; None: all.
     With one entry the mask is for all layers."""
@@ -60,6 +64,7 @@ def architecture(config: Any) -> Architecture:  # Any: a config of transformers,
     return Architecture(
         packs=not why,
         why=why,
+        refused=_why_refused(config),
         windows=_windows(config),
         positions=positions(config),
         scale=scale,
@@ -89,6 +94,11 @@ def positions(config: Any) -> int | None:
     if not isinstance(factor, int | float) or not 1 <= factor < MOST_STRETCH:
         return found
     return max(found, int((first if isinstance(first, int) else found) * factor))
+
+
+def _why_refused(config: Any) -> str:
+    name = str(getattr(config, "model_type", ""))
+    return f"peft adapts no layer of {name} models that vLLM serves" if name in PURE_MAMBA else ""
 
 
 def _why_rows(config: Any) -> str:

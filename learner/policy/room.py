@@ -155,3 +155,11 @@ def _words(needed: int, room: Room, device: torch.device) -> str:
             else "free memory, or use a smaller base or another machine"
         )
     return f"a run needs about {needed / GB:.1f} GB on {device}, and {have}; {to_do}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True when torch or Python could not allocate memory, on the GPU or in RAM."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator has no class of its own
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,8 +1,9 @@
 """Compare our way of computing log-probabilities with the model's own forward pass, at the start.
 
 The config says which models can be packed, but a new architecture may say it in a way that nobody
-knew. So two short answers of drawn tokens are computed both ways. A model whose pack differs gets a
-dense mask; if it still does, it is computed in rows; one whose rows differ too is refused.
+knew. So two short answers of drawn tokens are computed both ways. A model whose pack differs, or
+cannot be computed, gets a dense mask; if that is no better, it is computed in rows; one whose rows
+differ too is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from learner.errors import ParentError
+from learner.explain import one_line
 from learner.policy.architecture import Form, as_rows
 from learner.policy.logprobs import Policy, packs_of
+from learner.policy.room import is_out_of_memory
 from learner.records import TrainableRow, TrainingGroup
 
 log = structlog.get_logger()
@@ -29,6 +32,11 @@ TOLERANCE = 1e-3
 BF16_TOLERANCE = 0.1
 """Mean differences in nats a token that rounding explains, with products in fp32 and in bf16. The
 state of a recurrent layer that leaks from one answer into the next makes 0.2 to 0.7."""
+COMPUTATION = (
+    RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
+    AssertionError,
+)  # fmt: skip
+"""Errors of a model's code for masks and keys that it does not know."""
 
 
 def checked(policy: Policy, model_name: str) -> Policy:
@@ -39,27 +47,48 @@ def checked(policy: Policy, model_name: str) -> Policy:
     half = policy.autocast or next(policy.model.parameters()).dtype != torch.float32
     limit = BF16_TOLERANCE if half else TOLERANCE
     group = _drawn(policy.vocabulary)
-    expected = _own_logprobs(policy, group)
+    try:
+        expected = _own_logprobs(policy, group)
+    except COMPUTATION as error:
+        if is_out_of_memory(error):
+            raise
+        why = f"its own forward pass fails: {type(error).__name__}: {one_line(error)}"
+        raise ParentError(refusal(model_name, why)) from error
     first = ""
     if policy.shape.packs:
         for form in dict.fromkeys((policy.form, DENSE)):
             policy = replace(policy, form=form)
-            found = difference(policy, group, expected)
-            if found <= limit:
+            first = _fault(policy, group, expected, limit)
+            if not first:
                 return policy
-            first = f"packed answers differ by {found:.2g} nats a token"
-            log.info("form_differs", base=model_name, form=form, nats=found)
+            log.info("form_differs", base=model_name, form=form, why=first)
+        first = f"packed answers {first}"
         policy = replace(policy, shape=as_rows(policy.shape, first))
     log.info("answers_not_packed", base=model_name, why=policy.shape.why)
-    found = difference(policy, group, expected)
-    if not found <= limit:
-        raise ParentError(
-            f"base {model_name}: the learner does not compute this architecture's "
-            f"log-probabilities ({first + '; ' if first else ''}rows differ by {found:.2g} nats a "
-            "token from the model's own); serve it without a learner (learner.schedule = "
-            '"manual"), or name another base'
-        )
+    rows = _fault(policy, group, expected, limit)
+    if rows:
+        why = f"{first + '; ' if first else ''}rows {rows}"
+        raise ParentError(refusal(model_name, why))
     return policy
+
+
+def refusal(model_name: str, why: str) -> str:
+    """Return what is said of a base that cannot be trained."""
+    return (
+        f"base {model_name}: the learner does not compute this architecture's log-probabilities "
+        f'({why}); serve it without a learner (learner.schedule = "manual"), or name another base'
+    )
+
+
+def _fault(policy: Policy, group: TrainingGroup, expected: Tensor, limit: float) -> str:
+    """Return how the policy's own way fails or differs by over `limit`; empty when it does not."""
+    try:
+        found = difference(policy, group, expected)
+    except COMPUTATION as error:
+        if is_out_of_memory(error):
+            raise
+        return f"cannot be computed ({type(error).__name__}: {one_line(error)})"
+    return "" if found <= limit else f"differ by {found:.2g} nats a token from the model's own"
 
 
 def difference(policy: Policy, group: TrainingGroup, expected: Tensor) -> float:
