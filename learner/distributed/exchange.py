@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +27,10 @@ from learner.records import Fault
 
 T = TypeVar("T")
 
+log = structlog.get_logger()
+
+SLOW = ("imed out", "imeout")
+"""In the texts of gloo, NCCL and torch for a process that hangs, or has not come."""
 KILLED = "failed_runs"
 """Reason of a group whose process was killed, as where the only process of a run is."""
 
@@ -140,12 +145,23 @@ class Exchange:
         except (RuntimeError, TimeoutError) as error:  # torch has a RuntimeError for each
             raise self.lost(one_line(error)) from error
 
-    def lost(self, why: str) -> RankLostError:
-        """Return the error of a process that is gone, with what is known of its end."""
+    def lost(self, said: str) -> RankLostError:
+        """Return the error of a process that is gone, with what is known of its end.
+
+        said: the words of gloo, NCCL or torch, which go to the log.
+        """
+        log.warning("exchange_failed", rank=self.rank, size=self.size, error=said)
         known, faults = self._known()
+        if not known and any(word in said for word in SLOW):
+            return RankLostError(
+                f"process {self.rank} of {self.size} waited {self._timeout_s:g} s for another "
+                "(learner.processes_timeout_s, which covers its start too, with torch and the "
+                "base); its own lines in the log say where it is: raise the setting if it is slow",
+                faults,
+            )
         return RankLostError(
-            f"process {self.rank} of {self.size} lost another{known}, or waited "
-            f"{self._timeout_s:g} s for it: {why}",
+            f"process {self.rank} of {self.size} lost another{known}: its connection is closed; "
+            "its own lines in the log say why (exchange_failed has torch's words)",
             faults,
         )
 

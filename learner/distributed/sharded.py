@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from learner.distributed.exchange import SLOW
 from learner.distributed.ranks import DataParallel, Told
 from learner.errors import FaultyGroupsError, RankLostError, RanksDisagreeError
 from learner.ranks import G
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 Step = Literal["forward", "forward for backward", "backward", "done"]
 PASS_FAILED = "computation_failed"
-LOST = ("onnection", "imed out", "imeout")
+LOST = ("onnection", *SLOW)
 """In the texts of gloo and NCCL for a process that is gone or hangs."""
 
 

@@ -60,7 +60,9 @@ def joined(place: Place, settings: Learner) -> Iterator[Exchange]:
     except (RuntimeError, ValueError) as error:
         raise RankLostError(
             f"process {place.rank} of {place.size} cannot reach the first one at "
-            f"{os.environ.get(ADDRESS)}:{os.environ.get(PORT)}: {one_line(error)}"
+            f"{os.environ.get(ADDRESS)}:{os.environ.get(PORT)} within "
+            f"{settings.processes_timeout_s:g} s (learner.processes_timeout_s): is it started, and "
+            f"may this machine connect to that port? ({one_line(error)})"
         ) from error
     with _open(place, settings, store, dict) as exchange:
         yield exchange

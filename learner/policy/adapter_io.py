@@ -47,6 +47,12 @@ ADAPTER = "default"
 """Name of the trained adapter in peft."""
 EXTRAS = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
 """Members of a LoRA's config that add weights to its matrices."""
+BASE_CURE = "copy or download the files of serving.base_model_path again"
+PARENT_CURE = "restore the folder from a backup, or roll back to another version"
+_SHAPES = re.compile(
+    r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)"
+)
+"""In torch's text, for each tensor of another shape."""
 SAMPLER = "sampler"
 """Name in peft of another adapter, while the answers that it sampled are checked."""
 
@@ -69,7 +75,8 @@ def load_policy(
     autocast = wants_autocast(settings.precision, device)
     # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
     dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
-    with _loading(f"base {base_model_path}"):
+    _require_folder(base_model_path)
+    with _loading(f"base {base_model_path}", BASE_CURE):
         config = plain_config(base_model_path)
         shape = architecture(config.get_text_config())
         if shape.refused:
@@ -79,7 +86,7 @@ def load_policy(
             base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
         )
         form = use_form(base, shape, device, torch.bfloat16 if autocast else dtype)
-    with _loading(f"parent {parent.name}"):
+    with _loading(f"parent {parent.name}", PARENT_CURE):
         model = _with_adapter(base, parent, settings, device)
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
@@ -92,7 +99,7 @@ def load_policy(
             form=form,
             prices=_prices(config.get_text_config()),
         )
-    with _loading(f"base {base_model_path}"):
+    with _loading(f"base {base_model_path}", BASE_CURE):
         return checked(policy, base_model_path)
 
 
@@ -120,8 +127,8 @@ def open_device(name: str) -> torch.device:
 
 
 @contextmanager
-def _loading(what: str) -> Iterator[None]:
-    """Translate the errors that a library raises for an untrusted file.
+def _loading(what: str, cure: str) -> Iterator[None]:
+    """Translate the errors that a library raises for an untrusted file. cure: what to do then.
 
     Any class is possible: a config that is no JSON object gives TypeError, AttributeError or
     RecursionError.
@@ -136,7 +143,25 @@ def _loading(what: str) -> Iterator[None]:
                 f"{what} does not fit into memory ({one_line(error)}); free memory, or use a "
                 "machine with more memory or a smaller base"
             ) from error
-        raise ParentError(f"{what} cannot be loaded: {one_line(error)}") from error
+        raise ParentError(f"{what} cannot be loaded: {_why(error)}; {cure}") from error
+
+
+def _why(error: Exception) -> str:
+    """Return a library's text in one line; of torch's list of wrong shapes the first."""
+    said = one_line(error)
+    if found := _SHAPES.search(said):
+        return f"{found[1]} has the shape {found[2]}; its config and the base ask for {found[3]}"
+    return said
+
+
+def _require_folder(base_model_path: str) -> None:
+    """Raises: ParentError when a path, which is no name of the Hugging Face Hub, has no folder."""
+    if base_model_path.startswith(("/", ".", "~")) and not Path(base_model_path).is_dir():
+        raise ParentError(
+            f"base {base_model_path} cannot be loaded: there is no such folder; set "
+            "serving.base_model_path to the folder of the weights that vLLM serves, or to their "
+            "name on the Hugging Face Hub"
+        )
 
 
 def plain_config(base_model_path: str) -> Any:  # Any: a config of transformers, not typed
@@ -240,7 +265,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         with model.disable_adapter():
             yield
         return
-    with _loading(f"adapter {sampler.name}"):
+    with _loading(f"adapter {sampler.name}", PARENT_CURE):
         _require_plain(sampler, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
             raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
@@ -248,7 +273,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         _switch_dropout_off(model)
         model.to(policy.device)
     try:
-        with _loading(f"adapter {sampler.name}"):
+        with _loading(f"adapter {sampler.name}", PARENT_CURE):
             check_folder(model, sampler.path, adapter=SAMPLER)
         model.set_adapter(SAMPLER)
         yield

@@ -54,6 +54,8 @@ def checked(policy: Policy, model_name: str) -> Policy:
             raise
         why = f"its own forward pass fails: {type(error).__name__}: {one_line(error)}"
         raise ParentError(refusal(model_name, why)) from error
+    if not bool(torch.isfinite(expected).all()):
+        raise ParentError(_not_finite(policy, model_name))
     first = ""
     if policy.shape.packs:
         for form in dict.fromkeys((policy.form, DENSE)):
@@ -78,6 +80,16 @@ def refusal(model_name: str, why: str) -> str:
         f"base {model_name}: the learner does not compute this architecture's log-probabilities "
         f'({why}); serve it without a learner (learner.schedule = "manual"), or name another base'
     )
+
+
+def _not_finite(policy: Policy, model_name: str) -> str:
+    """Describe a base whose own log-probabilities are not finite."""
+    bad = next(
+        (n for n, one in policy.model.named_parameters() if not bool(torch.isfinite(one).all())), ""
+    )
+    why = f"its weight {bad} holds" if bad else "no weight, but its own forward pass, gives"
+    todo = "copy or download its files again" if bad else 'set learner.precision = "float32"'
+    return f"base {model_name}: {why} an infinity or NaN; {todo}"
 
 
 def _fault(policy: Policy, group: TrainingGroup, expected: Tensor, limit: float) -> str:

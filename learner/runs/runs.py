@@ -59,7 +59,11 @@ def find_parent(session: Session, model: str) -> Parent:
         return Parent(name=BASE)
     row = session.get(AdapterRow, alias.adapter)
     if row is None:
-        raise ParentError(f"champion {alias.adapter} is no registered adapter of {model}")
+        raise ParentError(
+            f"champion {alias.adapter} is no registered adapter of {model}: its row is gone from "
+            "the store; restore the store, or roll back to a version that has one "
+            "(`sidecar rollback --to base --reason ...`)"
+        )
     return as_parent(row)
 
 

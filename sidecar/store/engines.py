@@ -16,6 +16,7 @@ from sqlalchemy.exc import (
 
 from sidecar.store.existing import read_damaged_text
 from sidecar.store.postgres import (
+    DISK_FULL,
     LOCK_TIMEOUT,
     NO_PRIVILEGE,
     NO_TABLE,
@@ -35,6 +36,13 @@ _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
 _OF_THE_STORE = frozenset({NO_TABLE, NO_PRIVILEGE})
 """SQLSTATEs of a ProgrammingError whose cause is the store all the same."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_WHAT_TO_DO = {
+    sqlite3.SQLITE_FULL: "free space on the disk of its file, then try again",
+    sqlite3.SQLITE_IOERR: "look whether the disk of its file is full, failing or gone",
+    sqlite3.SQLITE_READONLY: "give this user the right to write its file and folder",
+    sqlite3.SQLITE_CANTOPEN: "give this user the right to read and write its file and folder",
+}
+"""By the class of an SQLite error."""
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
@@ -143,6 +151,10 @@ def describe(error: Exception) -> str:
             f"{said}: another program has held its lock for over {BUSY_TIMEOUT_S:.0f} s; {where} "
             "names it: end it, then try again"
         )
+    if (to_do := _WHAT_TO_DO.get(_class_of(cause))) is not None:
+        return f"{said}; {to_do}"
+    if state_of(cause) == DISK_FULL:
+        return f"{said}; free space on the disk of the database server, then try again"
     if state_of(cause) == NO_TABLE:
         return f"{said}; start ingest or control, which make the tables"
     return said

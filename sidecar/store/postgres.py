@@ -27,7 +27,7 @@ RECYCLE_S = 1800.0
 WRITERS_LOCK = int.from_bytes(b"sidecar", "big")
 """Key of the advisory lock that `lock_writers` takes; one for each database."""
 STATE = "sqlstate"
-NO_TABLE, NO_PRIVILEGE, LOCK_TIMEOUT = "42P01", "42501", "55P03"
+NO_TABLE, NO_PRIVILEGE, LOCK_TIMEOUT, DISK_FULL = "42P01", "42501", "55P03", "53100"
 CONFLICTS = frozenset({"40001", "40P01"})
 """Serialization failure, deadlock: the transaction was rolled back, and may be repeated."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from sqlalchemy import select
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from learner.errors import ParentError
 from learner.explain import explain
 from learner.once import run_once
-from sidecar.settings import Settings
+from learner.policy.adapter_io import load_policy, save_adapter
+from learner.records import Parent
+from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from support.clock import Clock
@@ -117,6 +124,81 @@ def test_a_base_whose_config_is_nonsense_is_one_line(
     (copy_of_base / "config.json").write_text(config)
 
     assert f"base {copy_of_base} cannot be loaded: " in line(with_base(settings, copy_of_base))
+
+
+def cut(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def spoil(weights: Path) -> None:
+    tensors = load_file(weights)
+    next(iter(tensors.values())).view(-1)[0] = math.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def widen(weights: Path) -> None:
+    tensors = load_file(weights)
+    name = min(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name: torch.zeros(7, 99)}, weights, metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, "cannot be loaded: .*; copy or download the files of serving.base_model_path again"),
+        (spoil, "its weight .* holds an infinity or NaN; copy or download its files again"),
+        (lambda weights: shutil.rmtree(weights.parent), ".*there is no such folder; set serving"),
+    ],
+)
+def test_a_damaged_base_is_one_line_with_what_to_do(
+    settings: Settings,
+    line: Callable[[Settings], str],
+    copy_of_base: Path,
+    damage: Callable[[Path], object],
+    words: str,
+) -> None:
+    damage(copy_of_base / "model.safetensors")
+
+    assert re.search(f"base {copy_of_base}.*{words}", line(with_base(settings, copy_of_base)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, "parent p cannot be loaded: .*; restore the folder from a backup, or roll back"),
+        (spoil, "parent p cannot be loaded: .* holds an infinity or NaN; restore the folder"),
+        (widen, r"has the shape \[7, 99\]; its config and the base ask for \[4, \d+\]; restore"),
+    ],
+)
+def test_a_damaged_parent_is_one_line_with_what_to_do(
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    damage: Callable[[Path], None],
+    words: str,
+) -> None:
+    save_adapter(load_policy(str(tiny_base), Parent(name="base"), learner_settings), tmp_path)
+    damage(tmp_path / WEIGHTS)
+
+    with pytest.raises(ParentError, match=words):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_champion_without_a_row_is_one_line_with_what_to_do(
+    settings: Settings, database: Database, capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    with database.write() as session:
+        session.add(AliasRow(model="m", alias="champion", adapter="m--v9-x", generation=1))
+
+    code = run_once(settings, database, run_id="r1", clock=clock, stopping=threading.Event())
+
+    assert code == 1
+    assert re.search(
+        "champion m--v9-x is no registered adapter of m: .*roll back to a version that has one",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.usefixtures("two_groups")

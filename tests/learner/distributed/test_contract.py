@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its exports
 
+from learner.distributed.exchange import Exchange
 from learner.ranks import Alone, Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -143,3 +146,28 @@ def test_two_processes_of_torchrun_keep_the_contract(tmp_path: Path) -> None:
         "process 0 kept it",
         "process 1 kept it",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "[../third_party/gloo/x.cc:119] Timed out waiting 2000ms for recv operation. GLHF!",
+            r"process 0 of 1 waited 2 s for another \(learner\.processes_timeout_s, which covers",
+        ),
+        (
+            "[../third_party/gloo/x.cc:553] Connection closed by peer [::1]:46. GLHF!",
+            "process 0 of 1 lost another: its connection is closed; its own lines in the log",
+        ),
+    ],
+)
+def test_a_lost_process_is_told_without_the_words_of_gloo(said: str, words: str) -> None:
+    exchange = Exchange(rank=0, size=1, store=HashStore(), cards=False, timeout_s=2.0)
+    try:
+        error = exchange.lost(said)
+    finally:
+        exchange.close()
+
+    assert re.match(words, str(error))
+    assert "gloo" not in str(error)
+    assert "GLHF" not in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +234,18 @@ def test_a_lock_that_is_held_for_long_is_told_with_what_to_do(
         set_flag(session, "a", "0", now=0.0)
         with pytest.raises(StoreLockedError, match=todo):
             work(other)
+
+
+def test_a_full_disk_is_told_with_what_to_do() -> None:
+    with closing(sqlite3.connect(":memory:")) as full:
+        full.execute("CREATE TABLE one (text TEXT)")
+        full.execute("PRAGMA max_page_count = 3")
+        with pytest.raises(sqlite3.OperationalError) as found:
+            full.execute("INSERT INTO one VALUES (?)", ("x" * 100_000,))
+
+    assert engines.describe(found.value) == (
+        "database or disk is full; free space on the disk of its file, then try again"
+    )
 
 
 def _increase(session: object, name: str) -> None:
