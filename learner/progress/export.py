@@ -152,7 +152,8 @@ class _Mlflow:
 class _Wandb:
     def __init__(self, project: str, name: str) -> None:
         wandb: Any = import_module("wandb")
-        self._run = wandb.init(project=project, name=name, id=name)
+        # A run that goes on after a kill adds to its curves; by default it would replace them.
+        self._run = wandb.init(project=project, name=name, id=name, resume="allow")
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)

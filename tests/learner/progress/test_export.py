@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -175,7 +177,64 @@ def test_wandb_gets_one_run_of_the_project(monkeypatch: pytest.MonkeyPatch) -> N
     run.keep_step(a_step(1, loss=0.125))
     run.keep_progress(Progress(phase="saving"))
 
-    assert calls == [{"project": "support", "name": "r1", "id": "r1"}, (0.125, 1), "end"]
+    begun = {"project": "support", "name": "r1", "id": "r1", "resume": "allow"}
+    assert calls == [begun, (0.125, 1), "end"]
+
+
+def export_two_steps(setting: str) -> None:
+    run = exported_run(setting, "r1")
+    assert run is not None
+    run.drop_steps()
+    run.keep_step(a_step(1, loss=0.75))
+    run.keep_step(a_step(2, loss=1.0))
+    run.keep_progress(Progress(phase="saving"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
+def test_the_real_tensorboard_has_every_step(tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
+
+    export_two_steps(f"tensorboard:{tmp_path}")
+
+    found = events.EventAccumulator(str(tmp_path / "r1"))
+    found.Reload()
+    assert [(one.step, one.value) for one in found.Scalars("learner/loss")] == [(1, 0.75), (2, 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
+def test_the_real_mlflow_has_every_step(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+
+    export_two_steps(f"mlflow:{uri}")
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    (run,) = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("r1", "FINISHED")
+    steps = client.get_metric_history(run.info.run_id, "learner/loss")
+    assert [(one.step, one.value) for one in steps] == [(1, 0.75), (2, 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
+def test_the_real_wandb_has_every_step_without_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+
+    with capture_logs() as logs:
+        export_two_steps("wandb:support")
+
+    assert logs == []
+    (file,) = tmp_path.glob("wandb/offline-run-*-r1/run-r1.wandb")
+    give_up_at = time.monotonic() + 60
+    while file.read_bytes().count(b"learner/loss") < 2:  # wandb's own process writes it
+        assert time.monotonic() < give_up_at, "wandb wrote no step"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
