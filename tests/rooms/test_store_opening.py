@@ -72,4 +72,7 @@ def test_what_is_no_database_is_one_line() -> None:
     with pytest.raises(StoreError) as caught:
         Database("sqlite:////dev/null").upgrade()
 
-    assert str(caught.value) == "store sqlite:////dev/null: cannot be upgraded: disk I/O error"
+    assert str(caught.value) == (
+        "store sqlite:////dev/null: cannot be upgraded: disk I/O error; look whether the disk of "
+        "its file is full, failing or gone"
+    )
