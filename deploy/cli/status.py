@@ -196,6 +196,9 @@ def _serving(status: Status) -> Iterator[str]:
         )
     else:
         yield f"Model {status.model}: {_name(champion)} answers every session."
+    up = [one for one in status.engine.replicas.values() if one.away is None]
+    if champion != BASE and up and all(champion not in one.loaded for one in up):
+        yield f"  No vLLM has loaded {champion}: the base model answers in its place."
     if status.previous != champion:
         yield f"A rollback goes to {_name(status.previous)}."
 

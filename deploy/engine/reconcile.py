@@ -179,6 +179,7 @@ class Reconciler:
         loaded -= await self._unload_altered(loaded)
         plan = await asyncio.to_thread(self._plan, desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]
+        done = await self._listed(done)
         busy = await self._busy(plan.unload)
         gone = [name for name in plan.unload if name not in busy and await self._unload(name)]
         self.view.loaded = (loaded | set(done)) - set(gone)
@@ -249,6 +250,21 @@ class Reconciler:
             return False
         self.view.refused.pop(name, None)
         return True
+
+    async def _listed(self, names: Collection[str]) -> list[str]:
+        """Return those of the adapters just loaded that vLLM lists. The others count as refused."""
+        if not names:
+            return []
+        try:
+            listed = await self._control.loaded()
+        except EngineError:
+            return list(names)  # the next pass asks again
+        for name in names:
+            if name not in listed:
+                reason = "vLLM said that it loaded it, and does not list it; look at vLLM's log"
+                self._log.error("adapter_not_loaded", adapter=name, reason=reason)
+                self.view.refused[name] = reason
+        return [name for name in names if name in listed]
 
     async def _load_checked(self, name: str, desired: Desired) -> None:
         if name not in desired.paths:

@@ -18,8 +18,9 @@ from deploy.errors import DeployError
 
 MAX_REPLY_BYTES = 256 * 2**10
 KEEPALIVE_S = 30.0
-AT_ONCE = 8
-"""Connections to all services together."""
+AT_ONCE = 40
+"""Connections to all services together: 16 hooks, 16 metrics and the approval service, each asked
+for one thing at a time, so that those that hang keep no other one waiting."""
 
 
 class OutsideError(DeployError, ConnectionError):

@@ -246,7 +246,8 @@ class Hooks:
         with self._database.read() as session:
             for row in session.scalars(statement.limit(BATCH)):
                 event = _event(row)
-                if event.type is not None and event.at > self._clock() - SETTLE_S:
+                # A row of the future is of a clock that was set back since: it is old enough.
+                if event.type is not None and 0.0 <= self._clock() - event.at < SETTLE_S:
                     break
                 found.append(event)
         return found

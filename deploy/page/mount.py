@@ -91,7 +91,10 @@ def create_page(context: AdminContext) -> Starlette:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         detail = "no page has this address" if error.status_code == 404 else str(error.detail)
-        return desk.plain_problem(error.status_code, detail)
+        reply = desk.plain_problem(error.status_code, detail)
+        for name, value in (error.headers or {}).items():  # of a 405: `Allow`
+            reply.headers[name] = value
+        return reply
 
     async def failed(request: Request, error: Exception) -> Response:
         log.error("admin_page_failed", path=request.scope["path"], error=repr(error))

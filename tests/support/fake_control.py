@@ -31,6 +31,8 @@ class FakeControl:
         """`--max-loras`, once it tells."""
         self.busy: set[str] = set()
         """Adapters that answer a request."""
+        self.unlisted: set[str] = set()
+        """Adapters that it says it loaded, and does not have."""
         self.on_load: Callable[[str], None] = lambda name: None
         """Told of a load while vLLM would read the folder."""
 
@@ -47,7 +49,8 @@ class FakeControl:
             self.fails_to_load -= 1
             raise EngineError("500 out of memory")
         self.on_load(name)
-        self.adapters.setdefault(name, path)
+        if name not in self.unlisted:
+            self.adapters.setdefault(name, path)
 
     async def unload(self, name: str) -> None:
         self._check()

@@ -52,12 +52,20 @@ def headline(
     champion = status.champion if status.routing is None else status.routing.champion
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
+    if nobody_has(status, champion):
+        first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
     canary = status.canary
     waiting = status.queued
     after = "" if waiting is None else f" {_upper(short(waiting.candidate))} waits in the queue."
     if canary is None:
         return f"{first}. No candidate is being tried.{after}"
     return f"{first}; {_candidate(canary, waits, now, next_step_at)}.{after}"
+
+
+def nobody_has(status: StatusOut, adapter: str) -> bool:
+    """Return True when every vLLM that answers says that it has not loaded the adapter."""
+    up = [one for one in status.engine.replicas.values() if one.away is None]
+    return adapter != BASE and bool(up) and all(adapter not in one.loaded for one in up)
 
 
 def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | None) -> str:

@@ -405,6 +405,15 @@ def run(**changes: Any) -> RunOut:
     return RunOut(**{**fields, **changes})
 
 
+def test_a_champion_that_no_vllm_has_is_said() -> None:
+    bare = ReplicaOut(away=None, loaded=[], refused={CHAMPION: "corrupt"})
+    engine = EngineOut(away=None, loaded=[], refused={CHAMPION: "corrupt"}, replicas={URL: bare})
+
+    lines = status_lines(status(engine=engine), NOW)
+    assert lines is not None
+    assert lines[1] == (f"  No vLLM has loaded {CHAMPION}: the base model answers in its place.")
+
+
 def test_a_quiet_sidecar() -> None:
     assert status_lines(status(), NOW) == [
         f"Model m: {CHAMPION} answers every session.",
@@ -671,7 +680,7 @@ def test_what_needs_attention_is_said_with_its_reason() -> None:
     )
 
     assert lines is not None
-    assert lines[5:] == [
+    assert lines[6:] == [
         f"vLLM at {URL}: answers; it has loaded no adapter.",
         f"  It refuses {CHAMPION}: rank 64",
         f"vLLM at {other}: away: connection refused",

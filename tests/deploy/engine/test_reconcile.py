@@ -175,6 +175,25 @@ async def test_an_adapter_that_vllm_refuses_does_not_stop_the_others(world: Worl
     assert keeper.view.refused == {second: "corrupt"}
 
 
+async def test_an_adapter_that_vllm_loads_by_its_words_alone_counts_as_refused(
+    world: World,
+) -> None:
+    first, second = world.register(1), world.register(2)
+    world.promote(first)
+    world.promote(second)
+    world.control.unlisted = {second}
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+
+    assert keeper.view.loaded == {first}
+    assert "does not list it" in keeper.view.refused[second]
+    world.control.unlisted = set()
+    await keeper.reconcile()
+    assert keeper.view.loaded == {first, second}
+    assert keeper.view.refused == {}
+
+
 async def test_the_fifth_adapter_makes_the_oldest_go_once_nothing_wants_it(world: World) -> None:
     names = [world.register(version) for version in range(1, 6)]
     keeper = reconciler(world)

@@ -224,6 +224,14 @@ async def test_a_row_is_told_only_when_no_older_one_can_still_be_committed(told:
     assert (early, told.poster.told) == ([], ["canary.ramping"])
 
 
+async def test_a_clock_that_is_set_back_holds_up_no_news(told: Told) -> None:
+    told.happen("canary.ramping")
+
+    await told.turn(-86_400.0)
+
+    assert told.poster.told == ["canary.ramping"]
+
+
 async def test_one_hook_that_fails_holds_up_no_other(told: Told) -> None:
     bad = {"url": "http://bad", "secret_env": "NOT_SET"}
     both = {"ops": told.settings.hooks["ops"].model_dump(), "bad": bad}

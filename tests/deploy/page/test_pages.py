@@ -136,6 +136,13 @@ async def test_no_text_of_the_store_becomes_markup(world: World, browser: Browse
     assert shown > 30
 
 
+async def test_a_method_that_a_page_has_not_is_told_which_it_has(browser: Browser) -> None:
+    reply = await browser.client.request("TRACE", "/")
+
+    assert reply.status_code == 405
+    assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
 async def test_a_name_from_the_address_does_not_become_markup(browser: Browser) -> None:
     for path in ("/canaries/", "/runs/", "/groups/", "/nothing/"):
         reply = await browser.get(path + "%3Cscript%3Ealert(1)%3C%2Fscript%3E")

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from deploy.admin.limits.out import PileUpOut
-from deploy.admin.models import AuditOut, CanaryOut, EngineOut, LearnerOut, StatusOut
+from deploy.admin.models import (
+    AuditOut,
+    CanaryOut,
+    EngineOut,
+    LearnerOut,
+    ReplicaOut,
+    StatusOut,
+)
 from deploy.admin.out import FunnelOut, StageOut
 from deploy.funnel.pile_up import PileUp
 from deploy.page.shown.attention import needs
@@ -141,6 +148,21 @@ def test_the_headline_says_what_users_get(
 
     assert found.endswith(said)
     assert found.startswith("v2 serves since 11:00 UTC")
+
+
+def test_the_headline_says_when_no_vllm_has_the_champion() -> None:
+    def replica(*loaded: str, away: str | None = None) -> ReplicaOut:
+        return ReplicaOut(away=away, loaded=list(loaded), refused={})
+
+    def said(**replicas: ReplicaOut) -> str:
+        engine = EngineOut(away=None, loaded=[], refused={}, replicas=replicas)
+        return headline(status(engine=engine), None, "", NOON, None)
+
+    assert said(a=replica(V3), b=replica(away="gone")).startswith(
+        "No vLLM has v2, the champion: the base model answers in its place."
+    )
+    assert said(a=replica(V3), b=replica(V2)).startswith("v2 serves")
+    assert said(a=replica(away="gone")).startswith("v2 serves")
 
 
 def test_names_are_short_where_they_are_of_our_form() -> None:
