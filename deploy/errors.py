@@ -67,3 +67,7 @@ def error_line(error: BaseException) -> str:
     """
     text = str(error) if isinstance(error, DeployError) else f"{type(error).__name__}: {error}"
     return (text if text.isprintable() else text.encode("unicode_escape").decode())[:2_000]
+
+
+class UnknownProjectError(DeployError, ValueError):
+    """The project has no line of adapters of its own; the message names those that have."""

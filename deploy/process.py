@@ -50,6 +50,7 @@ from learner.shared_folders import shared_folders
 from sidecar.errors import StoreError
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
+from sidecar.settings.checks.lines import LOADED_OF_A_LINE
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database
 
@@ -108,9 +109,9 @@ async def serve(settings: Settings, database: Database) -> int:
         )
         return 1
     with database.write() as session:
-        routing_writer.initialise(
-            session, settings.serving.model, now=time.time(), actor=audit.CONTROL
-        )
+        for line in settings.lines:
+            routing_writer.initialise(session, line.name, now=time.time(), actor=audit.CONTROL)
+    _say_room(settings)
     key = settings.serving.api_key
     # Not under the limit on the slow-down of users: each side would take the other's candidates for
     # users', and a canary would wait for its gate for as long as groups are sampled.
@@ -131,6 +132,14 @@ async def serve(settings: Settings, database: Database) -> int:
             await sampler.aclose()
             await judges.aclose()
     return 0
+
+
+def _say_room(settings: Settings) -> None:
+    """Log how many adapters the lines want loaded; a warning when vLLM has less room."""
+    lines, room = settings.lines, settings.serving.max_loras
+    needed = LOADED_OF_A_LINE * len(lines)
+    told = log.warning if room < needed else log.info
+    told("adapters_wanted", lines=len(lines), needed=needed, max_loras=room)
 
 
 def _say_examiner(settings: Settings) -> None:
@@ -180,6 +189,7 @@ async def _run(
             model=model,
             max_loras=settings.serving.max_loras,
             replica=url,
+            own=[line.name for line in settings.lines[1:]],
             acts=lambda: lease.acts,
             folder_of=folder_of,
         )
@@ -189,9 +199,13 @@ async def _run(
     serving = settings.serving.upstreams
     fleet = Fleet({url: reconcilers[url] for url in serving})
     controls = {url: replicas[url] for url in serving}
-    gate = make_gate(settings, database, sampler, judge)
-    controller = make_controller(settings, database, controls, gate, on_change)
-    shadow = Shadow(database, gate, model)
+    outside = Caller()
+    tended = [
+        _Tended(
+            settings.of_line(line), database, controls, sampler, judge, fleet, outside, on_change
+        )
+        for line in settings.lines
+    ]
 
     def keep(url: str, reconciler: Reconciler) -> Loop:
         def every_s() -> float:
@@ -204,14 +218,8 @@ async def _run(
         if await asyncio.to_thread(lease.beat) and not acted:
             on_change()
 
-    outside = Caller()
-    checks = MetricChecks(
-        database, model, HttpMetrics(outside), settings.canary, on_change=on_change
-    )
-    approvals = Approvals(database, model, settings.approval, outside)
     sender = Sender(model, outside, timeout_s=settings.notify.timeout_s)
     hooks = Hooks(database, settings.notify, sender)
-    guard = ChampionGuard(database, model, fleet.view, on_change=on_change)
     pruner = make_pruner(settings, database)
 
     async def prune() -> None:
@@ -226,18 +234,15 @@ async def _run(
 
     loops = [
         Loop("lease", beat, lambda: BEAT_S),
-        Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
-        Loop("guard", lease.only_acting(guard.check), lambda: CHECK_S),
-        Loop("metrics", lease.only_acting(checks.tick), lambda: checking.EVERY_S),
-        Loop("approval", lease.only_acting(approvals.tick), lambda: approval.EVERY_S),
+        *(loop for one in tended for loop in one.loops(lease)),
         Loop("hooks", lease.only_acting(hooks.tick), lambda: telling.EVERY_S),
-        Loop("shadow", lease.only_acting(shadow.tick), lambda: SHADOW_S),
         Loop("prune", lease.only_acting(prune), lambda: PRUNE_S),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(
         database=database,
         model=model,
+        lines=settings.lines,
         rules=settings.canary,
         judge=settings.judge,
         groups=settings.groups,
@@ -270,7 +275,8 @@ async def _run(
         if isinstance(result, Exception):
             raise result
     await outside.aclose()
-    await controller.settle()
+    for one in tended:
+        await one.controller.settle()
     try:
         await asyncio.to_thread(lease.give_back)
     except StoreError as error:  # the next one waits LEASE_S
@@ -278,11 +284,57 @@ async def _run(
     log.info("control_stopped")
 
 
+class _Tended:
+    """What control does for one line of adapters."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        controls: Mapping[str, AdapterControl],
+        sampler: ReplicaSampler,
+        judge: Judge,
+        fleet: Fleet,
+        outside: Caller,
+        on_change: Callable[[], None],
+    ) -> None:
+        """settings: of the line."""
+        line = settings.line
+        self._of = "" if line.project is None else f" {line.project}"
+        self._poll_s = settings.canary.poll_s
+        gate = make_gate(settings, database, sampler, judge)
+        self.controller = make_controller(settings, database, controls, gate, on_change)
+        self._shadow = Shadow(database, gate, line.name)
+        self._guard = ChampionGuard(database, line.name, fleet.view, on_change=on_change)
+        self._checks = MetricChecks(
+            database, line.name, HttpMetrics(outside), settings.canary, on_change=on_change
+        )
+        self._approvals = Approvals(database, line.name, settings.approval, outside)
+
+    def loops(self, lease: Lease) -> list[Loop]:
+        """Return the loops; those of a project's line have its name."""
+        return [
+            Loop(f"tick{self._of}", lease.only_acting(self.controller.tick), lambda: self._poll_s),
+            Loop(f"guard{self._of}", lease.only_acting(self._guard.check), lambda: CHECK_S),
+            Loop(
+                f"metrics{self._of}", lease.only_acting(self._checks.tick), lambda: checking.EVERY_S
+            ),
+            Loop(
+                f"approval{self._of}",
+                lease.only_acting(self._approvals.tick),
+                lambda: approval.EVERY_S,
+            ),
+            Loop(f"shadow{self._of}", lease.only_acting(self._shadow.tick), lambda: SHADOW_S),
+        ]
+
+
 def make_gate(
     settings: Settings, database: Database, sampler: ReplicaSampler, judge: Judge
 ) -> Gate:
-    """Build the gate, which also judges beside the ramp, from the settings."""
+    """Build the gate of a line, which also judges beside the ramp, from the line's settings."""
     rules = settings.canary
+    # The lines share what vLLM has to spare.
+    at_once = settings.groups.concurrency // (3 * rules.gate_answers * len(settings.lines))
     return Gate(
         database=database,
         sampler=sampler,
@@ -290,10 +342,11 @@ def make_gate(
         rules=rules,
         judging=settings.judge_of_gate,
         room=sampler,
-        parallel=max(1, settings.groups.concurrency // (3 * rules.gate_answers)),
+        parallel=max(1, at_once),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
         judge_gives_reward=not examiner_of(settings).own_judge,
+        line=settings.line,
     )
 
 
@@ -321,7 +374,7 @@ def make_controller(
     gate: Gate,
     on_change: Callable[[], None],
 ) -> Controller:
-    """Build the controller from the settings."""
+    """Build the controller of a line from the line's settings."""
     rules, serving = settings.canary, settings.serving
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(
@@ -334,7 +387,8 @@ def make_controller(
             bases=frozenset(bases),
             base_model_path=serving.base_model_path,
         ),
-        model=serving.model,
+        model=settings.line.name,
+        line=settings.line,
         approval=settings.approval,
         on_change=on_change,
         folder_of=make_folder_of(settings),

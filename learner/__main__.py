@@ -37,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--replay", metavar="RUN", help="a run id or a version: train it again, publish nothing"
     )
+    made.add_argument(
+        "--project", help="train, or replay, the adapters of this project of serving.own_adapters"
+    )
     made.add_argument("--run-id", default="", help="name of that run; default: a new one")
     made.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     return made
@@ -64,6 +67,7 @@ def _main(argv: list[str] | None) -> int:
         signal.signal(number, lambda *_: stopping.set())
     try:
         settings = load_settings(args.config)
+        settings = settings.of_line(settings.line_named(args.project))
         configure_logging(settings.telemetry, "learn")
         place = given_place(os.environ) if args.once else None
         settings = as_launched(settings, place)

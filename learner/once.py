@@ -30,6 +30,7 @@ from learner.records import Candidate
 from learner.resume.rule import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
+from sidecar.lines import flag_of
 from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -92,7 +93,7 @@ def run_once(
     except NoRoomError as error:
         sys.stdout.write(f"no room, nothing was trained: {error}\n")
         with database.write(alone=False) as session:
-            set_flag(session, NO_ROOM_FLAG, str(error), now=clock())
+            set_flag(session, flag_of(NO_ROOM_FLAG, settings.line.name), str(error), now=clock())
         return NO_ROOM
     except NothingToLearnError as error:
         sys.stdout.write(f"nothing to learn: {error}\n")

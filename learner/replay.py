@@ -108,7 +108,7 @@ def replay(
 
 def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
     """Raises: _NotPossibleError, LearnerError, OSError."""
-    row = _adapter(session, settings.serving.model, reference)
+    row = _adapter(session, settings.line.name, reference)
     lineage = _lineage(row)
     try:
         learner = Learner.model_validate(lineage["settings"])
@@ -151,7 +151,7 @@ def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
         settings=learner,
         parent=parent,
         groups=selection.groups,
-        samplers=source.samplers(session, settings.serving.model, names),
+        samplers=source.samplers(session, settings.line.name, names),
     )
 
 

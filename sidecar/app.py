@@ -17,19 +17,20 @@ from sidecar.feedback.door import FeedbackDoor
 from sidecar.feedback.reading import FeedbackRefusedError
 from sidecar.feedback.record import Kind
 from sidecar.metrics.proxy import Metrics
-from sidecar.relay.flight.context import Routing
 from sidecar.relay.surface.refusals import upstream_failed, vllm_error
 from sidecar.relay.upstream.watch import ReplicaWatch
+from sidecar.routing.followed import FollowedLines
 
 
 def make_app(
     metrics: Metrics,
-    routing: Routing,
+    lines: FollowedLines,
     watch: ReplicaWatch,
     keys: Keys | None = None,
     feedback: FeedbackDoor | None = None,
 ) -> FastAPI:
     """Build the application. keys: None when `access.mode` is not `keys`."""
+    routing = lines.source.default
     # Spans of scrapes and health checks would outnumber those of model requests.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, telemetry={"tracing": False})
 
@@ -44,7 +45,7 @@ def make_app(
         answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
         keys_read = keys is None or keys.ring is not None
         ready = any(answers) and keys_read
-        state = {
+        state: dict[str, Any] = {
             "ready": ready,
             "upstreams": [
                 {"url": status.url, "reachable": reachable}
@@ -53,6 +54,11 @@ def make_app(
             "keys_read": keys_read,
             "routing": {"model": routing.table.model, "generation": routing.table.generation},
         }
+        if lines.own:
+            state["project_routing"] = {
+                project: {"generation": own.table.generation}
+                for project, (own, _) in lines.own.items()
+            }
         return JSONResponse(state, status_code=200 if ready else 503)
 
     @app.get("/health")

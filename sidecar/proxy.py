@@ -33,10 +33,7 @@ from sidecar.relay.flight.rate_limited_log import RateLimitedLog
 from sidecar.relay.upstream.connection import Endpoint, endpoint
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.relay.upstream.watch import ReplicaWatch
-from sidecar.routing.breaker import Breaker
-from sidecar.routing.breaker_report import TripReader, TripReporter
-from sidecar.routing.source import RoutingSource
-from sidecar.routing.taken_report import TakenReporter, proxy_name
+from sidecar.routing.followed import FollowedLines
 from sidecar.scoring.client import Picker, SocketPicker
 from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings, open_keyring
@@ -68,16 +65,12 @@ class Proxy:
         clock: unix seconds; decides when keys expire and limits refill."""
         self._settings = settings
         others: list[memoryview] = []
-        shared: memoryview | None = None
+        breakers: dict[str, memoryview] = {}
         self.metrics_table, row = MetricTable(), 0
         if handover is not None:
-            self.metrics_table, others, shared = handover.table()
+            self.metrics_table, others, breakers = handover.table()
             row = handover.slot - 1
         self.metrics = Metrics(self.metrics_table, others)
-        self._reporter = TripReporter(settings.store.url, settings.state_dir)
-        self.breaker = Breaker(
-            self.metrics, shared, row, max(1, len(others)), self._reporter.report
-        )
         endpoints = [endpoint(url) for url in settings.serving.upstreams]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
         if handover is not None:
@@ -99,29 +92,20 @@ class Proxy:
         propagation = Propagation(settings.telemetry.trace_sample_rate)
         self.capture = Capture(settings.capture, sink, self.metrics, spans, yield_cpu)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
-        last_trip = self._reporter.recall()
-        if last_trip is not None:
-            self.breaker.recall(last_trip[0])
-        trips = TripReader(
-            self.breaker,
-            lambda: self.routing.table,
-            self._reporter,
-            self.metrics.breaker_open.set,
-        )
-        self._taken = TakenReporter(
-            settings.store.url,
-            proxy_name(settings.proxy.port, None)
-            if handover is None
-            else proxy_name(handover.port, handover.slot),
-        )
-        self.routing = RoutingSource(
-            settings.store.url,
-            settings.serving.model,
+        self.lines = FollowedLines(
+            settings.lines,
+            store_url=settings.store.url,
+            state_dir=settings.state_dir,
             poll_s=settings.proxy.routing_poll_s,
             metrics=self.metrics,
-            readers=(trips,) if self._keys is None else (self._keys, trips),
-            taken=self._taken.report,
+            port=settings.proxy.port if handover is None else handover.port,
+            slot=None if handover is None else handover.slot,
+            memory=breakers,
+            row=row,
+            rows=max(1, len(others)),
+            readers=() if self._keys is None else (self._keys,),
         )
+        self.routing, self.breaker = self.lines.default
         timeout_s = settings.proxy.connect_timeout_s
         app = Endpoint(url="the sidecar's application", unix_path=str(self._socket_path))
         replicas = Replicas([Replica(where, connect_timeout_s=timeout_s) for where in endpoints])
@@ -132,8 +116,8 @@ class Proxy:
             interval_s=settings.proxy.health_interval_s,
             api_key=api_key.get_secret_value() if api_key is not None else None,
         )
-        table = handover.limits if handover is not None else None
-        limiter, self._limits_file = open_limits(settings, self.metrics, table, clock)
+        limits = handover.limits if handover is not None else None
+        limiter, self._limits_file = open_limits(settings, self.metrics, limits, clock)
         self._relay = RelayServer(
             RelayContext(
                 proxy=settings.proxy,
@@ -148,6 +132,7 @@ class Proxy:
                 models_changed=self._watch.poll_soon,
                 app=Replica(app, connect_timeout_s=timeout_s),
                 routing=self.routing,
+                own_lines=self.lines.own,
                 capture=self.capture,
                 metrics=self.metrics,
                 breaker=self.breaker,
@@ -177,7 +162,7 @@ class Proxy:
         self._lag = LoopLag(self.metrics.event_loop_lag, self.metrics_table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(
-                make_app(self.metrics, self.routing, self._watch, self._keys, self._feedback),
+                make_app(self.metrics, self.lines, self._watch, self._keys, self._feedback),
                 log_config=None,
                 access_log=False,
                 date_header=False,
@@ -191,11 +176,11 @@ class Proxy:
 
         parent_gone: called when the parent of several workers has died; call `stop` then.
         """
-        self.routing.poll()  # so that the first request follows the table
+        self.lines.source.poll()  # so that the first request follows the table
         # Bind the port first: only its holder may replace the unix socket.
         port = await self._relay.start(self._parent.own if self._parent is not None else None)
         listener = _listen(self._socket_path)
-        self.routing.start()
+        self.lines.source.start()
         self.capture.start()
         if self._limits_file is not None:
             self._limits_file.start()
@@ -225,9 +210,8 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._feedback.stop()
         await self._watch.stop()
-        self.routing.stop()
-        await asyncio.to_thread(self._reporter.stop)
-        await asyncio.to_thread(self._taken.stop)
+        self.lines.source.stop()
+        await asyncio.to_thread(self.lines.stop)
         if self._limits_file is not None:
             await self._limits_file.stop()
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):

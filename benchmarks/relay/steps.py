@@ -113,7 +113,7 @@ class Steps:
     def __init__(
         self, proxy: Proxy, launch: Launch, scenario: scenarios.Scenario, port: int
     ) -> None:
-        proxy.routing.poll()
+        proxy.lines.source.poll()
         self._capture = proxy.capture
         context = proxy._relay._context
         pool = context.replicas.all[0].pool

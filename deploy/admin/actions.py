@@ -15,12 +15,12 @@ from deploy.admin.auth import Caller
 from deploy.admin.changes.bodies import ReasonIn, RollbackIn, RollbackOut
 from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, reason_in
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import known_query
+from deploy.admin.filters import Project, known_query
+from deploy.admin.learning.learner import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.problems import (
     ConflictError,
 )
-from deploy.admin.reads import read_learner
 from deploy.admin.records import naming
 from deploy.admin.wire.scopes import PREFIX
 from deploy.engine.reconcile import EngineView
@@ -53,6 +53,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
     def roll_back(
         actor: Caller,
         asked: Annotated[RollbackIn | None, Body()] = None,
+        project: Project = None,
     ) -> RollbackOut:
         """Give the traffic back to an older adapter. Takes effect on the next request.
 
@@ -62,7 +63,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
         wanted = asked or RollbackIn()
         result = rollback(
             context.database,
-            context.model,
+            context.line_of(project),
             to=str(wanted.to),
             reason=not_blank(wanted.reason),
             actor=actor,
@@ -152,12 +153,13 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
         actor: Caller,
         body: Reason = None,
         if_match: IfMatch = None,
+        project: Project = None,
     ) -> LearnerOut:
         """Pause or resume the learner, request a run now, or let it go on though the reward watch
         holds it (`override`). The ETag comes from GET /learner."""
-        reason = reason_in(body)
+        reason, line = reason_in(body), context.line_of(project)
         with context.database.write() as session:
-            switches = learner_switches.read(session)
+            switches = learner_switches.read(session, line)
             if action != "pause":
                 check_match(if_match, switches.etag)
             if action in ("run", "override") and switches.paused:
@@ -168,7 +170,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
                 try:
                     learner_switches.override(
                         session,
-                        context.model,
+                        line,
                         context.watch,
                         now=context.clock(),
                         actor=actor,
@@ -180,7 +182,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
                 session.flush()
             else:
                 learner_switches.switch(
-                    session, action, now=context.clock(), actor=actor, reason=reason
+                    session, line, action, now=context.clock(), actor=actor, reason=reason
                 )
-            response.headers["etag"] = learner_switches.read(session).etag
-            return read_learner(session, context.model)
+            response.headers["etag"] = learner_switches.read(session, line).etag
+            return read_learner(session, line)

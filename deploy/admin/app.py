@@ -89,6 +89,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         context.refusals.counts,
         loops=context.loops,
         judge=context.judge,
+        lines=context.lines,
     )
 
     @app.get("/healthz")

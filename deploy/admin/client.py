@@ -21,6 +21,8 @@ from sidecar.settings.kinds import base_url
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
+OF_A_LINE = ("/status", "/funnel", "/watch", "/learner", "/adapters", "/aliases", "/rollback")
+"""Resources that each line of adapters has; of others, `/canaries` and `/runs` are listed so."""
 PAGE_ITEMS = 200
 """Items of one request: the most that the admin API gives."""
 
@@ -32,8 +34,12 @@ class AdminApiError(DeployError, ConnectionError):
 class AdminClient:
     """A thin client: paths under `/admin/v1`, JSON in and out."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises: SettingsError when the token cannot be a header value."""
+    def __init__(self, settings: Settings, project: str | None = None) -> None:
+        """project: whose line of adapters is asked about; None: the default line.
+
+        Raises: SettingsError when the token cannot be a header value, or the project has no line.
+        """
+        self._project = settings.line_named(project).project
         self._url = f"{base_url(settings.admin.host, settings.admin.port)}/admin/v1"
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not (token.isascii() and token.isprintable()):
@@ -81,6 +87,8 @@ class AdminClient:
 
     def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
         headers = {**self._headers, **rest.pop("headers", {})}
+        if self._project is not None and (path[0] in OF_A_LINE or len(path) == 1):
+            rest["params"] = {**rest.get("params", {}), "project": self._project}
         url = "/".join([self._url + path[0], *(quote(part, safe="") for part in path[1:])])
         try:
             reply = httpx.request(

@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from deploy.admin.filters import SHOWN
 from deploy.admin.reception import Refusals
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import EngineView
+from deploy.errors import UnknownProjectError
 from deploy.examiner import Examiner
 from deploy.supervise.loops import LoopView
+from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Groups, Watch
 from sidecar.settings import Judge as JudgeSettings
@@ -21,8 +24,11 @@ from sidecar.store.database import Database
 class AdminContext:
     database: Database
     model: str
+    """Name of the default line, which is the public model name."""
     rules: CanarySettings
     fleet: Fleet
+    lines: tuple[Line, ...] = ()
+    """All lines of adapters; empty: the default one alone."""
     watch: Watch = field(default_factory=Watch)
     tokens: tuple[str, ...] = ()
     """As `admin.tokens`; empty: local processes need no token."""
@@ -46,6 +52,26 @@ class AdminContext:
 
     lease: Callable[[], tuple[bool, str]] = lambda: (True, "")
     """Returns whether this control acts, and else who does, in words."""
+
+    def line_of(self, project: str | None) -> str:
+        """Return the name of a project's line; of the default line for None.
+
+        Raises: UnknownProjectError.
+        """
+        if project is None:
+            return self.model
+        for line in self.lines:
+            if line.project == project:
+                return line.name
+        known = ", ".join(self.projects) or "none (serving.own_adapters)"
+        raise UnknownProjectError(
+            f"{project[:SHOWN]} has no adapters of its own; projects that have: {known}"
+        )
+
+    @property
+    def projects(self) -> list[str]:
+        """The projects with a line of their own."""
+        return [line.project for line in self.lines if line.project is not None]
 
     @property
     def engine(self) -> EngineView:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import get_args
+from typing import Annotated, get_args
 
-from fastapi import Request
+from fastapi import Query, Request
 
 from deploy.errors import DeployError
 from deploy.records import AdapterState
@@ -22,6 +22,10 @@ GROUP_STATUSES = (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPE
 """In the order in which a group goes through them."""
 
 
+Project = Annotated[
+    str | None,
+    Query(max_length=64, description="whose line of adapters; without it the default line"),
+]
 SHOWN = 100
 """Characters of an unknown name that the refusal repeats."""
 

@@ -7,7 +7,7 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import get_args
 
@@ -31,6 +31,7 @@ from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.profile import DamagedProfileError
 from ingest.reward_watch.store import stored_profile
+from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -54,8 +55,10 @@ class StoreCollector(Collector):
         admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
         loops: Callable[[], Mapping[str, LoopView]] = dict,
         judge: JudgeSettings | None = None,
+        lines: Sequence[Line] = (),
     ) -> None:
-        """admin_refused: refused requests of the admin API by reason; read at each scrape.
+        """lines: of adapters; those of projects have metrics of their own.
+        admin_refused: refused requests of the admin API by reason; read at each scrape.
         loops: returns the state of control's loops, by name. judge: has the budgets."""
         self._judge = judge or JudgeSettings()
         self._database = database
@@ -63,6 +66,7 @@ class StoreCollector(Collector):
         self._engine = engine
         self._admin_refused = admin_refused
         self._loops = loops
+        self._own = {line.project: line.name for line in lines if line.project is not None}
 
     def collect(self) -> Iterator[Metric]:
         with self._database.read() as session:
@@ -71,6 +75,7 @@ class StoreCollector(Collector):
             yield _exchanges(found.stages)
             yield from _funnel(found.stages)
             yield from self._singles(session)
+            yield from _of_projects(session, self._own)
             yield from _bus(session)
             yield _counters(found.counters)
             yield from _store(session)
@@ -141,7 +146,7 @@ class StoreCollector(Collector):
             (
                 "learner_paused",
                 "Whether the learner is paused (1) or not (0).",
-                float(learner_switches.read(session).paused),
+                float(learner_switches.read(session, self._model).paused),
             ),
             (
                 "engine_reachable",
@@ -177,6 +182,30 @@ class StoreCollector(Collector):
         for name, loop in self._loops().items():
             failures.add_metric([name], float(loop.failures))
         yield failures
+
+
+def _of_projects(session: Session, own: Mapping[str, str]) -> Iterator[Metric]:
+    """What the metrics of the same names without `project_` say, of each project's own line."""
+    families = {
+        name: GaugeMetricFamily(f"sidecar_project_{name}", help_text, labels=["project"])
+        for name, help_text in (
+            ("canary_weight", "As sidecar_canary_weight, of a project's own adapters."),
+            ("canary_paused", "As sidecar_canary_paused, of a project's own adapters."),
+            ("routing_generation", "As sidecar_routing_generation, of a project's own adapters."),
+            ("learner_paused", "As sidecar_learner_paused, of a project's own adapters."),
+        )
+    }
+    for project, line in own.items():
+        canary, routing = canaries.active(session, line), routing_writer.current(session, line)
+        values = {
+            "canary_weight": canary.weight_bp / 10_000 if canary is not None else 0.0,
+            "canary_paused": float(canary is not None and canary.paused),
+            "routing_generation": float(routing.generation if routing else 0),
+            "learner_paused": float(learner_switches.read(session, line).paused),
+        }
+        for name, value in values.items():
+            families[name].add_metric([project], value)
+    yield from families.values()
 
 
 def _bus(session: Session) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from deploy.admin.evidence.out import ApprovalOut, HookOut, MetricOut
 from deploy.admin.limits.out import BudgetOut, PileUpOut
+from deploy.admin.lines.out import LineOut
 from deploy.admin.out import (
     BusOut,
     FeedbackOut,
@@ -345,9 +346,13 @@ class EngineOut(Out):
 
 
 class StatusOut(Out):
-    """The serving adapters, the active canary and the learner."""
+    """The serving adapters, the active canary and the learner of one line of adapters."""
 
     model: str
+    project: str | None = None
+    """Whose line of adapters it is; null: the default line."""
+    lines: list[LineOut] = Field(default_factory=list)
+    """All lines, the default one first."""
     champion: str
     previous: str
     routing: RoutingOut | None

@@ -24,6 +24,7 @@ from deploy.errors import (
     TransitionError,
     UnknownAdapterError,
     UnknownCanaryError,
+    UnknownProjectError,
     UnknownRecordError,
 )
 from sidecar.errors import StoreError
@@ -72,6 +73,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     ScopeError: (403, "no-scope", "The token lacks a scope"),
     UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
     UnknownCanaryError: (404, "unknown-canary", "No such canary"),
+    UnknownProjectError: (404, "unknown-project", "No such line of adapters"),
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),

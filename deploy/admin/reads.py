@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,8 +14,10 @@ from sqlalchemy.orm import Session
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
 from deploy.admin.evidence.out import ComparisonOut, EvidenceOut, HookOut
-from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
+from deploy.admin.filters import ADAPTER_STATES, Project, known_query, refuse_unknown
+from deploy.admin.learning.learner import read_learner, shown
 from deploy.admin.limits import read as limits
+from deploy.admin.lines.out import line_out
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
@@ -33,14 +35,13 @@ from deploy.admin.out import (
     LoopOut,
     RetentionOut,
     RoutingOut,
-    ScheduleOut,
     StageOut,
     TroubleOut,
     VerifierOut,
     WatchOut,
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
-from deploy.admin.records import damaged, naming, page_of, run_out
+from deploy.admin.records import naming, page_of
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
@@ -65,16 +66,14 @@ from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
-from learner.schedule.told import read_told
 from sidecar.records import BASE
-from sidecar.store.database import DAMAGE, get_flag
+from sidecar.store.database import get_flag
 from sidecar.store.models import (
     AdapterRow,
     CanaryRow,
     CounterRow,
     GateComparisonRow,
     RunRow,
-    ScheduleJobRow,
 )
 
 log = structlog.get_logger()
@@ -93,10 +92,11 @@ def read_router(context: AdminContext) -> APIRouter:
 
 
 def _add_overview(router: APIRouter, context: AdminContext) -> None:
-    database, model = context.database, context.model
+    database = context.database
 
     @router.get("/status")
-    def status() -> StatusOut:
+    def status(project: Project = None) -> StatusOut:
+        model = context.line_of(project)
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             table = routing_writer.current(session, model)
@@ -104,7 +104,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             funnel, now = read_funnel(session, model), context.clock()
             groups = groups_by_status(funnel.stages)
             return StatusOut(
-                model=model,
+                model=context.model,
+                project=project,
+                lines=[line_out(session, line) for line in context.lines],
                 champion=aliases.get("champion", BASE),
                 previous=aliases.get("previous", BASE),
                 routing=None
@@ -117,12 +119,12 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 ),
                 canary=None
                 if canary is None
-                else _shown(
+                else shown(
                     f"canary {canary.canary_id}", lambda: CanaryOut.of(canary, context.rules)
                 ),
                 queued=None
                 if queued is None
-                else _shown(
+                else shown(
                     f"canary {queued.canary_id}", lambda: CanaryOut.of(queued, context.rules)
                 ),
                 learner=read_learner(session, model),
@@ -158,7 +160,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             )
 
     @router.get("/funnel")
-    def funnel() -> FunnelOut:
+    def funnel(project: Project = None) -> FunnelOut:
+        model = context.line_of(project)
         with database.read() as session:
             found = read_funnel(session, model)
             return FunnelOut(
@@ -173,25 +176,31 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             )
 
     @router.get("/watch")
-    def watch() -> WatchOut:
+    def watch(project: Project = None) -> WatchOut:
         """What the reward watch says of the champion, and what is known of each adapter."""
+        model = context.line_of(project)
         with database.read() as session:
             return WatchOut.of(ask(session, model, context.watch))
 
     @router.get("/learner")
-    def learner(response: Response) -> LearnerOut:
+    def learner(response: Response, project: Project = None) -> LearnerOut:
+        model = context.line_of(project)
         with database.read() as session:
-            response.headers["etag"] = learner_switches.read(session).etag
+            response.headers["etag"] = learner_switches.read(session, model).etag
             return read_learner(session, model)
 
 
 def _add_adapters(router: APIRouter, context: AdminContext) -> None:
-    database, model = context.database, context.model
+    database = context.database
 
     @router.get("/adapters")
     def adapters(
-        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, state: str | None = None
+        limit: Limit = DEFAULT_LIMIT,
+        cursor: Cursor = None,
+        state: str | None = None,
+        project: Project = None,
     ) -> Page[AdapterOut]:
+        model = context.line_of(project)
         statement = select(AdapterRow).where(AdapterRow.model == model)
         if state is not None:
             refuse_unknown("state", state, ADAPTER_STATES)
@@ -213,7 +222,8 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
         )
 
     @router.get("/adapters/{version}")
-    def adapter(version: str) -> AdapterOut:
+    def adapter(version: str, project: Project = None) -> AdapterOut:
+        model = context.line_of(project)
         with database.read() as session:
             name = versions.resolve(session, model, version)
             if name == BASE:
@@ -226,11 +236,13 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
 
 
 def _add_canaries(router: APIRouter, context: AdminContext) -> None:
-    database, model = context.database, context.model
+    database = context.database
 
     @router.get("/canaries")
-    def list_canaries(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[CanaryOut]:
-        statement = select(CanaryRow).where(CanaryRow.model == model)
+    def list_canaries(
+        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, project: Project = None
+    ) -> Page[CanaryOut]:
+        statement = select(CanaryRow).where(CanaryRow.model == context.line_of(project))
         key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
@@ -287,34 +299,6 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                         for one in made
                     ],
                 )
-
-
-def read_learner(session: Session, model: str) -> LearnerOut:
-    """Read the learner's switches and its newest run; None for a run that is damaged."""
-    switches = learner_switches.read(session)
-    newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
-    row = session.scalars(newest.limit(1)).first()
-    told = read_told(session)
-    return LearnerOut(
-        paused=switches.paused,
-        run_requested=switches.run_requested,
-        last_run=None if row is None else _shown(f"run {row.run_id}", lambda: run_out(row)),
-        allowed_actions=learner_switches.allowed_actions(switches),
-        next_run_at=session.scalar(
-            select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
-        ),
-        schedule=None if told is None else ScheduleOut(kind=told.kind, why=told.why, at=told.at),
-    )
-
-
-def _shown(name: str, make: Callable[[], Out]) -> Out | None:
-    """Make the part of a reply that shows one row. Returns: None when that row is damaged, because
-    it must not hide the rest of the status."""
-    try:
-        return make()
-    except DAMAGE as error:
-        damaged(name, error)  # logs it
-        return None
 
 
 def _token_check(session: Session) -> str:

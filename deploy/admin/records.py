@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import GROUP_STATUSES, known_query, refuse_unknown
+from deploy.admin.filters import GROUP_STATUSES, Project, known_query, refuse_unknown
 from deploy.admin.json import read_stored
 from deploy.admin.models import (
     AnswerOut,
@@ -105,11 +105,13 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:
-    database, model = context.database, context.model
+    database = context.database
 
     @router.get("/runs")
-    def runs(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunOut]:
-        statement = select(RunRow).where(RunRow.model == model)
+    def runs(
+        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, project: Project = None
+    ) -> Page[RunOut]:
+        statement = select(RunRow).where(RunRow.model == context.line_of(project))
         key = {RunRow.started_at: float, RunRow.run_id: str}
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:

@@ -43,6 +43,7 @@ from deploy.registry.canary_rule import (
     load_wait_s,
 )
 from learner.errors import SharedFolderError
+from sidecar.lines import Line
 from sidecar.settings import Approval
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
@@ -52,7 +53,7 @@ log = structlog.get_logger()
 
 
 class Controller:
-    """Advances the canaries of one model. `tick` may be repeated at any time."""
+    """Advances the canaries of one line of adapters. `tick` may be repeated at any time."""
 
     def __init__(
         self,
@@ -63,12 +64,15 @@ class Controller:
         rules: CanarySettings,
         limits: ServingLimits,
         model: str,
+        line: Line | None = None,
         approval: Approval | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
         folder_of: Callable[[str, str], str] = registered_path,
     ) -> None:
-        """replicas: every vLLM replica, by base URL. approval: None asks nobody.
+        """replicas: every vLLM replica, by base URL. model: name of the line.
+        line: the same as a record; None: the default line of a model without others.
+        approval: None asks nobody.
         folder_of: as of `deploy.engine.reconcile.Reconciler`.
         on_change: called after every transition, so that vLLM is reconciled at once."""
         self._database = database
@@ -79,7 +83,8 @@ class Controller:
         self._model = model
         self._approval = approval or Approval()
         self._judged = Judged(rules)
-        self._turns = LiveTurns(rules)
+        self._line = line or Line(name=model)
+        self._turns = LiveTurns(rules, self._line)
         self._on_change = on_change
         self._clock = clock
         self._folder_of = folder_of
@@ -192,7 +197,7 @@ class Controller:
         open_from, rules = self._gate.open_from(canary), self._rules
         with self._database.read() as session:
             counts = ramp_counts.count_ramp(
-                session, canary, step_min_exchanges=rules.step_min_exchanges
+                session, canary, step_min_exchanges=rules.step_min_exchanges, line=self._line
             )
             quality = self._judged.read(session, canary, open_from=open_from)
             live, behind = self._turns.read(session, canary, self._clock())
@@ -229,7 +234,7 @@ class Controller:
         evidence, facts = await load_everywhere(
             self._replicas,
             version,
-            model=canary.model,
+            model=self._line.model,
             failures=failures,
             validate=validate,
             max_base_kl=self._rules.max_base_kl,

@@ -53,6 +53,7 @@ from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
+from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -100,7 +101,7 @@ class Retry:
 
 
 class Gate:
-    """Compares a candidate with its champion. One per process."""
+    """Compares a candidate with its champion. One for each line of adapters."""
 
     def __init__(
         self,
@@ -116,8 +117,10 @@ class Gate:
         view: JudgeView | None = None,
         screen: Screen | None = None,
         judge_gives_reward: bool = False,
+        line: Line | None = None,
     ) -> None:
-        """judging: the settings of the gate's judge; each prompt is judged by its project's rubric.
+        """line: of the canaries; None: the default one of a model without others.
+        judging: the settings of the gate's judge; each prompt is judged by its project's rubric.
         parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
         None: the default one. judge_gives_reward: the judge also scores the groups that are learned
@@ -140,7 +143,7 @@ class Gate:
         self._parallel = parallel
         self._clock = clock
         self._retry = Retry()
-        self._drawing = Drawing(database, rules, parallel=parallel, clock=clock)
+        self._drawing = Drawing(database, rules, parallel=parallel, clock=clock, line=line)
         self._attempts: Counter[str] = Counter()
         """Failed attempts by comparison id, in memory: a restart counts from zero."""
         self._calls: dict[str, list[JudgeCall]] = {}

@@ -23,6 +23,7 @@ from ingest.errors import AWAY, RequestRefusedError, SamplingError
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
+from sidecar.lines import public_model
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
 
@@ -134,7 +135,7 @@ class FreshAnswers:
         limit = self._rules.max_tokens
         return await self._sampler.sample(
             SampleRequest(
-                upstream_model=upstream_model(canary.model, adapter),
+                upstream_model=upstream_model(public_model(canary.model), adapter),
                 chat=prompt.request,
                 temperature=1.0,
                 max_tokens=min(asked, limit) if isinstance(asked, int) else limit,

@@ -14,6 +14,7 @@ from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.canary.judged import Judged
 from deploy.records import Canary
 from deploy.registry import proof_rule
+from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
 
@@ -52,7 +53,10 @@ class Drawing:
         *,
         parallel: int,
         clock: Callable[[], float],
+        line: Line | None = None,
     ) -> None:
+        """line: of the canaries; None: the default one of a model without others."""
+        self._of = line
         self._database = database
         self._rules = rules
         self._parallel = parallel
@@ -62,6 +66,9 @@ class Drawing:
         self._drawn_for = ""
         """Id of the canary."""
         self._judged = Judged(rules)
+
+    def _line(self, canary: Canary) -> Line:
+        return self._of or Line(name=canary.model)
 
     def is_for(self, canary: Canary) -> bool:
         return self._drawn_for == canary.canary_id
@@ -103,7 +110,7 @@ class Drawing:
         limit = SPARE_PROMPTS * self._rules.gate_prompts
         with self._database.read() as session:
             done = gate_store.compared_sessions(session, canary)
-            newest = gate_store.held_out_prompts(session, canary.model, limit=limit)
+            newest = gate_store.held_out_prompts(session, self._line(canary), limit=limit)
             judged = gate_store.comparisons(session, canary.canary_id)
             drawn = gate_store.drawn(session, canary.canary_id)
         quick = self._rules.promote_on == "quick"
@@ -130,11 +137,14 @@ class Drawing:
             if room <= 0:
                 return Prompts()
             done = gate_store.compared_sessions(session, canary)
-            missing = gate_store.held_out_prompts(session, canary.model, limit=room, known=done)
+            missing = gate_store.held_out_prompts(
+                session, self._line(canary), limit=room, known=done
+            )
             if len(missing) < room:
                 missing += gate_store.live_prompts(
                     session,
                     canary,
+                    self._line(canary),
                     after=canary.created_at,
                     limit=room - len(missing),
                     known=done | {prompt.session_id for prompt in missing},

@@ -18,6 +18,7 @@ from deploy.registry.gate_rule import Comparison, judge_name
 from ingest.grouping.selection import TURN_DECIDED
 from ingest.records import Disagreement
 from ingest.store.sealed_answers import seal_answer
+from sidecar.lines import Line
 from sidecar.store.contents import Contents, keyring_of, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
@@ -72,9 +73,9 @@ def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
 
 
 def held_out_prompts(
-    session: Session, model: str, *, limit: int, known: Collection[str] = ()
+    session: Session, line: Line, *, limit: int, known: Collection[str] = ()
 ) -> list[HeldOutPrompt]:
-    """List the newest good exchange of each of the newest held-out sessions, the newest first.
+    """List the newest good exchange of each of a line's newest held-out sessions, the newest first.
 
     known: sessions to leave out.
 
@@ -82,7 +83,7 @@ def held_out_prompts(
     """
     newest: dict[str, int] = {}
     """Session -> `seq` of its newest exchange."""
-    for seq, session_id in _newest_examined(session, model):
+    for seq, session_id in _newest_examined(session, line):
         if session_id not in known:
             newest.setdefault(session_id, seq)
         if len(newest) == limit:
@@ -113,18 +114,22 @@ def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
     ]
 
 
-def _newest_examined(session: Session, model: str) -> Iterator[tuple[int, str]]:
-    """Yield `seq` and session of the exchanges that the gate may ask again, the newest first."""
+def _newest_examined(session: Session, line: Line) -> Iterator[tuple[int, str]]:
+    """Yield `seq` and session of the exchanges that the gate may ask again, the newest first.
+
+    Those of other lines count among the `EXAMINED_AT_MOST`: a rare project must not make it read
+    them all.
+    """
     read, page = 0, PAGE
     before: tuple[ColumnElement[bool], ...] = ()
     while read < EXAMINED_AT_MOST:
         rows = session.execute(
-            select(ExchangeRow.seq, ExchangeRow.session_id)
-            .where(text(EXAMINED), ExchangeRow.public_model == model, *before)
+            select(ExchangeRow.seq, ExchangeRow.session_id, ExchangeRow.project)
+            .where(text(EXAMINED), ExchangeRow.public_model == line.model, *before)
             .order_by(ExchangeRow.seq.desc())
             .limit(page)
         ).all()
-        yield from ((seq, session_id) for seq, session_id in rows)
+        yield from ((seq, session_id) for seq, session_id, project in rows if line.has(project))
         if len(rows) < page:
             return
         read, before = read + len(rows), (ExchangeRow.seq < rows[-1].seq,)
@@ -231,12 +236,18 @@ def made(session: Session, canary_id: str) -> int:
 
 
 def live_prompts(
-    session: Session, canary: Canary, *, after: float, limit: int, known: Collection[str]
+    session: Session,
+    canary: Canary,
+    line: Line,
+    *,
+    after: float,
+    limit: int,
+    known: Collection[str],
 ) -> list[HeldOutPrompt]:
     """List the newest good exchange of each of the champion's newest sessions, the newest first.
 
-    after: Unix seconds; a session that began earlier may have been learned from. known: sessions to
-    leave out.
+    line: the canary's. after: Unix seconds; a session that began earlier may have been learned
+    from. known: sessions to leave out.
     """
     row = ExchangeRow
     newest: dict[str, int] = {}
@@ -244,10 +255,10 @@ def live_prompts(
     rows = session.execute(
         select(
             row.seq, row.session_id, row.started_at, row.surface, row.status, row.outcome,
-            row.selection,
+            row.selection, row.project,
         )
         .where(
-            row.public_model == canary.model,
+            row.public_model == line.model,
             row.adapter == canary.champion,
             row.arm == "champion",
             text(COUNTED),
@@ -255,7 +266,9 @@ def live_prompts(
         .order_by(row.seq.desc())
         .limit(LIVE_EXAMINED)
     )  # fmt: skip
-    for seq, session_id, started_at, surface, status, outcome, selection in rows:
+    for seq, session_id, started_at, surface, status, outcome, selection, project in rows:
+        if not line.has(project):  # the base is champion in several lines
+            continue
         good = (surface, status, outcome) == ("chat", 200, "ok") and selection in TURN_DECIDED
         if not good or session_id in old or not _is_after(started_at, after):
             continue

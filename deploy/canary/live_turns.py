@@ -30,6 +30,7 @@ from deploy.evidence.live import Live, Turn
 from deploy.records import Canary
 from deploy.registry.proof_rule import ratios_of
 from ingest.reward_watch.traits import needs_tools
+from sidecar.lines import Line, public_model
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
@@ -57,6 +58,7 @@ class _Row(NamedTuple):
     fallback_from: str
     started_at: float
     stored_at: float
+    project: str
 
     @property
     def failed(self) -> bool:
@@ -74,8 +76,10 @@ _COLUMNS = tuple(getattr(ExchangeRow, name) for name in _Row._fields)
 class LiveTurns:
     """Keeps the state of one canary's ramp between ticks."""
 
-    def __init__(self, rules: CanarySettings) -> None:
+    def __init__(self, rules: CanarySettings, line: Line | None = None) -> None:
+        """line: of the canaries; None: the default one of a model without others."""
         self._rules = rules
+        self._line = line
         self._of: tuple[object, ...] = ()
         """Which ramp the state is of: another salt assigns other sessions."""
         self._live = Live(ratios_of(rules))
@@ -94,7 +98,10 @@ class LiveTurns:
             self._order = InOrder(self._rules.turn_wait_s)
         for _ in range(PAGES):
             rows, full = _page(session, canary, self._mark)
-            for row, turn in _turns(session, canary, rows):
+            line = self._line or Line(name=canary.model)
+            # The base is champion in several lines; the mark passes their rows all the same.
+            own = [row for row in rows if line.has(row.project)]
+            for row, turn in _turns(session, canary, own):
                 self._order.add(
                     turn, started_at=row.started_at, stored_at=row.stored_at, place=row.seq
                 )
@@ -133,9 +140,10 @@ def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]
     """Return a condition for each kind of exchange; each has its index."""
     row = ExchangeRow
     arms = (("canary", canary.candidate), ("champion", canary.champion))
+    model = public_model(canary.model)
     return [
         *(
-            (row.public_model == canary.model, row.adapter == name, row.arm == arm, text(COUNTED))
+            (row.public_model == model, row.adapter == name, row.arm == arm, text(COUNTED))
             for arm, name in arms
         ),
         *((row.fallback_from == name, text(TAKEN_OVER)) for _, name in arms),

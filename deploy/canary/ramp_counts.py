@@ -34,6 +34,7 @@ from sqlalchemy.orm import Session
 from deploy.canary.answer_shape import is_short
 from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, RampEvidence
+from sidecar.lines import Line, public_model
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
@@ -97,20 +98,25 @@ class _AskedFor(msgspec.Struct):
 _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
-def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> RampEvidence:
+def count_ramp(
+    session: Session, canary: Canary, *, step_min_exchanges: int, line: Line | None = None
+) -> RampEvidence:
     """Return both arms' counts in the present step of a ramping canary, as progress and for the
-    reader: what they prove is `deploy.canary.live_turns`."""
+    reader: what they prove is `deploy.canary.live_turns`.
+
+    line: the canary's; None: the default one of a model without others.
+    """
+    line = line or Line(name=canary.model)
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
     candidate = _window(session, canary, canary.candidate, "canary", window)
-    champion = _window(session, canary, canary.champion, "champion", champion_window)
+    read = _window(session, canary, canary.champion, "champion", champion_window)
     # A full window leaves out older rows of its arm: both arms start at the later window's edge.
     full = [
-        rows
-        for rows, limit in ((candidate, window), (champion, champion_window))
-        if len(rows) == limit
+        rows for rows, limit in ((candidate, window), (read, champion_window)) if len(rows) == limit
     ]
     edge = max((rows[-1].seq for rows in full), default=0)
+    champion = [one for one in read if line.has(one.project)]  # the base is one in several lines
 
     answered = [one for one in candidate if _is_in_step(one, canary)]
     compared = [one for one in answered if one.seq >= edge]
@@ -120,10 +126,9 @@ def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> 
     if lacking > 0:
         earlier = [one for one in champion if not _is_in_step(one, canary) or one.seq < edge]
         if champion and len(_turns(earlier)) < lacking:
-            oldest, tries = champion[-1].seq, MOST_TRIES * lacking
-            earlier += _newest(
-                session, canary, canary.champion, "champion", tries, before_seq=oldest
-            )
+            oldest, tries = read[-1].seq, MOST_TRIES * lacking
+            older = _newest(session, canary, canary.champion, "champion", tries, before_seq=oldest)
+            earlier += [one for one in older if line.has(one.project)]
         earlier = _newest_turns(earlier, lacking)
     text_edge = max(_text_edge(compared), _text_edge(beside))
     return RampEvidence(
@@ -173,7 +178,7 @@ def _newest(
     it. The caller looks at the times of the rows that it gets.
     """
     answered = (
-        ExchangeRow.public_model == canary.model,
+        ExchangeRow.public_model == public_model(canary.model),
         ExchangeRow.adapter == adapter,
         ExchangeRow.arm == arm,
         text(COUNTED),

@@ -18,7 +18,7 @@ EVERY_S = 2.0
 
 
 class Shadow:
-    """Feeds the evidence of the canary that is ramping. One per process."""
+    """Feeds the evidence of the canary that is ramping. One for each line of adapters."""
 
     def __init__(self, database: Database, gate: Gate, model: str) -> None:
         self._database = database

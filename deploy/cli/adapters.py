@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from deploy.cli.context import admin_client
+from deploy.cli.context import Project, admin_client
 from deploy.cli.folders.copies import adapters_diff, adapters_export
 from deploy.cli.folders.prune import adapters_prune
 from deploy.cli.folders.pushing import adapters_push
@@ -30,15 +30,16 @@ def adapters_ls(
     at: Annotated[
         str, typer.Option(help="a time, such as 2026-03-01T09:30Z: who held which alias then")
     ] = "",
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Every version, newest first; with --at, which one was champion at that time."""
     if at:
-        print_found(admin_client(context).get("/aliases", at=str(_seconds(at))), output)
+        print_found(admin_client(context, project).get("/aliases", at=str(_seconds(at))), output)
         return
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
-    print_found(admin_client(context).get_all("/adapters", **given), output)
+    print_found(admin_client(context, project).get_all("/adapters", **given), output)
 
 
 def _seconds(at: str) -> float:
@@ -58,10 +59,11 @@ def adapters_alias(
     alias: str,
     version: str,
     reason: GivenReason,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Point an alias at a version: `anchor`, or `champion` by the rules of a rollback."""
-    client = admin_client(context)
+    client = admin_client(context, project)
     etag = client.etag("/aliases", alias)
     body = {"adapter": version, "reason": reason}
     print_found(client.put("/aliases", alias, body=body, etag=etag), output)
@@ -69,15 +71,21 @@ def adapters_alias(
 
 @adapters_app.command("allow")
 def adapters_allow(
-    context: typer.Context, version: str, reason: GivenReason, output: Output = "text"
+    context: typer.Context,
+    version: str,
+    reason: GivenReason,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """Lift the ban of a version's files: `sidecar canary start` may try it again."""
-    client = admin_client(context)
+    client = admin_client(context, project)
     found = client.post("/adapters", version, "allow", body={"reason": reason})
     print_found(found, output)
 
 
 @adapters_app.command("show")
-def adapters_show(context: typer.Context, version: str, output: Output = "text") -> None:
+def adapters_show(
+    context: typer.Context, version: str, project: Project = None, output: Output = "text"
+) -> None:
     """One version."""
-    print_found(admin_client(context).get("/adapters", version), output)
+    print_found(admin_client(context, project).get("/adapters", version), output)

@@ -22,7 +22,7 @@ from deploy.cli.config import config_app
 from deploy.cli.content.exchanges import exchanges_app
 from deploy.cli.content.forget import forget
 from deploy.cli.content.ranking import judge_sessions
-from deploy.cli.context import admin_client, settings_of
+from deploy.cli.context import Project, admin_client, settings_of
 from deploy.cli.doctor import doctor
 from deploy.cli.groups import groups_app
 from deploy.cli.judge import judge_app
@@ -137,10 +137,18 @@ def learn(
         str | None,
         typer.Option(metavar="RUN", help="train a run or version again, and compare the weights"),
     ] = None,
+    project: Project = None,
 ) -> None:
     """Run the learner on its schedule, or once now (exit 3: nothing, 4: held, 5: no room)."""
-    extra = ("--once",) if once else ()
-    _run_process(context, "learn", *(("--replay", replay) if replay is not None else extra))
+    extra: tuple[str, ...] = ("--once",) if once else ()
+    if replay is not None:
+        extra = ("--replay", replay)
+    if project is not None and not extra:
+        raise typer.BadParameter("goes with --once or --replay", param_hint="--project")
+    if project is not None:
+        settings_of(context, project)  # refuses one without adapters of its own
+        extra = (*extra, "--project", project)
+    _run_process(context, "learn", *extra)
 
 
 @app.command()
@@ -150,11 +158,11 @@ def control(context: typer.Context) -> None:
 
 
 @app.command()
-def status(context: typer.Context, output: Output = "text") -> None:
+def status(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What serves, what is on canary, what the learner does, how many records there are."""
     from deploy.cli.status import status_lines
 
-    found = admin_client(context).get("/status")
+    found = admin_client(context, project).get("/status")
     schedule = settings_of(context).learner.schedule
     lines = status_lines(found, time.time(), schedule=schedule) if output != "json" else None
     if lines is None:
@@ -172,21 +180,24 @@ def rollback(
     offline: Annotated[
         bool, typer.Option("--offline", help="write the store directly; control may be down")
     ] = False,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Give the traffic back to an older adapter. Takes effect on the next request."""
     if offline:
         with _without_collection():
-            _roll_back_offline(context, to, reason, output)
+            _roll_back_offline(context, to, reason, project, output)
         return
-    found = admin_client(context).post("/rollback", body={"to": to, "reason": reason})
+    client = admin_client(context, project)
+    found = client.post("/rollback", body={"to": to, "reason": reason})
     print_found(found, output)
-    _say_paused(found.get("learner_paused", False))
+    _say_paused(found.get("learner_paused", False), project)
 
 
-def _say_paused(paused: bool) -> None:
+def _say_paused(paused: bool, project: str | None) -> None:
     if paused:
-        note("the learner is paused until `sidecar learner resume`")
+        of = "" if project is None else f" --project {project}"
+        note(f"the learner is paused until `sidecar learner resume{of}`")
 
 
 @contextmanager
@@ -204,18 +215,20 @@ def _without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _roll_back_offline(context: typer.Context, to: str, reason: str, output: str) -> None:
+def _roll_back_offline(
+    context: typer.Context, to: str, reason: str, project: str | None, output: str
+) -> None:
     from deploy.registry.rollback import rollback as roll_back
     from sidecar.records import BASE
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()  # control, which does it otherwise, may never have started
         done = roll_back(
             database,
-            settings.serving.model,
+            settings.line.name,
             to=to,
             reason=reason,
             actor="sidecar rollback --offline",
@@ -224,7 +237,7 @@ def _roll_back_offline(context: typer.Context, to: str, reason: str, output: str
     shown = {"from": done.before, "to": done.after, "changed": done.changed}
     more = {"ended_canary": done.ended_canary, "learner_paused": done.learner_paused}
     print_found({**shown, **more}, output)
-    _say_paused(done.learner_paused)
+    _say_paused(done.learner_paused, project)
     if done.after != BASE:
         note(
             "vLLM was not asked: a replica without the adapter answers with the base model until "
@@ -233,7 +246,9 @@ def _roll_back_offline(context: typer.Context, to: str, reason: str, output: str
 
 
 @app.command()
-def lineage(context: typer.Context, adapter: str, output: Output = "text") -> None:
+def lineage(
+    context: typer.Context, adapter: str, project: Project = None, output: Output = "text"
+) -> None:
     """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
     from dataclasses import asdict
 
@@ -241,10 +256,10 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     from deploy.registry.lineage import render_lineage, trace_lineage
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database, database.read() as session:
-        traced = trace_lineage(session, settings.serving.model, adapter)
+        traced = trace_lineage(session, settings.line.name, adapter)
     if output == "json":
         say_json(deep(asdict(traced)))
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import admin_client
+from deploy.cli.context import Project, admin_client
 from deploy.cli.output import Output, Reason, note, print_found, say, say_json
 from deploy.errors import DeployError, UnknownCanaryError
 
@@ -37,15 +37,24 @@ def _newest_canary(client: AdminClient) -> dict[str, Any]:
 
 
 @canary_app.command("get")
-def canary_get(context: typer.Context, canary: CanaryId = "", output: Output = "text") -> None:
+def canary_get(
+    context: typer.Context, canary: CanaryId = "", project: Project = None, output: Output = "text"
+) -> None:
     """The newest canary, or the one named."""
-    client = admin_client(context)
+    client = admin_client(context, project)
     found = client.get("/canaries", canary) if canary else _newest_canary(client)
     print_found(found, output)
 
 
-def _act(context: typer.Context, action: str, canary: str, reason: str | None, output: str) -> None:
-    client = admin_client(context)
+def _act(
+    context: typer.Context,
+    action: str,
+    canary: str,
+    reason: str | None,
+    project: str | None,
+    output: str,
+) -> None:
+    client = admin_client(context, project)
     name = canary or str(_newest_canary(client)["canary_id"])
     # Pause and abort never fail on a race; the others must know the state that they change.
     etag = client.etag("/canaries", name) if action in NEEDS_ETAG else None
@@ -55,56 +64,80 @@ def _act(context: typer.Context, action: str, canary: str, reason: str | None, o
 
 @canary_app.command("start")
 def canary_start(
-    context: typer.Context, version: str, reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    version: str,
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """Try a version, also again: such as v7, one that ended inconclusive or was aborted.
 
     While another canary runs it is queued, in the place of the one that waits.
     Not the champion, and no version whose files are banned (`sidecar adapters ls` says so)."""
     body = {"version": version} if reason is None else {"version": version, "reason": reason}
-    print_found(admin_client(context).post("/canaries", body=body), output)
+    print_found(admin_client(context, project).post("/canaries", body=body), output)
 
 
 @canary_app.command("pause")
 def canary_pause(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    canary: CanaryId = "",
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """Hold the canary at its present share of the traffic."""
-    _act(context, "pause", canary, reason, output)
+    _act(context, "pause", canary, reason, project, output)
 
 
 @canary_app.command("resume")
 def canary_resume(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    canary: CanaryId = "",
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """Continue a paused canary."""
-    _act(context, "resume", canary, reason, output)
+    _act(context, "resume", canary, reason, project, output)
 
 
 @canary_app.command("promote")
 def canary_promote(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    canary: CanaryId = "",
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """Make the candidate champion now, by hand."""
-    _act(context, "promote", canary, reason, output)
+    _act(context, "promote", canary, reason, project, output)
 
 
 @canary_app.command("abort")
 def canary_abort(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    canary: CanaryId = "",
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """End the canary; the champion keeps the traffic. A queued one leaves the queue."""
-    _act(context, "abort", canary, reason, output)
+    _act(context, "abort", canary, reason, project, output)
 
 
 @canary_app.command("skip-step")
 def canary_skip_step(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
+    context: typer.Context,
+    canary: CanaryId = "",
+    reason: Reason = None,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """End the present step of the ramp now, whatever it has lasted and seen.
 
     The guards go on, and a promotion still needs its evidence."""
-    _act(context, "skip-step", canary, reason, output)
+    _act(context, "skip-step", canary, reason, project, output)
 
 
 @canary_app.command("wait")
@@ -113,10 +146,11 @@ def canary_wait(
     canary: CanaryId = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
     output: Output = "text",
+    project: Project = None,
 ) -> None:
     """Wait for a canary to end; the exit code says how. 4: no admin API, or no such canary."""
     try:
-        code = _wait(admin_client(context), canary, timeout_s, output)
+        code = _wait(admin_client(context, project), canary, timeout_s, output)
     except DeployError as error:  # exit 1 would say that the canary was rolled back
         note(str(error))
         code = NOT_ASKED

@@ -5,7 +5,7 @@ The imports are inside the functions: both need pydantic, and `--help` must not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,15 +14,25 @@ if TYPE_CHECKING:
     from sidecar.settings import Settings
 
 
-def settings_of(context: typer.Context) -> Settings:
-    """The settings of `--config`. Raises: SettingsError."""
+Project = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="a project of serving.own_adapters: its own adapters"),
+]
+
+
+def settings_of(context: typer.Context, project: str | None = None) -> Settings:
+    """The settings of `--config`, for the line of a project. Raises: SettingsError."""
     from sidecar.settings import load_settings
 
-    return load_settings(context.obj)
+    settings = load_settings(context.obj)
+    return settings if project is None else settings.of_line(settings.line_named(project))
 
 
-def admin_client(context: typer.Context) -> AdminClient:
-    """A client for the admin API that the settings name. Raises: SettingsError."""
+def admin_client(context: typer.Context, project: str | None = None) -> AdminClient:
+    """A client for the admin API that the settings name, for the line of a project.
+
+    Raises: SettingsError.
+    """
     from deploy.admin.client import AdminClient
 
-    return AdminClient(settings_of(context))
+    return AdminClient(settings_of(context), project)

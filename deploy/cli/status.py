@@ -18,12 +18,12 @@ from deploy.cli.learning.judges import (
     gate_judge_lines,
     judge_lines,
 )
+from deploy.cli.learning.lines import OneLine, name_of, other_lines, percent
 from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
 from learner.resume.rule import was_stopped
-from sidecar.records import BASE
 
 
 class Routing(msgspec.Struct):
@@ -116,6 +116,8 @@ class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
     model: str
+    project: str | None = None
+    lines: list[OneLine] = []
     champion: str
     previous: str
     routing: Routing | None
@@ -162,6 +164,7 @@ def status_lines(
         return None
     return [
         *_serving(status),
+        *other_lines(status.lines, status.project),
         *_canary(status.canary, now),
         *_queued(status.queued, now),
         *_learner(status.learner, status.watch_holds, now, schedule),
@@ -189,18 +192,21 @@ def _serving(status: Status) -> Iterator[str]:
     champion, canary_bp = status.champion, 0
     if status.routing is not None:
         champion, canary_bp = status.routing.champion, status.routing.canary_weight_bp
+    of = f"Model {status.model}"
+    if status.project is not None:
+        of += f", project {status.project}"
     if status.routing is not None and status.routing.canary is not None and canary_bp:
         yield (
-            f"Model {status.model}: {_name(champion)} answers {_percent(10_000 - canary_bp)} of "
-            f"the sessions, the canary {status.routing.canary} {_percent(canary_bp)}."
+            f"{of}: {name_of(champion)} answers {percent(10_000 - canary_bp)} of "
+            f"the sessions, the canary {status.routing.canary} {percent(canary_bp)}."
         )
     else:
-        yield f"Model {status.model}: {_name(champion)} answers every session."
+        yield f"{of}: {name_of(champion)} answers every session."
     up = [one for one in status.engine.replicas.values() if one.away is None]
     if champion != BASE and up and all(champion not in one.loaded for one in up):
         yield f"  No vLLM has loaded {champion}: the base model answers in its place."
     if status.previous != champion:
-        yield f"A rollback goes to {_name(status.previous)}."
+        yield f"A rollback goes to {name_of(status.previous)}."
 
 
 def _queued(queued: Canary | None, now: float) -> Iterator[str]:
@@ -216,14 +222,14 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
     since = shown_time(canary.step_started_at, now)
     if canary.state == "ramping":
         doing = (
-            f"has {_percent(canary.weight_bp)} of the sessions (step {canary.step + 1} of "
+            f"has {percent(canary.weight_bp)} of the sessions (step {canary.step + 1} of "
             f"{len(canary.steps)})"
         )
     else:
         doing = f"is {canary.state}"
     yield (
         f"Canary {canary.canary_id}: {canary.candidate} {doing} since {since}, against "
-        f"{_name(canary.champion)}."
+        f"{name_of(canary.champion)}."
     )
     if canary.paused:
         yield "  It is paused: `sidecar canary resume` continues it."
@@ -373,14 +379,6 @@ def _retention(retention: Retention | None, now: float) -> Iterator[str]:
 
 def _megabytes(number: int) -> str:
     return f"{number / 1e6:,.0f} MB"
-
-
-def _name(adapter: str) -> str:
-    return "the base model" if adapter == BASE else adapter
-
-
-def _percent(basis_points: int) -> str:
-    return f"{basis_points / 100:g}%"
 
 
 def _count(number: int, noun: str) -> str:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import structlog
+from sqlalchemy.orm import Session
 
 from deploy.engine.checked_load import load_checked
 from deploy.engine.vllm_control import AdapterControl
@@ -43,7 +45,7 @@ every pass would keep a core busy."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """Adapters of one model that the store wants loaded, with what a load needs."""
+    """Adapters of all lines that the store wants loaded, with what a load needs."""
 
     wanted: tuple[str, ...]
     """Names to load, the most urgent first."""
@@ -95,23 +97,19 @@ def make_plan(
     return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
 
 
-def read_desired(database: Database, model: str, loaded: Collection[str] = ()) -> Desired:
+def read_desired(
+    database: Database, model: str, loaded: Collection[str] = (), *, own: Sequence[str] = ()
+) -> Desired:
     """Read from the store which adapters should be loaded.
 
-    loaded: what vLLM lists; of the registered versions, only these and the wanted ones are read.
+    model: name of the default line. own: names of the other lines.
+    loaded: what vLLM lists; of the registered versions, only these and the wanted ones are read,
+        also of a line that the settings do not name any more: it is unloaded by and by.
     """
     with database.read() as session:
-        aliases = versions.aliases_of(session, model)
-        table = routing_writer.current(session, model)
-        canary = canaries.active(session, model)
-        names = [aliases.get("champion", BASE)]
-        if table is not None:
-            names += [table.champion, table.canary or BASE]
-        if canary is not None and canary.phase != "loading":
-            names.append(canary.candidate)
-        names.append(aliases.get("previous", BASE))
-        if canary is not None and canary.phase != "loading":
-            names.append(canary.anchor)  # the last: users do not wait for it
+        # The most urgent of each line before the less urgent of any.
+        ranked = list(zip_longest(*(_names(session, line) for line in (model, *own))))
+        names = [name for rank in ranked for some in rank for name in some or ()]
         wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
         registered = versions.named(session, model, {*wanted, *loaded})
     return Desired(
@@ -127,6 +125,21 @@ def registered_path(_digest: str, path: str) -> str:
     return path
 
 
+def _names(session: Session, line: str) -> list[list[str]]:
+    """Return the adapters that a line wants, "base" among them, the most urgent first."""
+    aliases = versions.aliases_of(session, line)
+    table = routing_writer.current(session, line)
+    canary = canaries.active(session, line)
+    tried = canary if canary is not None and canary.phase != "loading" else None
+    return [
+        [aliases.get("champion", BASE)],
+        [] if table is None else [table.champion, table.canary or BASE],
+        [] if tried is None else [tried.candidate],
+        [aliases.get("previous", BASE)],
+        [] if tried is None else [tried.anchor],  # the last: users do not wait for it
+    ]
+
+
 class Reconciler:
     """Reconciles one replica. It remembers only since when adapters are altered, or drain."""
 
@@ -138,11 +151,13 @@ class Reconciler:
         model: str,
         max_loras: int,
         replica: str = "",
+        own: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
         acts: Callable[[], bool] = lambda: True,
         folder_of: Callable[[str, str], str] = registered_path,
     ) -> None:
-        """replica: base URL of the replica. acts: False while another control does.
+        """model: name of the default line. own: names of the other lines.
+        replica: base URL of the replica. acts: False while another control does.
         folder_of: (digest, registered path) -> folder on this machine; it may fetch it, and raises
             LearnerError or OSError.
         """
@@ -150,6 +165,7 @@ class Reconciler:
         self._database = database
         self._control = control
         self._model = model
+        self._own = own
         self._max_loras = max_loras
         self._clock = clock
         self._replica = replica
@@ -175,7 +191,9 @@ class Reconciler:
         if not self._acts():
             self.view.loaded = loaded
             return Plan(load=(), unload=())
-        desired = await asyncio.to_thread(read_desired, self._database, self._model, loaded)
+        desired = await asyncio.to_thread(
+            read_desired, self._database, self._model, loaded, own=self._own
+        )
         loaded -= await self._unload_altered(loaded)
         plan = await asyncio.to_thread(self._plan, desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]
@@ -279,7 +297,6 @@ class Reconciler:
                 await asyncio.to_thread(
                     record_altered,
                     self._database,
-                    self._model,
                     name,
                     replica=self._replica,
                     reason=reason,

@@ -30,6 +30,7 @@ from deploy.forgetting.rows import (
 )
 from deploy.forgetting.target import Target, Wanted
 from deploy.registry import audit
+from deploy.registry.versions import lines_in
 from ingest.grouping.selection import group_id_of
 from ingest.retention.deletion import delete_exchanges
 from ingest.retention.rules import chunks
@@ -38,6 +39,7 @@ from ingest.store.forgotten import SKEW_S, name_digest, save_forgotten
 from sidecar.capture.outbox import outbox_path
 from sidecar.capture.outbox_removal import remove_records
 from sidecar.forwarding.dead_letters import FILE as DEAD_LETTERS
+from sidecar.lines import project_of
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 from sidecar.store.disk.traces import remove_traces
@@ -123,11 +125,18 @@ def forget(
     with database.write() as session:
         mark_adapters(session, report.adapters, now=now)
     if retire:
-        done, without = retire_adapters(database, settings.serving.model, now=now)
-        report.rolled_back_to = None if done is None else done.after
-        report.notes += [
-            f"{one} was passed over: its folder is not on this machine" for one in without
-        ]
+        with database.read() as session:
+            lines = lines_in(session, settings.serving.model)
+        for line in lines:
+            done, without = retire_adapters(database, line, now=now)
+            project = project_of(line)
+            if project is None:
+                report.rolled_back_to = None if done is None else done.after
+            elif done is not None:
+                report.notes.append(f"project {project}: {done.after} serves now")
+            report.notes += [
+                f"{one} was passed over: its folder is not on this machine" for one in without
+            ]
     report.feedback += remove_feedback(database, target, told)  # what came meanwhile
     report.dead_letters = remove_dead_letters(database, wanted)
     # Each transaction that deleted has marked the file, so what a killed run left is done now.

@@ -1,4 +1,4 @@
-"""Find rubrics of projects that no key names: a project is known by its keys alone."""
+"""Find projects of the settings that no key names: a project is known by its keys alone."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from sidecar.store.database import Database, newest_revision
 
 
 def check_projects(settings: Settings) -> Iterator[Finding]:
-    """Yield each rubric of a project without a key, where the sidecar's own keys are asked for.
+    """Yield each rubric, and each line of adapters, of a project without a key, where the sidecar's
+    own keys are asked for.
 
     Yields nothing where there is no store of this version yet: then no project is known.
     """
-    named = {
-        f"{section}.projects.{project}": project
+    named = [
+        (f"{section}.projects.{project}", project, "its rubric is not used")
         for section in ("judge", "gate_judge")
         for project in getattr(settings, section).projects
-    }
+    ]
+    named += [
+        ("serving.own_adapters", project, "its adapters answer nobody")
+        for project in settings.serving.own_adapters
+    ]
     if settings.access.mode != "keys" or not named:
         return
     projects = _known(settings.store.url)
     if projects is None:
         return
-    for key, project in named.items():
+    for key, project, so in named:
         if project not in projects:
             known = ", ".join(sorted(projects)) or "none"
             yield warning(
                 key,
-                f"no key is of project {project}, so its rubric is not used; the projects of the "
-                f"keys: {known}",
+                f"no key is of project {project}, so {so}; the projects of the keys: {known}",
                 "unknown_project",
             )
 

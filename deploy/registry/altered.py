@@ -19,12 +19,11 @@ log = structlog.get_logger()
 ACTION = "adapter.altered"
 
 
-def record_altered(
-    database: Database, model: str, name: str, *, replica: str, reason: str, now: float
-) -> None:
+def record_altered(database: Database, name: str, *, replica: str, reason: str, now: float) -> None:
     """Write the audit row and the count, and end the adapter's canary. Raises: StoreError."""
     log.error("adapter_altered", adapter=name, replica=replica, reason=reason)
     with database.write() as session:
+        version = versions.find(session, name)
         count(session, "adapter", "altered")
         audit.record(
             session,
@@ -32,11 +31,11 @@ def record_altered(
             actor=audit.CONTROL,
             action=ACTION,
             subject=name,
-            before={"digest": versions.find(session, name).digest},
+            before={"digest": version.digest},
             after={"loaded": False, "replica": replica},
             reason=reason,
         )
-        canary = canaries.active(session, model)
+        canary = canaries.active(session, version.model)
         if canary is None or canary.candidate != name:
             return
         state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"

@@ -113,7 +113,7 @@ def roll_back_in(
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:
             paused = flags.set_paused(
-                session, True, now=now, actor=actor, reason=f"rollback: {reason}"
+                session, model, True, now=now, actor=actor, reason=f"rollback: {reason}"
             )
         by = "automatic" if actor == audit.CONTROL else "operator"
         count(session, "canary", f"{by}_rollback")

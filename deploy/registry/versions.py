@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection
 from typing import cast
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError, UnknownAdapterError
@@ -25,6 +25,7 @@ from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
 from deploy.registry.history import aliases as history
 from learner.adapter_folder import CARD, LINEAGE
+from sidecar.lines import line_name
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation
 from sidecar.store.models import AdapterRow, AliasEventRow, AliasRow, AuditRow, CanaryRow
@@ -117,13 +118,22 @@ def versions(
 
 
 def named(session: Session, model: str, names: Collection[str]) -> list[AdapterVersion]:
-    """List those of these versions that the model has, the newest first."""
-    statement = (
-        select(AdapterRow)
-        .where(AdapterRow.name.in_(sorted(names)), AdapterRow.model == model)
-        .order_by(AdapterRow.version.desc())
+    """List those of these versions that the model has in any of its lines, the newest first.
+
+    model: the public model name.
+    """
+    of_project = AdapterRow.model.startswith(line_name(model, ""), autoescape=True)
+    statement = select(AdapterRow).where(
+        AdapterRow.name.in_(sorted(names)), or_(AdapterRow.model == model, of_project)
     )
-    return [to_version(row) for row in session.scalars(statement)]
+    # Sorted here: of several lines no index has them in this order, and they are few.
+    rows = sorted(session.scalars(statement), key=_made)
+    return [to_version(row) for row in reversed(rows)]
+
+
+def _made(row: AdapterRow) -> tuple[float, str]:
+    at = row.created_at
+    return (at if isinstance(at, int | float) else 0.0, str(row.name))  # else damaged: the oldest
 
 
 def any_in(session: Session, model: str, state: AdapterState, *, but: str = "") -> bool:
@@ -139,6 +149,14 @@ def aliases_of(session: Session, model: str) -> dict[str, str]:
     """Return the model's aliases: alias -> adapter name or "base"."""
     rows = session.scalars(select(AliasRow).where(AliasRow.model == model))
     return {row.alias: row.adapter for row in rows}
+
+
+def lines_in(session: Session, model: str) -> list[str]:
+    """Return the names of a model's lines of adapters that the store knows, also of those that the
+    settings do not name any more; the default one first."""
+    of_project = AliasRow.model.startswith(line_name(model, ""), autoescape=True)
+    statement = select(AliasRow.model).where(of_project).distinct().order_by(AliasRow.model)
+    return [model, *session.scalars(statement)]
 
 
 def champion(session: Session, model: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ingest.best_of.store import STAGE, BestOfScores, load_scores, remove_scores
+from ingest.grouping.rules import Live
 from ingest.grouping.selection import (
     BACKLOG,
     CHOSEN,
@@ -64,7 +65,7 @@ def settle_new(
     batch: Sequence[StoredExchange],
     rules: Rules,
     *,
-    live: frozenset[str],
+    live: Live,
     now: float,
 ) -> list[StoredExchange]:
     """Make the groups of those exchanges whose scores wait in the store.
@@ -86,7 +87,7 @@ def settle(
     scores: BestOfScores,
     rules: Rules,
     *,
-    live: frozenset[str],
+    live: Live,
     now: float,
 ) -> bool:
     """Join scores and exchange, and remove the waiting scores.
@@ -106,7 +107,7 @@ def _settle(
     scores: BestOfScores,
     rules: Rules,
     *,
-    live: frozenset[str],
+    live: Live,
     now: float,
 ) -> str:
     exchange = stored.exchange
@@ -121,7 +122,7 @@ def _settle(
     group = judged_group(
         exchange,
         stored.held_out,
-        live_adapters=live,
+        live_adapters=live.of(exchange.project),
         session_id=stored.session_id,
         in_session=by_session.get(stored.session_id, 0),
         rules=rules,

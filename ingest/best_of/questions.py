@@ -33,7 +33,7 @@ from ingest.errors import (
     JudgeSpentError,
     UnreadableExchangesError,
 )
-from ingest.grouping.rules import live_adapters, rules_now, rules_of
+from ingest.grouping.rules import live_now, rules_now, rules_of
 from ingest.grouping.selection import group_id_of
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group
@@ -235,7 +235,7 @@ class BestOfJudge:
                 save_scores(session, scores)
                 stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:  # selection has decided it
-                    live = live_adapters(session, self._model)
+                    live = live_now(session, self._model, self._rules)
                     settle(
                         session, stored, scores, rules_now(session, self._rules), live=live, now=now
                     )
@@ -268,7 +268,7 @@ class BestOfJudge:
             if not any_scores(session):
                 return  # nearly always: take no write lock
         with self._database.write() as session:
-            live = live_adapters(session, self._model)
+            live = live_now(session, self._model, self._rules)
             for scores in oldest_scores(session, limit=SWEEP_LIMIT):
                 stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:

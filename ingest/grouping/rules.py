@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import structlog
 from sqlalchemy import select
@@ -10,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from ingest.grouping.engine_facts import FLAG, UNKNOWN, load_facts, state
 from ingest.grouping.selection import Rules
+from sidecar.lines import line_name
 from sidecar.records import BASE
 from sidecar.routing.table import decode_table
 from sidecar.settings import Settings
@@ -44,6 +46,7 @@ def rules_of(settings: Settings) -> Rules:
         uniform_share=settings.groups.uniform_share,
         max_groups_per_project=settings.groups.max_groups_per_project,
         max_groups_per_near_prompt=settings.groups.max_groups_per_near_prompt,
+        own_adapters=settings.serving.own_adapters,
         verified=bool(settings.reward.verifiers),
     )
 
@@ -57,8 +60,39 @@ def rules_now(session: Session, rules: Rules) -> Rules:
     return replace(rules, max_trained_tokens=int(told)) if told and told.isdecimal() else rules
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The adapters that serve now, in each line of adapters."""
+
+    shared: frozenset[str]
+    """Of the default line."""
+    own: Mapping[str, frozenset[str]]
+    """Project -> those of its own line, where it has one."""
+
+    def of(self, project: str) -> frozenset[str]:
+        """Return the adapters that answer a project's requests."""
+        return self.own.get(project, self.shared)
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.shared.union(*self.own.values())
+
+
+def live_now(session: Session, model: str, rules: Rules) -> Live:
+    """Return the adapters that serve now, in every line of a model."""
+    return Live(
+        shared=live_adapters(session, model),
+        own={
+            project: live_adapters(session, line_name(model, project))
+            for project in rules.own_adapters
+        },
+    )
+
+
 def live_adapters(session: Session, model: str) -> frozenset[str]:
     """Return the adapters that the routing table serves now; the base until there is a table.
+
+    model: name of the line.
 
     A damaged table is not read: until control writes it anew, the champion alone counts.
     """
@@ -76,6 +110,6 @@ def live_adapters(session: Session, model: str) -> frozenset[str]:
 
 def kept_adapters(session: Session, model: str) -> frozenset[str]:
     """Return the adapters that control keeps loaded in vLLM: those that serve, and the champion's
-    and its predecessor's."""
+    and its predecessor's. model: name of the line."""
     aliases = session.scalars(select(AliasRow.adapter).where(AliasRow.model == model))
     return live_adapters(session, model) | frozenset(aliases)

@@ -95,6 +95,8 @@ class Rules:
     max_groups_per_project: int = 0
     """Within `session_window_s`, as the next; 0: no limit."""
     max_groups_per_near_prompt: int = 0
+    own_adapters: tuple[str, ...] = ()
+    """Projects with a line of adapters of their own."""
     verified: bool = False
     """True: verifiers check groups, also those whose scores come from a best-of-N request."""
 
@@ -105,6 +107,8 @@ class Standing:
 
     live_adapters: frozenset[str]
     """Champion and canary; learning about any other adapter comes too late."""
+    own_live: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Project -> champion and canary of its own line, where it has one."""
     pending_groups: int
     """Number of groups that wait for candidates or for the judge."""
     groups_by_session: Mapping[str, int]
@@ -156,9 +160,10 @@ def select(
     by_session = dict(standing.groups_by_session)
     by_key = dict(standing.groups_by_key)
     read = [
-        (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters, rules))
+        (exchange, request, _why_unfit(exchange, request, held_out, live, rules))
         for exchange, held_out in batch
         for request in (_object(exchange.request),)
+        for live in (standing.own_live.get(exchange.project, standing.live_adapters),)
     ]
     counting = last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
     joins = Joins(standing.alike, rules.join_served, lambda one: _served(one, None, rules))

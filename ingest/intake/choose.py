@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from ingest.best_of.groups import settle_new
 from ingest.errors import UnreadableExchangesError
-from ingest.grouping.rules import live_adapters, rules_now
+from ingest.grouping.rules import live_now, rules_now
 from ingest.grouping.same_prompt import JOINED
 from ingest.grouping.selection import (
     BACKLOG,
@@ -96,7 +96,7 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
     """
     with database.write() as session:
         most = rules.max_pending_groups
-        room = most - count_pending(session, live_adapters(session, model), most=most)
+        room = most - count_pending(session, live_now(session, model, rules).all, most=most)
         if room <= 0:
             return 0
         batch = _readable(
@@ -136,7 +136,7 @@ def decide(
     waiting = _readable(session, BACKLOG, lambda: load_of_turns(session, turns, selection=BACKLOG))
     batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]
     rules = rules_now(session, rules)
-    live = live_adapters(session, model)
+    live = live_now(session, model, rules)
     batch = settle_new(session, batch, rules, live=live, now=now)
     if not batch:
         return
@@ -146,8 +146,9 @@ def decide(
         keys=keys,
         groups_by_key=counts_by_keys(session, keys.values(), rules, since=since),
         features=features_in(session, batch, keys) if rules.choose == "prefer" else {},
-        live_adapters=live,
-        pending_groups=count_pending(session, live, most=rules.max_pending_groups),
+        live_adapters=live.shared,
+        own_live=live.own,
+        pending_groups=count_pending(session, live.all, most=rules.max_pending_groups),
         groups_by_session=count_by_session(
             session,
             [stored.session_id for stored in batch],
@@ -155,7 +156,9 @@ def decide(
         ),
         sessions={stored.exchange.exchange_id: stored.session_id for stored in batch},
         decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
-        alike=find_same_prompts(session, batch, join=rules.join_served, size=rules.size, live=live),
+        alike=find_same_prompts(
+            session, batch, join=rules.join_served, size=rules.size, live=live.all
+        ),
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}
     pairs = [(stored.exchange, stored.held_out) for stored in batch]

@@ -70,7 +70,7 @@ class Intake:
         self._rules = rules_of(settings)
         self._screen = Screen(settings.privacy)
         self._sweeper = Sweeper(database, settings.retention)
-        self._watch = AnswerWatch(database, settings.watch)
+        self._watch = AnswerWatch(database, settings.watch, settings.lines)
         self._now = now
         self._backlog_due = 0.0
         self._abandoned_after_s = settings.feedback.abandoned_after_s

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from ingest.reward_watch.store import refresh
 from ingest.reward_watch.traits import needs_tools, traits_of
 from sidecar.errors import StoreError
+from sidecar.lines import Line
 from sidecar.settings import Watch
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, Database, count, get_flag, insert_into, set_flag
@@ -46,8 +47,10 @@ log = structlog.get_logger()
 class AnswerWatch:
     """The pass of one ingest process."""
 
-    def __init__(self, database: Database, settings: Watch) -> None:
+    def __init__(self, database: Database, settings: Watch, lines: Sequence[Line] = ()) -> None:
+        """lines: of adapters, for which the answers are kept apart."""
         self._database = database
+        self._lines = lines
         self._settings = settings
         self._due = 0.0
         self._refresh_due = 0.0
@@ -61,7 +64,9 @@ class AnswerWatch:
         if now < self._due:
             return 0
         self._due = now + INTERVAL_S
-        seen, touched = look_at_answers(self._database, window=self._settings.window, now=now)
+        seen, touched = look_at_answers(
+            self._database, window=self._settings.window, now=now, lines=self._lines
+        )
         self._touched |= touched
         if self._touched and now >= self._refresh_due:
             self._refresh_due = now + REFRESH_S
@@ -81,15 +86,15 @@ class AnswerWatch:
 
 
 def look_at_answers(
-    database: Database, *, window: int, now: float
+    database: Database, *, window: int, now: float, lines: Sequence[Line] = ()
 ) -> tuple[int, set[tuple[str, str]]]:
     """Look at one page. window: answers of an adapter that are kept. now: Unix seconds.
 
-    Returns: the number of exchanges looked at; and (model, adapter) of their answers.
+    Returns: the number of exchanges looked at; and (line, adapter) of their answers.
     """
     with database.read() as session:
         begin, skipped = _begin(session)
-        page = _page(session, begin, now=now)
+        page = [_in_its_line(one, lines) for one in _page(session, begin, now=now)]
         found, unread = _traits(session, page)
     if not page:
         return 0, set()
@@ -122,6 +127,7 @@ class _Seen(msgspec.Struct, frozen=True):
     stored_at: object
     surface: str
     model: str
+    project: object
     adapter: str
     session_id: str
     status: int
@@ -132,6 +138,14 @@ class _Seen(msgspec.Struct, frozen=True):
     @property
     def counts(self) -> bool:
         return self.surface == "chat" and self.status == 200 and self.outcome == "ok"
+
+
+def _in_its_line(one: _Seen, lines: Sequence[Line]) -> _Seen:
+    """Return the answer with the name of its line in place of the model's."""
+    for line in lines:
+        if line.project is not None and (line.model, line.project) == (one.model, one.project):
+            return msgspec.structs.replace(one, model=line.name)
+    return one
 
 
 def _begin(session: Session) -> tuple[int, int]:
@@ -153,6 +167,7 @@ def _page(session: Session, begin: int, *, now: float) -> list[_Seen]:
             row.stored_at,
             row.surface,
             row.public_model,
+            row.project,
             row.adapter,
             row.session_id,
             row.status,
@@ -166,7 +181,7 @@ def _page(session: Session, begin: int, *, now: float) -> list[_Seen]:
     )
     page: list[_Seen] = []
     for one in rows:
-        seen = _Seen(*one)
+        seen = _Seen(*tuple(one))
         # A time to come was written by a clock that was fast: nothing waits for it.
         if isinstance(seen.stored_at, float) and now - SETTLE_S < seen.stored_at <= now:
             break

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from ingest.reward_watch.profile import Profile
 from ingest.reward_watch.rules import Finding, Gain, Line, Verdict, assess
 from ingest.reward_watch.store import current_profile, damaged_profiles
+from sidecar.lines import flag_of
 from sidecar.records import BASE
 from sidecar.settings import Watch
 from sidecar.store.database import get_flag, set_flag
@@ -52,10 +53,13 @@ class Answer:
 
 
 def ask(session: Session, model: str, settings: Watch) -> Answer:
-    """Check the champion of a model. Reads a bounded number of small rows."""
+    """Check the champion of a line. Reads a bounded number of small rows.
+
+    model: name of the line of adapters.
+    """
     line = line_of(session, model, settings)
     verdict = assess(line, settings)
-    waived = read_override(session)
+    waived = read_override(session, model)
     accepted: frozenset[str] = frozenset()
     if waived is not None and waived.champion == verdict.champion:
         accepted = frozenset(waived.checks)
@@ -126,10 +130,10 @@ def _number(value: object) -> float:
     return float(value) if known and math.isfinite(value) else math.nan  # type: ignore[arg-type]
 
 
-def read_override(session: Session) -> Override | None:
-    """Return what an operator accepted; None: nothing, or the row is damaged: then nothing is
-    waived."""
-    text = get_flag(session, OVERRIDE)
+def read_override(session: Session, model: str) -> Override | None:
+    """Return what an operator accepted in a line; None: nothing, or the row is damaged: then
+    nothing is waived."""
+    text = get_flag(session, flag_of(OVERRIDE, model))
     if not text:
         return None
     try:
@@ -139,6 +143,8 @@ def read_override(session: Session) -> Override | None:
         return None
 
 
-def write_override(session: Session, override: Override) -> None:
-    """Accept what the watch found, in the caller's write transaction."""
-    set_flag(session, OVERRIDE, msgspec.json.encode(override).decode(), now=override.at)
+def write_override(session: Session, model: str, override: Override) -> None:
+    """Accept what the watch found in a line, in the caller's write transaction."""
+    set_flag(
+        session, flag_of(OVERRIDE, model), msgspec.json.encode(override).decode(), now=override.at
+    )

@@ -28,6 +28,7 @@ from ingest.reward_watch.statistics import (
     rate_of,
 )
 from ingest.reward_watch.traits import KINDS
+from sidecar.lines import project_of
 from sidecar.settings import Watch
 from sidecar.store.arrays import ID_BYTES
 from sidecar.store.database import insert_into
@@ -74,7 +75,7 @@ def current_profile(session: Session, model: str, adapter: str, settings: Watch)
         log.error("profile_damaged", adapter=adapter, why=str(error))
         stored, lost = None, True
     answers = _of_answers(session, model, adapter, settings)
-    groups = _of_groups(session, adapter)
+    groups = _of_groups(session, model, adapter)
     if stored is None:
         lost = lost and answers.answers < settings.min_answers
         return _joined(answers, groups, lost=lost)
@@ -212,15 +213,19 @@ MOST_FEEDBACK = 10_000
 """Feedback on the answers of one adapter that is read at once."""
 
 
-def _of_groups(session: Session, adapter: str) -> Profile:
-    row = GroupRow
+def _of_groups(session: Session, model: str, adapter: str) -> Profile:
+    row, project = GroupRow, project_of(model)
     newest = session.execute(
-        select(row.seq, row.group_id, row.adapter)
+        select(row.seq, row.group_id, row.adapter, row.project)
         .where(row.scored_at.is_not(None))
         .order_by(row.scored_at.desc())
         .limit(GROUPS)
     )
-    groups = {group_id: seq for seq, group_id, of in newest if of == adapter}
+    groups = {
+        group_id: seq
+        for seq, group_id, of, of_project in newest
+        if of == adapter and (project is None or of_project == project)  # the base is in every line
+    }
     answers: dict[str, list[tuple[int, float]]] = {}
     broken: set[str] = set()
     held = session.execute(

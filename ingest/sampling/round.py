@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.errors import (
@@ -43,6 +44,7 @@ from sidecar.records import BASE
 from sidecar.routing.table import upstream_model
 from sidecar.settings import SamplingField
 from sidecar.store.database import count
+from sidecar.store.models import AdapterRow
 
 STAGE = "candidate"
 """Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
@@ -215,7 +217,9 @@ def _told_by_registry(session: Session, job: Job, attempts: Sequence[Attempt]) -
     """
     if all(attempt.miss != "adapter_gone" for attempt in attempts):
         return attempts
-    if job.group.adapter not in kept_adapters(session, job.model):
+    of_adapter = select(AdapterRow.model).where(AdapterRow.name == job.group.adapter)
+    line = session.scalar(of_adapter) or job.model
+    if job.group.adapter not in kept_adapters(session, line):
         return attempts
     return [
         replace(one, miss="adapter_away", wait_s=AWAY_S) if one.miss == "adapter_gone" else one

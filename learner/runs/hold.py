@@ -33,7 +33,7 @@ def check_hold(database: Database, settings: Settings, run_id: str, *, now: floa
     now: Unix seconds. Raises: HeldError when the reward watch holds the learner; the run's row says
         why. StoreError.
     """
-    model = settings.serving.model
+    model = settings.line.name
     with database.read() as session:
         answer = ask(session, model, settings.watch)
     if answer.damaged:
@@ -55,7 +55,7 @@ def _record(
     session: Session, settings: Settings, run_id: str, answer: Answer, *, now: float
 ) -> bool:
     """Write or renew the row of a held run. Returns: True when the learner was not held so."""
-    model = settings.serving.model
+    model = settings.line.name
     row = _newest(session, model)
     findings = [asdict(one) for one in answer.holding]
     if (

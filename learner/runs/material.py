@@ -140,19 +140,19 @@ def claim(
     when_unlocked: WhenUnlocked,
 ) -> Claimed:
     """Choose among the waiting groups, claim those, and drop what no run will learn from."""
-    learner, model = settings.learner, settings.serving.model
+    learner, line = settings.learner, settings.line
     # Read before the write lock is taken: many groups may wait. What leaves `scored` meanwhile is
     # neither dropped nor claimed.
     with database.read() as session:
         waiting = source.waiting_groups(
-            session, model=model, parent=parent.name, max_age=learner.max_age_versions
+            session, line=line, parent=parent.name, max_age=learner.max_age_versions
         )
         chosen, given_up = retry.choose(
             waiting.fresh,
             waiting.failures,
             least=learner.min_groups,
             most=learner.max_groups,
-            after_failure=last_failed(session, model),
+            after_failure=last_failed(session, line.name),
         )
     left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
     dropping = partial(_drop_unclaimed, database, run_id, left, given_up)
@@ -175,9 +175,7 @@ def gather(
     learner = settings.learner
     with database.read() as session:
         scored, broken = source.load(session, claimed.group_ids, pack_tokens=learner.pack_tokens)
-        samplers = source.samplers(
-            session, settings.serving.model, (g.group.adapter for g in scored)
-        )
+        samplers = source.samplers(session, settings.line.name, (g.group.adapter for g in scored))
         if noise is None:
             noise = measured_noise(session, (g.judged_by for g in scored))
     selection = select_by(learner, scored, noise)

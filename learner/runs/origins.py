@@ -47,7 +47,7 @@ def write_documents(
     lineage = build_lineage(
         run_id=run_id,
         created_at=now,
-        model=settings.serving.model,
+        model=settings.line.name,
         origin=origin_of(database, settings, material),
         groups=material.scored,
         dropped=material.left_out,

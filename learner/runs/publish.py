@@ -65,7 +65,7 @@ def when_free(
 
 
 def find_published(session: Session, model: str, digest: str) -> Candidate | None:
-    """Return the version with this digest, or None."""
+    """Return the version of a line with this digest, or None. model: name of the line."""
     row = session.scalar(
         select(AdapterRow).where(AdapterRow.model == model, AdapterRow.digest == digest)
     )
@@ -118,6 +118,29 @@ def place(sealed: Sealed, adapters_dir: Path) -> Path:
     return target
 
 
+def place_or_share(session: Session, sealed: Sealed, adapters_dir: Path) -> tuple[Sealed, Path]:
+    """Place a folder, or take the one with these weights that another line has registered.
+
+    Both lines then serve the same files; `place` would take them from under the other's row.
+    Returns: what is registered, and its path. Raises: OSError when the disk refuses.
+    """
+    held = session.scalar(
+        select(AdapterRow.path).where(
+            AdapterRow.digest == sealed.digest, AdapterRow.removed_at.is_(None)
+        )
+    )
+    if held is None:
+        return sealed, place(sealed, adapters_dir)
+    path = Path(held)
+    same = Sealed(
+        folder=path,
+        digest=sealed.digest,
+        lineage_sha256=file_digest(path / LINEAGE),
+        card_sha256=file_digest(path / CARD),
+    )
+    return same, path
+
+
 def replaced(folder: Path) -> Path:
     """Return where `place` leaves an orphan; the caller removes it after the transaction."""
     return folder.with_name(f"{folder.name}.replaced")
@@ -159,8 +182,9 @@ def register(
     actor: str = ACTOR,
     reason: str = "",
 ) -> Candidate:
-    """Add the next version of the model, in the caller's write transaction.
+    """Add the next version of a line, in the caller's write transaction.
 
+    model: name of the line.
     run_id: None: no run made it. actor, reason: for the audit; by default the run's.
     """
     # Without a damaged row, whose text or huge number has no successor.

@@ -1,5 +1,7 @@
 """Training runs in the store: one at a time per model, by a lease that a heartbeat keeps.
 
+The lines of adapters of a model share its device, so a living run of another line counts too.
+
 Functions work in the caller's write transaction unless they take the database. A run is dead when
 its process is gone or gave the lease back, or when it had no heartbeat for `LEASE_S` and its
 process cannot be looked up from here. The next start takes a dead run over and goes on with it, if
@@ -9,7 +11,7 @@ it left a work folder; else it ends the run and gives the groups back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -50,8 +52,9 @@ EndStatus = Literal["finished", "failed", "skipped"]
 
 
 def find_parent(session: Session, model: str) -> Parent:
-    """Return the champion, which a run continues; the base when there is none.
+    """Return the champion of a line, which a run continues; the base when there is none.
 
+    model: name of the line.
     Raises: ParentError when the alias names a version that is not registered.
     """
     alias = session.get(AliasRow, (model, "champion"))
@@ -127,16 +130,24 @@ def report_place(
 
 
 def take_over(
-    session: Session, *, model: str, adapters_dir: Path, holder: Holder, now: float
+    session: Session,
+    *,
+    model: str,
+    adapters_dir: Path,
+    holder: Holder,
+    now: float,
+    beside: Collection[str] = (),
 ) -> RunRow | None:
     """Give the lease of a dead run to this process, and end the dead runs that cannot go on.
 
+    model: name of the line. beside: names of the other lines on this device.
     Returns: the run to go on with; None when there is none.
-    Raises: RunInProgressError when a run of this model is alive.
+    Raises: RunInProgressError when a run of this line, or of one beside it, is alive.
     """
     taken: RunRow | None = None
     running = _running(session, model, lock=True)
-    for row in running:
+    others = [row for line in sorted(beside) for row in _running(session, line)]
+    for row in (*running, *others):
         if not is_dead(row, now):
             raise RunInProgressError(row.run_id, _heartbeat_at(row))
     for row in running:

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVarTuple
 
-from sqlalchemy import select, update
+from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
@@ -19,9 +20,12 @@ from ingest.store.groups import CLAIMED, SCORED, load_scored_group, stored_token
 from learner.errors import ParentError
 from learner.records import CheckedAnswers, Fault, Parent
 from learner.runs.staleness import runs_between
+from sidecar.lines import Line
 from sidecar.store.database import DAMAGE, count
-from sidecar.store.models import AdapterRow, GroupRow
+from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
+from sidecar.store.of_line import of_line
 
+Chosen = TypeVarTuple("Chosen")
 TRAINED = "trained"
 DROPPED = "dropped"
 STAGE = "learn"
@@ -53,17 +57,14 @@ class Waiting:
     """Fresh group id -> number of failed runs that it is suspected of; without zeros."""
 
 
-def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -> Waiting:
-    """Split the scored groups into those that a run from `parent` may use and stale ones.
+def waiting_groups(session: Session, *, line: Line, parent: str, max_age: int) -> Waiting:
+    """Split the scored groups of a line into those that a run from `parent` may use and stale ones.
 
     max_age: largest number of training runs between a group's adapter and `parent`.
     """
-    parents = _parents(session, model)
-    rows = session.execute(
-        select(GroupRow.group_id, GroupRow.adapter, GroupRow.learn_attempts)
-        .where(GroupRow.status == SCORED)
-        .order_by(GroupRow.seq.desc())
-    ).all()
+    parents = _parents(session, line.name)
+    statement = select(GroupRow.group_id, GroupRow.adapter, GroupRow.learn_attempts)
+    rows = session.execute(_scored(statement, line)).all()
     ages = {adapter: runs_between(parents, parent, adapter) for _, adapter, _ in rows}
     fresh: list[str] = []
     stale: dict[str, str] = {}
@@ -82,19 +83,14 @@ def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -
     return Waiting(fresh=tuple(fresh), stale=stale, failures=failures)
 
 
-def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> int:
-    """Count the groups that a run from `parent` would find, of the newest `LOOKED_AT` ones.
+def count_fresh(session: Session, *, line: Line, parent: str, max_age: int) -> int:
+    """Count the groups that a run from `parent` would find, of the line's newest `LOOKED_AT` ones.
 
     It is asked every few seconds, and any number of groups may wait while the learner is paused.
     Older groups than those do not start a run: the adapters that serve now make new ones.
     """
-    parents = _parents(session, model)
-    newest = session.scalars(
-        select(GroupRow.adapter)
-        .where(GroupRow.status == SCORED)
-        .order_by(GroupRow.seq.desc())
-        .limit(LOOKED_AT)
-    )
+    parents = _parents(session, line.name)
+    newest = session.scalars(_scored(select(GroupRow.adapter), line).limit(LOOKED_AT))
     waiting = Counter(newest)
     ages = {adapter: runs_between(parents, parent, adapter) for adapter in waiting}
     return sum(
@@ -102,6 +98,17 @@ def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> i
         for adapter, groups in waiting.items()
         if (age := ages[adapter]) is not None and age <= max_age
     )
+
+
+def _scored(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
+    """Restrict a query of groups to a line's scored ones, the newest first."""
+    statement = statement.where(GroupRow.status == SCORED).order_by(GroupRow.seq.desc())
+    if line.project is None and not line.others:
+        return statement
+    # A group of before, or of a best-of-N request, has no project: its exchange has.
+    of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
+    project = func.coalesce(GroupRow.project, ExchangeRow.project)
+    return statement.outerjoin(ExchangeRow, of_exchange).where(of_line(project, line))
 
 
 def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> list[str]:

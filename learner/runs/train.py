@@ -41,7 +41,14 @@ from learner.runs.hold import check_hold
 from learner.runs.interrupted import leave, sweep, take_back
 from learner.runs.material import Material, claim, gather, gather_again, prints
 from learner.runs.origins import write_documents
-from learner.runs.publish import Sealed, find_published, place, register, seal, when_free
+from learner.runs.publish import (
+    Sealed,
+    find_published,
+    place_or_share,
+    register,
+    seal,
+    when_free,
+)
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,
@@ -136,7 +143,7 @@ class Run:
 
     def _open(self) -> tuple[Parent, RunRow | None]:
         """Take the lease. Returns: the parent; and the killed run to go on with, or None."""
-        model, learner = self._settings.serving.model, self._settings.learner
+        model, learner = self._settings.line.name, self._settings.learner
         self._holder = present_holder()
         with self._database.write() as session:
             parent = find_parent(session, model)
@@ -146,6 +153,7 @@ class Run:
                 adapters_dir=learner.adapters_dir,
                 holder=self._holder,
                 now=self._clock(),
+                beside=[line.name for line in self._settings.lines if line.name != model],
             )
             if dead is None:
                 open_run(
@@ -319,7 +327,7 @@ class Run:
         return when_free(publish, run_id=run_id, files=files, pause=pause)
 
     def _register(self, material: Material, outcome: TrainingOutcome, sealed: Sealed) -> Candidate:
-        model = self._settings.serving.model
+        model = self._settings.line.name
         with self._database.write() as session:
             # The write lock prevents a second publication of the same files while they move.
             candidate = find_published(session, model, sealed.digest)
@@ -328,7 +336,8 @@ class Run:
                 reason = f"the weights are those of {candidate.adapter}: not registered again"
                 log.warning("adapter_known", run_id=self.run_id, adapter=candidate.adapter)
             else:
-                path = place(sealed, self._settings.learner.adapters_dir)
+                adapters_dir = self._settings.learner.adapters_dir
+                sealed, path = place_or_share(session, sealed, adapters_dir)
                 candidate = register(
                     session,
                     model=model,
@@ -372,8 +381,8 @@ class Run:
 
     def _work_folder(self, heartbeat: Heartbeat) -> WorkFolder:
         """Return this run's folder, and remove those of runs that will not go on."""
-        model, adapters_dir = self._settings.serving.model, self._settings.learner.adapters_dir
-        sweep(self._database, adapters_dir.resolve(), model, now=self._clock())
+        line, adapters_dir = self._settings.line.name, self._settings.learner.adapters_dir
+        sweep(self._database, adapters_dir.resolve(), line, now=self._clock())
         work = WorkFolder(
             adapters_dir,
             self.run_id,

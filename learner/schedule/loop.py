@@ -12,8 +12,9 @@ import os
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +34,7 @@ from learner.schedule.told import Told, write_told
 from learner.schedule.turns import forget_turns, keep_turns
 from sidecar.capture.durable_counts import REQUESTS
 from sidecar.errors import StoreError
+from sidecar.lines import flag_of
 from sidecar.processes.children import own_environment, own_python
 from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import tell_ready
@@ -76,8 +78,10 @@ class ChildProcess:
     lives as long as this process.
     """
 
-    def __init__(self, run_id: str, config: Path | None) -> None:
+    def __init__(self, run_id: str, config: Path | None, project: str | None = None) -> None:
+        """project: whose line of adapters it trains; None: the default line."""
         command = [*guarded_command(), *own_python("learner", "--once", "--run-id", run_id)]
+        command += ["--project", project] if project is not None else []
         command += ["--nice", str(NICENESS)]
         command += ["--config", str(config)] if config is not None else []
         self._process = subprocess.Popen(
@@ -98,7 +102,8 @@ class ChildProcess:
 
 
 class Schedule:
-    """Starts and watches runs. APScheduler calls `poll` and `turn` (see `start_clock`)."""
+    """Starts and watches the runs of one line of adapters. APScheduler calls `poll`, by way of
+    `InTurn`, and `turn` (see `start_clock`)."""
 
     def __init__(
         self,
@@ -108,8 +113,9 @@ class Schedule:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """launch: starts the run with this id."""
+        """settings: of the line. launch: starts the run with this id."""
         self._settings = settings
+        self.line = settings.line
         self._database = database
         self._launch = launch
         self._clock = clock
@@ -136,16 +142,29 @@ class Schedule:
         except StoreError as error:  # it is due all the same, unless this process ends
             log.warning("turn_not_stored", why=str(error))
 
-    def poll(self) -> Decision | None:
+    @property
+    def running(self) -> bool:
+        """True while a run has the device; see `reap`."""
+        return self._child is not None
+
+    def reap(self) -> None:
+        """Record the end of the child process, if it has ended and the store can be written."""
+        try:
+            self._reap()
+        except StoreError as error:  # `poll` tries again
+            log.warning("learn_waits", kind="store", why=str(error))
+
+    def poll(self, elsewhere: str = "") -> Decision | None:
         """Poll the child process, then start a run if one is due.
 
+        elsewhere: another line, in words, whose run has the device; empty: none.
         Returns: the decision; None while the store is unreachable.
         """
         try:
             self._forget_turns()
             self._reap()
             with self._database.read() as session:
-                decision = decide(self._situation(session))
+                decision = decide(self._situation(session, elsewhere))
             if decision.start:
                 self._start(decision)
             if decision.spent and not self._by_groups:
@@ -156,7 +175,8 @@ class Schedule:
             log.warning("learn_waits", kind="store", why=str(error))
             return None
         if self._logged is None or decision.kind != self._logged.kind:
-            log.info("learn_waits" if not decision.start else "learn_starts", why=decision.why)
+            event = "learn_waits" if not decision.start else "learn_starts"
+            log.info(event, line=self.line.name, why=decision.why)
         self._logged = decision
         return decision
 
@@ -167,16 +187,17 @@ class Schedule:
             self._reap(stopped=True)
 
     def _note_due(self, value: str) -> None:
+        due = flag_of(DUE_FLAG, self.line.name)
         with self._database.write(alone=False) as session:
-            if (get_flag(session, DUE_FLAG) or "0") != value:
-                set_flag(session, DUE_FLAG, value, now=self._clock())
+            if (get_flag(session, due) or "0") != value:
+                set_flag(session, due, value, now=self._clock())
 
     def _forget_turns(self) -> None:
         """Drop, once, the times of earlier settings, where the present ones have none."""
         if not self._has_times:
             self._note_due("0")
             with self._database.write(alone=False) as session:
-                forget_turns(session, self._settings.serving.model)
+                forget_turns(session, self._settings.line.name)
             self._has_times = True
 
     def _tell(self, decision: Decision) -> None:
@@ -187,12 +208,12 @@ class Schedule:
             return
         self._told = Told(kind=decision.kind, why=decision.why, at=now)
         with self._database.write(alone=False) as session:
-            write_told(session, self._told)
+            write_told(session, self._told, self.line.name)
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
         with self._database.write() as session:
-            set_flag(session, REQUESTED_FLAG, "0", now=self._clock())
+            set_flag(session, flag_of(REQUESTED_FLAG, self.line.name), "0", now=self._clock())
         self._child, self._run_id = self._launch(run_id), run_id
         log.info("run_launched", run_id=run_id, why=decision.why)
 
@@ -208,7 +229,8 @@ class Schedule:
             if not can_go_on(session, self._run_id, self._settings.learner.adapters_dir):
                 culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
                 abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
-            self._no_room = (get_flag(session, NO_ROOM_FLAG) or "") if code == NO_ROOM else ""
+            why = get_flag(session, flag_of(NO_ROOM_FLAG, self.line.name))
+            self._no_room = (why or "") if code == NO_ROOM else ""
         self._child = None
         done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
         self._failures = 0 if done else self._failures + 1
@@ -217,23 +239,28 @@ class Schedule:
         self._hold_until = self._clock() + self._wait_s
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=self._wait_s)
 
-    def _situation(self, session: Session) -> Situation:
-        model, settings, now = self._settings.serving.model, self._settings.learner, self._clock()
+    def _situation(self, session: Session, elsewhere: str) -> Situation:
+        model, settings, now = self.line.name, self._settings.learner, self._clock()
         # A clock that is set back must not lengthen the hold by its jump.
         self._hold_until = min(self._hold_until, now + self._wait_s)
         groups = count_fresh(
             session,
-            model=model,
+            line=self.line,
             parent=find_parent(session, model).name,
             max_age=settings.max_age_versions,
         )
         if settings.idle_below:
             self._users.see(now, _requests(session))
+
+        def flag(name: str) -> bool:
+            return get_flag(session, flag_of(name, model)) == "1"
+
         return Situation(
             running=self._child is not None,
-            paused=get_flag(session, PAUSED_FLAG) == "1",
-            requested=get_flag(session, REQUESTED_FLAG) == "1",
-            due=self._by_groups or self._due or get_flag(session, DUE_FLAG) == "1",
+            elsewhere=elsewhere,
+            paused=flag(PAUSED_FLAG),
+            requested=flag(REQUESTED_FLAG),
+            due=self._by_groups or self._due or flag(DUE_FLAG),
             canary=_undecided(session, model),
             groups=groups,
             min_groups=settings.min_groups,
@@ -264,17 +291,55 @@ def _requests(session: Session) -> int:
     return int(total or 0)
 
 
-def start_clock(settings: Settings, database: Database, schedule: Schedule) -> BackgroundScheduler:
-    """Start APScheduler, which calls the schedule from its own thread.
+class InTurn:
+    """Polls the schedules of all lines of adapters, which share one device.
 
+    One run goes on at a time. After it the other lines are asked first, in a circle, so that none
+    waits for ever while another always has groups.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self._schedules = list(schedules)
+
+    def poll(self) -> None:
+        """Poll each line once; at most one run is started."""
+        for schedule in self._schedules:
+            schedule.reap()
+        for schedule in list(self._schedules):
+            busy = next((one for one in self._schedules if one.running), None)
+            elsewhere = "" if busy is None or busy is schedule else busy.line.words
+            decision = schedule.poll(elsewhere)
+            if decision is not None and decision.start:
+                self._schedules.remove(schedule)
+                self._schedules.append(schedule)
+
+    def stop(self) -> None:
+        """Stop the child process, if there is one, and record its end."""
+        for schedule in self._schedules:
+            schedule.stop()
+
+
+def start_clock(
+    settings: Settings, database: Database, *schedules: Schedule
+) -> BackgroundScheduler:
+    """Start APScheduler, which calls the schedules from its own thread.
+
+    schedules: one for each line of adapters.
     Raises: SettingsError when `learner.cron` is no cron expression.
     """
     clock = BackgroundScheduler(timezone=UTC)
-    restore = keep_turns(clock, settings, database, schedule.turn)
+    turns = InTurn(schedules)
+    restores = [
+        keep_turns(clock, settings.of_line(one.line), database, one.turn) for one in schedules
+    ]
+
+    def restore() -> None:
+        for one in restores:
+            one()
 
     def tick() -> None:
         restore()
-        schedule.poll()
+        turns.poll()
 
     every = IntervalTrigger(seconds=settings.learner.poll_s)
     clock.add_job(tick, every, max_instances=1, coalesce=True)
@@ -291,15 +356,25 @@ def run_schedule(
     clock: Callable[[], float],
     stopping: threading.Event,
 ) -> int:
-    """Run the schedule until `stopping` is set. Returns: the exit code, 0."""
-    schedule = Schedule(
-        settings, database, lambda run_id: ChildProcess(run_id, config), clock=clock
-    )
-    ticking = start_clock(settings, database, schedule)
-    log.info("learn_ready", schedule=settings.learner.schedule)
+    """Run the schedules of all lines until `stopping` is set. Returns: the exit code, 0."""
+    schedules = [
+        Schedule(
+            settings.of_line(line),
+            database,
+            partial(_launch, config=config, project=line.project),
+            clock=clock,
+        )
+        for line in settings.lines
+    ]
+    ticking = start_clock(settings, database, *schedules)
+    log.info("learn_ready", schedule=settings.learner.schedule, lines=len(schedules))
     tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)
-    schedule.stop()
+    InTurn(schedules).stop()
     log.info("learner_stopped")
     return 0
+
+
+def _launch(run_id: str, *, config: Path | None, project: str | None) -> Child:
+    return ChildProcess(run_id, config, project)

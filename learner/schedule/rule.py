@@ -40,6 +40,8 @@ class Situation:
     now: float
     hold_until: float
     """Unix seconds; after a failure no run starts before then, unless requested."""
+    elsewhere: str = ""
+    """Another line of adapters, in words, whose run has the device; empty: none."""
     unfinished: str | None = None
     """A run that was killed or stopped: a start goes on with it, however few groups wait."""
     held: bool = False
@@ -72,8 +74,15 @@ def decide(seen: Situation) -> Decision:
 
     A pause stops every run. A request overrides the clock, the hold, the number of groups and the
     users, but not an active canary: the next run must start from the champion that the canary
-    decides.
+    decides. While a run of another line has the device, nothing starts.
     """
+    found = _decide(seen)
+    if found.start and seen.elsewhere:
+        return Decision("running", f"a run of {seen.elsewhere} is in progress")
+    return found
+
+
+def _decide(seen: Situation) -> Decision:
     if seen.running:
         return Decision("running", "a run is in progress")
     if seen.paused:

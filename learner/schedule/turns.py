@@ -50,24 +50,26 @@ def keep_turns(
     Returns: what makes the row again when it is gone; to be called again and again.
     Raises: SettingsError, as `trigger_of`.
     """
-    model = settings.serving.model
+    model = settings.line.name
     found = trigger_of(settings.learner)
     if found is None:
         return lambda: None
     trigger, name = found
+    # APScheduler's name of the table, as this line sees it: a job store holds one job.
+    store = STORE if settings.line.project is None else f"{STORE} {model}"
     clock.add_jobstore(
         TextJobStore(database.engine, job_id=model, trigger=trigger, trigger_name=name, act=act),
-        STORE,
+        store,
     )
 
     def restore() -> None:
         try:
-            if clock.get_job(model, STORE) is None:
+            if clock.get_job(model, store) is None:
                 job = clock.add_job(
                     act,
                     trigger,
                     id=model,
-                    jobstore=STORE,
+                    jobstore=store,
                     replace_existing=True,
                     misfire_grace_time=None,
                     coalesce=True,

@@ -177,6 +177,12 @@ class Metrics:
             "Generation of the routing table in use; the lowest of all workers.",
             merge="min",
         )
+        self.project_generation = make.labelled_gauge(
+            "sidecar_project_routing_generation",
+            "As sidecar_routing_generation, of a project with adapters of its own.",
+            ["project"],
+            merge="min",
+        )
         self.routing_failures = make.labelled_counter(
             "sidecar_routing_failures",
             "Failed polls of the routing table, by reason; the last table stays in use.",
@@ -218,6 +224,11 @@ class Metrics:
         self.breaker_open = make.gauge(
             "sidecar_breaker_open",
             "1 if the breaker keeps the current canary out on this worker.",
+        )
+        self.project_breaker_open = make.labelled_gauge(
+            "sidecar_project_breaker_open",
+            "As sidecar_breaker_open, of a project with adapters of its own.",
+            ["project"],
         )
         self.canary_fallbacks = make.counter(
             "sidecar_canary_fallbacks",

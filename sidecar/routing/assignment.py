@@ -62,7 +62,7 @@ class CompiledRouting:
 
     def __init__(self, table: RoutingTable) -> None:
         self.table = table
-        self.public_name = ModelName(table.model)
+        self.public_name = ModelName(table.public_model)
         self._salt, self._weight = table.salt, table.canary_weight_bp
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0
@@ -113,7 +113,7 @@ def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) ->
         return _assignment(table, adapter, "champion", 1.0) if adapter is not None else None
     prefix = f"{table.model}--{name}-"
     found = sorted(model for model in loaded if model == name or model.startswith(prefix))
-    if len(found) != 1 or found[0] == table.model:
+    if len(found) != 1 or found[0] == table.public_model:
         return None
     return _assignment(table, found[0], "champion", 1.0)
 
@@ -123,5 +123,5 @@ def _assignment(table: RoutingTable, adapter: str, arm: Arm, propensity: float) 
         adapter=adapter,
         arm=arm,
         propensity=propensity,
-        upstream_model=upstream_model(table.model, adapter),
+        upstream_model=upstream_model(table.public_model, adapter),
     )

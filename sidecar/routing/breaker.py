@@ -5,6 +5,8 @@ all rows after every canary reply (`breaker_rule.py`). The worker whose test fai
 canary's tag into the shared first cell. Every worker reads that cell before it assigns a request,
 so the next request goes to the champion.
 
+Each line of adapters (`sidecar.lines`) has a breaker and shared memory of its own.
+
 The canary stays out as long as the routing table names it with the same salt. Control ends it, or a
 person resumes it, which gives it a new salt (`deploy.registry.transitions`).
 
@@ -22,6 +24,7 @@ from typing import Final
 import structlog
 from xxhash import xxh3_64_intdigest
 
+from sidecar.metrics.hot import Gauge
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Arm
 from sidecar.routing.breaker_rule import KINDS, REPLIES, TALLY, Excess, ExcessTest
@@ -70,10 +73,12 @@ class Breaker:
         row: int = 0,
         rows: int = 1,
         on_trip: Callable[[RoutingTable, str], None] = lambda table, reason: None,
+        shown: Gauge | None = None,
     ) -> None:
         """memory: bytes that all workers share, initially zero; None for a single worker.
         row, rows: index of this worker's row, from 0, and number of rows.
         on_trip: called with the table and the reason when this worker takes a canary out.
+        shown: is 1 while a canary is out; None: the gauge of the default line.
         """
         if memory is None:
             memory = memoryview(bytearray(memory_bytes(rows)))
@@ -83,6 +88,7 @@ class Breaker:
         self._rows = range(1, self._sessions, ROW)
         self._on_trip = on_trip
         self._metrics = metrics
+        self._shown = metrics.breaker_open if shown is None else shown
         self._table: RoutingTable | None = None
         self._tag = NO_CANARY
         self._test = ExcessTest()
@@ -114,6 +120,10 @@ class Breaker:
     def open(self, table: RoutingTable) -> None:
         """Take out the canary of this table. For any thread."""
         self._cells[0] = canary_tag(table)
+
+    def show_open(self) -> None:
+        """Show in the metrics that the canary is out."""
+        self._shown.set(1.0)
 
     def recall(self, table: RoutingTable) -> None:
         """Take out the canary of this table, unless a canary is out already. Call it before
@@ -175,7 +185,7 @@ class Breaker:
         table = self._table
         assert table is not None, "a canary is followed"
         self.open(table)
-        self._metrics.breaker_open.set(1.0)
+        self.show_open()
         self._metrics.breaker_trips.inc((excess.kind,))
         log.error("canary_taken_out", canary=table.canary, reason=excess.reason)
         self._on_trip(table, excess.reason)

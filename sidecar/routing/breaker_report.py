@@ -2,7 +2,8 @@
 
 The breaker itself needs no store. Control, the proxies of other machines and a restarted proxy read
 the row. A thread of its own writes it, and tries again until the store takes it. A file in
-`state_dir` holds the last trip, for a proxy that restarts before the store took the row.
+`state_dir` holds the last trip, for a proxy that restarts before the store took the row. Each line
+of adapters has a reporter and a file of its own, and one query reads the trips of all.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, and_, insert, or_, select
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from sidecar.routing.breaker import Breaker, canary_tag
@@ -24,7 +26,8 @@ from sidecar.store.existing import open_existing
 from sidecar.store.tables import BREAKER_TRIP
 
 log = structlog.get_logger()
-FILE_NAME = "breaker-trip.json"
+FILE_NAME = "breaker-trip{}.json"
+"""With "-" and the project in a project's own line."""
 RETRY_S = 1.0
 """Seconds between attempts to write while the store is away."""
 
@@ -33,10 +36,16 @@ class TripReporter:
     """Writes trips. `report` returns at once; `stop` waits for an attempt in progress."""
 
     def __init__(
-        self, store_url: str, state_dir: Path, clock: Callable[[], float] = time.time
+        self,
+        store_url: str,
+        state_dir: Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        project: str | None = None,
     ) -> None:
+        """project: whose line of adapters it is; None: the default line."""
         self._store_url = store_url
-        self._file = state_dir / FILE_NAME
+        self._file = state_dir / FILE_NAME.format("" if project is None else f"-{project}")
         self._clock = clock
         self._stopped = threading.Event()
         self._threads: dict[tuple[str | None, str], threading.Thread] = {}
@@ -105,53 +114,71 @@ class TripReporter:
             log.warning("breaker_file_not_written", path=str(self._file), why=str(error))
 
 
-class TripReader:
-    """Obeys the trips in the store. A `StoreReader`; it runs after the routing table was read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What the trips of one line are read for."""
 
-    def __init__(
-        self,
-        breaker: Breaker,
-        current: Callable[[], RoutingTable],
-        reporter: TripReporter,
-        show: Callable[[float], None],
-    ) -> None:
-        """current: gives the newest routing table. show: gets 1 while its canary is out, else 0."""
-        self._show = show
-        self._breaker = breaker
+    line: str
+    """Name of the line."""
+    breaker: Breaker
+    reporter: TripReporter
+    show: Callable[[float], None]
+    """Gets 1 while the table's canary is out, else 0."""
+
+
+class TripReader:
+    """Obeys the trips in the store. A `StoreReader`; it runs after the routing tables were read."""
+
+    def __init__(self, lines: Sequence[Watched], current: Callable[[str], RoutingTable]) -> None:
+        """current: gives the newest routing table of a line."""
+        self._lines = lines
         self._current = current
-        self._reporter = reporter
         self._away = False
 
     def read(self, connection: Connection) -> None:
-        """Take the table's canary out if the store says so; else report a trip that it lacks.
+        """Take canaries out if the store says so; else report trips that it lacks.
 
         The store lacks a trip when the worker that took the canary out died before it wrote.
         Raises: SQLAlchemyError.
         """
-        now = self._current()
-        if now.canary is None:
-            self._show(0.0)
-            return
-        found = connection.execute(
-            select(BREAKER_TRIP.c.reason).where(
-                BREAKER_TRIP.c.model == now.model,
-                BREAKER_TRIP.c.canary == now.canary,
-                BREAKER_TRIP.c.salt == now.salt,
-            )
-        ).scalar_one_or_none()
+        tables = [(line, self._current(line.line)) for line in self._lines]
+        found = _stored(connection, [now for _, now in tables if now.canary is not None])
         self._away = False
-        if found is None:
-            if self._breaker.is_out(now):
-                last = self._reporter.recall()
-                known = last is not None and canary_tag(last[0]) == canary_tag(now)
-                self._reporter.report(now, last[1] if last and known else "not known any more")
-        elif not self._breaker.is_out(now):
-            self._breaker.open(now)
-            log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=found)
-        self._show(float(self._breaker.is_out(now)))
+        for line, now in tables:
+            if now.canary is not None:
+                _obey(line, now, found.get((now.model, now.canary, now.salt)))
+            line.show(float(line.breaker.is_out(now)))
 
     def store_away(self, why: str) -> None:
         """Log that trips cannot be read; the last ones stay."""
         if not self._away:
             log.warning("breaker_trips_unreadable", why=why)
         self._away = True
+
+
+def _stored(
+    connection: Connection, tables: Sequence[RoutingTable]
+) -> dict[tuple[str, str, str], str]:
+    """Return the reason of each trip of these tables' canaries, by model, canary and salt."""
+    if not tables:
+        return {}
+    trip = BREAKER_TRIP.c
+    keys = (
+        and_(trip.model == now.model, trip.canary == now.canary, trip.salt == now.salt)
+        for now in tables
+    )
+    rows = connection.execute(
+        select(trip.model, trip.canary, trip.salt, trip.reason).where(or_(*keys))
+    )
+    return {(row.model, row.canary, row.salt): row.reason for row in rows}
+
+
+def _obey(line: Watched, now: RoutingTable, stored: str | None) -> None:
+    if stored is not None:
+        if not line.breaker.is_out(now):
+            line.breaker.open(now)
+            log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=stored)
+    elif line.breaker.is_out(now):
+        last = line.reporter.recall()
+        known = last is not None and canary_tag(last[0]) == canary_tag(now)
+        line.reporter.report(now, last[1] if last and known else "not known any more")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sidecar.lines import public_model
 from sidecar.records import BASE
 
 BUCKETS = 10_000
@@ -18,10 +19,10 @@ it. The store's integers end at 2**63, where the next generation could not be wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTable:
-    """One public model name and the adapters behind it."""
+    """One line of adapters: those that answer its requests."""
 
     model: str
-    """The public model name that agents send; also vLLM's `--served-model-name` of the base."""
+    """Name of the line (`sidecar.lines`). The default line's is the public model name."""
     champion: str = BASE
     """vLLM's name of the adapter, or "base"."""
     canary: str | None = None
@@ -41,6 +42,11 @@ class RoutingTable:
             if not is_adapter_name(name):
                 raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
 
+    @property
+    def public_model(self) -> str:
+        """The model name that agents send; also vLLM's `--served-model-name` of the base."""
+        return public_model(self.model)
+
 
 def is_generation(value: object) -> bool:
     """Return True for an integer from 0 to 2**53 - 1; any other value is damage."""
@@ -56,7 +62,10 @@ def is_adapter_name(value: object) -> bool:
 
 
 def upstream_model(model: str, adapter: str) -> str:
-    """Return the `model` to write into a request so that this adapter, or the base, answers it."""
+    """Return the `model` to write into a request so that this adapter, or the base, answers it.
+
+    model: the public model name.
+    """
     return model if adapter == BASE else adapter
 
 

@@ -28,17 +28,20 @@ STOP_S = 1.0
 NAME_CHARACTERS = 255
 
 
-def proxy_name(port: int, slot: int | None) -> str:
-    """Name a process of a proxy: machine, port, and which of several workers it is."""
+def proxy_name(port: int, slot: int | None, project: str | None = None) -> str:
+    """Name a process of a proxy: machine, port, which of several workers it is, and whose line of
+    adapters the row is of, because a process has a row for each."""
     worker = "" if slot is None else f" worker {slot}"
-    return f"{socket.gethostname()}:{port or os.getpid()}{worker}"[:NAME_CHARACTERS]
+    of = "" if project is None else f", project {project}"
+    place = f":{port or os.getpid()}{worker}{of}"
+    return socket.gethostname()[: NAME_CHARACTERS - len(place)] + place
 
 
 class TakenReporter:
     """`report` returns at once; `stop` waits for an attempt in progress."""
 
     def __init__(self, store_url: str, proxy: str, clock: Callable[[], float] = time.time) -> None:
-        """proxy: name of this process, one row each."""
+        """proxy: name of this process and line, one row each."""
         self._store_url = store_url
         self._proxy = proxy
         self._clock = clock

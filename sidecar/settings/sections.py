@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sidecar.errors import SettingsError
+from sidecar.lines import Line, lines_of
 from sidecar.settings.bus_url import BusUrl
 from sidecar.settings.judge import GateJudge, Judge
 from sidecar.settings.kafka import Kafka
@@ -27,6 +29,7 @@ from sidecar.settings.kinds import (
     Key,
     Name,
     Port,
+    Project,
     Share,
     Timeout,
     Upstream,
@@ -84,7 +87,10 @@ class Serving(Section):
         int, Between(3, 10_000, "champion, previous and candidate are loaded at once")
     ] = 4
     """vLLM's `--max-loras`; older adapters are unloaded beyond it. Three are needed: champion,
-    previous and candidate."""
+    previous and candidate; for each project of `own_adapters` three more."""
+    own_adapters: tuple[Project, ...] = ()
+    """Projects that have adapters of their own, with a canary and learner runs of their own. They
+    begin at the base, and learn from their own traffic alone. All others share one line."""
 
 
 class Engine(Section):
@@ -299,6 +305,38 @@ class Settings(BaseSettings):
     notify: Notify = Notify()
     admin: Admin = Admin()
     telemetry: Telemetry = Telemetry()
+
+    _project: str | None = PrivateAttr(None)
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines of adapters: the default one first, then those of `serving.own_adapters`."""
+        return lines_of(self.serving.model, self.serving.own_adapters)
+
+    @property
+    def line(self) -> Line:
+        """The line of adapters that these settings are used for; see `of_line`."""
+        return next(line for line in self.lines if line.project == self._project)
+
+    def line_named(self, project: str | None) -> Line:
+        """Return the line of a project; the default line for None.
+
+        Raises: SettingsError when the project has none of its own.
+        """
+        for line in self.lines:
+            if line.project == project:
+                return line
+        known = ", ".join(self.serving.own_adapters) or "none"
+        raise SettingsError(
+            f"project {project} has no adapters of its own (serving.own_adapters has: {known}); "
+            "name one of those, or leave the project out"
+        )
+
+    def of_line(self, line: Line) -> Settings:
+        """Return the same settings, for what is done for one of `lines`."""
+        settings = self.model_copy()
+        settings._project = line.project
+        return settings
 
     @property
     def only_sampling(self) -> tuple[str, ...]:

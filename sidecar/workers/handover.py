@@ -18,7 +18,7 @@ READY, DRAINING, TAKE, LEAVE = "ready", "draining", "take", "leave"
 """The words of the protocol between a worker and its parent (`sidecar.workers.worker`)."""
 PARENT_REGION = 0
 """The region of the metrics' memory that the parent writes; a worker writes the one of its slot.
-The last region is the breaker's."""
+The last regions are those of the breakers, one for each line of adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,9 @@ class Handover:
     """Descriptor of the socket to the parent; it closes when the parent dies."""
     metrics: int
     """Descriptor of the shared memory of all workers' metrics."""
+    lines: tuple[str, ...] = ()
+    """Names of the lines of adapters that have a breaker in that memory, in the order of its last
+    regions."""
     limits: int | None = None
     """Descriptor of the shared memory of keys' limits; None unless `access.mode` is `keys`."""
 
@@ -48,12 +51,15 @@ class Handover:
         limits = () if self.limits is None else (self.limits,)
         return (*listeners, self.control, self.metrics, *limits)
 
-    def table(self) -> tuple[MetricTable, list[memoryview], memoryview]:
-        """This worker's metrics, the regions of all others, and the breaker's memory."""
+    def table(self) -> tuple[MetricTable, list[memoryview], dict[str, memoryview]]:
+        """This worker's metrics, the regions of all others, and the memory of each line's
+        breaker."""
         regions = map_regions(self.metrics)
-        breaker = regions.pop()
+        first = len(regions) - len(self.lines)
+        breakers = dict(zip(self.lines, regions[first:], strict=True))
+        del regions[first:]
         own = regions.pop(self.slot)
-        return MetricTable(own), regions, breaker
+        return MetricTable(own), regions, breakers
 
 
 def decode_handover(text: str) -> Handover:

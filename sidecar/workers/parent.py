@@ -84,7 +84,8 @@ class Workers:
         self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
         # Twice as many slots as workers: while one drains, its successor serves.
         slots = range(1, 2 * proxy.workers + 1)
-        self._memory = shared_memory(1 + len(slots) + 1)
+        self._lines = tuple(line.name for line in settings.lines)
+        self._memory = shared_memory(1 + len(slots) + len(self._lines))
         self._regions = map_regions(self._memory)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in slots:
@@ -95,8 +96,8 @@ class Workers:
         self._forwarder = forwarding_process(settings, config, ForwardingMetrics(counts))
         self._counts = DurableCounts(
             settings.store.url,
-            # The last region is the breaker's.
-            lambda: [read_region(region) for region in self._regions[:-1]],
+            # The last regions are the breakers'.
+            lambda: [read_region(region) for region in self._regions[: -len(self._lines)]],
         )
         self._own = own
         self._limits: int | None = None
@@ -232,6 +233,7 @@ class Workers:
             listeners=tuple(tuple(one.fileno() for one in item) for item in self._listeners),
             control=theirs.fileno(),
             metrics=self._memory,
+            lines=self._lines,
             limits=self._limits,
         )
         try:

@@ -30,6 +30,7 @@ from deploy.supervise.loops import LoopView
 from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
 from learner.adapter_folder import folder_digest
+from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable
 from sidecar.settings import Approval, Privacy
@@ -125,6 +126,8 @@ class World:
     approval: Approval = field(default_factory=Approval)
     """Settings of the approval service."""
     exchanges: int = 0
+    line: Line = field(default_factory=lambda: Line(name=MODEL))
+    """Whose adapters and canaries it is about."""
 
     def gate(self) -> Gate:
         """A new gate on the same store, as after a restart."""
@@ -140,6 +143,7 @@ class World:
             view=JudgeView(self.privacy),
             screen=Screen(self.privacy),
             judge_gives_reward=self.judge_gives_reward,
+            line=self.line,
         )
 
     def controller(
@@ -152,7 +156,8 @@ class World:
             gate=gate or self.gate(),
             rules=self.rules,
             limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
-            model=MODEL,
+            model=self.line.name,
+            line=self.line,
             approval=self.approval,
             on_change=on_change,
             clock=self.clock,
@@ -162,7 +167,7 @@ class World:
         """What a training run does at its end. Returns: the adapter's name."""
         path = self.folder / f"adapter-{version}"
         digest = write_adapter(path, **folder)
-        name = f"{MODEL}--v{version}-{digest[:8]}{version:04d}"
+        name = f"{self.line.name}--v{version}-{digest[:8]}{version:04d}"
         self.add_version(name, version, path, digest, parent=parent)
         return name
 
@@ -181,7 +186,7 @@ class World:
             session.add(
                 AdapterRow(
                     name=name,
-                    model=MODEL,
+                    model=self.line.name,
                     version=version,
                     digest=digest,
                     path=str(path),
@@ -223,6 +228,7 @@ class World:
         turn_id: str = "",
         fallback_from: str = "",
         propensity: float | None = None,
+        project: str = "default",
         **fields: Any,
     ) -> str:
         """What ingest does with a captured exchange. Returns: its id.
@@ -230,7 +236,7 @@ class World:
         propensity: None: of a weight of 20%. fields: further fields of the request.
         """
         self.exchanges += 1
-        exchange_id = f"x{self.exchanges}"
+        exchange_id = f"x{self.line.project or ''}{self.exchanges}"
         request: dict[str, Any] = {
             "model": MODEL,
             "messages": [{"role": "user", "content": f"ask {exchange_id}"}],
@@ -261,7 +267,7 @@ class World:
             untrainable_reason=None,
             completion_tokens=None,
             trace_id="",
-            project="default",
+            project=project,
             user="",
             turn_id=turn_id,
             fallback_from=fallback_from,
@@ -295,7 +301,12 @@ class World:
         """Take a registered adapter through a canary that passes, without the controller."""
         with self.database.write() as session:
             begun = transitions.begin(
-                session, model=MODEL, candidate=name, steps=(5000,), now=self.clock.now, actor="t"
+                session,
+                model=self.line.name,
+                candidate=name,
+                steps=(5000,),
+                now=self.clock.now,
+                actor="t",
             )
             for move in (
                 Move(to="gating", candidate_state="gating", reason="gating"),
@@ -326,11 +337,11 @@ class World:
 
     def aliases(self) -> dict[str, str]:
         with self.database.read() as session:
-            return versions.aliases_of(session, MODEL)
+            return versions.aliases_of(session, self.line.name)
 
     def table(self) -> RoutingTable:
         with self.database.read() as session:
-            found = routing_writer.current(session, MODEL)
+            found = routing_writer.current(session, self.line.name)
             assert found is not None
             return found
 
@@ -427,7 +438,12 @@ MakeApi = Callable[..., Api]
 
 @pytest.fixture
 def make_api(world: World) -> MakeApi:
-    def make(*tokens: str, host: str = "127.0.0.1:8081", scopes: str = "") -> Api:
+    def make(
+        *tokens: str,
+        host: str = "127.0.0.1:8081",
+        scopes: str = "",
+        lines: tuple[Line, ...] = (),
+    ) -> Api:
         reconciler = Reconciler(
             database=world.database,
             control=world.control,
@@ -442,6 +458,7 @@ def make_api(world: World) -> MakeApi:
         context = AdminContext(
             database=world.database,
             model="m",
+            lines=lines,
             rules=world.rules,
             fleet=Fleet({"http://vllm": reconciler}),
             tokens=digests,

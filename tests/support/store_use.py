@@ -97,6 +97,7 @@ from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from learner.schedule.turns import keep_turns
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
+from sidecar.lines import Line, lines_of
 from sidecar.records import BASE, Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
 from sidecar.settings import (
@@ -742,7 +743,9 @@ def _shadow(use: _Use) -> None:
     with use.database.read() as session:
         canary = canaries.active(session, MODEL)
         assert canary is not None
-        assert gate_store.live_prompts(session, canary, after=0.0, limit=50, known=())
+        assert gate_store.live_prompts(
+            session, canary, Line(name=canary.model), after=0.0, limit=50, known=()
+        )
     drawing.for_shadow(canary)
 
 
@@ -804,6 +807,7 @@ PATH = {
 }
 """A value for each parameter in a path of the admin API."""
 QUERY = {
+    "project": "support",
     "status": "set_aside",
     "state": "retired",
     "reason": "unreadable",
@@ -824,6 +828,7 @@ async def _admin(use: _Use, fleet: Fleet) -> None:
     context = AdminContext(
         database=use.database,
         model=MODEL,
+        lines=lines_of(MODEL, ["support"]),
         rules=use.settings.canary,
         fleet=fleet,
         clock=use.clock,
@@ -861,6 +866,8 @@ async def _get(
 ) -> None:
     path = path.format(**PATH)
     names = [one["name"] for one in parameters if one["in"] == "query"]
+    if "/adapters/" in path and "project" in names:
+        names.remove("project")  # the version is of the default line
     page = await _ok(client, path)
     for name in names:
         if name != "cursor":

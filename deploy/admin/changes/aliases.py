@@ -17,7 +17,7 @@ from deploy.admin.auth import Caller, caller
 from deploy.admin.changes.bodies import ReasonIn
 from deploy.admin.changes.conditions import IfMatch, check_match, not_blank
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import known_query
+from deploy.admin.filters import Project, known_query
 from deploy.admin.models import Page
 from deploy.admin.out import AliasOut
 from deploy.admin.paging import encode_cursor
@@ -41,11 +41,12 @@ class AliasIn(ReasonIn):
 
 def alias_router(context: AdminContext) -> APIRouter:
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
-    database, model = context.database, context.model
+    database = context.database
 
     @router.get("/aliases")
-    def aliases(at: At = None) -> Page[AliasOut]:
+    def aliases(at: At = None, project: Project = None) -> Page[AliasOut]:
         """Where each alias points; with `at` (Unix seconds), where it pointed at that time."""
+        model = context.line_of(project)
         with database.read() as session:
             if at is not None:
                 held = history.held_at(session, model, at)
@@ -62,17 +63,23 @@ def alias_router(context: AdminContext) -> APIRouter:
         )
 
     @router.get("/aliases/{name}")
-    def alias(name: Alias, response: Response) -> AliasOut:
+    def alias(name: Alias, response: Response, project: Project = None) -> AliasOut:
         with database.read() as session:
-            found = _read(session, model, name)
+            found = _read(session, context.line_of(project), name)
         response.headers["etag"] = _etag(found)
         return found
 
     @router.put("/aliases/{name}")
     def put(
-        name: Alias, asked: AliasIn, response: Response, actor: Caller, if_match: IfMatch = None
+        name: Alias,
+        asked: AliasIn,
+        response: Response,
+        actor: Caller,
+        if_match: IfMatch = None,
+        project: Project = None,
     ) -> AliasOut:
         """Move `anchor`, or `champion` by the rules of a rollback."""
+        model = context.line_of(project)
         reason, to, now = not_blank(asked.reason), str(asked.adapter), context.clock()
         if name not in ("anchor", "champion"):
             raise ConflictError(f"{name} follows from the others; nobody moves it by hand", [])

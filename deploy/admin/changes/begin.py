@@ -12,7 +12,7 @@ from deploy.admin.auth import Caller
 from deploy.admin.changes.bodies import ReasonIn
 from deploy.admin.changes.conditions import not_blank, reason_in
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import known_query
+from deploy.admin.filters import Project, known_query
 from deploy.admin.models import AdapterOut, CanaryOut
 from deploy.admin.problems import ConflictError
 from deploy.admin.wire.scopes import PREFIX
@@ -31,16 +31,18 @@ class StartIn(ReasonIn):
 
 def begin_router(context: AdminContext) -> APIRouter:
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(known_query)])
-    database, model = context.database, context.model
+    database = context.database
 
     @router.post("/canaries", status_code=201)
-    def start(asked: StartIn, response: Response, actor: Caller) -> CanaryOut:
+    def start(
+        asked: StartIn, response: Response, actor: Caller, project: Project = None
+    ) -> CanaryOut:
         """Try a version in a canary, also one that was tried before and is not banned.
 
         It makes a new canary, so it takes no If-Match. Asked again while that canary runs or
         waits, it answers with it. While another canary runs, this one is queued, in the place of
         the one that waits (`state` is `queued`)."""
-        reason = not_blank(asked.reason)
+        reason, model = not_blank(asked.reason), context.line_of(project)
         with database.write() as session:
             active = canaries.active(session, model)
             try:
@@ -64,9 +66,11 @@ def begin_router(context: AdminContext) -> APIRouter:
         return CanaryOut.of(canary, context.rules)
 
     @router.post("/adapters/{version}/allow")
-    def allow(version: str, actor: Caller, body: ReasonIn | None = None) -> AdapterOut:
+    def allow(
+        version: str, actor: Caller, body: ReasonIn | None = None, project: Project = None
+    ) -> AdapterOut:
         """Lift the ban of a version's files. Idempotent, so it takes no If-Match."""
-        reason = reason_in(body)
+        reason, model = reason_in(body), context.line_of(project)
         with database.write() as session:
             name = versions.resolve(session, model, version)
             if name == BASE:

@@ -17,6 +17,7 @@ from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, new
 from deploy.admin.records import naming, page_of, run_out
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownRecordError
+from sidecar.lines import public_model
 from sidecar.store.models import RunRow, RunStepRow
 
 
@@ -62,6 +63,6 @@ def run_router(context: AdminContext) -> APIRouter:
 def _find(session: Session, model: str, run_id: str) -> RunRow:
     """Raises: UnknownRecordError."""
     row = session.get(RunRow, run_id)
-    if row is None or row.model != model:
+    if row is None or public_model(row.model) != model:
         raise UnknownRecordError(f"no run {run_id}; `sidecar runs ls` has them")
     return row

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import settings_of
+from deploy.cli.context import Project, settings_of
 from deploy.cli.output import Output, note, print_found, require_store, say, say_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ VersionB = Annotated[str, typer.Argument(metavar="B", help="the other one")]
 
 
 def adapters_diff(
-    context: typer.Context, a: VersionA, b: VersionB, output: Output = "text"
+    context: typer.Context,
+    a: VersionA,
+    b: VersionB,
+    project: Project = None,
+    output: Output = "text",
 ) -> None:
     """In what two versions differ: descent, config, training data, weights module by module."""
     from dataclasses import asdict
@@ -31,10 +35,10 @@ def adapters_diff(
     from deploy.registry.lineage import trace_lineage
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database, database.read() as session:
-        first, second = (trace_lineage(session, settings.serving.model, one) for one in (a, b))
+        first, second = (trace_lineage(session, settings.line.name, one) for one in (a, b))
     for one, reference in ((first, a), (second, b)):
         if not one.steps:
             raise UnknownAdapterError(f"{reference} is the base model, which has no files here")
@@ -102,6 +106,7 @@ def adapters_export(
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="the optimiser's moments too")
     ] = False,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Write a version as a standard PEFT folder, or a tar of one, whose digest is checked."""
@@ -110,10 +115,10 @@ def adapters_export(
     from sidecar.records import BASE
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database, database.read() as session:
-        name = versions.resolve(session, settings.serving.model, version)
+        name = versions.resolve(session, settings.line.name, version)
         if name == BASE:
             raise ExportError("the base model is no adapter version; there is nothing to export")
         found = versions.find(session, name)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import settings_of
+from deploy.cli.context import Project, settings_of
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store
 
 if TYPE_CHECKING:
@@ -42,12 +42,13 @@ def adapters_import(
         typer.Argument(help="a PEFT folder: its config and its safetensors; or a .tar of one"),
     ],
     reason: GivenReason,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Make a LoRA that was trained elsewhere a version; it goes through a canary as others do."""
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()
@@ -78,7 +79,7 @@ def import_adapter(
     from deploy.registry.history import bans
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
     from learner.resume.work_folder import remove_folder
-    from learner.runs.publish import find_published, place, register, replaced, seal
+    from learner.runs.publish import find_published, place_or_share, register, replaced, seal
     from learner.shared_folders import shared_folders
     from sidecar.records import BASE
 
@@ -106,8 +107,9 @@ def import_adapter(
         if (shared := shared_folders(settings)) is not None:
             shared.upload(work, digest)
         with database.write() as session:
-            bans.refuse(session, serving.model, sealed.digest)
-            known = find_published(session, serving.model, sealed.digest)
+            line = settings.line.name
+            bans.refuse(session, line, sealed.digest)
+            known = find_published(session, line, sealed.digest)
             if known is not None and put_back(session, known, sealed, adapters_dir, now=now):
                 return known
             if known is not None:
@@ -115,13 +117,14 @@ def import_adapter(
                     f"{folder}: these weights are {known.adapter} already; `sidecar adapters show "
                     f"{known.version}` says what became of it"
                 )
+            sealed, path = place_or_share(session, sealed, adapters_dir)
             return register(
                 session,
-                model=serving.model,
+                model=line,
                 parent=BASE,
                 run_id=None,
                 sealed=sealed,
-                path=place(sealed, adapters_dir),
+                path=path,
                 now=now,
                 actor=ACTOR,
                 reason=f"imported: {reason}",
@@ -209,7 +212,7 @@ def _lineage(
         "format": 1,
         "run_id": None,
         "created_at": now,
-        "model": settings.serving.model,
+        "model": settings.line.name,
         "base_model": config["base_model_name_or_path"],
         "parent": {"name": "base", "version": 0, "digest": ""},
         "groups": [],

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from deploy.cli.context import admin_client
+from deploy.cli.context import Project, admin_client
 from deploy.cli.output import GivenReason, Output, Reason, print_found, say, say_json
 
 learner_app = typer.Typer(
@@ -15,8 +15,10 @@ learner_app = typer.Typer(
 )
 
 
-def _act(context: typer.Context, action: str, reason: str | None, output: str) -> None:
-    client = admin_client(context)
+def _act(
+    context: typer.Context, action: str, reason: str | None, project: str | None, output: str
+) -> None:
+    client = admin_client(context, project)
     # A pause never fails on a race; the others must know the state that they change.
     etag = None if action == "pause" else client.etag("/learner")
     body = {} if reason is None else {"reason": reason}
@@ -24,33 +26,41 @@ def _act(context: typer.Context, action: str, reason: str | None, output: str) -
 
 
 @learner_app.command("pause")
-def learner_pause(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+def learner_pause(
+    context: typer.Context, reason: Reason = None, project: Project = None, output: Output = "text"
+) -> None:
     """Start no run until it is resumed."""
-    _act(context, "pause", reason, output)
+    _act(context, "pause", reason, project, output)
 
 
 @learner_app.command("resume")
-def learner_resume(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+def learner_resume(
+    context: typer.Context, reason: Reason = None, project: Project = None, output: Output = "text"
+) -> None:
     """Follow the schedule again."""
-    _act(context, "resume", reason, output)
+    _act(context, "resume", reason, project, output)
 
 
 @learner_app.command("run")
-def learner_run(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+def learner_run(
+    context: typer.Context, reason: Reason = None, project: Project = None, output: Output = "text"
+) -> None:
     """Start a run now, whatever the schedule says."""
-    _act(context, "run", reason, output)
+    _act(context, "run", reason, project, output)
 
 
 @learner_app.command("override")
-def learner_override(context: typer.Context, reason: GivenReason, output: Output = "text") -> None:
+def learner_override(
+    context: typer.Context, reason: GivenReason, project: Project = None, output: Output = "text"
+) -> None:
     """Let runs go on though the reward watch holds them, while this champion serves."""
-    _act(context, "override", reason, output)
+    _act(context, "override", reason, project, output)
 
 
 @learner_app.command("watch")
-def learner_watch(context: typer.Context, output: Output = "text") -> None:
+def learner_watch(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What the reward watch says of the champion, with the figures of each adapter."""
-    found = admin_client(context).get("/watch")
+    found = admin_client(context, project).get("/watch")
     if output == "json":
         say_json(found)
         return

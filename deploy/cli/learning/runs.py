@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.context import admin_client
+from deploy.cli.context import Project, admin_client
 from deploy.cli.output import Output, found_lines, note, print_found, say, say_json
 from deploy.cli.times import shown_length
 
@@ -50,19 +50,22 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 def runs_ls(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 20,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """The newest runs, without their settings and steps."""
-    found = admin_client(context).get("/runs", limit=limit)
+    found = admin_client(context, project).get("/runs", limit=limit)
     if output != "json":
         found = {**found, "items": [_short(one) for one in found["items"]]}
     print_found(found, output)
 
 
 @runs_app.command("show")
-def runs_show(context: typer.Context, run_id: RunId = "", output: Output = "text") -> None:
+def runs_show(
+    context: typer.Context, run_id: RunId = "", project: Project = None, output: Output = "text"
+) -> None:
     """One run: where it is, what it took and left out, and each of its steps."""
-    run, steps = _read(context, run_id)
+    run, steps = _read(context, run_id, project)
     if output == "json":
         say_json({**run, "steps": steps})
         return
@@ -77,11 +80,12 @@ def runs_plot(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="the PNG to write")],
     run_id: RunId = "",
+    project: Project = None,
 ) -> None:
     """Draw the steps of a run as a PNG."""
     from learner.progress.plot import draw
 
-    run, steps = _read(context, run_id)
+    run, steps = _read(context, run_id, project)
     if not steps:
         note(f"run {run['run_id']} has no step yet")
         raise typer.Exit(1)
@@ -93,9 +97,11 @@ def runs_plot(
     say(f"wrote {out}")
 
 
-def _read(context: typer.Context, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read(
+    context: typer.Context, run_id: str, project: str | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a run and its steps, the first first. Raises: AdminApiError; typer.Exit."""
-    client = admin_client(context)
+    client = admin_client(context, project)
     if run_id:
         run = client.get("/runs", run_id)
     else:

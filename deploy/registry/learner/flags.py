@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from deploy.registry import audit
+from sidecar.lines import flag_of, project_of
 from sidecar.store.database import get_flag, set_flag
 
 PAUSED = "learner_paused"
@@ -31,54 +32,72 @@ class Switches:
         return f'"g{self.generation}{marks}"'
 
 
-def read(session: Session) -> Switches:
+def read(session: Session, line: str) -> Switches:
+    """Return the switches of a line of adapters, by its name."""
     return Switches(
-        paused=get_flag(session, PAUSED) == ON,
-        run_requested=get_flag(session, RUN_REQUESTED) == ON,
-        generation=_generation(session),
+        paused=get_flag(session, flag_of(PAUSED, line)) == ON,
+        run_requested=get_flag(session, flag_of(RUN_REQUESTED, line)) == ON,
+        generation=_generation(session, line),
     )
 
 
-def set_paused(session: Session, paused: bool, *, now: float, actor: str, reason: str) -> bool:
-    """Pause or resume the learner, in the caller's transaction. Returns: False: it was so before.
+def set_paused(
+    session: Session, line: str, paused: bool, *, now: float, actor: str, reason: str
+) -> bool:
+    """Pause or resume the learner in one line of adapters, in the caller's transaction.
 
-    An audit row is added only for a change.
+    An audit row is added only for a change. Returns: False: it was so before.
     """
-    before = read(session)
+    before = read(session, line)
     if before.paused == paused:
         return False
-    set_flag(session, PAUSED, ON if paused else OFF, now=now)
-    count_up(session, now)
-    told(session, "pause" if paused else "resume", before, now=now, actor=actor, reason=reason)
+    set_flag(session, flag_of(PAUSED, line), ON if paused else OFF, now=now)
+    count_up(session, line, now)
+    action = "pause" if paused else "resume"
+    told(session, line, action, before, now=now, actor=actor, reason=reason)
     return True
 
 
+def subject_of(line: str) -> str:
+    """Return how the audit names the learner of a line."""
+    project = project_of(line)
+    return "learner" if project is None else f"learner of {project}"
+
+
 def told(
-    session: Session, action: str, before: Switches, *, now: float, actor: str, reason: str
+    session: Session,
+    line: str,
+    action: str,
+    before: Switches,
+    *,
+    now: float,
+    actor: str,
+    reason: str,
 ) -> None:
     """Add the audit row of an operator's action."""
-    after = read(session)
+    after = read(session, line)
     audit.record(
         session,
         now=now,
         actor=actor,
         action=f"learner.{action}",
-        subject="learner",
+        subject=subject_of(line),
         before={"paused": before.paused, "run_requested": before.run_requested},
         after={"paused": after.paused, "run_requested": after.run_requested},
         reason=reason,
     )
 
 
-def count_up(session: Session, now: float) -> None:
-    """Give the switches their next generation."""
+def count_up(session: Session, line: str, now: float) -> None:
+    """Give the switches of a line their next generation."""
     # A damaged number must not hold up a pause; the time in seconds is above any count of changes.
-    known = get_flag(session, GENERATION)
-    following = _generation(session) + 1 if known is None or _generation(session) else int(now)
-    set_flag(session, GENERATION, str(following), now=now)
+    flag = flag_of(GENERATION, line)
+    before = _generation(session, line)
+    following = before + 1 if get_flag(session, flag) is None or before else int(now)
+    set_flag(session, flag, str(following), now=now)
     session.flush()
 
 
-def _generation(session: Session) -> int:
-    text = get_flag(session, GENERATION) or ""
+def _generation(session: Session, line: str) -> int:
+    text = get_flag(session, flag_of(GENERATION, line)) or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0

@@ -20,9 +20,11 @@ from deploy.registry.learner.flags import (
     count_up,
     read,
     set_paused,
+    subject_of,
     told,
 )
 from ingest.reward_watch.asking import Override, ask, read_override, write_override
+from sidecar.lines import flag_of
 from sidecar.settings import Watch
 from sidecar.store.database import set_flag
 
@@ -36,20 +38,23 @@ def allowed_actions(switches: Switches) -> list[str]:
     return ["resume"] if switches.paused else ["pause", "run"]
 
 
-def switch(session: Session, action: Action, *, now: float, actor: str, reason: str) -> Switches:
+def switch(
+    session: Session, line: str, action: Action, *, now: float, actor: str, reason: str
+) -> Switches:
     """Perform an operator's action. Idempotent: an audit row is added only for a change.
 
-    A request to run has an effect only while the learner is not paused.
+    line: name of the line of adapters. A request to run has an effect only while the learner is not
+        paused.
     """
-    before = read(session)
+    before = read(session, line)
     if action == "run":
         if not before.run_requested:
-            set_flag(session, RUN_REQUESTED, ON, now=now)
-            count_up(session, now)
-            told(session, action, before, now=now, actor=actor, reason=reason)
+            set_flag(session, flag_of(RUN_REQUESTED, line), ON, now=now)
+            count_up(session, line, now)
+            told(session, line, action, before, now=now, actor=actor, reason=reason)
     else:
-        set_paused(session, action == "pause", now=now, actor=actor, reason=reason)
-    return read(session)
+        set_paused(session, line, action == "pause", now=now, actor=actor, reason=reason)
+    return read(session, line)
 
 
 def override(
@@ -58,6 +63,7 @@ def override(
     """Let runs go on while the present champion serves, whatever the reward watch found of it.
 
     What it finds later, by other checks or of another champion, holds again. A run is requested.
+    model: name of the line of adapters.
     Raises: TransitionError when nothing holds the learner.
     """
     answer = ask(session, model, settings)
@@ -68,16 +74,16 @@ def override(
     found = Override(
         champion=answer.verdict.champion, checks=tuple(sorted(answer.verdict.checks)), at=now
     )
-    before = read_override(session)
-    write_override(session, found)
-    set_flag(session, RUN_REQUESTED, ON, now=now)
-    count_up(session, now)
+    before = read_override(session, model)
+    write_override(session, model, found)
+    set_flag(session, flag_of(RUN_REQUESTED, model), ON, now=now)
+    count_up(session, model, now)
     audit.record(
         session,
         now=now,
         actor=actor,
         action="learner.override",
-        subject="learner",
+        subject=subject_of(model),
         before={"override": None if before is None else msgspec.structs.asdict(before)},
         after={"override": msgspec.structs.asdict(found), "found": answer.reason},
         reason=reason,

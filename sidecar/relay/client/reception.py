@@ -142,7 +142,7 @@ def _receive_model_request(
 ) -> Flight | Refusal:
     head = request.head
     headers = head.headers
-    routing = context.compiled_routing()
+    routing = context.compiled_routing(admission.project)
     pinned = None
     if ADAPTER in headers.aside:  # a caller without that right was rejected
         named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)

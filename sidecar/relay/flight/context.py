@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +28,45 @@ class Routing(Protocol):
 
     @property
     def table(self) -> RoutingTable: ...
+
+
+class Answering:
+    """One line of adapters, as the relay follows it: its routing table, prepared, and its
+    breaker."""
+
+    __slots__ = ("_compiled", "_models_changed", "_without_canary", "guard", "routing")
+
+    def __init__(
+        self, routing: Routing, guard: Breaker, models_changed: Callable[[], None]
+    ) -> None:
+        """models_changed: as in `RelayContext`."""
+        self.routing = routing
+        self.guard = guard
+        self._models_changed = models_changed
+        self._compiled: CompiledRouting | None = None
+        self._without_canary: CompiledRouting | None = None
+
+    def compiled(self) -> CompiledRouting:
+        """Return the routing table that is in force now."""
+        compiled, table = self._compiled, self.routing.table
+        if compiled is None or compiled.table is not table:
+            if compiled is not None:  # a replica may just have loaded the new adapter
+                self._models_changed()
+            compiled = self._compiled = CompiledRouting(table)
+            self._without_canary = None
+            self.guard.follow(table)
+        if compiled.splits and self.guard.is_open:
+            return self._champion_alone(table)
+        return compiled
+
+    def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
+        """The table without its canary, because the breaker is open."""
+        without = self._without_canary
+        if without is None:
+            without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))
+            self._without_canary = without
+            self.guard.show_open()
+        return without
 
 
 class SamplingRule(Protocol):
@@ -62,12 +101,18 @@ class RelayContext:
     """None: the relay makes one that is not shared with other processes."""
     slow_first_byte_s: float = 10.0
     """A reply whose first byte comes later than this counts as slow in the breaker."""
-    _compiled: CompiledRouting | None = None
-    _without_canary: CompiledRouting | None = None
+    own_lines: Mapping[str, tuple[Routing, Breaker]] = field(default_factory=dict)
+    """Project -> where its own adapters are read, and their breaker; other projects have `routing`
+    and `breaker`."""
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.metrics)
-        self.guard = self.breaker or Breaker(self.metrics)
+        guard = self.breaker or Breaker(self.metrics)
+        self._default = Answering(self.routing, guard, self.models_changed)
+        self._own: dict[str, Answering] = {
+            project: Answering(routing, breaker, self.models_changed)
+            for project, (routing, breaker) in self.own_lines.items()
+        }
         self.bodies = BodyBudget(self.proxy.max_held_body_bytes, self.metrics.request_body_bytes)
         self.traced = self.capture.traced
         self._max_in_flight = self.proxy.max_in_flight
@@ -80,24 +125,15 @@ class RelayContext:
             in_flight += replica.in_flight
         return in_flight >= self._max_in_flight
 
-    def compiled_routing(self) -> CompiledRouting:
-        """The routing table that is in force now."""
-        compiled, table = self._compiled, self.routing.table
-        if compiled is None or compiled.table is not table:
-            if compiled is not None:  # a replica may just have loaded the new adapter
-                self.models_changed()
-            compiled = self._compiled = CompiledRouting(table)
-            self._without_canary = None
-            self.guard.follow(table)
-        if compiled.splits and self.guard.is_open:
-            return self._champion_alone(table)
-        return compiled
+    def compiled_routing(self, project: str) -> CompiledRouting:
+        """The routing table that is in force now for the requests of a project."""
+        return self._answering(project).compiled()
 
-    def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
-        """The table without its canary, because the breaker is open."""
-        without = self._without_canary
-        if without is None:
-            without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))
-            self._without_canary = without
-            self.metrics.breaker_open.set(1.0)
-        return without
+    def guard_of(self, project: str) -> Breaker:
+        """The breaker of the canary that the requests of a project may get."""
+        return self._answering(project).guard
+
+    def _answering(self, project: str) -> Answering:
+        if self._own:
+            return self._own.get(project, self._default)
+        return self._default

@@ -121,7 +121,7 @@ def _tell_breaker(
     whose adapter vLLM did not know (control sees them), those that vLLM refused as the client's
     fault, and those that failed on both arms.
     """
-    guard, session = context.guard, plan.session_key
+    guard, session = context.guard_of(record.admission.project), plan.session_key
     if record.fell_back:
         if outcome != "upstream_error":
             guard.reply(plan.canary_tag, "canary", session, ERROR)

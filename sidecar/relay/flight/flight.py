@@ -319,7 +319,8 @@ class Flight(Asker):
         plan = record.plan
         if plan is not None and record.sent and silent_s > context.slow_first_byte_s:
             signs.slow = True
-            context.guard.reply(plan.canary_tag, record.routes[0].arm, plan.session_key, SLOW)
+            guard = context.guard_of(record.admission.project)
+            guard.reply(plan.canary_tag, record.routes[0].arm, plan.session_key, SLOW)
 
     # -- the end
 

@@ -17,6 +17,7 @@ from sidecar.settings.checks.learning import (
     useless_best_of_settings,
     useless_group_settings,
 )
+from sidecar.settings.checks.lines import lines, useless_lines
 from sidecar.settings.checks.problem import Problem
 from sidecar.settings.checks.reward import reward, useless_reward_settings
 from sidecar.settings.checks.serving import engine, listeners, upstreams, useless_sampling_settings
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def problems(settings: Settings) -> Iterator[Problem]:
     """Yield every problem, in the order of the checks."""
     yield from upstreams(settings)
+    yield from lines(settings)
     yield from engine(settings)
     yield from listeners(settings)
     yield from judges(settings)
@@ -44,6 +46,7 @@ def problems(settings: Settings) -> Iterator[Problem]:
 def advice(settings: Settings) -> Iterator[Problem]:
     """Yield what works with these settings, but does nothing, or less well than it could."""
     yield from useless_sampling_settings(settings)
+    yield from useless_lines(settings)
     yield from useless_group_settings(settings)
     yield from useless_judge_settings(settings)
     yield from useless_reward_settings(settings)

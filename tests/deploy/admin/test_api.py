@@ -131,11 +131,11 @@ async def test_a_listing_refuses_a_query_that_it_would_not_obey(api: Api) -> Non
     none_taken = await api.client.post("/admin/v1/rollback?to=base")
 
     said = assert_problem(unknown, 400, "bad-query")["detail"]
-    assert said == "no such query parameter: state; known: limit, cursor"
+    assert said == "no such query parameter: state; known: limit, cursor, project"
     said = assert_problem(doubled, 400, "bad-query")["detail"]
     assert said == "query parameter status is given 2 times; give it once"
     said = assert_problem(none_taken, 400, "bad-query")["detail"]
-    assert said == "no such query parameter: to; this path takes none"
+    assert said == "no such query parameter: to; known: project"
     assert (await api.get("/groups", limit=2, status="scored")).status_code == 200
 
 

@@ -77,7 +77,7 @@ async def test_an_override_is_audited_with_what_was_found_and_asks_for_a_run(
     found = (await api.get("/watch")).json()
     assert (found["held"], found["waived"]) == (False, ["refusal"])
     with world.database.read() as session:
-        kept = read_override(session)
+        kept = read_override(session, MODEL)
         row = session.query(AuditRow).order_by(AuditRow.seq.desc()).first()
     assert kept is not None
     assert (kept.champion, kept.checks) == (CHAMPION, ("refusal",))

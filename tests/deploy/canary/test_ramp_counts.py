@@ -12,6 +12,7 @@ from deploy.canary.gate_store import held_out_prompts
 from deploy.canary.ramp_counts import asks_for_one, count_ramp
 from deploy.records import Canary
 from deploy.registry.canary_rule import BREAKER_FAILURES, ArmCounts, RampEvidence
+from sidecar.lines import Line
 from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
 from sidecar.relay.payload.peek import peek_request
 from sidecar.store.database import compress
@@ -382,6 +383,6 @@ def test_only_chat_requests_feed_the_gate(world: World) -> None:
     world.serve("c", held_out=True, surface="completions")
 
     with world.database.read() as session:
-        prompts = held_out_prompts(session, "m", limit=10)
+        prompts = held_out_prompts(session, Line(name="m"), limit=10)
 
     assert [prompt.exchange_id for prompt in prompts] == [kept]

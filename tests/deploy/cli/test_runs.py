@@ -60,7 +60,7 @@ def test_progress_in_words(found: object, said: str) -> None:
 
 def test_a_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [{"step": 1, "figures": FIGURES}, {"step": 2, "figures": {**FIGURES, "step": 2}}]
-    monkeypatch.setattr(runs, "_read", lambda context, run_id: ({"run_id": "r1"}, steps))
+    monkeypatch.setattr(runs, "_read", lambda context, run_id, project: ({"run_id": "r1"}, steps))
 
     runs_plot(typer.Context(typer.main.get_command(typer.Typer(callback=print))), tmp_path / "x")
 

@@ -74,7 +74,7 @@ async def test_a_champion_refused_by_all_gives_way_after_half_a_minute(
     )
     assert world.rows(BannedDigestRow) == []
     with world.database.read() as session:
-        assert flags.read(session).paused is True
+        assert flags.read(session, "m").paused is True
 
 
 async def test_an_altered_champion_gives_way_too(world: World, served: tuple[str, str]) -> None:

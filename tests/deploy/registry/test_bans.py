@@ -121,7 +121,7 @@ def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World)
     assert sorted(banned(world)) == [second, on_canary]
     assert (done.learner_paused, again.learner_paused, again.changed) == (True, False, False)
     with world.database.read() as session:
-        assert flags.read(session).paused is True
+        assert flags.read(session, "m").paused is True
     with pytest.raises(TransitionError, match="banned"):
         start(world, second)
 
@@ -143,4 +143,4 @@ def test_a_rollback_that_changes_nothing_pauses_nothing(world: World) -> None:
 
     assert (done.changed, done.learner_paused) == (False, False)
     with world.database.read() as session:
-        assert flags.read(session).paused is False
+        assert flags.read(session, "m").paused is False

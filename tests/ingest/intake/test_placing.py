@@ -22,6 +22,7 @@ from ingest.intake.placing import Sessions
 from ingest.sessions.tree import COMMON, TTL_S
 from ingest.store import sessions as store
 from ingest.store.groups import load_group
+from sidecar.lines import Line
 from sidecar.records import Exchange, encode_exchange
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
@@ -224,10 +225,11 @@ def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(k
     sessions = Sessions(held_out_rate=RATE)
     take(kit, sessions, turn(kit, SECOND, 1, about=about))
     with kit.database.read() as session:
-        assert held_out_prompts(session, "smollm", limit=9) == []  # it is not decided yet
+        # It is not decided yet.
+        assert held_out_prompts(session, Line(name="smollm"), limit=9) == []
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
     with kit.database.read() as session:
-        assert len(held_out_prompts(session, "smollm", limit=9)) == 1
+        assert len(held_out_prompts(session, Line(name="smollm"), limit=9)) == 1
 
     take(kit, sessions, turn(kit, FIRST, 0, about=about, system="Be brief."))
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
@@ -235,7 +237,7 @@ def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(k
     assert {held for *_, held in rows(kit).values()} == {False}
     assert kit.counts("selection") == {"held_out": 1, "chosen": 1}
     with kit.database.read() as session:
-        assert held_out_prompts(session, "smollm", limit=9) == []
+        assert held_out_prompts(session, Line(name="smollm"), limit=9) == []
         assert load_group(session, group_id_of(SECOND)) is None
 
 

@@ -496,7 +496,7 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
 
     def override(champion: str, *checks: str) -> None:
         with database.write() as session:
-            write_override(session, Override(champion=champion, checks=checks, at=NOW))
+            write_override(session, MODEL, Override(champion=champion, checks=checks, at=NOW))
 
     assert holding() == ["refusal"]
     override("v1", "refusal")
@@ -514,7 +514,7 @@ def test_a_damaged_override_waives_nothing(database: Database, text: str) -> Non
         assert get_flag(session, "watch_override") == text
 
     with database.read() as session:
-        assert read_override(session) is None
+        assert read_override(session, MODEL) is None
 
 
 def test_settings_may_show_without_holding(database: Database) -> None:

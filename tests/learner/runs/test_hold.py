@@ -177,7 +177,7 @@ def test_an_override_lets_runs_go_on_and_is_said(
     refusing: str, database: Database, start: Start
 ) -> None:
     with database.write() as session:
-        write_override(session, Override(champion=refusing, checks=("refusal",), at=1.0))
+        write_override(session, "m", Override(champion=refusing, checks=("refusal",), at=1.0))
 
     with capture_logs() as logs:
         start("r1")

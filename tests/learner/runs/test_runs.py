@@ -36,6 +36,7 @@ from learner.runs.source import (
     mark_trained,
     waiting_groups,
 )
+from sidecar.lines import Line
 from sidecar.store.database import Database
 from sidecar.store.models import AliasRow, CounterRow, GroupRow, RunRow
 from support.clock import Clock
@@ -118,7 +119,7 @@ def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
         )
 
     with database.read() as session:
-        waiting = waiting_groups(session, model="m", parent="base", max_age=4)
+        waiting = waiting_groups(session, line=Line(name="m"), parent="base", max_age=4)
 
     assert (waiting.fresh, waiting.failures) == (("c", "b", "a"), {"b": 1})
     taken, _ = choose(waiting.fresh, waiting.failures, least=1, most=8, after_failure=False)
@@ -294,8 +295,8 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
         put_group(scored_group([0.0, 1.0], group_id=group_id, adapter=adapter))
 
     with database.read() as session:
-        waiting = waiting_groups(session, model="m", parent=third, max_age=2)
-        fresh = count_fresh(session, model="m", parent=third, max_age=2)
+        waiting = waiting_groups(session, line=Line(name="m"), parent=third, max_age=2)
+        fresh = count_fresh(session, line=Line(name="m"), parent=third, max_age=2)
 
     assert waiting.fresh == ("new", "two", "one")
     assert waiting.stale == {"old": "stale", "ghost": "unknown_adapter"}
@@ -315,7 +316,7 @@ def test_of_many_waiting_groups_the_newest_are_looked_at(
         put_group(scored_group([0.0, 1.0], group_id=group_id))
 
     with database.read() as session:
-        assert count_fresh(session, model="m", parent="base", max_age=2) == 2
+        assert count_fresh(session, line=Line(name="m"), parent="base", max_age=2) == 2
 
 
 @pytest.mark.both_stores

@@ -213,7 +213,7 @@ def test_the_decision_is_told_when_it_changes_and_each_minute(
 ) -> None:
     def told() -> Told | None:
         with database.read() as session:
-            return read_told(session)
+            return read_told(session, "m")
 
     here = world(schedule="manual")
     assert told() is None
@@ -381,7 +381,7 @@ def test_the_clock_of_apscheduler_looks_again_and_again(
 ) -> None:
     looked = threading.Semaphore(0)
     here = world()
-    monkeypatch.setattr(here.schedule, "poll", looked.release)
+    monkeypatch.setattr(here.schedule, "poll", lambda _: looked.release())
     learner = settings.learner.model_copy(update={"poll_s": 0.02})
 
     ticking = start_clock(settings.model_copy(update={"learner": learner}), database, here.schedule)

@@ -148,7 +148,7 @@ async def test_a_revoked_key_is_refused_by_all_proxies_after_one_poll(
             assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 200 OK"
         keys.revoke(key_id)
         for running in two:
-            running.proxy.routing.poll()
+            running.proxy.lines.source.poll()
             assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 401 Unauthorized"
 
 
@@ -157,7 +157,7 @@ async def test_a_revoked_key_is_refused_though_only_the_proxys_own_thread_polls(
 ) -> None:
     running = await guarded()
     key_id, key = keys.create()
-    running.proxy.routing.poll()
+    running.proxy.lines.source.poll()
     assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 200 OK"
 
     keys.revoke(key_id)

@@ -94,7 +94,7 @@ async def test_a_new_table_is_obeyed_by_all_proxies_after_one_poll(
         adapter = f"{BASE}--v{number}-0123456789ab"
         store.write(champion=adapter)
         for running in two:
-            running.proxy.routing.poll()
+            running.proxy.lines.source.poll()
         assert [await adapter_of(running, wire) for running in two] == [adapter, adapter]
 
     seen = [json.loads(request.body)["model"] for request in fake_vllm.requests]

@@ -169,14 +169,14 @@ def test_the_thread_finds_a_change_by_itself(
     store: Store, source: RoutingSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = threading.Event()
-    original = source._take
+    original = source.default._take
 
     def take(found: RoutingTable) -> None:
         original(found)
         if found.generation == 1:
             taken.set()
 
-    monkeypatch.setattr(source, "_take", take)
+    monkeypatch.setattr(source.default, "_take", take)
     store.create()
     source.start()
 
