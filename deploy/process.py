@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import httpx
 import structlog
@@ -21,29 +21,19 @@ from deploy.adapters.needed import FolderRule
 from deploy.adapters.prune import Pruner
 from deploy.admin.context import AdminContext
 from deploy.admin.wire.connections import AdminConnection
-from deploy.canary.controller import Controller
-from deploy.canary.gate import Gate
-from deploy.canary.shadow import EVERY_S as SHADOW_S
-from deploy.canary.shadow import Shadow
-from deploy.engine.champion_guard import CHECK_S, ChampionGuard
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler, registered_path
-from deploy.engine.validation import ServingLimits
+from deploy.engine.reconcile import Reconciler
 from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.examiner import examiner_of
-from deploy.outside import approval, checking, telling
-from deploy.outside.approval import Approvals
-from deploy.outside.checking import MetricChecks
+from deploy.line_loops import LineLoops, make_folder_of
+from deploy.outside import telling
 from deploy.outside.http import Caller
-from deploy.outside.metrics import HttpMetrics
 from deploy.outside.telling import Hooks, Sender
 from deploy.page.mount import with_page
 from deploy.registry import audit, routing_writer
 from deploy.registry.leases.holder import BEAT_S, Lease, own_id
 from deploy.supervise.loops import Loop
 from ingest.judges.build import ProcessJudges
-from ingest.privacy.judge_view import JudgeView
-from ingest.privacy.screen import Screen
 from ingest.ruler.judge import Judge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
 from learner.shared_folders import shared_folders
@@ -201,7 +191,7 @@ async def _run(
     controls = {url: replicas[url] for url in serving}
     outside = Caller()
     tended = [
-        _Tended(
+        LineLoops(
             settings.of_line(line), database, controls, sampler, judge, fleet, outside, on_change
         )
         for line in settings.lines
@@ -284,80 +274,6 @@ async def _run(
     log.info("control_stopped")
 
 
-class _Tended:
-    """What control does for one line of adapters."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        database: Database,
-        controls: Mapping[str, AdapterControl],
-        sampler: ReplicaSampler,
-        judge: Judge,
-        fleet: Fleet,
-        outside: Caller,
-        on_change: Callable[[], None],
-    ) -> None:
-        """settings: of the line."""
-        line = settings.line
-        self._of = "" if line.project is None else f" {line.project}"
-        self._poll_s = settings.canary.poll_s
-        gate = make_gate(settings, database, sampler, judge)
-        self.controller = make_controller(settings, database, controls, gate, on_change)
-        self._shadow = Shadow(database, gate, line.name)
-        self._guard = ChampionGuard(database, line.name, fleet.view, on_change=on_change)
-        self._checks = MetricChecks(
-            database, line.name, HttpMetrics(outside), settings.canary, on_change=on_change
-        )
-        self._approvals = Approvals(database, line.name, settings.approval, outside)
-
-    def loops(self, lease: Lease) -> list[Loop]:
-        """Return the loops; those of a project's line have its name."""
-        return [
-            Loop(f"tick{self._of}", lease.only_acting(self.controller.tick), lambda: self._poll_s),
-            Loop(f"guard{self._of}", lease.only_acting(self._guard.check), lambda: CHECK_S),
-            Loop(
-                f"metrics{self._of}", lease.only_acting(self._checks.tick), lambda: checking.EVERY_S
-            ),
-            Loop(
-                f"approval{self._of}",
-                lease.only_acting(self._approvals.tick),
-                lambda: approval.EVERY_S,
-            ),
-            Loop(f"shadow{self._of}", lease.only_acting(self._shadow.tick), lambda: SHADOW_S),
-        ]
-
-
-def make_gate(
-    settings: Settings, database: Database, sampler: ReplicaSampler, judge: Judge
-) -> Gate:
-    """Build the gate of a line, which also judges beside the ramp, from the line's settings."""
-    rules = settings.canary
-    # The lines share what vLLM has to spare.
-    at_once = settings.groups.concurrency // (3 * rules.gate_answers * len(settings.lines))
-    return Gate(
-        database=database,
-        sampler=sampler,
-        judge=judge,
-        rules=rules,
-        judging=settings.judge_of_gate,
-        room=sampler,
-        parallel=max(1, at_once),
-        view=JudgeView(settings.privacy),
-        screen=Screen(settings.privacy),
-        judge_gives_reward=not examiner_of(settings).own_judge,
-        line=settings.line,
-    )
-
-
-def make_folder_of(settings: Settings) -> Callable[[str, str], str]:
-    """Return what finds a version's folder on this machine: it may have to be fetched."""
-    shared = shared_folders(settings)
-    if shared is None:
-        return registered_path
-    return lambda digest, path: str(shared.local(digest, path))
-
-
 def make_pruner(settings: Settings, database: Database) -> Pruner:
     """Build what removes adapter folders, from the settings."""
     rules = settings.adapters
@@ -365,34 +281,6 @@ def make_pruner(settings: Settings, database: Database) -> Pruner:
     folders = settings.learner.adapters_dir
     shared = shared_folders(settings)
     return Pruner(database=database, adapters_dir=folders, rule=rule, shared=shared)
-
-
-def make_controller(
-    settings: Settings,
-    database: Database,
-    replicas: Mapping[str, AdapterControl],
-    gate: Gate,
-    on_change: Callable[[], None],
-) -> Controller:
-    """Build the controller of a line from the line's settings."""
-    rules, serving = settings.canary, settings.serving
-    bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
-    return Controller(
-        database=database,
-        replicas=replicas,
-        gate=gate,
-        rules=rules,
-        limits=ServingLimits(
-            max_rank=serving.max_lora_rank,
-            bases=frozenset(bases),
-            base_model_path=serving.base_model_path,
-        ),
-        model=settings.line.name,
-        line=settings.line,
-        approval=settings.approval,
-        on_change=on_change,
-        folder_of=make_folder_of(settings),
-    )
 
 
 def _vllm_client(settings: Settings, url: str) -> httpx.AsyncClient:

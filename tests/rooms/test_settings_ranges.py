@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from deploy.cli.main import main
-from deploy.process import make_controller, make_gate
+from deploy.line_loops import make_controller, make_gate
 from ingest.best_of.questions import BestOfJudge
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake

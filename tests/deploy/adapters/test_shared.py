@@ -12,7 +12,7 @@ from deploy.adapters.prune import Pruner
 from deploy.canary.controller import Controller
 from deploy.cli.learning.importing import import_adapter
 from deploy.engine.validation import ServingLimits
-from deploy.process import make_folder_of
+from deploy.line_loops import make_folder_of
 from learner.adapter_folder import folder_digest
 from learner.resume.work_folder import remove_folder
 from learner.shared_folders import MANIFEST, shared_folders

@@ -67,7 +67,7 @@ SHORT = {
     "deploy.engine.reconcile:UNLOAD_GRACE_S": 0.05,
     "deploy.engine.champion_guard:MISSING_S": 0.1,
     "deploy.engine.champion_guard:CHECK_S": 0.05,
-    "deploy.process:CHECK_S": 0.05,
+    "deploy.line_loops:CHECK_S": 0.05,
     "deploy.process:RECONCILE_S": 0.1,
 }
 END_S = 60.0
