@@ -46,7 +46,7 @@ BEFORE: list[tuple[str, Any, str]] = [
     ("file or folder synced", learner.resume.work_folder, "sync"),
     ("saving", learner.grpo.files.saving, "save_adapter"),
     ("sealing", learner.runs.train, "seal"),
-    ("placing", learner.runs.train, "place"),
+    ("placing", learner.runs.publish, "place"),
     ("placed, not registered", learner.runs.train, "register"),
     ("registered, not committed", learner.runs.train, "end_run"),
 ]
