@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 SHORT = {
     "deploy.engine.champion_guard:MISSING_S": 0.1,
     "deploy.engine.champion_guard:CHECK_S": 0.05,
-    "deploy.process:CHECK_S": 0.05,
+    "deploy.line_loops:CHECK_S": 0.05,
     "deploy.process:RECONCILE_S": 0.1,
 }
 END_S = 60.0
@@ -76,7 +76,7 @@ def test_a_champion_that_no_vllm_can_serve_gives_way_once(world: World, tmp_path
     counted = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "canary"}
     assert (counted.get("automatic_rollback"), counted.get("operator_rollback")) == (1, None)
     with world.database.read() as session:
-        assert flags.read(session).paused is True
+        assert flags.read(session, MODEL).paused is True
         assert history.verify(session).broken == ()
 
 

@@ -147,8 +147,10 @@ def test_the_base_of_other_projects_is_not_in_a_lines_comparison(shared: World, 
 
     with own.database.read() as session:
         counts = count_ramp(session, canary, step_min_exchanges=3, line=OWN)
-        live, _ = LiveTurns(own.rules, OWN).read(session, canary)
-        everybody, _ = LiveTurns(own.rules, Line(name="m")).read(session, canary)
+        live, _ = LiveTurns(own.rules, OWN).read(session, canary, own.clock() + 120.0)
+        everybody, _ = LiveTurns(own.rules, Line(name="m")).read(
+            session, canary, own.clock() + 120.0
+        )
 
     assert (counts.candidate.replies, counts.champion.replies, counts.champion.errors) == (1, 6, 0)
     assert (live.guards["failed"].champion, everybody.guards["failed"].champion) == (0, 6)
