@@ -74,6 +74,11 @@ class AdminContext:
         return [line.project for line in self.lines if line.project is not None]
 
     @property
+    def line_names(self) -> list[str]:
+        """The names of all lines, the default one first."""
+        return [line.name for line in self.lines] or [self.model]
+
+    @property
     def engine(self) -> EngineView:
         return self.fleet.view()
 

@@ -156,7 +156,9 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
             most = settings.most_pending_groups
             return StoreFacts(
                 funnel=funnel,
-                pile_up=read_pile_up(session, model, funnel, most=most),
+                pile_up=read_pile_up(
+                    session, [line.name for line in settings.lines], funnel, most=most
+                ),
                 bus=read_state(session),
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 judge=read_judge_state(session) if settings.judge.model else None,

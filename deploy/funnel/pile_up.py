@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,15 +42,19 @@ class PileUp:
         return max(found, key=lambda name: found[name])
 
 
-def read_pile_up(session: Session, model: str, funnel: Funnel, *, most: int) -> PileUp | None:
+def read_pile_up(
+    session: Session, lines: Iterable[str], funnel: Funnel, *, most: int
+) -> PileUp | None:
     """Return the pile-up; None while there is room, or no exchange waits for it.
 
-    most: `Settings.most_pending_groups`.
+    lines: names of all lines of adapters, which share the room. most:
+        `Settings.most_pending_groups`.
     """
     exchanges = funnel.stage("selection").waiting.get(BACKLOG, 0)
     if exchanges <= 0:
         return None
-    counts = pending_by_status(session, live_adapters(session, model), most=most)
+    live = frozenset[str]().union(*(live_adapters(session, line) for line in lines))
+    counts = pending_by_status(session, live, most=most)
     total = sum(counts.values())
     if total < most:
         return None

@@ -15,7 +15,7 @@ from ingest.sampling.budget import read_usage
 
 def pile_up(session: Session, context: AdminContext, funnel: Funnel) -> PileUpOut | None:
     """Return why no new group begins; None while there is room."""
-    found = read_pile_up(session, context.model, funnel, most=context.most_pending_groups)
+    found = read_pile_up(session, context.line_names, funnel, most=context.most_pending_groups)
     return None if found is None else PileUpOut.of(found)
 
 
