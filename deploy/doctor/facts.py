@@ -14,6 +14,7 @@ from ingest.judge_watch.state import JudgeState
 from ingest.noise.state import NoiseState
 from ingest.sampling.budget import Spent
 from ingest.verifiers.state import VerifierSeen
+from sidecar.lines import Line
 from sidecar.settings import Settings
 
 
@@ -42,6 +43,19 @@ class LastRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineFacts:
+    """What the store says of one line of adapters."""
+
+    line: Line
+    learner_paused: bool = False
+    run: LastRun | None = None
+    adapter: tuple[str, str, str] | None = None
+    """Name, state and reason of the newest adapter."""
+    canary: str = ""
+    """What the open canary waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
     """What the store says."""
 
@@ -57,14 +71,10 @@ class StoreFacts:
     """Verifiers, as score last saw them."""
     waiting_for_verifiers: Mapping[str, int] = field(default_factory=dict)
     """Groups that wait for a verifier, by its name."""
-    learner_paused: bool = False
     pile_up: PileUp | None = None
     """Why no new group begins; None while there is room."""
-    run: LastRun | None = None
-    adapter: tuple[str, str, str] | None = None
-    """Name, state and reason of the newest adapter."""
-    canary: str = ""
-    """What the open canary waits for."""
+    lines: tuple[LineFacts, ...] = ()
+    """The lines of adapters, the default one first."""
     recent: Recent = Recent()
 
 
@@ -107,3 +117,5 @@ class Diagnosis:
     text: str
     """What is seen, and why that stops records."""
     to_do: str
+    project: str | None = None
+    """Whose line of adapters it is about; None: the default one, or all."""

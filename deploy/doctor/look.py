@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 from sqlalchemy.orm import Session
 
 from deploy.doctor.bounded import run_checks
-from deploy.doctor.facts import Facts, StoreFacts
+from deploy.doctor.facts import Facts, LineFacts, StoreFacts
 from deploy.doctor.recent import newest_adapter, newest_run, read_recent
 from deploy.funnel.pile_up import read_pile_up
 from deploy.funnel.read import read_funnel
@@ -43,6 +43,7 @@ from learner.ready import EMPTY, why_not_ready
 from learner.schedule.cron import read_cron
 from learner.schedule.loop import PAUSED_FLAG
 from sidecar.errors import SettingsError, StoreError
+from sidecar.lines import Line, flag_of
 from sidecar.processes.state_lock import holder
 from sidecar.settings import Judge, Settings
 from sidecar.settings.kinds import base_url
@@ -138,7 +139,7 @@ def look(
 
 def _store(settings: Settings, now: float) -> StoreFacts | None:
     """Read the store; None when there is none yet. Raises: StoreError."""
-    url, model = settings.store.url, settings.serving.model
+    url = settings.store.url
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
         return None
@@ -151,26 +152,32 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 "the store has the tables of an older version: start ingest or control once"
             )
         with database.read() as session:
-            canary = canaries.active(session, model)
-            funnel = read_funnel(session, model)
+            lines = [line.name for line in settings.lines]
+            funnel = read_funnel(session, *lines)
             most = settings.most_pending_groups
             return StoreFacts(
                 funnel=funnel,
-                pile_up=read_pile_up(
-                    session, [line.name for line in settings.lines], funnel, most=most
-                ),
+                pile_up=read_pile_up(session, lines, funnel, most=most),
                 bus=read_state(session),
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 judge=read_judge_state(session) if settings.judge.model else None,
                 noise=_noise(session, settings.judge),
                 verifiers=read_verifiers(session),
                 waiting_for_verifiers=waiting_for(session),
-                learner_paused=get_flag(session, PAUSED_FLAG) == "1",
-                run=newest_run(session, model),
-                adapter=newest_adapter(session, model),
-                canary=(canary.reason or "") if canary is not None else "",
+                lines=tuple(_line(session, line) for line in settings.lines),
                 recent=read_recent(session),
             )
+
+
+def _line(session: Session, line: Line) -> LineFacts:
+    canary = canaries.active(session, line.name)
+    return LineFacts(
+        line=line,
+        learner_paused=get_flag(session, flag_of(PAUSED_FLAG, line.name)) == "1",
+        run=newest_run(session, line.name),
+        adapter=newest_adapter(session, line.name),
+        canary=(canary.reason or "") if canary is not None else "",
+    )
 
 
 def _noise(session: Session, judge: Judge) -> NoiseState | None:

@@ -37,8 +37,10 @@ def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
         lines.append("Nothing stops records.")
     if not found and (waiting := waits_for(facts)):
         lines.append(f"It waits for {waiting}.")
-    if facts.store is not None and facts.store.canary:
-        lines.append(f"The canary: {facts.store.canary}.")
+    for of in facts.store.lines if facts.store is not None else ():
+        if of.canary:
+            whose = "" if of.line.project is None else f" of {of.line.project}"
+            lines.append(f"The canary{whose}: {of.canary}.")
     if warning := examiner_of(facts.settings).warning:
         lines.append(f"The gate: {warning}.")
     lines += [f"Not checked: {one}." for one in facts.unchecked]

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
+from deploy.doctor.lines import of_lines
 from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
 from deploy.doctor.verifiers import failing_verifiers
 from deploy.funnel.pile_up import said, to_do
@@ -51,9 +52,9 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
         *_schedule(facts),
     ]
     found += _pile_up(facts, {one.stage for one in found})
-    first: dict[tuple[str, str], Diagnosis] = {}
+    first: dict[tuple[str, str, str | None], Diagnosis] = {}
     for one in found:
-        first.setdefault((one.stage, one.cause), one)
+        first.setdefault((one.stage, one.cause, one.project), one)
     return sorted(first.values(), key=lambda one: STAGES.index(one.stage))
 
 
@@ -132,8 +133,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _judge_drift(store)
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
-    yield from _run(store)
-    yield from _serving(facts, store)
+    yield from of_lines(store.lines, facts.loads_refused)
 
 
 def _pile_up(facts: Facts, stopped: Collection[str]) -> Iterator[Diagnosis]:
@@ -292,32 +292,6 @@ def _most_end(
 IDS_MISSING = ("untrainable:ids_missing", "untrainable:no_prompt_token_ids")
 
 
-def _run(store: StoreFacts) -> Iterator[Diagnosis]:
-    run = store.run
-    if run is not None and run.status == "failed":
-        yield Diagnosis(
-            stage="learning",
-            cause="run_failed",
-            text=f"the newest training run failed: {run.reason}",
-            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
-        )
-    if run is not None and run.status == "held":
-        yield Diagnosis(
-            stage="learning",
-            cause="held",
-            text=f"the reward watch holds the learner: {run.reason}",
-            to_do="see `held` among the symptoms in docs/runbook.md: roll back, mend the judge's "
-            "rubric, or `sidecar learner override --reason TEXT`; its groups wait",
-        )
-    if store.learner_paused:
-        yield Diagnosis(
-            stage="learning",
-            cause="paused",
-            text="an operator paused the learner, so no run starts",
-            to_do="resume it: POST /admin/v1/learner/resume",
-        )
-
-
 def _schedule(facts: Facts) -> Iterator[Diagnosis]:
     learner = facts.settings.learner
     why = facts.schedule_error
@@ -333,22 +307,4 @@ def _schedule(facts: Facts) -> Iterator[Diagnosis]:
             text=why,
             to_do="set learner.schedule, learner.cron or learner.interval_s and restart learn; "
             "`sidecar learn --once` trains now",
-        )
-
-
-def _serving(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
-    refused = dict(facts.loads_refused)
-    if store.adapter is not None and store.adapter[1] == "rejected":
-        refused.setdefault(store.adapter[0], store.adapter[2])
-    for name, reason in refused.items():
-        rank = "rank" in reason
-        yield Diagnosis(
-            stage="serving",
-            cause="rank_too_high" if rank else "adapter_refused",
-            text=f"{name} is not served: {reason}",
-            to_do="start vLLM with a --max-lora-rank of at least learner.rank and state it in "
-            "serving.max_lora_rank, or lower learner.rank"
-            if rank
-            else "`sidecar adapters show` and `sidecar canary get` have the evidence; the next "
-            "run starts from the champion",
         )

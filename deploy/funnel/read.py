@@ -25,15 +25,19 @@ class Funnel:
         return next(stage for stage in self.stages if stage.name == name)
 
 
-def read_funnel(session: Session, model: str) -> Funnel:
-    """Read the funnel. Its cost does not grow with the records. model: whose adapters count."""
+def read_funnel(session: Session, *lines: str) -> Funnel:
+    """Read the funnel. Its cost does not grow with the records.
+
+    lines: names of the lines of adapters whose versions count in the last stage. The records of the
+        stages before it are counted for all lines together.
+    """
     counters = read_counters(session)
     claimed = session.scalar(
         select(func.count()).select_from(GroupRow).where(GroupRow.status == CLAIMED)
     )
     adapters = session.execute(
         select(AdapterRow.state, func.count())
-        .where(AdapterRow.model == model)
+        .where(AdapterRow.model.in_(lines))
         .group_by(AdapterRow.state)
     )
     return Funnel(

@@ -1,0 +1,83 @@
+"""Say where the records of a line of adapters stop: at its learner, or before it serves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from deploy.doctor.facts import Diagnosis, LineFacts
+from sidecar.lines import line_of_adapter
+
+
+def of_lines(lines: Sequence[LineFacts], loads_refused: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """Yield what stops the records of each line. The text names a line that is not the default one.
+
+    loads_refused: adapter -> why a vLLM refuses to load it; one whose name is of no line counts as
+        the first line's.
+    """
+    names = {one.line.name for one in lines}
+    for at, facts in enumerate(lines):
+        refused = {
+            adapter: why
+            for adapter, why in loads_refused.items()
+            if line_of_adapter(adapter) == facts.line.name
+            or (at == 0 and line_of_adapter(adapter) not in names)
+        }
+        yield from _learner(facts)
+        yield from _serving(facts, refused)
+
+
+def _learner(facts: LineFacts) -> Iterator[Diagnosis]:
+    run, project = facts.run, facts.line.project
+    of, option = _words(project)
+    if run is not None and run.status == "failed":
+        yield Diagnosis(
+            stage="learning",
+            cause="run_failed",
+            text=f"the newest training run{of} failed: {run.reason}",
+            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
+            project=project,
+        )
+    if run is not None and run.status == "held":
+        yield Diagnosis(
+            stage="learning",
+            cause="held",
+            text=f"the reward watch holds the learner{of}: {run.reason}",
+            to_do="see `held` among the symptoms in docs/runbook.md: roll back, mend the judge's "
+            f"rubric, or `sidecar learner override{option} --reason TEXT`; its groups wait",
+            project=project,
+        )
+    if facts.learner_paused:
+        query = "" if project is None else f"?project={project}"
+        yield Diagnosis(
+            stage="learning",
+            cause="paused",
+            text=f"an operator paused the learner{of}, so no run starts",
+            to_do=f"resume it: POST /admin/v1/learner/resume{query}",
+            project=project,
+        )
+
+
+def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis]:
+    project = facts.line.project
+    found = dict(refused)
+    if facts.adapter is not None and facts.adapter[1] == "rejected":
+        found.setdefault(facts.adapter[0], facts.adapter[2])
+    _, option = _words(project)
+    for name, reason in found.items():
+        rank = "rank" in reason
+        yield Diagnosis(
+            stage="serving",
+            cause="rank_too_high" if rank else "adapter_refused",
+            text=f"{name} is not served: {reason}",
+            to_do="start vLLM with a --max-lora-rank of at least learner.rank and state it in "
+            "serving.max_lora_rank, or lower learner.rank"
+            if rank
+            else f"`sidecar adapters show{option}` and `sidecar canary get{option}` have the "
+            "evidence; the next run starts from the champion",
+            project=project,
+        )
+
+
+def _words(project: str | None) -> tuple[str, str]:
+    """Return whose line it is in words, and the option of commands; empty for the default line."""
+    return ("", "") if project is None else (f" of {project}", f" --project {project}")
