@@ -64,6 +64,17 @@ def public_model(line: str) -> str:
     return line.partition(SEPARATOR)[0]
 
 
+def line_of_adapter(adapter: str) -> str:
+    """Return the name of the line that an adapter's name begins with; the whole of another name."""
+    return adapter.rpartition("--v")[0] or adapter
+
+
+def learner_of(line: str) -> str:
+    """Return how the audit names the learner of a line."""
+    project = project_of(line)
+    return "learner" if project is None else f"learner of {project}"
+
+
 def flag_of(name: str, line: str) -> str:
     """Return the name of a line's row in the table `flag`; the default line's has no suffix.
 

@@ -8,6 +8,7 @@ names it, as usual for HTTP clients; the API speaks plain HTTP, so that proxy ca
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -21,8 +22,10 @@ from sidecar.settings.kinds import base_url
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
-OF_A_LINE = ("/status", "/funnel", "/watch", "/learner", "/adapters", "/aliases", "/rollback")
-"""Resources that each line of adapters has; of others, `/canaries` and `/runs` are listed so."""
+OF_A_LINE = frozenset({"status", "funnel", "watch", "learner", "adapters", "aliases", "rollback"})
+"""Resources that each line of adapters has."""
+LISTED_OF_A_LINE = frozenset({"canaries", "runs"})
+"""Resources that are listed for each line; one of them is named by an id that all lines share."""
 PAGE_ITEMS = 200
 """Items of one request: the most that the admin API gives."""
 
@@ -87,7 +90,7 @@ class AdminClient:
 
     def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
         headers = {**self._headers, **rest.pop("headers", {})}
-        if self._project is not None and (path[0] in OF_A_LINE or len(path) == 1):
+        if self._project is not None and is_of_a_line(path):
             rest["params"] = {**rest.get("params", {}), "project": self._project}
         url = "/".join([self._url + path[0], *(quote(part, safe="") for part in path[1:])])
         try:
@@ -108,6 +111,12 @@ class AdminClient:
         if not reply.is_success:
             raise AdminApiError(f"admin API: {_problem(reply)}")
         return reply
+
+
+def is_of_a_line(path: Sequence[str]) -> bool:
+    """Return True for the path of a resource that takes `?project=`. path: its parts."""
+    name = path[0].removeprefix("/")
+    return name in OF_A_LINE or (name in LISTED_OF_A_LINE and len(path) == 1)
 
 
 def _read(reply: httpx.Response) -> Any:  # Any: JSON

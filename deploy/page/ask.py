@@ -14,6 +14,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deploy.admin.client import is_of_a_line
 from deploy.errors import DeployError
 from deploy.registry import audit
 
@@ -33,11 +34,18 @@ class Ask:
     """The admin API for one visitor."""
 
     def __init__(
-        self, api: ASGIApp, given: Mapping[str, Any], source: str, request_id: str
+        self,
+        api: ASGIApp,
+        given: Mapping[str, Any],
+        source: str,
+        request_id: str,
+        project: str | None = None,
     ) -> None:
         """api: the routes without their reception. given: what the reception would have added to
-        the request's scope. source, request_id: what audit rows name."""
+        the request's scope. source, request_id: what audit rows name. project: whose line of
+        adapters is asked about; None: the default line."""
         self._api = api
+        self._project = project
         self._given = dict(given)
         self._origin = (source, request_id)
 
@@ -67,6 +75,8 @@ class Ask:
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
+        if self._project is not None and is_of_a_line(path):
+            query = {**(query or {}), "project": self._project}
         transport = httpx.ASGITransport(app=self._known, raise_app_exceptions=False)
         client = httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1/admin/v1", trust_env=False

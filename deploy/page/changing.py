@@ -29,6 +29,7 @@ from deploy.page.door import SESSION
 from deploy.page.first_reply import FirstReply, Took, first_reply, proxies_took
 from deploy.page.shown.words import short
 from sidecar.errors import StoreError
+from sidecar.lines import Line
 from sidecar.records import BASE
 
 PREVIOUS = "previous"
@@ -86,7 +87,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
         done = await asked.ask.post(RollbackOut, "rollback", body={"to": to, "reason": reason})
         if not done.changed:
             return desk.html(asked, "rolled_back.html", done=done)
-        return RedirectResponse("/rollback/last", status_code=303)
+        return RedirectResponse(asked.link("/rollback/last"), status_code=303)
 
     async def last(asked: Asked) -> Response:
         """The last rollback, and what has been seen of it; a part of a page when htmx asks."""
@@ -94,7 +95,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
         if row is None:
             raise ProblemError(404, "No rollback", "none is among the newest rows of the audit")
         status = await asked.ask.get(StatusOut, "status")
-        first, took = await asyncio.to_thread(_measure, desk, row)
+        first, took = await asyncio.to_thread(_measure, desk, asked.line, row)
         part = asked.request.headers.get("hx-request") == "true"
         return desk.html(
             asked,
@@ -116,7 +117,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
             body=_reason(asked),
             if_match=asked.form.get("etag", ""),
         )
-        return RedirectResponse(f"/canaries/{canary_id}", status_code=303)
+        return RedirectResponse(asked.link(f"/canaries/{canary_id}"), status_code=303)
 
     async def learner(asked: Asked) -> Response:
         await asked.ask.post(
@@ -126,7 +127,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
             body=_reason(asked),
             if_match=asked.form.get("etag", ""),
         )
-        return RedirectResponse("/runs", status_code=303)
+        return RedirectResponse(asked.link("/runs"), status_code=303)
 
     return {
         "login": login,
@@ -190,24 +191,27 @@ def targets(status: StatusOut, canaries: Sequence[CanaryOut]) -> list[Target]:
 
 async def _last_rollback(asked: Asked) -> AuditOut | None:
     newest = await asked.ask.get(Page[AuditOut], "audit", limit=NEWEST)
-    return next((row for row in newest.items if row.action == "rollback"), None)
+    of = asked.line.name
+    return next(
+        (one for one in newest.items if (one.action, one.subject) == ("rollback", of)), None
+    )
 
 
-def _measure(desk: Desk, row: AuditOut) -> tuple[FirstReply | None, list[Took]]:
+def _measure(desk: Desk, line: Line, row: AuditOut) -> tuple[FirstReply | None, list[Took]]:
     """Return what traffic and proxies tell; None and nothing while the store cannot be asked."""
     generation = row.after.get("generation")
     try:
         with desk.context.database.read() as session:
             first = first_reply(
                 session,
-                model=desk.context.model,
+                line=line,
                 to=str(row.after.get("champion")),
                 left=str(row.before.get("champion")),
                 at=row.at,
             )
             took = proxies_took(
                 session,
-                model=desk.context.model,
+                model=line.name,
                 generation=generation if isinstance(generation, int) else 0,
                 at=row.at,
             )

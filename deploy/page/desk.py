@@ -14,12 +14,14 @@ from starlette.types import ASGIApp
 from deploy.admin.auth import ForbiddenError, Grant, RefusedError, TooLargeError, TooSlowError
 from deploy.admin.context import AdminContext
 from deploy.admin.json import UnreadableError, check_quoted
+from deploy.admin.lines.out import LineOut
 from deploy.admin.reception import request_id_of, source_of
 from deploy.admin.wire.scopes import ScopeError
 from deploy.page.ask import Ask, ProblemError
 from deploy.page.door import Door, Visitor
 from deploy.page.forms import read_form
 from deploy.page.rendering import HEADERS, Templates
+from sidecar.lines import Line
 from sidecar.settings.kinds import AdminScope
 
 log = structlog.get_logger()
@@ -36,6 +38,8 @@ class Asked:
     visitor: Visitor
     ask: Ask
     now: float
+    line: Line
+    """The line of adapters that the page is about."""
     form: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -46,6 +50,10 @@ class Asked:
         """A part of the path."""
         return str(self.request.path_params[name])
 
+    def link(self, place: str) -> str:
+        """Return the address of a page about the same line. place: its path in the default line."""
+        return prefix_of(self.line) + place
+
 
 View = Callable[[Asked], Awaitable[Response]]
 
@@ -55,18 +63,24 @@ class Desk:
 
     def __init__(self, api: ASGIApp, context: AdminContext) -> None:
         self.context = context
+        self.lines = context.lines or (Line(name=context.model),)
+        """All lines of adapters, the default one first."""
         self.door = Door(context, context.clock)
         self.templates = Templates()
         self._api = api
 
     def page(
-        self, view: View, *, needs: AdminScope | None
+        self, view: View, *, needs: AdminScope | None, line: Line | None = None
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a page. needs: scope without which it is refused; None: no login is needed."""
+        """Wrap a page. needs: scope without which it is refused; None: no login is needed.
+
+        line: the line of adapters that it is about; None: the default one.
+        """
+        of = self.lines[0] if line is None else line
 
         async def answer(request: Request) -> Response:
             try:
-                return await self._answer(view, needs, request)
+                return await self._answer(view, needs, request, of)
             except (RefusedError, UnreadableError, ScopeError) as error:
                 return self._refuse(request, error)
 
@@ -86,24 +100,30 @@ class Desk:
             {
                 "now": asked.now,
                 "model": self.context.model,
+                "line": asked.line,
+                "lines": self.lines,
+                "link": asked.link,
+                "prefix_of": prefix_of,
                 "visitor": asked.visitor,
                 "form_token": self.door.form_token(asked.visitor),
                 "form_field": FORM_FIELD,
                 "asks_for_token": self.door.asks_for_token,
-                "path": asked.request.scope["path"],
+                "path": asked.request.scope["path"].removeprefix(prefix_of(asked.line)) or "/",
                 "code": code,
                 **values,
             },
         )
         return HTMLResponse(text, status_code=code)
 
-    def ask_as(self, request: Request, grant: Grant) -> Ask:
-        """The admin API with what this grant may do."""
+    def ask_as(self, request: Request, grant: Grant, line: Line) -> Ask:
+        """The admin API with what this grant may do, about a line of adapters."""
         source = source_of(request.scope)
         given = {"grant": grant, "source": source, "refusals": self.context.refusals}
-        return Ask(self._api, given, source, request_id_of(request.scope))
+        return Ask(self._api, given, source, request_id_of(request.scope), line.project)
 
-    async def _answer(self, view: View, needs: AdminScope | None, request: Request) -> Response:
+    async def _answer(
+        self, view: View, needs: AdminScope | None, request: Request, line: Line
+    ) -> Response:
         check_quoted(request.scope.get("raw_path") or request.scope["path"].encode(), "path")
         check_quoted(request.scope["query_string"], "query")
         visitor = self.door.visitor(request)
@@ -118,8 +138,9 @@ class Desk:
         asked = Asked(
             request=request,
             visitor=visitor,
-            ask=self.ask_as(request, visitor.grant or NOBODY),
+            ask=self.ask_as(request, visitor.grant or NOBODY, line),
             now=self.context.clock(),
+            line=line,
             form=form,
         )
         try:
@@ -170,6 +191,11 @@ class Desk:
             {"now": self.context.clock(), "title": title, "detail": detail, "code": status},
         )
         return with_headers(HTMLResponse(text, status_code=status))
+
+
+def prefix_of(line: Line | LineOut) -> str:
+    """Return what the addresses of the pages about a line begin with; empty: the default line."""
+    return "" if line.project is None else f"/project/{line.project}"
 
 
 def with_headers(response: Response) -> Response:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
+from sidecar.lines import Line
 from sidecar.store.models import ExchangeRow, TableTakenRow
 from sidecar.store.models.capture import COUNTED
 
@@ -76,14 +77,15 @@ def proxies_took(session: Session, *, model: str, generation: int, at: float) ->
     return sorted(found, key=lambda one: (one.behind, one.taken_at))
 
 
-def first_reply(session: Session, *, model: str, to: str, left: str, at: float) -> FirstReply:
+def first_reply(session: Session, *, line: Line, to: str, left: str, at: float) -> FirstReply:
     """Look for the first reply by the target of a rollback. Reads a bounded number of rows.
 
+    line: the line of adapters that was rolled back; the base answers others too.
     to, left: adapters, or "base". at: the rollback, Unix seconds.
     """
     edge = _first_stored_after(session, at - MARGIN_S)
-    answered = _answered_after(session, model, to, edge, at)
-    late = _answered_after(session, model, left, edge, at)
+    answered = _answered_after(session, line, to, edge, at)
+    late = _answered_after(session, line, left, edge, at)
     if not answered:
         return FirstReply(
             exchange_id=None,
@@ -101,13 +103,18 @@ def first_reply(session: Session, *, model: str, to: str, left: str, at: float) 
 
 
 def _answered_after(
-    session: Session, model: str, adapter: str, edge: int, at: float
+    session: Session, line: Line, adapter: str, edge: int, at: float
 ) -> list[tuple[float, str, float | None]]:
     """Return (came in, exchange id, seconds to its first byte) of requests after `at`, in order."""
     statement = (
-        select(ExchangeRow.started_at, ExchangeRow.exchange_id, ExchangeRow.timings)
+        select(
+            ExchangeRow.started_at,
+            ExchangeRow.exchange_id,
+            ExchangeRow.timings,
+            ExchangeRow.project,
+        )
         .where(
-            ExchangeRow.public_model == model,
+            ExchangeRow.public_model == line.model,
             ExchangeRow.adapter == adapter,
             ExchangeRow.arm == "champion",
             ExchangeRow.seq >= edge,
@@ -119,8 +126,9 @@ def _answered_after(
     rows = session.execute(statement).all()
     return sorted(
         (float(started_at), str(exchange_id), _first_byte(timings))
-        for started_at, exchange_id, timings in rows
-        if isinstance(started_at, int | float) and started_at >= at
+        for started_at, exchange_id, timings, project in rows
+        # Left out here, so that a rare project does not make the query read all rows.
+        if line.has(project) and isinstance(started_at, int | float) and started_at >= at
     )
 
 

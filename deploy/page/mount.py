@@ -17,7 +17,7 @@ from deploy.admin.app import create_app, create_routes
 from deploy.admin.context import AdminContext
 from deploy.page.changed import Watchers
 from deploy.page.changing import changing_views
-from deploy.page.desk import Desk, with_headers
+from deploy.page.desk import Desk, prefix_of, with_headers
 from deploy.page.overview import overview_views
 from deploy.page.records import record_views
 from sidecar.settings.kinds import AdminScope
@@ -51,7 +51,9 @@ PAGES: Final[tuple[tuple[str, str, str, AdminScope | None], ...]] = (
     ("POST", "/login", "log_in", None),
     ("POST", "/logout", "log_out", None),
 )
-"""Method, path, view, and the scope without which it is refused; None: it needs no login."""
+"""Method, path, view, and the scope without which it is refused; None: it needs no login.
+
+The pages about the line of a project have the same paths behind `/project/<project>`."""
 
 
 def with_page(context: AdminContext) -> ASGIApp:
@@ -101,8 +103,14 @@ def create_page(context: AdminContext) -> Starlette:
         return desk.plain_problem(500, "this page failed; see the log of the control process")
 
     routes = [
-        Route(path, desk.page(views[view], needs=scope), methods=[method])
+        Route(
+            f"{prefix_of(line)}{path}",
+            desk.page(views[view], needs=scope, line=line),
+            methods=[method],
+        )
+        for line in desk.lines
         for method, path, view, scope in PAGES
+        if line.project is None or scope is not None  # one login is for all lines
     ]
     return Starlette(
         routes=[*routes, Route("/static/{name}", static)],

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from deploy.admin.auth import Grant
@@ -17,7 +16,7 @@ from deploy.admin.out import FunnelOut
 from deploy.admin.wire.scopes import EVERY_SCOPE
 from deploy.page.desk import Asked, Desk, View
 from deploy.page.shown.attention import Need, needs
-from deploy.page.shown.changes import KEPT_S, Change, Looked, changes, read_looked
+from deploy.page.shown.changes import KEPT_S, Change, Looked, changes, is_of_line, read_looked
 from deploy.page.shown.traffic import ArmRow, Sight, arm_rows, lost_captures, sights
 from deploy.page.shown.words import headline, serves_since, step_waits_for
 
@@ -65,14 +64,14 @@ def overview_views(desk: Desk) -> dict[str, View]:
 
     async def seen(asked: Asked) -> Response:
         lost = lost_captures(await asked.ask.get(FunnelOut, "funnel"))
-        response = RedirectResponse("/", status_code=303)
+        response = RedirectResponse(asked.link("/"), status_code=303)
         _remember(response, read_looked(None, asked.now).seen(asked.now, lost))
         return response
 
     return {"whole": whole, "live": live, "seen": seen}
 
 
-async def read_figures(desk: Desk, request: Request, canary: CanaryOut | None) -> Mapping[str, Any]:
+async def read_figures(desk: Desk, asked: Asked, canary: CanaryOut | None) -> Mapping[str, Any]:
     """Return the figures of a canary's evidence, for visitors who may not read what was said.
 
     The API asks for the scope `content`, because it shows the answers of the gate in the same
@@ -80,7 +79,7 @@ async def read_figures(desk: Desk, request: Request, canary: CanaryOut | None) -
     """
     if canary is None:
         return {}
-    ask = desk.ask_as(request, Grant("page", EVERY_SCOPE))
+    ask = desk.ask_as(asked.request, Grant("page", EVERY_SCOPE), asked.line)
     found = await ask.get(EvidenceOut, "canaries", canary.canary_id, "evidence")
     return found.evidence
 
@@ -92,7 +91,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     status = await ask.get(StatusOut, "status")
     funnel = await ask.get(FunnelOut, "funnel")
     canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
-    evidence = await read_figures(desk, asked.request, status.canary)
+    evidence = await read_figures(desk, asked, status.canary)
     lost = lost_captures(funnel)
     looked = read_looked(asked.request.cookies.get(LOOKED), now)
     looked = looked.again(now, lost) if looks or looked.last <= 0.0 else looked
@@ -100,9 +99,9 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     waits = ""
     if status.canary is not None:
         waits = step_waits_for(status.canary, evidence, desk.context.rules)
-    rows = audit.items
+    rows = [row for row in audit.items if is_of_line(row, asked.line, candidates)]
     return Overview(
-        seq=rows[0].seq if rows else 0,
+        seq=audit.items[0].seq if audit.items else 0,
         status=status,
         headline=headline(
             status,
@@ -113,7 +112,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
         ),
         looked=looked,
         changes=changes(rows, candidates, looked.before),
-        more_changes=len(rows) == NEWEST and rows[-1].at > looked.before,
+        more_changes=len(audit.items) == NEWEST and audit.items[-1].at > looked.before,
         needs=needs(
             status,
             next((one for one in canaries.items if one.state not in ("queued", "withdrawn")), None),

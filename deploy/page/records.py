@@ -41,7 +41,7 @@ def record_views(desk: Desk) -> dict[str, View]:
         canary_id = asked.part("canary_id")
         one = await asked.ask.get(CanaryOut, "canaries", canary_id)
         etag = await asked.ask.etag("canaries", canary_id)
-        figures = await read_figures(desk, asked.request, one)
+        figures = await read_figures(desk, asked, one)
         told = None
         if asked.visitor.may("content"):
             told = await asked.ask.get(EvidenceOut, "canaries", canary_id, "evidence")

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from ingest.reward_watch.asking import Answer, ask
 from learner.errors import HeldError
+from sidecar.lines import learner_of
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 from sidecar.store.models import AuditRow, RunRow
@@ -89,7 +90,7 @@ def _record(
             at=now,
             actor="learner",
             action="learner.held",
-            subject="learner",
+            subject=learner_of(model),
             before={},
             after={"run_id": run_id, "checks": sorted({str(one.check) for one in answer.holding})},
             reason=answer.reason,

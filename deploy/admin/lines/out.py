@@ -22,6 +22,7 @@ class LineOut(Out):
     """The candidate on canary; null: none is."""
     canary_phase: str | None
     canary_weight_bp: int
+    canary_paused: bool = False
     learner_paused: bool
 
 
@@ -35,5 +36,6 @@ def line_out(session: Session, line: Line) -> LineOut:
         canary=None if canary is None else canary.candidate,
         canary_phase=None if canary is None else canary.phase,
         canary_weight_bp=0 if canary is None else canary.weight_bp,
+        canary_paused=canary is not None and canary.paused,
         learner_paused=switches.read(session, line.name).paused,
     )

@@ -26,6 +26,8 @@ class Need:
     to_do: str
     link: str = ""
     """A page with more; empty: none."""
+    of_line: bool = True
+    """The page is about the line of adapters that is looked at; False: `link` is whole."""
 
 
 def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float) -> list[Need]:
@@ -40,6 +42,7 @@ def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float)
         *_judge(status, now),
         *_learner(status),
         *_watch(status),
+        *_other_lines(status),
         *_control(status),
         *_outside(status),
         *_losses(status, lost),
@@ -64,6 +67,23 @@ def _canary(status: StatusOut, newest: CanaryOut | None) -> Iterator[Need]:
             why=newest.reason or "",
             to_do="The champion stayed. More traffic or more held-out prompts would tell.",
             link=f"/canaries/{newest.canary_id}",
+        )
+
+
+def _other_lines(status: StatusOut) -> Iterator[Need]:
+    """Yield the paused trials of other lines, which nobody sees who looks at this one."""
+    for line in status.lines:
+        if line.project == status.project or line.canary is None or not line.canary_paused:
+            continue
+        whose = "all other projects" if line.project is None else line.project
+        yield Need(
+            level="act",
+            what=f"The trial of {short(line.canary)} of {whose} is paused at "
+            f"{percent(line.canary_weight_bp)}",
+            why="",
+            to_do="Resume or abort it: it decides nothing by itself.",
+            link="/" if line.project is None else f"/project/{line.project}/",
+            of_line=False,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut
 from deploy.page.shown.words import percent, short
+from sidecar.lines import Line, learner_of, line_of_adapter
 
 AWAY_S = 15 * 60.0
 """A visitor who looks again within this has not been away."""
@@ -77,6 +78,23 @@ def changes(rows: Iterable[AuditOut], candidates: Mapping[str, str], since: floa
     rows: the newest first. candidates: canary id -> its candidate.
     """
     return [one for row in rows if row.at > since for one in _of(row, candidates)]
+
+
+def is_of_line(row: AuditOut, line: Line, candidates: Mapping[str, str]) -> bool:
+    """Return True if an audit row is about a line of adapters, or about no line.
+
+    candidates: canary id -> its candidate, of the line.
+    """
+    subject = row.subject
+    if row.action.startswith("canary."):
+        return subject in candidates
+    if row.action.startswith("adapter."):
+        return line_of_adapter(subject) == line.name
+    if row.action == "rollback" or row.action.startswith("alias."):
+        return subject == line.name
+    if row.action.startswith("learner."):
+        return subject == learner_of(line.name)
+    return True
 
 
 def _of(row: AuditOut, candidates: Mapping[str, str]) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from deploy.registry import audit
-from sidecar.lines import flag_of, project_of
+from sidecar.lines import flag_of, learner_of
 from sidecar.store.database import get_flag, set_flag
 
 PAUSED = "learner_paused"
@@ -58,12 +58,6 @@ def set_paused(
     return True
 
 
-def subject_of(line: str) -> str:
-    """Return how the audit names the learner of a line."""
-    project = project_of(line)
-    return "learner" if project is None else f"learner of {project}"
-
-
 def told(
     session: Session,
     line: str,
@@ -81,7 +75,7 @@ def told(
         now=now,
         actor=actor,
         action=f"learner.{action}",
-        subject=subject_of(line),
+        subject=learner_of(line),
         before={"paused": before.paused, "run_requested": before.run_requested},
         after={"paused": after.paused, "run_requested": after.run_requested},
         reason=reason,

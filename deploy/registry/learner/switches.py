@@ -20,11 +20,10 @@ from deploy.registry.learner.flags import (
     count_up,
     read,
     set_paused,
-    subject_of,
     told,
 )
 from ingest.reward_watch.asking import Override, ask, read_override, write_override
-from sidecar.lines import flag_of
+from sidecar.lines import flag_of, learner_of
 from sidecar.settings import Watch
 from sidecar.store.database import set_flag
 
@@ -83,7 +82,7 @@ def override(
         now=now,
         actor=actor,
         action="learner.override",
-        subject=subject_of(model),
+        subject=learner_of(model),
         before={"override": None if before is None else msgspec.structs.asdict(before)},
         after={"override": msgspec.structs.asdict(found), "found": answer.reason},
         reason=reason,

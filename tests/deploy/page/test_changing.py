@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.page.first_reply import LOOKED_AT, FirstReply, first_reply
+from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.store.models import AuditRow, CanaryRow, ExchangeRow, TableTakenRow
 from support import page_history
@@ -129,8 +130,10 @@ def test_the_first_reply_is_found_among_many_and_not_mistaken_for_one_in_flight(
         world.serve("s", adapter=BASE)
 
     with world.database.read() as session:
-        found = first_reply(session, model="m", to=BASE, left="m--v1-00000000000a", at=200.0)
-        never = first_reply(session, model="m", to=BASE, left="other", at=9_000.0)
+        found = first_reply(
+            session, line=Line(name="m"), to=BASE, left="m--v1-00000000000a", at=200.0
+        )
+        never = first_reply(session, line=Line(name="m"), to=BASE, left="other", at=9_000.0)
 
     assert found == FirstReply(exchange_id=expected, after_s=2.5, first_byte_s=2.75, late_s=())
     assert never == FirstReply(exchange_id=None, after_s=None, first_byte_s=None, late_s=())
