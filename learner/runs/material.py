@@ -14,9 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
+from sqlalchemy.orm import Session
 
 from ingest.noise.measured import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
+from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED
 from learner.errors import NotResumedError
 from learner.origin.base_digest import CACHE, base_digest, moments_digest
@@ -25,7 +27,7 @@ from learner.origin.surroundings import code_version, library_versions
 from learner.records import Fault, Parent
 from learner.resume.work_folder import CLAIMED, RUN, WorkFolder
 from learner.runs import retry, source
-from learner.runs.blame import FAILED_RUNS
+from learner.runs.blame import FAILED_RUNS, blame
 from learner.runs.runs import last_failed
 from learner.runs.selection import Selection, select_by
 from learner.runs.spread_gate import Noise
@@ -272,3 +274,19 @@ def _drop_unclaimed(
         with database.write() as session:
             some = dict(reasons[at : at + DROPPED_AT_ONCE])
             source.drop(session, run_id, some, before=SCORED, texts=texts)
+
+
+def leave_out(session: Session, run_id: str, material: Material) -> None:
+    """Drop the claimed groups that were not trained on, or give them back for another attempt;
+    those that are dropped already stay unchanged. In the caller's write transaction."""
+    again = {
+        group_id: Fault(why, material.texts[group_id])
+        for group_id, why in material.dropped.items()
+        if why in retry.TRIED_AGAIN
+    }
+    most = len(again) > len(material.selection.groups)  # another process may use the memory
+    for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:
+        blame(session, run_id, culprits)
+    source.give_back(session, run_id, again)
+    final = {g: why for g, why in material.dropped.items() if g not in again}
+    source.drop(session, run_id, final, before=CLAIMED_STATUS, texts=material.texts)

@@ -19,9 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 from opentelemetry import trace
-from sqlalchemy.orm import Session
 
-from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from learner.errors import (
     AlteredParentError,
     NothingToLearnError,
@@ -31,15 +29,15 @@ from learner.errors import (
 from learner.explain import explain
 from learner.patience import when_unlocked
 from learner.progress.keepers import observe
-from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
+from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import Released, present_holder
 from learner.resume.rule import resumed_words, was_stopped
 from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder
-from learner.runs import retry, source
-from learner.runs.blame import blame, blame_for_error
+from learner.runs import source
+from learner.runs.blame import blame_for_error
 from learner.runs.hold import check_hold
 from learner.runs.interrupted import leave, sweep, take_back
-from learner.runs.material import Material, claim, gather, gather_again, prints
+from learner.runs.material import Material, claim, gather, gather_again, leave_out, prints
 from learner.runs.origins import write_documents
 from learner.runs.publish import (
     Sealed,
@@ -280,7 +278,7 @@ class Run:
 
     def _end_skipped(self, material: Material, reason: str) -> None:
         with self._database.write() as session:
-            self._leave_out(session, material)
+            leave_out(session, self.run_id, material)
             end_run(
                 session,
                 self.run_id,
@@ -290,21 +288,6 @@ class Run:
                 counts=material.counts,
                 token=self._holder.token,
             )
-
-    def _leave_out(self, session: Session, material: Material) -> None:
-        """Drop the claimed groups that were not trained on, or give them back for another attempt;
-        those that are dropped already stay unchanged."""
-        again = {
-            group_id: Fault(why, material.texts[group_id])
-            for group_id, why in material.dropped.items()
-            if why in retry.TRIED_AGAIN
-        }
-        most = len(again) > len(material.selection.groups)  # another process may use the memory
-        for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:
-            blame(session, self.run_id, culprits)
-        source.give_back(session, self.run_id, again)
-        final = {g: why for g, why in material.dropped.items() if g not in again}
-        source.drop(session, self.run_id, final, before=CLAIMED_STATUS, texts=material.texts)
 
     def _publish(
         self, material: Material, outcome: TrainingOutcome, work: WorkFolder, heartbeat: Heartbeat
@@ -348,7 +331,7 @@ class Run:
                     now=self._clock(),
                 )
             source.mark_trained(session, [g.group_id for g in material.selection.groups])
-            self._leave_out(session, material)
+            leave_out(session, self.run_id, material)
             masked = material.selection.masked_answers
             tokens = source.count_answers(session, material.scored, masked, outcome.answers)
             end_run(

@@ -128,7 +128,9 @@ def test_a_run_takes_the_groups_of_its_lines_projects_alone(
         open_run(session, run_id="r", model=OWN, parent="base", settings={}, now=1.0)
     with database.read() as session:
         parent = find_parent(session, OWN)
-    claimed = claim(database, lines.of_line(own), "r", parent)
+    claimed = claim(
+        database, lines.of_line(own), "r", parent, when_unlocked=lambda work, doing: work()
+    )
     assert set(claimed.group_ids) == {"b", "c", "e"}
     assert claimed.unclaimed == {}, "the groups of others wait as before"
     with database.read() as session:
