@@ -63,7 +63,7 @@ def push_version(
 
 
 def open_mirror(to: str, model: str) -> Mirror:
-    """Open the mirror that `to` names. model: public model name. Raises: MirrorError."""
+    """Open the mirror that `to` names. model: name of the line. Raises: MirrorError."""
     kind, _, place = to.partition(":")
     if kind not in MIRRORS or not place:
         raise MirrorError(f"{hide_in_url(to)!r} is not hub:OWNER/NAME or mlflow:URI")
@@ -149,4 +149,4 @@ class _Mlflow:
 
 
 MIRRORS: Final[dict[str, Callable[[str, str], Mirror]]] = {"hub": _Hub, "mlflow": _Mlflow}
-"""What stands before the colon -> opens it: (place, public model name)."""
+"""What stands before the colon -> opens it: (place, name of the line)."""

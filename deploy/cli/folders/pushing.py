@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.context import settings_of
+from deploy.cli.context import Project, settings_of
 from deploy.cli.output import GivenReason, Output, print_found, require_store
 
 ACTOR = "sidecar adapters push"
@@ -21,6 +21,7 @@ def adapters_push(
     version: Annotated[str, typer.Argument(help="a version, an alias or a full name")],
     to: Annotated[str, typer.Option("--to", help="hub:OWNER/NAME or mlflow:URI")],
     reason: GivenReason,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
     """Copy a version, as `export` writes it, to a model hub or to MLflow; once for each."""
@@ -31,11 +32,11 @@ def adapters_push(
     from sidecar.records import BASE
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
+    settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database:
         with database.read() as session:
-            name = versions.resolve(session, settings.serving.model, version)
+            name = versions.resolve(session, settings.line.name, version)
             if name == BASE:
                 raise ExportError("the base model is no adapter version; there is nothing to push")
             found = versions.find(session, name)

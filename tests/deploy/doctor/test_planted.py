@@ -37,11 +37,12 @@ from learner.errors import NothingToLearnError
 from learner.runs.train import Run
 from learner.schedule.loop import PAUSED_FLAG
 from sidecar.capture.outbox import Outbox
+from sidecar.lines import flag_of
 from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
 from sidecar.store.counts import add_counts
 from sidecar.store.database import Database, set_flag
-from sidecar.store.models import GroupRow
+from sidecar.store.models import AdapterRow, GroupRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
 from support.fake_load import FakeRoom
@@ -285,6 +286,41 @@ def test_a_pile_up_whose_cause_is_named_is_not_named_again(
     found = sidecar.doctor(capsys, "--offline")
 
     assert [one["cause"] for one in found[1]["diagnoses"]] == ["paused"]
+
+
+def test_a_fault_of_a_projects_line_is_told_with_the_project(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.configure(
+        serving={"own_adapters": ["support"], "max_loras": 6}, access={"mode": "keys"}
+    )
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+    own = f"{MODEL}@@support"
+    with closing(Database(sidecar.settings.store.url)) as store, store.write() as session:
+        set_flag(session, flag_of(PAUSED_FLAG, own), "1", now=time.time())
+        session.add(
+            AdapterRow(
+                name=f"{own}--v1-0123456789ab",
+                model=own,
+                version=1,
+                digest="d",
+                path="/nowhere",
+                parent="base",
+                state="rejected",
+                reason="too short",
+                created_at=1.0,
+            )
+        )
+
+    code, found = sidecar.doctor(capsys, "--offline")
+
+    told = [(one["cause"], one["project"]) for one in found["diagnoses"]]
+    assert (code, told) == (1, [("paused", "support"), ("adapter_refused", "support")])
+    assert "the learner of support" in found["diagnoses"][0]["text"]
+    assert "?project=support" in found["diagnoses"][0]["to_do"]
+    serving = next(one for one in found["stages"] if one["name"] == "serving")
+    assert serving["ended"] == {"rejected": 1}, "the adapters of all lines"
 
 
 def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
