@@ -91,8 +91,8 @@ async def _measure() -> None:
         upstream(build(BENCH / "ends"), pick_cores().ends, models) as (port, _),
     ):
         for name, launch in (
-            ("off", ours.pure_capture_off(_place(Path(folder, "off"), port))),
-            ("on", ours.pure_capture_on(_place(Path(folder, "on"), port))),
+            ("off", ours.pure_capture_off(place(Path(folder, "off"), port))),
+            ("on", ours.pure_capture_on(place(Path(folder, "on"), port))),
         ):
             proxy = Proxy(load_settings(Path(folder, name, "sidecar.toml")), sink=Nowhere())
             for scenario, count in REQUESTS.items():
@@ -102,7 +102,8 @@ async def _measure() -> None:
                 print(f"{build_name:12} capture {name:4} {scenario:8} {unit}")
 
 
-def _place(folder: Path, port: int) -> Place:
+def place(folder: Path, port: int) -> Place:
+    """Make the folder of one relay in front of the fake vLLM at a port."""
     folder.mkdir()
     return Place(bench=BENCH, folder=folder, port=18_080, upstream_port=port, ends_core=0)
 
@@ -130,15 +131,16 @@ class Steps:
 
     def best_us(self, count: int) -> tuple[float, float]:
         """Microseconds a request, and an event (0 when nothing is streamed)."""
-        self._go(len(self._requests))
+        self.run(len(self._requests))
         best_s, events = float("inf"), 0
         for _ in range(REPEATS):
             began = time.thread_time()
-            events = self._go(count)
+            events = self.run(count)
             best_s = min(best_s, time.thread_time() - began)
         return best_s / count * 1e6, best_s / events * 1e6 if self._streams else 0.0
 
-    def _go(self, count: int) -> int:
+    def run(self, count: int) -> int:
+        """Relay this many requests. Returns: how many pieces the replies had."""
         ask: Callable[[bytes], None] = self._client.data_received
         answer: Callable[[bytes], None] = self._vllm.data_received
         requests, wire, pieces = self._requests, self._to_vllm, 0
