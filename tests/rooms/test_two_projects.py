@@ -20,11 +20,15 @@ from typing import Final
 import pytest
 from sqlalchemy import select
 
+from deploy.funnel.pile_up import read_pile_up
+from deploy.funnel.read import read_funnel
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.registry.learner import flags
 from deploy.registry.rollback import rollback
 from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.selection import BACKLOG
+from ingest.grouping.selection import STAGE as SELECTION
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
 from ingest.ruler.judging import JudgingWorker
@@ -36,7 +40,7 @@ from sidecar.capture.outbox import Outbox
 from sidecar.proxy import Proxy
 from sidecar.records import Timings
 from sidecar.settings import Settings
-from sidecar.store.database import Database
+from sidecar.store.database import Database, count
 from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
 from support import api_keys
 from support.fake_judge import FakeJudge, score_by_content
@@ -239,6 +243,25 @@ def test_a_second_run_of_a_line_continues_its_own_champion(two: Two) -> None:
     assert seen == {"south"}
     with two.database.read() as session:
         assert versions.find(session, second).parent == first["south"]
+
+
+def test_the_groups_of_every_line_fill_the_places_that_they_share(two: Two) -> None:
+    two.serve()
+    first, _ = two.train("north", b"weights")
+    two.promote("north", first)
+    two.serve(north=first)
+    with two.database.write() as session:
+        count(session, SELECTION, BACKLOG)
+
+    with two.database.read() as session:
+        funnel = read_funnel(session, MODEL)
+        piles = {
+            most: read_pile_up(session, LINES.values(), funnel, most=most) for most in (20, 21)
+        }
+
+    assert piles[21] is None, "one more may begin"
+    assert piles[20] is not None
+    assert piles[20].learning == 20, "8 each of south and shop, and 4 of north's champion"
 
 
 async def test_users_get_the_adapter_of_their_project_and_a_rollback_is_of_one_line(
