@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from deploy.admin.evidence.out import ApprovalOut, HookOut, MetricOut
 from deploy.admin.limits.out import BudgetOut, PileUpOut
+from deploy.admin.lines.engine import EngineOut
 from deploy.admin.lines.out import LineOut
 from deploy.admin.out import (
     BusOut,
@@ -25,7 +26,6 @@ from deploy.admin.out import (
     TroubleOut,
     VerifierOut,
 )
-from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.canary_rule import step_least_s
@@ -307,42 +307,6 @@ class LearnerOut(Out):
     allowed_actions: list[str]
     next_run_at: float | None = None  # null where the schedule has no times
     schedule: ScheduleOut | None = None  # null until the learner has decided
-
-
-class ReplicaOut(Out):
-    """One vLLM replica."""
-
-    away: str | None
-    """Reason why it is unreachable; null when it is reachable."""
-    loaded: list[str]
-    refused: dict[str, str]
-    """Wanted adapters that it refuses -> reason."""
-
-    @classmethod
-    def of(cls, view: EngineView) -> ReplicaOut:
-        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
-
-
-class EngineOut(Out):
-    """All vLLM replicas together."""
-
-    away: str | None
-    """Reason why no replica is reachable; null when one is."""
-    loaded: list[str]
-    """Adapters loaded in every reachable replica."""
-    refused: dict[str, str]
-    """Wanted adapters that a replica refuses -> reason."""
-    replicas: dict[str, ReplicaOut]
-    """Replicas by base URL."""
-
-    @classmethod
-    def of(cls, view: EngineView) -> EngineOut:
-        return cls(
-            away=view.away,
-            loaded=sorted(view.loaded),
-            refused=dict(view.refused),
-            replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
-        )
 
 
 class StatusOut(Out):

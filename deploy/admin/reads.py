@@ -17,11 +17,11 @@ from deploy.admin.evidence.out import ComparisonOut, EvidenceOut, HookOut
 from deploy.admin.filters import ADAPTER_STATES, Project, known_query, refuse_unknown
 from deploy.admin.learning.learner import read_learner, shown
 from deploy.admin.limits import read as limits
+from deploy.admin.lines.engine import EngineOut
 from deploy.admin.lines.out import line_out
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
-    EngineOut,
     LearnerOut,
     Page,
     StatusOut,

@@ -14,10 +14,10 @@ from starlette.responses import RedirectResponse, Response
 
 from deploy.admin.auth import UnauthorizedError
 from deploy.admin.changes.bodies import RollbackOut
+from deploy.admin.lines.engine import EngineOut
 from deploy.admin.models import (
     AuditOut,
     CanaryOut,
-    EngineOut,
     LearnerOut,
     Page,
     StatusOut,

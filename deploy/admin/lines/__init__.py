@@ -1,1 +1,1 @@
-"""The lines of adapters, each in short."""
+"""The lines of adapters, each in short, and what vLLM has loaded of them."""

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from deploy.admin.limits.out import BudgetOut, PileUpOut
+from deploy.admin.lines.engine import EngineOut, ReplicaOut
 from deploy.admin.models import (
     CanaryOut,
-    EngineOut,
     LearnerOut,
-    ReplicaOut,
     RunOut,
     StatusOut,
 )

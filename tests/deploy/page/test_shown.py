@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from deploy.admin.limits.out import PileUpOut
-from deploy.admin.models import (
-    AuditOut,
-    CanaryOut,
-    EngineOut,
-    LearnerOut,
-    ReplicaOut,
-    StatusOut,
-)
+from deploy.admin.lines.engine import EngineOut, ReplicaOut
+from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, StatusOut
 from deploy.admin.out import FunnelOut, StageOut
 from deploy.funnel.pile_up import PileUp
 from deploy.page.shown.attention import needs
