@@ -24,6 +24,7 @@ from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
 from learner.resume.rule import was_stopped
+from sidecar.records import BASE
 
 
 class Routing(msgspec.Struct):
