@@ -52,7 +52,11 @@ def read_stored(data: bytes) -> dict[str, Any]:
 def read_json(data: bytes, where: str) -> Any:  # Any: JSON
     """Parse a JSON text. where: its name in the error. Raises: UnreadableError."""
     try:
-        value = json.loads(data.decode(), parse_constant=_refuse_constant)
+        value = json.loads(
+            data.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique
+        )
+    except _DoubledError as error:
+        raise UnreadableError(f"{where}: has the name {error} twice; send it once") from None
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{where}: is not readable JSON; send UTF-8 JSON") from error
     for one, depth in _walk(value):
@@ -78,6 +82,20 @@ def check_quoted(quoted: bytes, where: str) -> None:
     except UnicodeDecodeError as error:
         raise UnreadableError(f"{where}: is not UTF-8; send percent-encoded UTF-8") from error
     check_text(text, where)
+
+
+class _DoubledError(ValueError):
+    """A name is twice in one object."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Which of two values of a name was meant, nobody knows."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _DoubledError(ascii(name[:64]))
+        found[name] = value
+    return found
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:

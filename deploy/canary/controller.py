@@ -51,6 +51,9 @@ from sidecar.store.models import ExchangeRow
 
 log = structlog.get_logger()
 
+CLOCK_SLACK_S = 5.0
+"""How far a mark of a canary may be ahead of the clock: another machine may have set it."""
+
 
 class Controller:
     """Advances the canaries of one line of adapters. `tick` may be repeated at any time."""
@@ -118,6 +121,7 @@ class Controller:
             return True
         if canary.paused or tick_errors.waits(canary, self._clock()):
             return False
+        canary = await asyncio.to_thread(self._follow_clock, canary)
         evidence, facts = await self._gather(canary)
         if canary.tick_errors:
             facts = {**facts, "tick_errors": {}}
@@ -162,6 +166,19 @@ class Controller:
         with self._database.write() as session:
             table = routing_writer.write(session, self._model, now=self._clock())
         log.warning("routing_table_mended", generation=table.generation, champion=table.champion)
+
+    def _follow_clock(self, canary: Canary) -> Canary:
+        """Let a ramp go on whose clock was set back. Returns: the canary as it is now."""
+        ahead = max(canary.step_started_at, canary.ramp_began_at) - self._clock()
+        if canary.phase != "ramping" or ahead <= CLOCK_SLACK_S:
+            return canary
+        with self._database.write() as session:
+            row = canaries.find_row(session, canary.canary_id)
+            if (row.salt, row.generation) != (canary.salt, canary.generation):
+                return canary  # an operator was faster: the next tick reads the canary again
+            found = transitions.follow_clock(session, row, now=self._clock())
+        log.error("clock_set_back", canary=canary.canary_id, seconds=ahead)
+        return found
 
     def _obey_breaker(self, canary: Canary) -> bool:
         """Apply a trip of a proxy's breaker. Returns: True when the canary now records one."""

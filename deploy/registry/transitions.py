@@ -156,6 +156,21 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
+def follow_clock(session: Session, row: CanaryRow, *, now: float) -> Canary:
+    """Set the marks of a ramp back to `now` when the machine's clock was set back behind them.
+
+    A ramp and its steps count the requests that began after them: with marks of tomorrow none would
+    count for a day, and a candidate that fails would keep its users. What was counted stays
+    counted, and requests of before the ramp stay out by their place in the store. The step's
+    minimum time begins anew. It is no transition: generation and audit stay.
+    """
+    ramp = canaries.entry(row, "ramp")
+    before = canaries.to_canary(row)
+    row.step_started_at = min(before.step_started_at, now)
+    canaries.add_evidence(row, ramp={**ramp, "began_at": min(before.ramp_began_at, now)})
+    return canaries.to_canary(row)
+
+
 def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
     """End the canary and its traffic, or take it out of the queue. No effect on a canary that ended
     without promotion.

@@ -181,8 +181,9 @@ def _unpack(tar: Path, work: Path) -> None:
 
     try:
         with tarfile.open(tar, "r:") as archive:
+            folder = _folder_in(archive.getnames())
             for name in DIGESTED:
-                entry = archive.getmember(name)
+                entry = archive.getmember(folder + name)
                 # A sparse file of a few bytes may be terabytes of zeros when it is read.
                 source = archive.extractfile(entry) if entry.isreg() else None
                 if source is None or entry.issparse():
@@ -194,6 +195,16 @@ def _unpack(tar: Path, work: Path) -> None:
             f"{tar}: {error.args[0]}; name a PEFT folder with {' and '.join(DIGESTED)}, or an "
             "uncompressed tar of their files"
         ) from error
+
+
+def _folder_in(names: list[str]) -> str:
+    """Return what stands before the files' names: nothing, `./`, or one folder's name and `/`."""
+    from learner.adapter_folder import CONFIG
+
+    found = [name for name in names if name == CONFIG or name.endswith(f"/{CONFIG}")]
+    if len(found) > 1:
+        raise KeyError(f"it has {len(found)} adapters ({', '.join(sorted(found)[:3])})")
+    return found[0].removesuffix(CONFIG) if found else ""
 
 
 def _config(folder: Path) -> dict[str, Any]:

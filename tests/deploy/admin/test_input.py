@@ -190,3 +190,18 @@ def test_what_is_nested_too_deep_is_shown_as_text() -> None:
     assert read_stored(nested(199)) == json.loads(nested(199))
     for data in (nested(200), nested(100_000), b"[]", b"\xff", b"{"):
         assert read_stored(data) == {"unreadable": data.decode("utf-8", "replace")}
+
+
+@pytest.mark.parametrize("body", [b'{"to":"base","to":"v1"}', b'{"x":[{"a":1,"a":1}]}'])
+async def test_a_name_that_is_twice_in_an_object_is_refused(
+    world: World, api: Api, body: bytes
+) -> None:
+    world.promote(world.register(1))
+
+    reply = await api.client.post(
+        "/admin/v1/rollback", content=body, headers={"content-type": "application/json"}
+    )
+
+    assert reply.status_code == 400
+    assert "twice" in reply.json()["detail"]
+    assert world.table().champion != "base"

@@ -607,6 +607,40 @@ async def test_failing_replies_roll_back(world: World) -> None:
     )
 
 
+async def test_failing_replies_roll_back_also_after_the_clock_was_set_back(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name, canary=3, outcome="upstream_error", content=None)
+    await tick(world)
+    generation = world.canary(name).generation
+    world.clock.now -= 86_400.0
+
+    for number in range(3, 9):
+        world.serve(
+            f"c{number}", adapter=name, arm="canary", outcome="upstream_error", content=None
+        )
+        await tick(world)
+
+    assert world.canary(name).phase == "rolled_back"
+    assert "of the canary's sessions and 0 of the champion's failed" in (
+        world.canary(name).reason or ""
+    )
+    assert world.canary(name).generation == generation + 1
+
+
+async def test_a_clock_that_another_control_has_a_little_ahead_changes_no_mark(
+    world: World,
+) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    before = world.canary(name)
+    world.clock.now = before.step_started_at - 4.0
+
+    await tick(world)
+
+    assert world.canary(name).step_started_at == before.step_started_at
+
+
 async def test_one_session_that_fails_again_and_again_rolls_nothing_back(world: World) -> None:
     name = world.register(1)
     await to_ramp(world, name)

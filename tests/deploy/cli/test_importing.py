@@ -64,13 +64,14 @@ async def test_an_import_is_a_version_with_lineage_audit_and_canary(
         assert made.adapter in render_lineage(trace_lineage(session, "m", "1"))
 
 
+@pytest.mark.parametrize("before", ["", "./", "mine/", "./mine/"])
 def test_a_tar_is_imported_as_its_folder_is(
-    world: World, settings: Settings, folder: Path, tmp_path: Path
+    world: World, settings: Settings, folder: Path, tmp_path: Path, before: str
 ) -> None:
     tar = tmp_path / "mine.tar"
     with tarfile.open(tar, "x") as archive:
         for name in ("training_args.bin", CONFIG, WEIGHTS):
-            archive.add(folder / name, name)
+            archive.add(folder / name, before + name)
 
     made = import_adapter(settings, world.database, tar, reason="our SFT", now=5.0)
 
@@ -79,7 +80,7 @@ def test_a_tar_is_imported_as_its_folder_is(
 
 
 @pytest.mark.parametrize(
-    "kind", ["text", "compressed", "lacks", "link", "elsewhere", "cut", "sparse"]
+    "kind", ["text", "compressed", "lacks", "link", "elsewhere", "cut", "sparse", "two"]
 )
 def test_a_tar_that_is_none_or_lacks_a_file_is_refused_and_leaves_nothing(
     world: World, settings: Settings, folder: Path, tmp_path: Path, kind: str
@@ -94,6 +95,9 @@ def test_a_tar_that_is_none_or_lacks_a_file_is_refused_and_leaves_nothing(
                 link = tarfile.TarInfo(WEIGHTS)
                 link.type, link.linkname = tarfile.SYMTYPE, str(folder / WEIGHTS)
                 archive.addfile(link)
+            elif kind == "two":
+                archive.add(folder / CONFIG, f"other/{CONFIG}")
+                archive.add(folder / WEIGHTS, WEIGHTS)
             elif kind == "sparse":
                 sparse = tarfile.TarInfo(WEIGHTS)
                 sparse.pax_headers = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,7 @@ async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> N
         "after": {"phase": "ramping"},
     }
     assert body["timestamp"] == "1970-01-01T00:16:50.000Z"
-    assert headers["webhook-id"] == f"ops-{body['data']['seq']}"
+    assert re.fullmatch(f"ops-{body['data']['seq']}-[0-9a-f]{{12}}", headers["webhook-id"])
     assert headers["webhook-timestamp"] == "1020"
     assert (told.state.delivered, told.state.dead, told.state.error) == (3, 0, "")
 
@@ -282,6 +283,20 @@ def server() -> Iterator[OutsideServer]:
         yield found
 
 
+async def test_events_of_two_stores_with_one_number_have_ids_of_their_own(told: Told) -> None:
+    sender = Sender("m", told.poster, timeout_s=5.0, environment=SECRETS, clock=lambda: 1.0)
+    hook = next(iter(told.settings.hooks.values()))
+    event = Event(
+        seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
+    )
+
+    for one in (event, event, replace(event, at=2.0)):
+        await sender.post("ops", hook, one)
+
+    first, again, other = (headers["webhook-id"] for *_, headers in told.poster.posts)
+    assert first == again != other
+
+
 async def test_over_http_the_receiver_can_verify_what_it_got(
     world: World, server: OutsideServer, tmp_path: Path
 ) -> None:
@@ -302,5 +317,6 @@ async def test_over_http_the_receiver_can_verify_what_it_got(
 
     got = server.asked[0]
     assert (got.method, got.path) == ("POST", "/in")
-    expected = signed_headers(b"plain text", message_id="ops-7", at=1_000, body=got.body)
+    message_id = got.headers["webhook-id"]
+    expected = signed_headers(b"plain text", message_id=message_id, at=1_000, body=got.body)
     assert {name: got.headers[name] for name in expected} == expected
