@@ -18,14 +18,17 @@ import structlog
 from deploy.engine.reconcile import EngineView
 from deploy.registry import audit, versions
 from deploy.registry.rollback import roll_back_in
+from sidecar.lines import flag_of
 from sidecar.records import BASE
-from sidecar.store.database import Database
+from sidecar.store.database import Database, get_flag, set_flag
 
 log = structlog.get_logger()
 
 MISSING_S = 30.0
 """As long as an operator's restored folder takes to be looked at again (`ALTERED_RETRY_S`)."""
 CHECK_S = 2.0
+FLAG = "champion_missing"
+"""Row of the table `flag`: since when nobody serves the champion, and its name; else empty."""
 
 
 class ChampionGuard:
@@ -46,8 +49,7 @@ class ChampionGuard:
         self._view = view
         self._on_change = on_change
         self._clock = clock
-        self._missing: tuple[str, float] | None = None
-        """The champion that nobody serves, and since when."""
+        self._flag = flag_of(FLAG, model)
 
     async def check(self) -> bool:
         """Check once. Returns: True when it rolled back. Raises: StoreError."""
@@ -58,12 +60,9 @@ class ChampionGuard:
             aliases = versions.aliases_of(session, self._model)
         champion, previous = aliases.get("champion", BASE), aliases.get("previous", BASE)
         view, now = self._view(), self._clock()
-        if champion == BASE or not _nobody_serves(view, champion):
-            self._missing = None
-            return False
-        if self._missing is None or self._missing[0] != champion:
-            self._missing = (champion, now)
-        if now - self._missing[1] < MISSING_S:
+        missing = champion != BASE and _nobody_serves(view, champion)
+        since = self._since(champion if missing else BASE, now)
+        if since is None or now - since < MISSING_S:
             return False
         has_it = any(previous in one.loaded for one in view.replicas.values())
         if previous in (BASE, champion) or not has_it:
@@ -82,9 +81,33 @@ class ChampionGuard:
                 ban=False,
             )
         log.error("rolled_back_by_itself", before=done.before, after=done.after, reason=why)
-        self._missing = None
         self._on_change()
         return True
+
+    def _since(self, champion: str, now: float) -> float | None:
+        """Keep since when nobody serves the champion, in the store: a control that is started again
+        and again counts on. champion: the base: all is well. Returns: Unix seconds; None: all is
+        well."""
+        with self._database.read() as session:
+            kept = get_flag(session, self._flag) or ""
+        at, _, name = kept.partition(" ")
+        if champion == BASE and not kept:
+            return None
+        if champion == name and champion != BASE:
+            since = _number(at)
+            if since is not None and since <= now:  # else damaged, or the clock was set back
+                return since
+        with self._database.write() as session:
+            told = "" if champion == BASE else f"{now} {champion}"
+            set_flag(session, self._flag, told, now=now)
+        return None if champion == BASE else now
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _nobody_serves(view: EngineView, champion: str) -> bool:

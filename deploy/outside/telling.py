@@ -165,12 +165,34 @@ class Hooks:
         self._settings = settings
         self._sender = sender
         self._clock = clock
+        self._turns: dict[str, asyncio.Task[None]] = {}
+        """Name of a hook -> the turn in which it is told now."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a hook is still being told."""
+        return bool(self._turns)
 
     async def tick(self) -> None:
-        """Tell each hook what is due. Raises: StoreError."""
-        hooks = self._settings.hooks
-        # One that hangs holds up itself alone.
-        await asyncio.gather(*(self._tell(name, hook) for name, hook in hooks.items()))
+        """Tell each hook what is due, or go on telling it. Raises: StoreError.
+
+        One that hangs holds up itself alone: its task goes on, and the others have their turn.
+        """
+        for name, hook in self._settings.hooks.items():
+            if name not in self._turns:
+                self._turns[name] = asyncio.create_task(self._tell(name, hook))
+        if not self._turns:
+            return
+        try:
+            await asyncio.wait(self._turns.values(), timeout=EVERY_S)
+        except asyncio.CancelledError:
+            for turn in self._turns.values():
+                turn.cancel()  # the next control tells it again
+            raise
+        ended = [self._turns.pop(name) for name, turn in [*self._turns.items()] if turn.done()]
+        failed = [error for turn in ended if (error := turn.exception()) is not None]
+        if failed:
+            raise failed[0]
 
     async def _tell(self, name: str, hook: Hook) -> None:
         state = await asyncio.to_thread(self._state, name)

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, note, print_found, say
+from deploy.cli.output import Output, note, print_found, say, say_json
 from deploy.cli.times import shown_time
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def hooks_ls(context: typer.Context, output: Output = "text") -> None:
 def hooks_test(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="its name; default: every hook")] = "",
+    output: Output = "text",
 ) -> None:
     """Send a signed event of the type `test` from here, and say what the receiver answered.
 
@@ -70,7 +71,9 @@ def hooks_test(
         note(f"no hook is called {name or '(none is set)'}; [notify.hooks] has {known}")
         raise typer.Exit(1)
     failed = asyncio.run(_test(settings, chosen))
-    for one in chosen:
+    if output == "json":
+        say_json({one: {"taken": one not in failed, "error": failed.get(one)} for one in chosen})
+    for one in chosen if output == "text" else ():
         said = failed.get(one)
         say(f"{one}: taken") if said is None else note(f"{one}: {said}")
     if failed:

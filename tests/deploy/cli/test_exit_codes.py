@@ -80,7 +80,7 @@ ELSEWHERE = {
     "keys revoke": "tests/deploy/cli/test_exit_codes.py",
     "adapters push": "tests/deploy/adapters/test_push.py",
     "learner override": "tests/deploy/admin/test_watch.py",
-    "hooks test": "tests/deploy/outside",
+    "hooks test": "tests/deploy/cli/test_hooks.py",
     "judge calibrate": "tests/deploy/cli/test_judge.py",
     "judge sessions": "tests/deploy/cli/test_judge_sessions.py",
     "exchanges show": "tests/deploy/cli/test_exchanges.py",

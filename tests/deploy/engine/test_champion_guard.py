@@ -77,6 +77,51 @@ async def test_a_champion_refused_by_all_gives_way_after_half_a_minute(
         assert flags.read(session, "m").paused is True
 
 
+async def test_controls_that_are_started_again_and_again_count_on(
+    world: World, served: tuple[str, str]
+) -> None:
+    first, second = served
+
+    async def life() -> bool:
+        engine = Engine(world)
+        for control in engine.controls.values():
+            control.refuses[second] = "corrupt"
+        return await engine.turn()
+
+    acted = []
+    for _ in range(5):
+        acted.append(await life())
+        world.clock.now += 0.3 * MISSING_S
+
+    assert acted == [False, False, False, False, True]
+    assert world.table().champion == first
+
+
+async def test_what_was_served_again_meanwhile_counts_anew(
+    world: World, served: tuple[str, str]
+) -> None:
+    engine = Engine(world)
+    for refuses in (True, False, True):
+        for control in engine.controls.values():
+            control.refuses = {served[1]: "corrupt"} if refuses else {}
+            control.adapters.pop(served[1], None)
+        assert await engine.turn() is False
+        world.clock.now += 0.9 * MISSING_S
+    assert await engine.turn() is False
+
+
+async def test_a_clock_that_is_set_back_counts_anew(world: World, served: tuple[str, str]) -> None:
+    engine = Engine(world)
+    for control in engine.controls.values():
+        control.refuses[served[1]] = "corrupt"
+    await engine.turn()
+    world.clock.now -= 86_400.0
+
+    assert await engine.turn() is False
+    world.clock.now += MISSING_S
+    assert await engine.turn() is True
+
+
 async def test_an_altered_champion_gives_way_too(world: World, served: tuple[str, str]) -> None:
     first, second = served
     with open(f"{world.adapter(second).path}/{WEIGHTS}", "ab") as weights:

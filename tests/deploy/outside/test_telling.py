@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
+from deploy.outside import telling
 from deploy.outside.http import Caller, OutsideError, Reply
 from deploy.outside.signing import key_of, signed_headers
 from deploy.outside.telling import FLAG, SETTLE_S, Event, Hooks, HookState, Sender, read_state
@@ -34,6 +36,8 @@ class FakePoster:
 
     fails: bool = False
     status: int = 204
+    hangs: dict[str, asyncio.Event] = field(default_factory=dict)
+    """URL -> until when it does not answer."""
     posts: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     async def post(
@@ -46,9 +50,14 @@ class FakePoster:
         headers: Mapping[str, str] = {},
     ) -> Reply:
         self.posts.append((url, json.loads(body), dict(headers)))
+        if url in self.hangs:
+            await self.hangs[url].wait()
         if self.fails:
             raise OutsideError("it cannot be reached (ConnectError); check the URL")
         return Reply(status=self.status, body=b"")
+
+    def told_to(self, url: str) -> list[str]:
+        return [body["type"] for to, body, _ in self.posts if to == url]
 
     @property
     def told(self) -> list[str]:
@@ -67,7 +76,10 @@ class Told:
         self.world.clock.now += later_s
         clock = self.world.clock
         sender = Sender("m", self.poster, timeout_s=5.0, environment=SECRETS, clock=clock)
-        await Hooks(self.world.database, self.settings, sender, clock=clock).tick()
+        hooks = Hooks(self.world.database, self.settings, sender, clock=clock)
+        await hooks.tick()
+        while hooks.busy:  # on a machine that is slow
+            await hooks.tick()
 
     def happen(self, *actions: str) -> None:
         with self.world.database.write() as session:
@@ -247,6 +259,31 @@ async def test_one_hook_that_fails_holds_up_no_other(told: Told) -> None:
         state = read_state(session, "bad")
     assert state is not None
     assert "NOT_SET is not set" in state.error
+
+
+async def test_one_hook_that_hangs_holds_up_no_other(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "EVERY_S", 0.2)
+    slow = "http://slow"
+    told.poster.hangs[slow] = asyncio.Event()
+    both = {"ops": told.settings.hooks["ops"], "slow": {"url": slow, "secret_env": "HOOK_SECRET"}}
+    told.settings = Notify.model_validate({"hooks": both})
+    await told.turn()
+    sender = Sender("m", told.poster, timeout_s=5.0, environment=SECRETS, clock=told.world.clock)
+    hooks = Hooks(told.world.database, told.settings, sender, clock=told.world.clock)
+
+    for action in ("rollback", "canary.ramping"):
+        told.happen(action)
+        told.world.clock.now += 10.0
+        while told.poster.told_to(URL)[-1:] != [action]:
+            await hooks.tick()
+
+    assert told.poster.told_to(slow) == ["rollback"]
+    told.poster.hangs[slow].set()
+    while told.poster.told_to(slow) != ["rollback", "canary.ramping"] or hooks.busy:
+        await hooks.tick()
+    assert told.poster.told_to(URL) == ["rollback", "canary.ramping"]
 
 
 async def test_a_damaged_cursor_begins_with_what_happens_from_now_on(told: Told) -> None:

@@ -1,0 +1,42 @@
+"""`sidecar hooks test`: what each receiver answered, in words and as JSON, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.main import main
+from support.outside_server import OutsideServer, outside_server
+
+
+def run(folder: Path, server: OutsideServer, *words: str) -> int:
+    config = folder / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "m"\n[notify.hooks.ops]\nurl = "{server.url}/in"\n'
+        'secret_env = "HOOK_KEY"\n[notify.hooks.chat]\nurl = "http://127.0.0.1:9/x"\n'
+        'secret_env = "HOOK_KEY"\n'
+    )
+    return main(["--config", str(config), "hooks", "test", *words])
+
+
+def test_each_receiver_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK_KEY", "a secret")
+    with outside_server() as server:
+        codes = [run(tmp_path, server, *words) for words in (("ops",), (), ("nobody",))]
+        said = capsys.readouterr()
+        json_code = run(tmp_path, server, "-o", "json")
+
+    assert codes == [0, 1, 1]
+    assert said.out == "ops: taken\nops: taken\n"
+    assert "chat: it cannot be reached" in said.err
+    assert "no hook is called nobody" in said.err
+    assert "a secret" not in said.out + said.err
+    found = json.loads(capsys.readouterr().out)
+    assert json_code == 1
+    assert found["ops"] == {"taken": True, "error": None}
+    assert found["chat"]["taken"] is False
+    assert [json.loads(one.body)["type"] for one in server.asked] == ["test"] * 3
