@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import pytest
+import structlog
 
 from support.kafka_broker import broker, running_broker
 from support.stores import empty_store, new_store, postgres, run_on_both, store_kind
@@ -38,6 +39,18 @@ file, the one of the folder with the worker: in this order they do not run toget
 ONE_WORKER = ("tests/clients/",)
 WAITING_WORKERS = 2
 """Workers beyond one for each core: two wait for an engine most of the time."""
+
+
+_configure = structlog.configure
+
+
+def _configure_without_cache(*given: Any, **named: Any) -> None:
+    """A logger that is kept at its first use would show nothing to tests that run after a test in
+    which a process set up its logs."""
+    _configure(*given, **{**named, "cache_logger_on_first_use": False})
+
+
+structlog.configure = _configure_without_cache
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
