@@ -12,9 +12,12 @@ import shutil
 import tarfile
 from pathlib import Path
 
+from sqlalchemy.orm import Session
+
 from deploy.engine.validation import check_digest
 from deploy.errors import DeployError, InvalidAdapterError
 from deploy.records import AdapterVersion
+from deploy.registry import versions
 from learner.adapter_folder import (
     CARD,
     CONFIG,
@@ -28,6 +31,7 @@ from learner.adapter_folder import (
     manifest_digest,
 )
 from learner.resume.work_folder import remove_folder, sync
+from sidecar.records import BASE
 
 FILES = (CONFIG, WEIGHTS, LINEAGE, CARD, PROBE, CURVES)
 """What is written; the optimiser's moments only when asked for."""
@@ -36,6 +40,17 @@ TAR = ".tar"
 
 class ExportError(DeployError, ValueError):
     """The export cannot be written; the message says why, and what to do."""
+
+
+def version_in_files(session: Session, line: str, reference: str) -> AdapterVersion:
+    """Find the version that a person named: a number, an alias or a full name.
+
+    Raises: UnknownAdapterError; ExportError for the base model.
+    """
+    name = versions.resolve(session, line, reference)
+    if name == BASE:
+        raise ExportError("the base model is no adapter version; there is nothing to export")
+    return versions.find(session, name)
 
 
 def export_version(

@@ -10,14 +10,12 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 
-from sqlalchemy import func, select
 from starlette.responses import Response
 
-from deploy.admin.changes.streams import Streams
+from deploy.admin.changes.streams import Streams, newest_change
 from deploy.page.desk import Asked
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
-from sidecar.store.models import AuditRow
 
 POLL_S = 1.0
 """Time between two looks at the audit. A look reads one row by its primary key."""
@@ -54,7 +52,7 @@ class Watchers:
         yield "retry: 2000\n\n"
         while True:
             try:
-                newest = await asyncio.to_thread(self._newest)
+                newest = await asyncio.to_thread(newest_change, self._database)
             except StoreError as error:  # the browser connects again
                 yield f": the store is away: {type(error).__name__}\n\n"
                 return
@@ -64,10 +62,6 @@ class Watchers:
             if loop.time() >= ends:
                 return
             await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
-
-    def _newest(self) -> int:
-        with self._database.read() as session:
-            return session.scalar(select(func.max(AuditRow.seq))) or 0
 
 
 def _seq(text: str) -> int | None:

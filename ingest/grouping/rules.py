@@ -65,7 +65,7 @@ class Live:
     """The adapters that serve now, in each line of adapters."""
 
     shared: frozenset[str]
-    """Of the default line."""
+    """Adapters that serve on the default line."""
     own: Mapping[str, frozenset[str]]
     """Project -> those of its own line, where it has one."""
 

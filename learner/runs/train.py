@@ -99,7 +99,7 @@ class Run:
         self.deaths: list[dict[str, Any]] = []
         """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
         self.counts: Mapping[str, int] = {}
-        """Of a run that trained: groups `used`, and those left out by reason."""
+        """Groups of a run that trained: `used`, and those left out by reason."""
         self.left: Released | None = None
         """How it left its work to the next start; None: it did not."""
         self._settings = settings

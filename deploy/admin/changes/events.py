@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from deploy.admin.auth import caller
-from deploy.admin.changes.streams import EventReply, EventStream, Streams
+from deploy.admin.changes.streams import EventReply, EventStream, Streams, newest_change
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import known_query
 from deploy.admin.models import AuditOut
@@ -48,7 +48,7 @@ def event_router(context: AdminContext) -> APIRouter:
         """Every change as it is made, as server-sent events, for `for_s` seconds."""
         after = int(last_event_id) if last_event_id is not None else None
         if after is None:
-            after = await asyncio.to_thread(_newest, context)
+            after = await asyncio.to_thread(newest_change, context.database)
         if streams.open >= MAX_STREAMS:  # nothing is awaited between this and the count
             raise TooManyStreamsError(f"{MAX_STREAMS} streams are open; close one of them")
         return streams.begin(_stream(context, min(after, 2**63 - 1), for_s))
@@ -76,11 +76,6 @@ async def _stream(context: AdminContext, after: int, for_s: float) -> AsyncItera
             yield ": nothing new\n\n"
         if len(rows) < BATCH:
             await asyncio.sleep(min(POLL_S, max(0.0, ends - loop.time())))
-
-
-def _newest(context: AdminContext) -> int:
-    with context.database.read() as session:
-        return session.scalar(select(func.max(AuditRow.seq))) or 0
 
 
 def _read(context: AdminContext, after: int) -> list[tuple[int, str]]:

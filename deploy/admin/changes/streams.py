@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from sqlalchemy import func, select
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from sidecar.store.database import Database
+from sidecar.store.models import AuditRow
 
 
 class Streams:
@@ -38,3 +42,9 @@ class EventStream(EventReply):
             await super().__call__(scope, receive, send)
         finally:
             self._streams.open -= 1
+
+
+def newest_change(database: Database) -> int:
+    """Return the `seq` of the newest row of the audit; 0: it has none. Raises: StoreError."""
+    with database.read() as session:
+        return session.scalar(select(func.max(AuditRow.seq))) or 0

@@ -44,6 +44,6 @@ class BudgetOut(Out):
     """What is counted: `candidate tokens`, `prompt tokens of candidates`, `US dollars` or `tokens
     of judges`."""
     used: float
-    """Of a judge's budget with what calls in flight may cost."""
+    """Amount spent; a judge's budget counts what calls in flight may cost too."""
     limit: float
     period: Literal["day", "hour"]

@@ -110,23 +110,18 @@ def adapters_export(
     output: Output = "text",
 ) -> None:
     """Write a version as a standard PEFT folder, or a tar of one, whose digest is checked."""
-    from deploy.adapters.export import ExportError, export_version
-    from deploy.registry import versions
-    from sidecar.records import BASE
+    from deploy.adapters.export import ExportError, export_version, version_in_files
     from sidecar.store.database import Database
 
     settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database, database.read() as session:
-        name = versions.resolve(session, settings.line.name, version)
-        if name == BASE:
-            raise ExportError("the base model is no adapter version; there is nothing to export")
-        found = versions.find(session, name)
+        found = version_in_files(session, settings.line.name, version)
     try:
         files = export_version(found, target, with_optimizer=with_optimizer)
     except OSError as error:
         raise ExportError(
             f"{error.filename or target}: {error.strerror}; free space or name another place"
         ) from error
-    shown = {"adapter": name, "digest": found.digest, "to": str(target), "files": list(files)}
+    shown = {"adapter": found.name, "digest": found.digest, "to": str(target), "files": list(files)}
     print_found(shown, output)

@@ -25,23 +25,19 @@ def adapters_push(
     output: Output = "text",
 ) -> None:
     """Copy a version, as `export` writes it, to a model hub or to MLflow; once for each."""
-    from deploy.adapters.export import ExportError, export_version
+    from deploy.adapters.export import export_version, version_in_files
     from deploy.adapters.mirrors import open_mirror, push_version
     from deploy.registry import audit, versions
     from sidecar.hiding import hide_in_url
-    from sidecar.records import BASE
     from sidecar.store.database import Database
 
     settings = settings_of(context, project)
     require_store(settings.store.url)
     with closing(Database(settings.store.url)) as database:
         with database.read() as session:
-            name = versions.resolve(session, settings.line.name, version)
-            if name == BASE:
-                raise ExportError("the base model is no adapter version; there is nothing to push")
-            found = versions.find(session, name)
+            found = version_in_files(session, settings.line.name, version)
             kept = versions.aliases_of(session, found.model)
-        aliases = [alias for alias, target in kept.items() if target == name]
+        aliases = [alias for alias, target in kept.items() if target == found.name]
         mirror = open_mirror(to, found.model)
         with tempfile.TemporaryDirectory(prefix="sidecar-push-") as folder:
             copy = Path(folder) / f"v{found.version}"
@@ -54,9 +50,9 @@ def adapters_push(
                 now=time.time(),
                 actor=ACTOR,
                 action="adapter.pushed",
-                subject=name,
+                subject=found.name,
                 before={},
                 after=shown,
                 reason=reason,
             )
-    print_found({"adapter": name, **shown}, output)
+    print_found({"adapter": found.name, **shown}, output)
