@@ -8,6 +8,7 @@ so that no more than two engines run at a time.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +52,16 @@ def _configure_without_cache(*given: Any, **named: Any) -> None:
 
 
 structlog.configure = _configure_without_cache
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """Take back the logs that a process set up in a test: `main` runs in the tests' own process."""
+    before = structlog.is_configured()
+    yield
+    if structlog.is_configured() and not before:
+        structlog.reset_defaults()
+        structlog.contextvars.clear_contextvars()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

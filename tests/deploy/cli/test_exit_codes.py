@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import structlog
 
 from deploy.admin.context import AdminContext
 from deploy.cli.main import main
@@ -106,14 +105,6 @@ def settings(folder: Path, store: str, port: int) -> Path:
         f'[admin]\nport = {port}\n[learner]\nadapters_dir = "{folder}/adapters"\n'
     )
     return path
-
-
-@pytest.fixture(autouse=True)
-def logs_are_put_back() -> Iterator[None]:
-    """`learn --once` sets up the logs of its process, which is that of the tests."""
-    yield
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture
