@@ -11,17 +11,12 @@ import asyncio
 import logging
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import structlog
 
 from benchmarks.relay import ours, scenarios
-from benchmarks.relay.ends import build
-from benchmarks.relay.run import BENCH
-from benchmarks.relay.stage import pick_cores, upstream
-from benchmarks.relay.steps import Nowhere, Steps, place
+from benchmarks.relay.steps import Nowhere, Steps, fake_upstream, place
 from sidecar.proxy import Proxy, relay_is_compiled
 from sidecar.settings import Settings, load_settings
 
@@ -38,14 +33,9 @@ def main() -> int:
 
 async def _measure() -> None:
     build_name = "compiled" if relay_is_compiled() else "interpreted"
-    BENCH.mkdir(exist_ok=True)
-    models = (scenarios.MODEL, ours.CHAMPION, ours.CANARY)
-    with (
-        tempfile.TemporaryDirectory(dir=BENCH) as folder,
-        upstream(build(BENCH / "ends"), pick_cores().ends, models) as (port, _),
-    ):
-        launch = ours.pure_capture_on(place(Path(folder, "on"), port))
-        plain = load_settings(Path(folder, "on", "sidecar.toml"))
+    with fake_upstream() as (folder, port):
+        launch = ours.pure_capture_on(place(folder / "on", port))
+        plain = load_settings(folder / "on" / "sidecar.toml")
         for name, count in REQUESTS.items():
             scenario = scenarios.BY_NAME[name]
             without, with_lines = (

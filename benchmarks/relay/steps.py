@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -84,22 +85,29 @@ def main(argv: Sequence[str]) -> int:
 
 async def _measure() -> None:
     build_name = "compiled" if relay_is_compiled() else "interpreted"
+    with fake_upstream() as (folder, port):
+        for name, launch in (
+            ("off", ours.pure_capture_off(place(folder / "off", port))),
+            ("on", ours.pure_capture_on(place(folder / "on", port))),
+        ):
+            proxy = Proxy(load_settings(folder / name / "sidecar.toml"), sink=Nowhere())
+            for scenario, count in REQUESTS.items():
+                step = Steps(proxy, launch, scenarios.BY_NAME[scenario], port)
+                per_request, per_event = step.best_us(count)
+                unit = f"{per_event:6.2f} us an event" if per_event else f"{per_request:6.1f} us"
+                print(f"{build_name:12} capture {name:4} {scenario:8} {unit}")
+
+
+@contextmanager
+def fake_upstream() -> Iterator[tuple[Path, int]]:
+    """Start the fake vLLM. Yields: an empty folder for the relays, and its port."""
     BENCH.mkdir(exist_ok=True)
     models = (scenarios.MODEL, ours.CHAMPION, ours.CANARY)
     with (
         tempfile.TemporaryDirectory(dir=BENCH) as folder,
         upstream(build(BENCH / "ends"), pick_cores().ends, models) as (port, _),
     ):
-        for name, launch in (
-            ("off", ours.pure_capture_off(place(Path(folder, "off"), port))),
-            ("on", ours.pure_capture_on(place(Path(folder, "on"), port))),
-        ):
-            proxy = Proxy(load_settings(Path(folder, name, "sidecar.toml")), sink=Nowhere())
-            for scenario, count in REQUESTS.items():
-                step = Steps(proxy, launch, scenarios.BY_NAME[scenario], port)
-                per_request, per_event = step.best_us(count)
-                unit = f"{per_event:6.2f} us an event" if per_event else f"{per_request:6.1f} us"
-                print(f"{build_name:12} capture {name:4} {scenario:8} {unit}")
+        yield Path(folder), port
 
 
 def place(folder: Path, port: int) -> Place:
