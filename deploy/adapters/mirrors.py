@@ -5,7 +5,8 @@ Nothing here reads them again: the registry is the store, and the sidecar runs w
     hub:OWNER/NAME       a repository of the Hugging Face Hub, private when it is made here. Each
                          version is a commit and a tag, `v7`. `HF_TOKEN` and `HF_ENDPOINT` count.
     mlflow:URI           a registered model of an MLflow tracking server, one version each, with
-                         the sidecar's aliases. `MLFLOW_TRACKING_TOKEN` and the like count.
+                         the sidecar's aliases. `MLFLOW_TRACKING_TOKEN` and the like count. It has
+                         the public model's name, and `-PROJECT` behind it in a project's line.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any, Final, Protocol
 from deploy.errors import DeployError
 from deploy.records import AdapterVersion
 from sidecar.hiding import hide_in_url
+from sidecar.lines import project_of, public_model
 
 ARTIFACT: Final = "adapter"
 EXPERIMENT: Final = "learning-sidecar"
 """MLflow's experiment that holds the runs of `learner.export` too."""
+LINE: Final = "sidecar.line"
+"""Tag of a registered model of MLflow: the line whose versions it holds."""
 _REPO = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 
@@ -115,10 +119,14 @@ class _Mlflow:
         self._client: Any = import_module("mlflow").MlflowClient(
             tracking_uri=place, registry_uri=place
         )
+        self._place, self._line = place, model
+        project = project_of(model)
+        name = public_model(model) + (f"-{project}" if project else "")
         # MLflow takes no slash and no colon in a name; a quote would end it in a search.
-        self._name = re.sub(r"[^\w. -]", "-", model)
+        self._name = re.sub(r"[^\w. -]", "-", name)
 
     def push(self, folder: Path, version: AdapterVersion, aliases: Collection[str]) -> Pushed:
+        self._require_model()
         found = self._client.search_model_versions(
             f"name = '{self._name}' and tags.`sidecar.digest` = '{version.digest}'"
         )
@@ -126,6 +134,22 @@ class _Mlflow:
         for alias in sorted(aliases):
             self._client.set_registered_model_alias(self._name, alias, number)
         return Pushed(f"models:/{self._name}/{number}", already=bool(found))
+
+    def _require_model(self) -> None:
+        """Make the registered model if there is none.
+
+        Raises: MirrorError when it holds the versions of another line.
+        """
+        found = self._client.search_registered_models(f"name = '{self._name}'")
+        if not found:
+            self._client.create_registered_model(self._name, tags={LINE: self._line})
+            return
+        line = found[0].tags.get(LINE, self._line)  # one of an older release names none
+        if line != self._line:
+            raise MirrorError(
+                f"the registered model {self._name} of {hide_in_url(self._place)} holds the "
+                f"versions of {line}, not of {self._line}; push to another MLflow, or rename it"
+            )
 
     def _add(self, folder: Path, version: AdapterVersion) -> str:
         """Make a model version. Returns: its number there."""
@@ -141,8 +165,6 @@ class _Mlflow:
         run = client.create_run(kept, run_name=version.name, tags=tags).info
         client.log_artifacts(run.run_id, str(folder), ARTIFACT)
         client.set_terminated(run.run_id)
-        if not client.search_registered_models(f"name = '{self._name}'"):
-            client.create_registered_model(self._name)
         source = f"{run.artifact_uri}/{ARTIFACT}"
         made = client.create_model_version(self._name, source, run.run_id, tags=tags)
         return str(made.version)

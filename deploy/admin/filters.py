@@ -26,6 +26,10 @@ Project = Annotated[
     str | None,
     Query(max_length=64, description="whose line of adapters; without it the default line"),
 ]
+OfProject = Annotated[
+    str | None,
+    Query(max_length=64, description="of whose line of adapters; without it of all lines"),
+]
 SHOWN = 100
 """Characters of an unknown name that the refusal repeats."""
 

@@ -293,6 +293,8 @@ class AuditOut(Out):
     """`x-request-id` of the reply to it; empty when no request caused the change."""
     action: str
     subject: str
+    project: str | None = None
+    """Whose line of adapters it is about; null: the default line, or none."""
     before: dict[str, Any]
     after: dict[str, Any]
     reason: str

@@ -9,13 +9,20 @@ from typing import Any, TypeVar
 import structlog
 from fastapi import APIRouter, Depends
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import GROUP_STATUSES, Project, known_query, refuse_unknown
+from deploy.admin.filters import (
+    GROUP_STATUSES,
+    OfProject,
+    Project,
+    known_query,
+    refuse_unknown,
+)
 from deploy.admin.json import read_stored
+from deploy.admin.lines.subjects import projects_of
 from deploy.admin.models import (
     AnswerOut,
     AuditOut,
@@ -35,10 +42,12 @@ from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_explanation
 from ingest.store.rewards import opened_checks, read_rule
 from ingest.store.sessions import stored_name
+from sidecar.lines import Line
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
 from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.of_line import of_line
 
 log = structlog.get_logger()
 Row = TypeVar("Row")
@@ -67,8 +76,15 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         cursor: Cursor = None,
         status: str | None = None,
         reason: str | None = None,
+        project: OfProject = None,
     ) -> Page[GroupOut]:
         statement = select(GroupRow)
+        if project is not None:
+            line = Line(name=context.line_of(project))
+            of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
+            # Groups of best-of-N requests and of older versions have no project of their own.
+            of_group = func.coalesce(GroupRow.project, ExchangeRow.project)
+            statement = statement.outerjoin(ExchangeRow, of_exchange).where(of_line(of_group, line))
         if status is not None:
             refuse_unknown("status", status, GROUP_STATUSES)
             statement = statement.where(GroupRow.status == status)
@@ -136,10 +152,13 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
+            projects = projects_of(session, rows)
         return page_of(
             rows,
             limit,
-            show=AuditOut.model_validate,
+            show=lambda row: AuditOut.model_validate(row).model_copy(
+                update={"project": projects[row.seq]}
+            ),
             name=lambda row: f"audit {row.seq}",
             cursor=lambda row: encode_cursor(row.seq),
         )

@@ -23,6 +23,9 @@ def groups_ls(
     status: Annotated[str, typer.Option(help="such as sampled, scored or set_aside")] = "",
     reason: Annotated[str, typer.Option(help="such as judge_rejected")] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
+    project: Annotated[
+        str | None, typer.Option(help="of whose line of adapters; default: of all lines")
+    ] = None,
     output: Output = "text",
 ) -> None:
     """The newest groups, one line each; `groups show` has one with all that is known of it."""
@@ -32,7 +35,7 @@ def groups_ls(
         refuse_unknown("--status", status, GROUP_STATUSES)
     wanted = {"status": status, "reason": reason}
     given = {name: value for name, value in wanted.items() if value}
-    found = admin_client(context).get("/groups", limit=limit, **given)
+    found = admin_client(context, project).get("/groups", limit=limit, **given)
     now = time.time()
     _print(found, output, lambda: table_lines(found["items"], now))
 

@@ -134,7 +134,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 class FakeMlflow:
     """The client calls that a push makes."""
 
-    models: set[str] = field(default_factory=set)
+    models: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Name -> its tags."""
     versions: list[SimpleNamespace] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     artifacts: list[set[str]] = field(default_factory=list)
@@ -157,12 +158,12 @@ class FakeMlflow:
     def set_terminated(self, run: str) -> None:
         pass
 
-    def search_registered_models(self, query: str) -> list[str]:
-        return [one for one in self.models if f"'{one}'" in query]
+    def search_registered_models(self, query: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(tags=t) for name, t in self.models.items() if f"'{name}'" in query]
 
-    def create_registered_model(self, name: str) -> None:
+    def create_registered_model(self, name: str, *, tags: dict[str, str]) -> None:
         assert name not in self.models
-        self.models.add(name)
+        self.models[name] = tags
 
     def create_model_version(
         self, name: str, source: str, run: str, *, tags: dict[str, str]
@@ -175,12 +176,18 @@ class FakeMlflow:
         self.aliases[alias] = version
 
 
-def test_mlflow_gets_one_version_for_a_digest_and_the_aliases(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
     client, module = FakeMlflow(), ModuleType("mlflow")
     module.MlflowClient = lambda **_: client  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow", module)
+    return client
+
+
+def test_mlflow_gets_one_version_for_a_digest_and_the_aliases(
+    shop: Shop, mlflow: FakeMlflow
+) -> None:
+    client = mlflow
     shop.add("one")
     shop.add("two", values=(0.5, 0.25))
 
@@ -193,6 +200,23 @@ def test_mlflow_gets_one_version_for_a_digest_and_the_aliases(
     assert [one["where"] for one in pushed(shop)] == ["models:/m/1", "models:/m/2", "models:/m/1"]
 
 
+def test_a_projects_line_has_a_registered_model_of_its_own_in_mlflow(
+    shop: Shop, mlflow: FakeMlflow, tmp_path: Path
+) -> None:
+    shop.add("one")
+    version = shop.version(1)
+    for line in ("a/b", "a/b@@shop"):
+        open_mirror("mlflow:http://t", line).push(Path(version.path), version, ())
+
+    assert mlflow.models == {
+        "a-b": {"sidecar.line": "a/b"},
+        "a-b-shop": {"sidecar.line": "a/b@@shop"},
+    }
+    with pytest.raises(MirrorError, match="versions of a/b@@shop, not of a/b-shop"):
+        open_mirror("mlflow:http://t", "a/b-shop").push(Path(version.path), version, ())
+
+
+@pytest.mark.filterwarnings("ignore")  # of a package whose version is not pinned
 @pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="needs mlflow: pip install mlflow"
 )

@@ -18,6 +18,7 @@ from deploy.registry.learner import flags
 from deploy.registry.rollback import rollback
 from sidecar.lines import lines_of
 from sidecar.records import BASE
+from sidecar.store.models import GroupRow
 from tests.deploy.page.conftest import HOST, Browser
 from tests.deploy.page.test_pages import words_of
 
@@ -99,6 +100,59 @@ async def test_each_page_of_a_line_is_about_that_line(
     form = (await browser.get(f"{PLACE}/rollback")).text
     assert f'action="{PLACE}/rollback"' in form
     assert "Roll back the adapters of support" in words_of(form)
+
+
+async def test_groups_and_audit_name_the_project_and_groups_of_a_line_are_its_own(
+    shared: World, own: World, browser: Browser
+) -> None:
+    """A group of a best-of-N request has no project; its exchange has."""
+    candidate = own.register(3, values=(0.7, 0.8))
+    with own.database.write() as session:
+        transitions.begin(
+            session, model=OWN.name, candidate=candidate, steps=(5000,), now=1.0, actor="t"
+        )
+        flags.set_paused(session, OWN.name, True, now=1.0, actor="t", reason="wait")
+        audit.record(
+            session,
+            now=1.0,
+            actor="t",
+            action="adapter.pushed",
+            subject=candidate,
+            before={},
+            after={},
+            reason="",
+        )
+    for project, known in (("support", "support"), ("support", None), ("shop", "shop")):
+        add_group(own, f"{project}-{known}", own.serve("s", project=project), known)
+
+    theirs = words_of((await browser.get("/groups")).text)
+    mine = words_of((await browser.get(f"{PLACE}/groups")).text)
+    audited = (await browser.get("/audit")).text
+
+    assert all(name in theirs for name in ("support-support", "support-None", "shop-shop"))
+    assert "Project" in theirs
+    assert "support-support" in mine
+    assert "support-None" in mine
+    assert "shop-shop" not in mine
+    for action in ("alias.champion", "adapter.pushed", "canary.gating", "learner.pause"):
+        rows = [one for one in audited.split("<tr>") if f"<td>{action}</td>" in one]
+        assert any("<td>support</td>" in one for one in rows), action
+    assert "<td>–</td>" in audited, "rows of the default line"
+
+
+def add_group(world: World, group_id: str, exchange_id: str, project: str | None) -> None:
+    with world.database.write() as session:
+        session.add(
+            GroupRow(
+                group_id=group_id,
+                exchange_id=exchange_id,
+                session_key="k",
+                adapter=BASE,
+                status="scored",
+                created_at=1.0,
+                project=project,
+            )
+        )
 
 
 async def test_a_rollback_on_the_page_of_a_line_leaves_the_others_alone(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -181,6 +183,56 @@ def test_wandb_gets_one_run_of_the_project(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [begun, (0.125, 1), "end"]
 
 
+def test_tensorboard_gets_one_folder_with_each_figure_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = torchs_writer(calls)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(export, "find_spec", lambda name: name)
+
+    export_two_steps("tensorboard:/runs")
+
+    begun, *written, ended = [
+        (name, given)
+        for name, given in calls
+        if name != "add_scalar" or given["tag"] == "learner/loss"
+    ]
+    assert (begun[0], begun[1]["log_dir"]) == ("__init__", "/runs/r1")
+    assert [(name, one.get("global_step"), one.get("scalar_value")) for name, one in written] == [
+        ("add_scalar", 1, 0.75),
+        ("flush", None, None),
+        ("add_scalar", 2, 1.0),
+        ("flush", None, None),
+    ]
+    assert ended[0] == "close"
+
+
+def torchs_writer(calls: list[tuple[str, dict[str, Any]]]) -> type:
+    """Return torch's writer with methods that keep what they are called with.
+
+    Their parameters are those of torch's source; it cannot be imported without tensorboard.
+    """
+    torch = find_spec("torch")  # which does not import it
+    assert torch is not None
+    assert torch.origin is not None
+    source = Path(torch.origin).parent / "utils" / "tensorboard" / "writer.py"
+    (writer,) = [
+        one
+        for one in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(one, ast.ClassDef) and one.name == "SummaryWriter"
+    ]
+    methods = [one for one in writer.body if isinstance(one, ast.FunctionDef)]
+    for method in methods:
+        method.body = ast.parse(f"calls.append(({method.name!r}, locals()))").body
+    writer.body = list(methods)
+    found: dict[str, Any] = {"calls": calls}
+    exec(compile(ast.Module(body=[writer], type_ignores=[]), str(source), "exec"), found)
+    made: type = found["SummaryWriter"]
+    return made
+
+
 def export_two_steps(setting: str) -> None:
     run = exported_run(setting, "r1")
     assert run is not None
@@ -193,7 +245,8 @@ def export_two_steps(setting: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
 def test_the_real_tensorboard_has_every_step(tmp_path: Path) -> None:
     events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="needs tensorboard: pip install tensorboard",
     )
 
     export_two_steps(f"tensorboard:{tmp_path}")
@@ -205,7 +258,7 @@ def test_the_real_tensorboard_has_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
 def test_the_real_mlflow_has_every_step(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
 
     export_two_steps(f"mlflow:{uri}")
@@ -222,7 +275,7 @@ def test_the_real_mlflow_has_every_step(tmp_path: Path) -> None:
 def test_the_real_wandb_has_every_step_without_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="needs wandb")
+    pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
 
