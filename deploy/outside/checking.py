@@ -1,7 +1,7 @@
 """Check the metrics of the canary that ramps, and of a champion for a while after its promotion.
 
 Each check is stored with the canary before anything is decided on it: a control that starts again
-continues the rows of failures. A provider that hangs holds up only this loop; the guards tick
+continues the rows of failures. A provider that hangs holds up its own metric alone; the guards tick
 meanwhile. In the ramp the rule decides (`deploy.registry.canary_rule`). After a promotion no rule
 ticks any more: here a broken guardrail rolls back to the champion before, for `watch_s`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import structlog
@@ -40,7 +40,7 @@ from sidecar.store.models import CanaryRow
 log = structlog.get_logger()
 
 EVERY_S = 1.0
-"""How often the loop looks which metrics are due."""
+"""How often the loop looks which metrics are due, and longest wait of a turn for their answers."""
 STAGE = "metric"
 """Durable counter of checks, by outcome."""
 
@@ -64,30 +64,57 @@ class MetricChecks:
         self._rules = rules
         self._on_change = on_change
         self._clock = clock
+        self._turns: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Canary and name of a metric -> the check that is being made."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a metric is still being checked."""
+        return bool(self._turns)
 
     async def tick(self) -> None:
-        """Check what is due, and roll back a champion whose guardrail broke. Raises: StoreError."""
+        """Check what is due, and roll back a champion whose guardrail broke.
+
+        A provider that hangs holds up its own metric alone: that check goes on, and the others have
+        their turn. Raises: StoreError.
+        """
         if not self._rules.metrics:
             return
-        for canary in await asyncio.to_thread(self._watched):
-            await self._look(canary)
+        watched = await asyncio.to_thread(self._watched)
+        for canary in watched:
+            self._begin(canary)
+        await self._end()
+        for canary in watched:
+            if canary.phase == "promoted":
+                await asyncio.to_thread(self._obey, canary.canary_id)
 
-    async def _look(self, canary: Canary) -> None:
+    def _begin(self, canary: Canary) -> None:
+        """Begin the checks of a canary that are due and not being made."""
         now = self._clock()
-        due = {
-            name: metric
-            for name, metric in self._rules.metrics.items()
-            if _is_due(canary.metrics.get(name), metric, now)
-        }
-        if due:
-            names = Names(
-                adapter=canary.candidate, champion=canary.champion, canary=canary.canary_id
-            )
-            checks = await asyncio.gather(*(self._check(one, names) for one in due.values()))
-            found = dict(zip(due, checks, strict=True))
-            await asyncio.to_thread(self._store, canary.canary_id, found)
-        if canary.phase == "promoted":
-            await asyncio.to_thread(self._obey, canary.canary_id)
+        names = Names(adapter=canary.candidate, champion=canary.champion, canary=canary.canary_id)
+        for name, metric in self._rules.metrics.items():
+            turn = (canary.canary_id, name)
+            if turn not in self._turns and _is_due(canary.metrics.get(name), metric, now):
+                self._turns[turn] = asyncio.create_task(self._look(name, metric, names))
+
+    async def _end(self) -> None:
+        """Wait a while for the checks that are being made. Raises: StoreError."""
+        if not self._turns:
+            return
+        try:
+            await asyncio.wait(self._turns.values(), timeout=EVERY_S)
+        except asyncio.CancelledError:
+            for turn in self._turns.values():
+                turn.cancel()
+            raise
+        ended = [self._turns.pop(name) for name, turn in [*self._turns.items()] if turn.done()]
+        failed = [error for turn in ended if (error := turn.exception()) is not None]
+        if failed:
+            raise failed[0]
+
+    async def _look(self, name: str, metric: Metric, names: Names) -> None:
+        check = await self._check(metric, names)
+        await asyncio.to_thread(self._store, names.canary, name, check)
 
     def _watched(self) -> list[Canary]:
         """Return the canary that ramps, and the one that made the champion within `watch_s`."""
@@ -119,34 +146,33 @@ class MetricChecks:
         shown = None if outcome == "no_data" else value
         return Check(at=self._clock(), outcome=outcome, value=shown, why=why)
 
-    def _store(self, canary_id: str, found: Mapping[str, Check]) -> None:
+    def _store(self, canary_id: str, name: str, check: Check) -> None:
+        metric = self._rules.metrics[name]
         with self._database.write() as session:
             row = canaries.find_row(session, canary_id)
             known = canaries.to_canary(row).metrics
-            states = {name: one for name, one in known.items() if name in self._rules.metrics}
-            for name, check in found.items():
-                metric = self._rules.metrics[name]
-                state = replace(
-                    states.get(name, MetricState()),
-                    mode=metric.mode,
-                    min=metric.min,
-                    max=metric.max,
-                    fails_at=metric.failures,
-                    errs_at=metric.errors,
-                )
-                states[name] = add_check(state, check)
-                count(session, STAGE, check.outcome)
-            canaries.add_evidence(row, metrics={name: asdict(one) for name, one in states.items()})
-        for name, check in found.items():
-            if check.outcome in ("error", "failing"):
-                log.warning(
-                    "metric_checked",
-                    metric=name,
-                    outcome=check.outcome,
-                    value=check.value,
-                    why=check.why,
-                    in_a_row=max(states[name].errors, states[name].failures),
-                )
+            states = {one: state for one, state in known.items() if one in self._rules.metrics}
+            state = replace(
+                states.get(name, MetricState()),
+                mode=metric.mode,
+                min=metric.min,
+                max=metric.max,
+                fails_at=metric.failures,
+                errs_at=metric.errors,
+            )
+            states[name] = add_check(state, check)
+            count(session, STAGE, check.outcome)
+            kept = {one: asdict(state) for one, state in states.items()}
+            canaries.add_evidence(row, metrics=kept)
+        if check.outcome in ("error", "failing"):
+            log.warning(
+                "metric_checked",
+                metric=name,
+                outcome=check.outcome,
+                value=check.value,
+                why=check.why,
+                in_a_row=max(states[name].errors, states[name].failures),
+            )
 
     def _obey(self, canary_id: str) -> None:
         """Roll back the champion that this canary made, if a guardrail broke since."""

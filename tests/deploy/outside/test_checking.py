@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.evidence.outside import MetricState
+from deploy.outside import checking
 from deploy.outside.checking import MetricChecks
 from deploy.outside.http import OutsideError
 from deploy.registry import canaries, transitions
@@ -225,6 +228,32 @@ async def test_an_error_after_the_promotion_takes_nothing_back(world: World) -> 
     await check(world, AWAY, None, AWAY)
 
     assert world.aliases()["champion"] == name
+
+
+async def test_a_provider_that_hangs_holds_up_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "EVERY_S", 0.05)
+    measured(world)
+    slow = world.rules.metrics["errors"].model_copy(update={"url": "http://slow"})
+    metrics = {"slow": slow, **world.rules.metrics}
+    world.rules = world.rules.model_copy(update={"metrics": metrics})
+    name = world.register(1)
+    ramping(world, name)
+    source = FakeMetrics(values={URL: 0.5, slow.url: 0.0}, hangs={slow.url: asyncio.Event()})
+    checks = MetricChecks(world.database, "m", source, world.rules, clock=world.clock)
+
+    for failures in (1, 2, 3):
+        world.clock.now += 10.0
+        while len(world.canary(name).metrics.get("errors", MetricState()).history) < failures:
+            await checks.tick()
+
+    assert (await decided(world, name))[0] == "rolled_back"
+    assert [url for url, _ in source.asked].count(slow.url) == 1
+    source.hangs[slow.url].set()
+    await checks.tick()
+    assert not checks.busy
+    assert world.canary(name).metrics["slow"].failures == 0
 
 
 async def test_a_damaged_record_of_checks_begins_anew(world: World) -> None:
