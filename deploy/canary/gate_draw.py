@@ -110,7 +110,9 @@ class Drawing:
         limit = SPARE_PROMPTS * self._rules.gate_prompts
         with self._database.read() as session:
             done = gate_store.compared_sessions(session, canary)
-            newest = gate_store.held_out_prompts(session, self._line(canary), limit=limit)
+            newest = gate_store.held_out_prompts(
+                session, self._line(canary), limit=limit, without=canary.candidate
+            )
             judged = gate_store.comparisons(session, canary.canary_id)
             drawn = gate_store.drawn(session, canary.canary_id)
         quick = self._rules.promote_on == "quick"
@@ -138,7 +140,7 @@ class Drawing:
                 return Prompts()
             done = gate_store.compared_sessions(session, canary)
             missing = gate_store.held_out_prompts(
-                session, self._line(canary), limit=room, known=done
+                session, self._line(canary), limit=room, known=done, without=canary.candidate
             )
             if len(missing) < room:
                 missing += gate_store.live_prompts(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from sqlalchemy import ColumnElement, func, select, text
+from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import excess, narrowing
@@ -73,22 +73,41 @@ def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
 
 
 def held_out_prompts(
-    session: Session, line: Line, *, limit: int, known: Collection[str] = ()
+    session: Session,
+    line: Line,
+    *,
+    limit: int,
+    known: Collection[str] = (),
+    without: str | None = None,
 ) -> list[HeldOutPrompt]:
     """List the newest good exchange of each of a line's newest held-out sessions, the newest first.
 
-    known: sessions to leave out.
+    known: sessions to leave out. without: an adapter; sessions in which it answered are left out
+    too: the prompts of their later turns have its own words in them.
 
     Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
     """
     newest: dict[str, int] = {}
     """Session -> `seq` of its newest exchange."""
-    for seq, session_id in _newest_examined(session, line):
-        if session_id not in known:
-            newest.setdefault(session_id, seq)
+    left_out = set(known)
+    for seq, session_id, adapter in _newest_examined(session, line):
+        if session_id in left_out or session_id in newest:
+            continue
+        if without is not None and (
+            adapter == without or session.scalar(_answers_of(session_id, without)) is not None
+        ):
+            left_out.add(session_id)
+            continue
+        newest[session_id] = seq
         if len(newest) == limit:
             break
     return _prompts(session, newest.values())
+
+
+def _answers_of(session_id: str, adapter: str) -> Select[int]:
+    """Return a query for one exchange of a session that an adapter answered."""
+    row = ExchangeRow
+    return select(row.seq).where(row.session_id == session_id, row.adapter == adapter).limit(1)
 
 
 def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
@@ -114,8 +133,9 @@ def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
     ]
 
 
-def _newest_examined(session: Session, line: Line) -> Iterator[tuple[int, str]]:
-    """Yield `seq` and session of the exchanges that the gate may ask again, the newest first.
+def _newest_examined(session: Session, line: Line) -> Iterator[tuple[int, str, str]]:
+    """Yield `seq`, session and adapter of the exchanges that the gate may ask again, the newest
+    first.
 
     Those of other lines count among the `EXAMINED_AT_MOST`: a rare project must not make it read
     them all.
@@ -124,12 +144,18 @@ def _newest_examined(session: Session, line: Line) -> Iterator[tuple[int, str]]:
     before: tuple[ColumnElement[bool], ...] = ()
     while read < EXAMINED_AT_MOST:
         rows = session.execute(
-            select(ExchangeRow.seq, ExchangeRow.session_id, ExchangeRow.project)
+            select(
+                ExchangeRow.seq, ExchangeRow.session_id, ExchangeRow.adapter, ExchangeRow.project
+            )
             .where(text(EXAMINED), ExchangeRow.public_model == line.model, *before)
             .order_by(ExchangeRow.seq.desc())
             .limit(page)
         ).all()
-        yield from ((seq, session_id) for seq, session_id, project in rows if line.has(project))
+        yield from (
+            (seq, session_id, adapter)
+            for seq, session_id, adapter, project in rows
+            if line.has(project)
+        )
         if len(rows) < page:
             return
         read, before = read + len(rows), (ExchangeRow.seq < rows[-1].seq,)
@@ -247,7 +273,7 @@ def live_prompts(
     """List the newest good exchange of each of the champion's newest sessions, the newest first.
 
     line: the canary's. after: Unix seconds; a session that began earlier may have been learned
-    from. known: sessions to leave out.
+    from. known: sessions to leave out. Those in which the candidate answered are left out too.
     """
     row = ExchangeRow
     newest: dict[str, int] = {}
@@ -272,10 +298,9 @@ def live_prompts(
         good = (surface, status, outcome) == ("chat", 200, "ok") and selection in TURN_DECIDED
         if not good or session_id in old or not _is_after(started_at, after):
             continue
-        older = (
-            select(row.seq).where(row.session_id == session_id, row.started_at <= after).limit(1)
-        )
-        if session_id not in newest and session.scalar(older) is not None:
+        unfit = or_(row.started_at <= after, row.adapter == canary.candidate)
+        found = select(row.seq).where(row.session_id == session_id, unfit).limit(1)
+        if session_id not in newest and session.scalar(found) is not None:
             old.add(session_id)
             continue
         newest.setdefault(session_id, seq)

@@ -93,6 +93,23 @@ async def ramping(world: World, *, held_out: int = 60) -> tuple[str, Gate]:
     return name, gate
 
 
+async def test_no_prompt_is_of_a_session_that_the_candidate_answered(world: World) -> None:
+    """One that its champion answered last, because the canary paused, is none either."""
+    name = world.register(1)
+    asked = [world.serve(f"held-{number}", held_out=True) for number in range(3)]
+    world.serve("its", held_out=True, adapter=name, arm="canary")
+    world.serve("its", held_out=True)
+    world.serve("its-last", held_out=True)
+    world.serve("its-last", held_out=True, adapter=name, arm="canary")
+    gate = world.gate()
+    await play(world, gate, 4)
+    assert world.canary(name).phase == "ramping"
+    world.serve("in-the-ramp", held_out=True, adapter=name, arm="canary")
+    await play(world, gate, 2)
+
+    assert {row.exchange_id for row in judged(world)} == set(asked)
+
+
 @pytest.mark.both_stores
 async def test_an_equal_candidate_is_promoted_when_enough_groups_prove_it(world: World) -> None:
     name, gate = await ramping(world)
@@ -213,6 +230,8 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     chosen = world.serve("after")
     further = world.serve("before")
     rejected = world.serve("cut", outcome="cut")
+    world.serve("its", adapter=name, arm="canary")
+    its = world.serve("its")
     with world.database.write() as session:
         for row in session.query(ExchangeRow).filter_by(held_out=False):
             row.selection = "chosen"
@@ -224,6 +243,7 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     assert rejected not in asked
     assert "x1" not in asked, "it began before the canary: the candidate may have learned from it"
     assert further not in asked, "its session began before the canary"
+    assert its not in asked, "the candidate answered in its session"
 
 
 async def test_no_more_groups_are_judged_than_an_hour_may_have(world: World) -> None:
