@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from benchmarks.canary.begun import begun_canary
 from benchmarks.canary.traffic import Reply, World, differences, reply_to, sessions, took_s
 from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
@@ -75,7 +76,7 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
     rng = random.Random(seed)
     scores = differences(world, rng)
     limits, live, told = limits_of(rules), Live(ratios_of(rules)), Told()
-    quality, canary, claims = Quality(), _begun(rules, seed), frozenset[str]()
+    quality, canary, claims = Quality(), begun_canary(steps=rules.steps, number=seed), frozenset[str]()
 
     def judge() -> None:
         nonlocal quality, claims
@@ -181,25 +182,4 @@ def _decided(
         return canary
     return replace(
         canary, phase=decision.to, step=decision.step, step_started_at=now, reason=decision.reason
-    )
-
-
-def _begun(rules: CanarySettings, seed: int) -> Canary:
-    return Canary(
-        canary_id=f"c{seed}",
-        model="m",
-        candidate="m--v2",
-        champion="m--v1",
-        phase="gating",
-        paused=False,
-        reason=None,
-        step=0,
-        steps=rules.steps,
-        salt=f"salt-{seed}",
-        created_at=0.0,
-        step_started_at=0.0,
-        stopped_s=0.0,
-        stopped_at=None,
-        ended_at=None,
-        generation=1,
     )
