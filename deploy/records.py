@@ -6,7 +6,8 @@ writers (`transitions`, `rollback`) change the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +32,7 @@ Phase = Literal[
     "withdrawn",
 ]
 """queued: waits until the canary that runs has ended; withdrawn: left the queue without a trial."""
+_VERSION = re.compile(r".+--(v\d+)-[0-9a-f]{12}")
 ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
 
 
@@ -128,3 +130,18 @@ class Canary:
     def readable(self) -> bool:
         """False when the store's record of the ramp is damaged: the canary must end."""
         return 0 <= self.step < len(self.steps)
+
+
+def version_of(adapter: str) -> str:
+    """`v12` of `<model>--v12-<digest>`; another name as it is. Pure."""
+    match = _VERSION.fullmatch(adapter)
+    return match[1] if match else adapter
+
+
+def nobody_has(adapter: str, loaded: Iterable[Collection[str] | None]) -> bool:
+    """Return True when some vLLM answers, and none that does has loaded the adapter. Pure.
+
+    loaded: the adapters of each vLLM; None: it does not answer. Everybody has the base.
+    """
+    known = [one for one in loaded if one is not None]
+    return adapter != BASE and bool(known) and all(adapter not in one for one in known)

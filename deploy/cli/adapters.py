@@ -12,7 +12,15 @@ from deploy.cli.folders.copies import adapters_diff, adapters_export
 from deploy.cli.folders.prune import adapters_prune
 from deploy.cli.folders.pushing import adapters_push
 from deploy.cli.learning.importing import adapters_import
-from deploy.cli.output import GivenReason, Output, print_found, refuse_unknown
+from deploy.cli.listings.rows import adapters_table, aliases_table
+from deploy.cli.output import (
+    GivenReason,
+    Output,
+    completed_by,
+    print_found,
+    print_table,
+    refuse_unknown,
+)
 from deploy.records import AdapterState
 
 adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
@@ -26,20 +34,30 @@ adapters_app.command("prune")(adapters_prune)
 @adapters_app.command("ls")
 def adapters_ls(
     context: typer.Context,
-    state: Annotated[str, typer.Option(help="such as champion, retired or rejected")] = "",
+    state: Annotated[
+        str,
+        typer.Option(
+            help="such as champion, retired or rejected",
+            autocompletion=completed_by(*get_args(AdapterState)),
+        ),
+    ] = "",
     at: Annotated[
         str, typer.Option(help="a time, such as 2026-03-01T09:30Z: who held which alias then")
     ] = "",
     project: Project = None,
     output: Output = "text",
 ) -> None:
-    """Every version, newest first; with --at, which one was champion at that time."""
+    """Every version, newest first; with --at, which one was champion at that time.
+
+    `adapters show VERSION` has its name in vLLM, its digest and its folder."""
     if at:
-        print_found(admin_client(context, project).get("/aliases", at=str(_seconds(at))), output)
+        found = admin_client(context, project).get("/aliases", at=str(_seconds(at)))
+        print_table(found, output, aliases_table)
         return
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
-    print_found(admin_client(context, project).get_all("/adapters", **given), output)
+    found = admin_client(context, project).get_all("/adapters", **given)
+    print_table(found, output, adapters_table)
 
 
 def _seconds(at: str) -> float:
@@ -56,7 +74,7 @@ def _seconds(at: str) -> float:
 @adapters_app.command("alias")
 def adapters_alias(
     context: typer.Context,
-    alias: str,
+    alias: Annotated[str, typer.Argument(autocompletion=completed_by("anchor", "champion"))],
     version: str,
     reason: GivenReason,
     project: Project = None,

@@ -29,7 +29,16 @@ from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
 from deploy.cli.learning.learner import learner_app
 from deploy.cli.learning.runs import runs_app
-from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
+from deploy.cli.output import (
+    GivenReason,
+    Output,
+    completed_by,
+    note,
+    print_found,
+    require_store,
+    say,
+    say_json,
+)
 from deploy.cli.outside.hooks import hooks_app
 from deploy.cli.store.audit import audit_app
 from deploy.cli.store.encryption import store_app
@@ -54,11 +63,7 @@ app.add_typer(judge_app, name="judge")
 app.add_typer(learner_app, name="learner")
 app.add_typer(runs_app, name="runs")
 app.add_typer(exchanges_app, name="exchanges")
-app.command()(doctor)
 app.add_typer(store_app, name="store")
-
-
-app.command()(forget)
 
 
 def _show_version(wanted: bool) -> None:
@@ -176,7 +181,12 @@ def status(context: typer.Context, project: Project = None, output: Output = "te
 def rollback(
     context: typer.Context,
     reason: GivenReason,
-    to: Annotated[str, typer.Option(help="version, `previous` or `base`")] = "previous",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="version, `previous` or `base`", autocompletion=completed_by("previous", "base")
+        ),
+    ] = "previous",
     offline: Annotated[
         bool, typer.Option("--offline", help="write the store directly; control may be down")
     ] = False,
@@ -267,4 +277,6 @@ def lineage(
         say(line)
 
 
+app.command()(doctor)
+app.command()(forget)
 teach(app)

@@ -8,19 +8,34 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.content.group_text import group_lines, table_lines
+from deploy.cli.content.group_text import group_lines, groups_table
 from deploy.cli.context import admin_client
-from deploy.cli.output import Output, note, note_missing, print_found, refuse_unknown, say
+from deploy.cli.output import (
+    Output,
+    note,
+    print_found,
+    print_table,
+    refuse_unknown,
+    say,
+)
 
 groups_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
 )
 
 
+def _statuses() -> list[str]:
+    from deploy.admin.filters import GROUP_STATUSES
+
+    return list(GROUP_STATUSES)
+
+
 @groups_app.command("ls")
 def groups_ls(
     context: typer.Context,
-    status: Annotated[str, typer.Option(help="such as sampled, scored or set_aside")] = "",
+    status: Annotated[
+        str, typer.Option(help="such as sampled, scored or set_aside", autocompletion=_statuses)
+    ] = "",
     reason: Annotated[str, typer.Option(help="such as judge_rejected")] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
     project: Annotated[
@@ -30,14 +45,11 @@ def groups_ls(
 ) -> None:
     """The newest groups, one line each; `groups show` has one with all that is known of it."""
     if status:
-        from deploy.admin.filters import GROUP_STATUSES
-
-        refuse_unknown("--status", status, GROUP_STATUSES)
+        refuse_unknown("--status", status, _statuses())
     wanted = {"status": status, "reason": reason}
     given = {name: value for name, value in wanted.items() if value}
     found = admin_client(context, project).get("/groups", limit=limit, **given)
-    now = time.time()
-    _print(found, output, lambda: table_lines(found["items"], now))
+    print_table(found, output, groups_table)
 
 
 @groups_app.command("show")
@@ -53,8 +65,7 @@ def groups_show(context: typer.Context, group_id: str, output: Output = "text") 
             request = client.get("/exchanges", str(found.get("exchange_id")))["request"]
         except AdminApiError as error:  # retention may have deleted it before the group
             note(str(error))
-    now = time.time()
-    _print(found, output, lambda: list(group_lines(found, request, now)))
+    _print(found, output, lambda: list(group_lines(found, request, time.time())))
 
 
 def _print(found: Any, output: str, lines: Callable[[], list[str]]) -> None:  # Any: JSON
@@ -69,4 +80,3 @@ def _print(found: Any, output: str, lines: Callable[[], list[str]]) -> None:  # 
         return
     for line in shown:
         say(line)
-    note_missing(found)

@@ -9,14 +9,16 @@ and in ISO 8601.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.listings.table import WHOLE
 from deploy.cli.times import is_time, shown_time
 from deploy.iso_times import sibling, with_siblings
 from sidecar.errors import StoreError
@@ -26,6 +28,15 @@ from sidecar.visible import visible
 FORMATS = ("text", "json")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Base of the CLI library's usage errors, which has no public name."""
+
+
+Table = Callable[[Sequence[Mapping[str, Any]], float, int], list[str]]
+"""(items of a listing, Unix seconds, width in characters) -> lines."""
+
+
+def completed_by(*known: str) -> Callable[[], list[str]]:
+    """Offer these values when a shell completes an option or an argument."""
+    return lambda: list(known)
 
 
 def _known_format(value: str) -> str:
@@ -39,7 +50,16 @@ def _no_blank_reason(value: str | None) -> str | None:
     return value
 
 
-Output = Annotated[str, typer.Option("--output", "-o", callback=_known_format, help="text or json")]
+Output = Annotated[
+    str,
+    typer.Option(
+        "--output",
+        "-o",
+        callback=_known_format,
+        autocompletion=completed_by(*FORMATS),
+        help="text or json",
+    ),
+]
 GivenReason = Annotated[str, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")]
 Reason = Annotated[
     str | None, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")
@@ -85,6 +105,25 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
         say_json(_dated(found))
         return
     for line in found_lines(found, time.time()):
+        say(line)
+    note_missing(found)
+
+
+def print_table(found: Any, output: str, table: Table) -> None:  # Any: JSON of the admin API
+    """Print a listing as a table, or each record by its fields when it is not as this version
+    knows it. On a terminal the table is as wide as that; elsewhere a record is one line.
+
+    output: as for `print_found`.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WHOLE
+    try:
+        lines = None if output == "json" else table(found["items"], time.time(), width)
+    except (KeyError, TypeError, AttributeError):
+        lines = None
+    if lines is None:
+        print_found(found, output)
+        return
+    for line in lines:
         say(line)
     note_missing(found)
 
@@ -139,7 +178,9 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
 def _shown(key: str, value: Any, now: float) -> str:
     """Return a value in words: no value of Python's, times with an age, basis points in percent."""
     if is_time(key, value):
-        return shown_time(value, now)
+        over = key == "next_step_earliest_at" and value < now
+        more = "; the step has lasted long enough, and `reason` says what else it needs"
+        return shown_time(value, now) + (more if over else "")
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("_bp") and isinstance(value, int):

@@ -18,13 +18,14 @@ from deploy.cli.learning.judges import (
     gate_judge_lines,
     judge_lines,
 )
+from deploy.cli.learning.learner import AWAY_S
 from deploy.cli.learning.lines import OneLine, name_of, other_lines, percent
 from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
+from deploy.records import nobody_has
 from learner.resume.rule import was_stopped
-from sidecar.records import BASE
 
 
 class Routing(msgspec.Struct):
@@ -203,8 +204,8 @@ def _serving(status: Status) -> Iterator[str]:
         )
     else:
         yield f"{of}: {name_of(champion)} answers every session."
-    up = [one for one in status.engine.replicas.values() if one.away is None]
-    if champion != BASE and up and all(champion not in one.loaded for one in up):
+    replicas = status.engine.replicas.values()
+    if nobody_has(champion, (None if one.away else one.loaded for one in replicas)):
         yield f"  No vLLM has loaded {champion}: the base model answers in its place."
     if status.previous != champion:
         yield f"A rollback goes to {name_of(status.previous)}."
@@ -285,17 +286,13 @@ def _learner(learner: Learner, watch_holds: str | None, now: float, schedule: st
         yield f"  It {'was' if killed or run.reason else 'is'} {where}{seen}."
 
 
-SILENT_S = 180.0
-"""A learner that told nothing for so long is away: it tells its decision every minute."""
-
-
 def _next_run(learner: Learner, now: float) -> Iterator[str]:
     if learner.next_run_at is not None:
         yield f"  Next scheduled time: {shown_time(learner.next_run_at, now)}."
     told = learner.schedule
     if told is None:
         return
-    if now - told.at > SILENT_S:
+    if now - told.at > AWAY_S:
         yield f"  It said nothing since {shown_time(told.at, now)}; is `sidecar learn` up?"
     elif told.kind not in ("start", "running") and not (told.kind == "paused" and learner.paused):
         yield f"  No run now: {told.why}."

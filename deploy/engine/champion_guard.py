@@ -16,6 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from deploy.engine.reconcile import EngineView
+from deploy.records import nobody_has
 from deploy.registry import audit, versions
 from deploy.registry.rollback import roll_back_in
 from sidecar.lines import flag_of
@@ -60,7 +61,7 @@ class ChampionGuard:
             aliases = versions.aliases_of(session, self._model)
         champion, previous = aliases.get("champion", BASE), aliases.get("previous", BASE)
         view, now = self._view(), self._clock()
-        missing = champion != BASE and _nobody_serves(view, champion)
+        missing = _nobody_serves(view, champion)
         since = self._since(champion if missing else BASE, now)
         if since is None or now - since < MISSING_S:
             return False
@@ -113,4 +114,5 @@ def _number(text: str) -> float | None:
 def _nobody_serves(view: EngineView, champion: str) -> bool:
     """True when some vLLM answers, each that does refuses the champion, and none has it. Pure."""
     up = [one for one in view.replicas.values() if one.away is None]
-    return bool(up) and all(champion in one.refused and champion not in one.loaded for one in up)
+    refused = all(champion in one.refused for one in up)
+    return refused and nobody_has(champion, (one.loaded for one in up))

@@ -15,7 +15,15 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.files.whole_file import new_file
-from deploy.cli.output import Output, note, refuse_unknown, require_store, say, say_json
+from deploy.cli.output import (
+    Output,
+    completed_by,
+    note,
+    refuse_unknown,
+    require_store,
+    say,
+    say_json,
+)
 from deploy.cli.times import read_length, shown_time
 
 exchanges_app = typer.Typer(
@@ -119,6 +127,7 @@ def exchanges_export(
         str,
         typer.Option(
             "--form",
+            autocompletion=completed_by(*FORMS),
             help="jsonl: exchanges; trl-sft: prompts and answers; trl-preference: best and worst "
             "answer of each scored group; art: scored groups",
         ),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from deploy.cli.listings.table import WHOLE, table_lines
 from deploy.cli.times import shown_age, shown_time
 from ingest.judge_prompt.media import without_media
 from ingest.verifiers.records import check_words
@@ -16,13 +17,9 @@ HEADS = ("group", "made", "status", "judge", "adapter", "project", "why")
 Json = Mapping[str, Any]
 
 
-def table_lines(groups: Sequence[Json], now: float) -> list[str]:
+def groups_table(groups: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
     """Return a table with one line a group, as the admin API lists them. now: Unix seconds."""
-    if not groups:
-        return ["none"]
-    rows = [HEADS, *(_row(one, now) for one in groups)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(HEADS))]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return table_lines(HEADS, [_row(one, now) for one in groups], width)
 
 
 def group_lines(group: Json, request: Json | None, now: float) -> Iterator[str]:

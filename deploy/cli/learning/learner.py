@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
 
 from deploy.cli.context import Project, admin_client
-from deploy.cli.output import GivenReason, Output, Reason, print_found, say, say_json
+from deploy.cli.output import GivenReason, Output, Reason, note, print_found, say, say_json
+from deploy.cli.times import shown_length
 
 learner_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The learner, and what holds it."
 )
 
+AWAY_S = 180.0
+"""A learner that told nothing for so long is away: it tells its decision every minute."""
+RUN_SILENT_S = 30.0
+"""A run without a heartbeat for so long was killed (`learner.runs.runs.LEASE_S`)."""
+
 
 def _act(
     context: typer.Context, action: str, reason: str | None, project: str | None, output: str
-) -> None:
+) -> Mapping[str, Any]:
     client = admin_client(context, project)
     # A pause never fails on a race; the others must know the state that they change.
     etag = None if action == "pause" else client.etag("/learner")
     body = {} if reason is None else {"reason": reason}
-    print_found(client.post("/learner", action, body=body, etag=etag), output)
+    found: Mapping[str, Any] = client.post("/learner", action, body=body, etag=etag)
+    print_found(found, output)
+    return found
 
 
 @learner_app.command("pause")
@@ -46,7 +55,9 @@ def learner_run(
     context: typer.Context, reason: Reason = None, project: Project = None, output: Output = "text"
 ) -> None:
     """Start a run now, whatever the schedule says."""
-    _act(context, "run", reason, project, output)
+    found = _act(context, "run", reason, project, output)
+    if away := away_words(found, time.time()):
+        note(away)
 
 
 @learner_app.command("override")
@@ -66,6 +77,23 @@ def learner_watch(context: typer.Context, project: Project = None, output: Outpu
         return
     for line in watch_lines(found):
         say(line)
+
+
+def away_words(learner: Mapping[str, Any], now: float) -> str:
+    """Say that no `sidecar learn` will see the request to run; "" when one was heard of. Pure.
+
+    learner: JSON of the admin API. now: Unix seconds.
+    """
+    told, run = learner.get("schedule"), learner.get("last_run")
+    if run is not None and run["ended_at"] is None and now - run["heartbeat_at"] < RUN_SILENT_S:
+        return ""
+    if told is not None and now - told["at"] <= AWAY_S:
+        return ""
+    heard = "yet" if told is None else f"for {shown_length(now - told['at'])}"
+    return (
+        f"no `sidecar learn` has been heard of {heard}: the run begins when one is started "
+        "(`sidecar up` does that too); `sidecar learn --once` trains now"
+    )
 
 
 KINDS = ("refusal", "clarifying", "invalid_call", "repetition", "empty", "cut")

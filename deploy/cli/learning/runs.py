@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from deploy.cli.context import Project, admin_client
-from deploy.cli.output import Output, found_lines, note, print_found, say, say_json
+from deploy.cli.listings.rows import runs_table
+from deploy.cli.output import Output, found_lines, note, print_table, say, say_json
 from deploy.cli.times import shown_length
 
 runs_app = typer.Typer(
@@ -20,7 +21,7 @@ runs_app = typer.Typer(
 Figures = Mapping[str, Any]
 RunId = Annotated[str, typer.Argument(help="default: the newest run")]
 LONG = ("settings", "metrics", "progress", "held", "deaths")
-"""Fields of a run that the listing leaves out, or says in words."""
+"""Fields of a run that are left out in text, or said in words."""
 SILENT_S = 30.0
 """A run without a heartbeat for so long was killed (`learner.runs.runs.LEASE_S`)."""
 WIDTH = 10
@@ -53,11 +54,9 @@ def runs_ls(
     project: Project = None,
     output: Output = "text",
 ) -> None:
-    """The newest runs, without their settings and steps."""
+    """The newest runs, one line each; `runs show` has one with its counts and steps."""
     found = admin_client(context, project).get("/runs", limit=limit)
-    if output != "json":
-        found = {**found, "items": [_short(one) for one in found["items"]]}
-    print_found(found, output)
+    print_table(found, output, runs_table)
 
 
 @runs_app.command("show")

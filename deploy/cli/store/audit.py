@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, print_found, require_store
+from deploy.cli.listings.rows import audit_table
+from deploy.cli.output import Output, print_found, print_table, require_store
 
 audit_app = typer.Typer(rich_markup_mode=None, help="Who changed what, when and why.")
 
@@ -19,11 +20,11 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 20,
     output: Output = "text",
 ) -> None:
-    """Who changed what, when, from which address and why."""
+    """Who changed what, when and why; `-o json` has also the address, and what was before and
+    after."""
     if context.invoked_subcommand is not None:
         return
-    found = admin_client(context).get("/audit", limit=limit)
-    print_found(found, output)
+    print_table(admin_client(context).get("/audit", limit=limit), output, audit_table)
 
 
 @audit_app.command("verify")

@@ -1,11 +1,11 @@
-"""An example of each command, and its exit codes, for the end of its help. Pure.
+"""An example of each command and group, and its exit codes, for the end of its help. Pure.
 
 They stand in one table, so that a test finds the command that lacks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -70,8 +70,31 @@ EXAMPLES: dict[str, str] = {
 }
 """Words of a command -> a line that can be typed."""
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "": (
+        "sidecar config init      # writes sidecar.toml, with every setting explained",
+        "sidecar config check --online",
+        "sidecar up",
+        "sidecar status",
+    ),
+    "canary": ("sidecar canary get", 'sidecar canary pause --reason "a sale begins"'),
+    "adapters": ("sidecar adapters ls", "sidecar adapters show v7"),
+    "config": ("sidecar config init", "sidecar config check --online"),
+    "keys": ("sidecar keys create --project shop --rpm 60", "sidecar keys ls"),
+    "groups": ("sidecar groups ls --status set_aside", "sidecar groups show 0f3a9c"),
+    "hooks": ("sidecar hooks ls", "sidecar hooks test"),
+    "judge": ("sidecar judge calibrate --judge openai/gpt-4.1-mini", "sidecar judge noise"),
+    "learner": ('sidecar learner pause --reason "a sale begins"', "sidecar learner run"),
+    "runs": ("sidecar runs ls", "sidecar runs show"),
+    "exchanges": ("sidecar exchanges ls --since 1h", "sidecar exchanges show ex_1a2b3c"),
+    "store": ("sidecar store new-key --file keys", "sidecar store rotate-key"),
+}
+"""Words of a group of commands -> lines that can be typed."""
+
 USUAL = "0 done, 1 failed, 2 bad use"
 EXITS: dict[str, str] = {
+    "": f"{USUAL}, 130 interrupted; the help of a command names those that it has besides",
+    "canary": f"{USUAL}; `canary wait` also 3, 4 and 124, which its help explains",
     "canary wait": "0 promoted, 1 rolled back or rejected, 2 bad use, 3 inconclusive or withdrawn, "
     "4 could not ask, 124 timed out",
     "doctor": "0 records come through, 1 something stops them, 2 bad use",
@@ -83,14 +106,20 @@ EXITS: dict[str, str] = {
 
 
 def teach(app: typer.Typer) -> None:
-    """Give every command of the application its example and exit codes, at the end of its help."""
+    """Give every command and group of the application its examples and exit codes, at the end of
+    its help, and every command its whole first sentence in the list of its group."""
     for words, command in _commands(app):
         name = " ".join(words)
-        if name in EXAMPLES:
-            command.epilog = _epilog(EXAMPLES[name], EXITS.get(name, USUAL))
+        examples = (EXAMPLES[name],) if name in EXAMPLES else GROUPS.get(name, ())
+        if examples:
+            command.epilog = _epilog(examples, EXITS.get(name, USUAL))
+        if name in EXAMPLES and command.callback is not None:
+            command.short_help = _first_sentence(command.callback.__doc__ or "")
 
 
 def _commands(app: typer.Typer, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not words:
+        yield words, app.registered_callback
     for command in app.registered_commands:
         name = str(command.name or getattr(command.callback, "__name__", ""))
         yield (*words, name), command
@@ -99,10 +128,19 @@ def _commands(app: typer.Typer, *words: str) -> Iterator[tuple[tuple[str, ...], 
         if below is None or not group.name:
             continue
         name = str(group.name)
-        if below.registered_callback is not None:
-            yield (*words, name), below.registered_callback
+        yield (
+            (*words, name),
+            group if below.registered_callback is None else (below.registered_callback),
+        )
         yield from _commands(below, *words, name)
 
 
-def _epilog(example: str, exits: str) -> str:
-    return f"Example:\n\n\b\n    {example}\n\nExit codes: {exits}."
+def _first_sentence(text: str) -> str:
+    """The CLI library would cut it off at the end of a line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".") + "."
+
+
+def _epilog(examples: Sequence[str], exits: str) -> str:
+    lines = "\n".join(f"    {one}" for one in examples)
+    return f"Example:\n\n\b\n{lines}\n\nExit codes: {exits}."

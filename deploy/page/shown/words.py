@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock
+from deploy.records import nobody_has, version_of
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
-
-_VERSION = re.compile(r".+--(v\d+)-[0-9a-f]{12}")
 
 
 def short(adapter: object) -> str:
     """`v12` of `<model>--v12-<digest>`; "the base model"; another name as it is."""
     name = str(adapter)
-    if name == BASE:
-        return "the base model"
-    match = _VERSION.fullmatch(name)
-    return match[1] if match else name
+    return "the base model" if name == BASE else version_of(name)
 
 
 def percent(basis_points: float) -> str:
@@ -52,7 +47,8 @@ def headline(
     champion = status.champion if status.routing is None else status.routing.champion
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
-    if nobody_has(status, champion):
+    replicas = status.engine.replicas.values()
+    if nobody_has(champion, (None if one.away else one.loaded for one in replicas)):
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
     canary = status.canary
     waiting = status.queued
@@ -60,12 +56,6 @@ def headline(
     if canary is None:
         return f"{first}. No candidate is being tried.{after}"
     return f"{first}; {_candidate(canary, waits, now, next_step_at)}.{after}"
-
-
-def nobody_has(status: StatusOut, adapter: str) -> bool:
-    """Return True when every vLLM that answers says that it has not loaded the adapter."""
-    up = [one for one in status.engine.replicas.values() if one.away is None]
-    return adapter != BASE and bool(up) and all(adapter not in one.loaded for one in up)
 
 
 def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.admin.models import AnswerOut, GroupDetailOut, GroupOut
-from deploy.cli.content.group_text import group_lines, table_lines
+from deploy.cli.content.group_text import group_lines, groups_table
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 
@@ -63,14 +63,14 @@ def test_groups_are_a_table_of_one_line_each() -> None:
         project=None,
     )
 
-    head, first, second = table_lines([group(), aside], NOW)
+    head, first, second = groups_table([group(), aside], NOW)
 
     assert head.split() == ["group", "made", "status", "judge", "adapter", "project", "why"]
     assert first == "g-1    3 min ago  scored     openai/judge  base     shop     -"
     assert second.startswith("g-22   3 min ago  set_aside  -             base     -        judge_")
     assert "judge_rubbish: no xxx" in second
     assert second.endswith("xxx...")
-    assert table_lines([], NOW) == ["none"]
+    assert groups_table([], NOW) == ["none"]
 
 
 def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:

@@ -17,7 +17,7 @@ import typer
 from deploy.cli.app import app
 from deploy.cli.help import help_text
 from deploy.cli.main import main
-from deploy.cli.taught.examples import EXAMPLES
+from deploy.cli.taught.examples import EXAMPLES, GROUPS
 from sidecar.processes.version import installed_version
 
 HEAVY = frozenset(
@@ -140,8 +140,6 @@ def test_the_version_of_a_package_that_is_not_installed_is_said_to_be_unknown(
 def test_every_command_says_its_purpose_an_example_and_its_exit_codes() -> None:
     lacking = []
     for words, command in ALL:
-        if hasattr(command, "commands") and words != ("audit",):
-            continue
         text = help_text(app, [*words, "--help"]) or ""
         purpose = (command.help or "").split("\n\n")[0].strip()
         complete = purpose and "Example:" in text and "Exit codes: 0 " in text
@@ -154,17 +152,47 @@ def test_every_command_says_its_purpose_an_example_and_its_exit_codes() -> None:
         for words, command in ALL
         if words and (not hasattr(command, "commands") or words == ("audit",))
     }
+    listed = help_text(app, ["--help"]) or ""
+    assert "..." not in listed.partition("Commands:")[2], "a sentence is cut off"
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_an_example_names_options_and_arguments_that_there_are(name: str) -> None:
-    words = shlex.split(EXAMPLES[name].split(" && ")[0])
-    given = words[words.index(name.split()[-1]) + 1 :]
-    command = dict(ALL)[tuple(name.split())]
+@pytest.mark.parametrize(
+    ("words", "name", "begun", "offered"),
+    [
+        ("adapters ls", "state", "re", ["registered", "retired", "rejected"]),
+        ("adapters ls", "output", "", ["text", "json"]),
+        ("adapters alias", "alias", "", ["anchor", "champion"]),
+        ("groups ls", "status", "se", ["set_aside"]),
+        ("exchanges export", "form", "t", ["trl-sft", "trl-preference"]),
+        ("rollback", "to", "", ["previous", "base"]),
+        ("status", "output", "j", ["json"]),
+    ],
+)
+def test_a_shell_completes_the_values_that_there_are(
+    words: str, name: str, begun: str, offered: list[str]
+) -> None:
+    command = dict(ALL)[tuple(words.split())]
+    parameter = next(one for one in command.params if one.name == name)
+    context = typer.Context(command)
+
+    assert [one.value for one in parameter.shell_complete(context, begun)] == offered
+
+
+OF_GROUPS = [line for lines in GROUPS.values() for line in lines]
+
+
+@pytest.mark.parametrize("example", [*EXAMPLES.values(), *OF_GROUPS])
+def test_an_example_names_options_and_arguments_that_there_are(example: str) -> None:
+    words = shlex.split(example.split(" && ")[0], comments=True)
+    commands = dict(ALL)
+    names = [name for name in commands if name and " ".join(name) in example]
+    name = max(names, key=len)
+    given = words[words.index(name[-1]) + 1 :]
+    command = commands[name]
     if "--help" in given:
         return
 
-    command.make_context(name, given, resilient_parsing=False)
+    command.make_context(" ".join(name), given, resilient_parsing=False)
 
 
 def test_bash_completes_a_command_by_the_script_that_the_command_prints(tmp_path: Path) -> None:

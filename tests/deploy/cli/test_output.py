@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.output import found_lines, print_found
+from deploy.cli.listings.rows import adapters_table, audit_table, runs_table
+from deploy.cli.listings.table import table_lines
+from deploy.cli.output import found_lines, print_found, print_table
 
 NOW = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 
@@ -23,6 +25,7 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
         "step": 0,
         "weight_bp": 2_050,
         "at": NOW - 60,
+        "next_step_earliest_at": NOW - 3_600,
     }
 
     assert found_lines(record, NOW) == [
@@ -36,6 +39,8 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
         "step: 0",
         "weight_bp: 2050 (20.5%)",
         "at: 2026-11-21T11:59:00Z (1 min ago)",
+        "next_step_earliest_at: 2026-11-21T11:00:00Z (1 h ago); the step has lasted long enough, "
+        "and `reason` says what else it needs",
     ]
 
 
@@ -60,3 +65,78 @@ def test_a_damaged_row_of_a_listing_is_named(
     shown = capsys.readouterr()
     where = shown.err if output == "text" else shown.out
     assert "key a is damaged in the store: scopes" in where
+
+
+ADAPTER: dict[str, Any] = {
+    "name": "m--v7-0123456789ab",
+    "version": 7,
+    "state": "rolled_back",
+    "reason": "9% of the canary's 210 replies failed, 1% before",
+    "digest": "0123456789ab" + 52 * "c",
+    "path": "/var/lib/sidecar/adapters/m--v7",
+    "parent": "m--v6-ba9876543210",
+    "created_at": NOW - 7_200.0,
+    "forgotten_at": None,
+    "removed_at": NOW,
+    "aliases": ["anchor", "previous"],
+    "banned": "9% of the canary's 210 replies failed, 1% before",
+    "loaded": None,
+}
+
+
+def test_a_table_wraps_its_last_column_and_cuts_nothing_off() -> None:
+    rows = [("v1", "one two three four five six"), ("v10", "a\nb")]
+
+    assert table_lines(("name", "why"), rows, 29) == [
+        "name  why",
+        "v1    one two three four five",
+        "      six",
+        "v10   a b",
+    ]
+    assert table_lines(("name", "why"), rows)[1] == "v1    one two three four five six"
+    assert table_lines(("name", "why"), []) == ["none"]
+
+
+def test_adapters_audit_and_runs_are_tables_that_fit_a_terminal() -> None:
+    change = {
+        "seq": 12_345,
+        "at": NOW,
+        "actor": "token:86f65e28",
+        "action": "canary.rolled_back",
+        "subject": 32 * "e",
+        "reason": "rollback: replies got worse",
+    }
+    run = {
+        "run_id": 32 * "d",
+        "status": "interrupted",
+        "reason": "it was killed",
+        "started_at": NOW - 60.0,
+        "parent": "base",
+        "adapter": "m--v7-0123456789ab",
+        "counts": {"used": 96},
+    }
+
+    adapters, audit = adapters_table([ADAPTER], NOW, 100), audit_table([change], NOW, 100)
+    runs = runs_table([run], NOW, 100)
+
+    assert max(map(len, [*adapters, *audit, *runs])) <= 100
+    assert adapters[0].split() == ["version", "state", "made", "from", "aliases", "loaded", "why"]
+    assert " ".join(" ".join(adapters[1:]).split()) == (
+        "v7 rolled_back 2 h ago v6 anchor, previous - 9% of the canary's 210 replies failed, "
+        "1% before; banned; its folder is removed"
+    )
+    assert audit[1].split()[:7] == [
+        "12345", "2026-11-21", "12:00", "token:86f65e28", "canary.rolled_back", "eeeeeeee",
+        "rollback:",
+    ]  # fmt: skip
+    assert runs[1].split() == [
+        32 * "d", "interrupted", "1", "min", "ago", "base", "v7", "96", "it", "was", "killed",
+    ]  # fmt: skip
+
+
+def test_a_listing_of_another_version_is_printed_by_its_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_table({"items": [{"name": "a", "new": 1}]}, "text", adapters_table)
+
+    assert capsys.readouterr().out == "name: a\nnew: 1\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from deploy.cli.learning import runs
+from deploy.cli.learning.learner import away_words
 from deploy.cli.learning.runs import progress_words, runs_plot, step_lines
 from learner.progress.plot import PANELS, draw
 
@@ -35,6 +37,25 @@ def test_a_table_of_steps_has_the_figures_that_are_known() -> None:
         "memory",
     ]
     assert line.split() == ["1", "0.500", "-0.25000", "-", "12.50%", "1,234", "2,500", "MB"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "run", "said"),
+    [
+        (None, None, "heard of yet: the run begins"),
+        (
+            {"at": 1_000.0},
+            {"ended_at": 2.0, "heartbeat_at": 2.0},
+            "heard of for 2 h: the run begins",
+        ),
+        ({"at": 8_100.0}, None, ""),
+        ({"at": 1_000.0}, {"ended_at": None, "heartbeat_at": 8_190.0}, ""),
+    ],
+)
+def test_a_requested_run_that_nobody_will_begin_is_said(schedule: Any, run: Any, said: str) -> None:
+    found = away_words({"schedule": schedule, "last_run": run}, 8_200.0)
+
+    assert (said in found) if said else (found == "")
 
 
 def test_a_run_without_a_step_says_so() -> None:
