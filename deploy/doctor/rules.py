@@ -15,7 +15,7 @@ from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
 from deploy.doctor.lines import of_lines
 from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
 from deploy.doctor.verifiers import failing_verifiers
-from deploy.funnel.pile_up import said, to_do
+from deploy.funnel.pile_up import PileUp, said, to_do
 from deploy.funnel.stages import STAGES, Name, Stage
 from deploy.preflight.verifiers import CAUSE as VERIFIER
 from ingest.judge_watch.advice import advice_on
@@ -60,6 +60,9 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
 
 def waits_for(facts: Facts) -> str:
     """Say what a system without a fault waits for; empty when records reach an adapter."""
+    if (pile := _planned(facts)) is not None and facts.next_run_at is not None:
+        at = datetime.fromtimestamp(facts.next_run_at, UTC)
+        return f"the run at {at:%Y-%m-%d %H:%M} UTC, which makes room: {said(pile)}"
     if facts.store is None or not facts.store.funnel.stage("bus").passed:
         if "proxy" not in facts.answering:
             return "the proxy: start it with `sidecar up`"
@@ -139,10 +142,22 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
 def _pile_up(facts: Facts, stopped: Collection[str]) -> Iterator[Diagnosis]:
     """Yield that no new group begins, unless what the waiting groups wait for is named already."""
     pile = facts.store.pile_up if facts.store is not None else None
-    if pile is not None and pile.where not in stopped:
+    if pile is not None and pile.where not in stopped and _planned(facts) is None:
         yield Diagnosis(
             stage="selection", cause="pile_up", text=said(pile), to_do=to_do(pile.where)
         )
+
+
+def _planned(facts: Facts) -> PileUp | None:
+    """Return the pile-up that the schedule's next run ends. No fault: the groups of a night wait.
+
+    None also when no learner runs here, when no run is due within days, and when the groups wait
+    for something else.
+    """
+    pile = facts.store.pile_up if facts.store is not None else None
+    due = facts.next_run_at is not None and 0.0 <= facts.next_run_at - facts.now <= FAR_S
+    learns = due and "learn" in facts.running
+    return pile if pile is not None and pile.where == "learning" and learns else None
 
 
 def _captures(stage: Stage) -> Iterator[Diagnosis]:

@@ -274,6 +274,23 @@ def test_groups_that_fill_the_places_before_the_learner_stop_new_ones(
     assert "learner.max_groups" in only["to_do"]
 
 
+def test_groups_that_the_next_run_takes_are_waited_for_and_no_fault(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the test before, with a learner that runs and has a time."""
+    monkeypatch.setattr("deploy.doctor.look._held", lambda _, name: name == "learn")
+    sidecar.configure(
+        learner={"min_groups": 2, "max_groups": 2, "schedule": "cron", "cron": "0 3 * * *"}
+    )
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+
+    code, found = sidecar.doctor(capsys, "--offline")
+
+    assert (code, found["diagnoses"]) == (0, [])
+    assert "03:00 UTC, which makes room: no new group begins" in found["waits_for"]
+
+
 def test_a_pile_up_whose_cause_is_named_is_not_named_again(
     sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
 ) -> None:
