@@ -22,6 +22,7 @@ from deploy.page.shown.words import headline, serves_since, step_waits_for
 
 LOOKED: Final = "sidecar_admin_looked"
 """Cookie of the last visit."""
+PAUSE: Final = "learner.pause"
 NEWEST = 200
 """Audit rows and canaries that are read."""
 LIVE_S = 5
@@ -99,6 +100,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     waits = ""
     if status.canary is not None:
         waits = step_waits_for(status.canary, evidence, desk.context.rules)
+    lost_now = max(0, lost - looked.lost_before)
     rows = [row for row in audit.items if is_of_line(row, asked.line, candidates)]
     return Overview(
         seq=audit.items[0].seq if audit.items else 0,
@@ -116,10 +118,11 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
         needs=needs(
             status,
             next((one for one in canaries.items if one.state not in ("queued", "withdrawn")), None),
-            lost=max(0, lost - looked.lost_before),
+            lost=lost_now,
             now=now,
+            paused=next((row for row in rows if row.action == PAUSE), None),
         ),
-        sights=sights(funnel, status, now),
+        sights=sights(funnel, status, now, lost=lost_now),
         arms=arm_rows(status.canary, evidence),
         fresh=not status.exchanges and not status.adapters,
     )

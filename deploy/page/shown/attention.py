@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.admin.models import CanaryOut, StatusOut
+from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
 from deploy.page.shown.words import count, percent, short
 from ingest.judge_watch.advice import advice_on
@@ -13,6 +13,9 @@ from sidecar.hiding import hide_in_url
 
 LATE_S = 60.0
 """Ingest looks at the bus every few seconds; a report that is older has no ingest behind it."""
+
+LEARNER_AWAY_S = 180.0
+"""The learner tells its decision every minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +33,25 @@ class Need:
     """The page is about the line of adapters that is looked at; False: `link` is whole."""
 
 
-def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float) -> list[Need]:
+def needs(
+    status: StatusOut,
+    newest: CanaryOut | None,
+    *,
+    lost: int,
+    now: float,
+    paused: AuditOut | None = None,
+) -> list[Need]:
     """Return what needs an operator, what stands first.
 
     newest: the newest canary, active or ended. lost: captures lost since the visitor looked.
+    paused: the newest pause of the learner; None: it is older than the audit rows at hand.
     """
     found = [
         *_canary(status, newest),
         *_engine(status),
         *_ingest(status, now),
         *_judge(status, now),
-        *_learner(status),
+        *_learner(status, paused, now),
         *_watch(status),
         *_other_lines(status),
         *_control(status),
@@ -202,14 +213,26 @@ def _waits(groups: int) -> str:
     return f"{count(groups, 'group')} {'waits' if groups == 1 else 'wait'} for it."
 
 
-def _learner(status: StatusOut) -> Iterator[Need]:
+def _learner(status: StatusOut, paused: AuditOut | None, now: float) -> Iterator[Need]:
     learner, run = status.learner, status.learner.last_run
     if learner.paused:
         yield Need(
             level="look",
             what="The learner is paused",
-            why="an operator paused it, or a rollback did",
+            why="an operator paused it, or a rollback did"
+            if paused is None
+            else f"since {clock(paused.at, now)} UTC, by {paused.actor}: {paused.reason}",
             to_do="Resume it when its next run should start.",
+            link="/runs",
+        )
+    told = learner.schedule
+    running = run is not None and run.ended_at is None
+    if told is not None and now - told.at > LEARNER_AWAY_S and not running:
+        yield Need(
+            level="act",
+            what=f"The learner has not been heard of for {length(now - told.at)}",
+            why=f"it told of its schedule last at {clock(told.at, now)} UTC",
+            to_do="Start `sidecar learn`; groups wait and are not lost meanwhile.",
             link="/runs",
         )
     if run is not None and run.status in ("failed", "held"):

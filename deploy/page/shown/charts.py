@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MOST_POINTS = 2_000
@@ -32,6 +32,9 @@ class Chart:
     bars: bool = False
     """Each x is a series of its own kind, named by `names`."""
     names: tuple[str, ...] = ()
+    """Long ones would cover each other below the bars, so those have numbers there."""
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further columns of the table, which are not drawn."""
 
     @property
     def data(self) -> str:
@@ -43,15 +46,21 @@ class Chart:
                 "series": [{"label": label, "y": y} for label, y in self.series.items()],
                 "lines": [{"label": line.label, "y": line.y} for line in self.lines],
                 "log": self.log,
-                "names": self.names,
+                "names": [str(place) for place, _ in enumerate(self.names, start=1)],
             }
         )
 
     def rows(self) -> list[tuple[str, ...]]:
         """The numbers as a table: x, then each series."""
-        names = self.names or tuple(f"{x:g}" for x in self.x)
+        bars = tuple(f"{place}: {name}" for place, name in enumerate(self.names, start=1))
+        names = bars or tuple(f"{x:g}" for x in self.x)
+        more = self.beside.values()
         return [
-            (name, *(shown(series[i]) for series in self.series.values()))
+            (
+                name,
+                *(shown(series[i]) for series in self.series.values()),
+                *(column[i] for column in more),
+            )
             for i, name in enumerate(names)
         ]
 

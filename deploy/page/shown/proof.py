@@ -12,6 +12,23 @@ from typing import Any
 
 from deploy.page.shown.charts import Chart, Line, number
 
+CLAIMS = {
+    "quality no worse": "no worse than the champion",
+    "quality anchored": "no worse than the anchor",
+    "quality better": "better than the champion",
+    "quality harm": "worse than the champion",
+    "guards failed": "guard: more failed replies than the champion",
+    "guards cut": "guard: more replies cut by the client",
+    "guards short": "guard: more short replies",
+    "guards invalid": "guard: more invalid replies",
+    "guards evasive": "guard: more evasive replies",
+    "guards split": "guard: sessions are not split by the weight",
+    "flaws short": "guard: more short answers in judged groups",
+    "flaws invalid": "guard: more invalid answers in judged groups",
+    "flaws evasive": "guard: more evasive answers in judged groups",
+    "flaws narrow": "guard: more narrow answers in judged groups",
+}
+"""Last two parts of an e-value's path -> what it is evidence for; another one keeps its path."""
 MOST_ROWS = 300
 MOST_DEPTH = 4
 _LONGEST = 500
@@ -60,9 +77,12 @@ def proof_chart(evidence: Mapping[str, Any]) -> Chart | None:
         title="Evidence: how strongly each claim is proven (e-value, log axis)",
         x_label="claim",
         x=tuple(float(i) for i in range(len(found))),
-        names=tuple(name for name, _, _ in found),
+        names=tuple(CLAIMS.get(name, name) for name, _, _ in found),
         series={"e-value": tuple(max(value, 1e-6) for _, value, _ in found)},
         lines=tuple(Line(label=f"proven at {limit:.4g}", y=limit) for limit in thresholds),
+        beside={
+            "proven at": tuple("–" if limit is None else f"{limit:.4g}" for _, _, limit in found)
+        },
         log=True,
         bars=True,
     )

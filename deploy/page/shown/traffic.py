@@ -47,11 +47,12 @@ def lost_captures(funnel: FunnelOut) -> int:
     return sum(number for why, number in stage.ended.items() if why.startswith(LOST))
 
 
-def sights(funnel: FunnelOut, status: StatusOut, now: float) -> list[Sight]:
-    return [*_captures(_stage(funnel, "requests")), _ingest(status, now)]
+def sights(funnel: FunnelOut, status: StatusOut, now: float, *, lost: int) -> list[Sight]:
+    """lost: captures lost since the visitor looked; older losses are no news."""
+    return [*_captures(_stage(funnel, "requests"), lost), _ingest(status, now)]
 
 
-def _captures(stage: StageOut) -> Iterator[Sight]:
+def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:
     meant = stage.passed + sum(stage.ended.values())
     if not meant:
         yield Sight(what="Captured", figure="no request yet", good=None, note="")
@@ -61,7 +62,7 @@ def _captures(stage: StageOut) -> Iterator[Sight]:
     yield Sight(
         what="Captured",
         figure=f"{share(stage.passed / meant)} of {count(meant, 'request')}",
-        good=lost == 0,
+        good=lost_now == 0,
         note=f"{lost:,} lost, {skipped:,} left out on purpose, since the store was made",
     )
 

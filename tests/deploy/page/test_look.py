@@ -93,16 +93,15 @@ def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_th
         "const all = one.getContext('2d').getImageData(0, 0, one.width, one.height).data;"
         "return all.filter((value, i) => i % 4 === 3 && value > 0).length / (all.length / 4)"
     )
-    window.find("#proof summary").click()
     rows = [one.text for one in window.find_all("#proof tbody tr")]
 
     assert painted > 0.05
     assert rows == [
-        "quality no worse 8.166",
-        "quality anchored 29.96",
-        "quality harm 0.3012",
-        "guards failed 0.6703",
-        "guards cut 1.35",
+        "1: no worse than the champion 8.166 20",
+        "2: no worse than the anchor 29.96 20",
+        "3: worse than the champion 0.3012 20",
+        "4: guard: more failed replies than the champion 0.6703 100",
+        "5: guard: more replies cut by the client 1.35 100",
     ]
     assert "the numbers are in the table below" in window.find("#proof .plot").label
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.page.rendering import FOLDER, HEADERS
+from deploy.page.rendering import FOLDER, HEADERS, POLICY
 from deploy.registry import transitions
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
@@ -156,6 +156,10 @@ async def test_every_reply_forbids_what_is_inline_or_from_elsewhere(
     page_history.tell(world)
     paths = [*pages_of(world), "/nothing", "/static/page.js", "/static/nothing"]
 
+    assert POLICY == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    )
     for path in paths:
         reply = await browser.get(path)
         assert {name: reply.headers.get(name) for name in HEADERS} == dict(HEADERS), path
@@ -187,6 +191,14 @@ async def test_a_listing_goes_on_where_it_stopped(world: World, browser: Browser
     second = (await browser.get(unescape(older[1]))).text
 
     assert (first.count("<li class="), second.count("<li class=")) == (50, 5)
+
+
+async def test_the_page_of_adapters_says_which_are_banned(world: World, browser: Browser) -> None:
+    page_history.tell(world)
+
+    found = words_of((await browser.get("/adapters")).text)
+
+    assert "worse than the champion on 12 prompts: -0.081 Banned. No canary tries its" in found
 
 
 async def test_a_cursor_that_was_not_made_here_is_refused_in_words(browser: Browser) -> None:

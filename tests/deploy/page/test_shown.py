@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from deploy.admin.limits.out import PileUpOut
 from deploy.admin.lines.engine import EngineOut, ReplicaOut
 from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, StatusOut
-from deploy.admin.out import FunnelOut, StageOut
+from deploy.admin.out import FunnelOut, ScheduleOut, StageOut
 from deploy.funnel.pile_up import PileUp
 from deploy.page.shown.attention import needs
 from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, read_looked
@@ -254,10 +255,12 @@ def test_what_is_lost_is_told_apart_from_what_is_left_out() -> None:
         token_check="on",
     )
 
-    captured = sights(funnel, status(), NOON)[0]
+    captured = sights(funnel, status(), NOON, lost=1)[0]
+    seen_before = sights(funnel, status(), NOON, lost=0)[0]
 
     assert lost_captures(funnel) == 4
     assert (captured.figure, captured.good) == ("90.0% of 100 requests", False)
+    assert seen_before.good, "older losses are no news"
     assert captured.note == "4 lost, 6 left out on purpose, since the store was made"
 
 
@@ -271,7 +274,12 @@ def test_e_values_stand_on_a_log_axis_with_their_thresholds() -> None:
     )
 
     assert found is not None
-    assert found.names == ("quality no worse", "guards failed")
+    assert found.names == (
+        "no worse than the champion",
+        "guard: more failed replies than the champion",
+    )
+    assert json.loads(found.data)["names"] == ["1", "2"], "long names would cover each other"
+    assert found.rows()[0] == ("1: no worse than the champion", "8", "20")
     assert found.series["e-value"] == pytest.approx((8.0, 1.0))
     assert [line.y for line in found.lines] == [20.0, 100.0]
     assert found.log
@@ -310,6 +318,26 @@ def test_the_judged_difference_is_the_mean_so_far() -> None:
     assert found.series["mean difference"] == pytest.approx((0.2, 0.05, 0.2))
     assert [(line.label, line.y) for line in found.lines] == [("equal", 0.0), ("margin", -0.05)]
     assert difference_chart([None], 0.05) is None
+
+
+def test_a_paused_learner_and_one_that_is_away_need_somebody() -> None:
+    pause = audit("learner.pause", actor="token:86f65e28", reason="a sale begins")
+    told = ScheduleOut(kind="waits", why="not due", at=NOON - 600.0)
+    fields: dict[str, Any] = {"run_requested": False, "last_run": None, "allowed_actions": []}
+    paused = status(learner=LearnerOut(paused=True, **fields))
+    away = status(learner=LearnerOut(paused=False, schedule=told, **fields))
+
+    known, unknown = (
+        next(one.why for one in needs(paused, None, lost=0, now=NOON, paused=row) if one.why)
+        for row in (pause, None)
+    )
+    silent = needs(away, None, lost=0, now=NOON)
+    heard = needs(away, None, lost=0, now=NOON - 500.0)
+
+    assert known == "since 12:00 UTC, by token:86f65e28: a sale begins"
+    assert unknown == "an operator paused it, or a rollback did"
+    assert [one.what for one in silent] == ["The learner has not been heard of for 10 minutes"]
+    assert heard == []
 
 
 def test_a_pile_up_of_groups_is_shown_with_what_to_do() -> None:
