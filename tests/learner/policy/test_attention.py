@@ -15,7 +15,13 @@ from learner.policy.architecture import Form
 from learner.policy.attention import check as attention_check
 from learner.policy.attention import segments as attention
 from learner.policy.attention.check import choose_form, dense, difference, drawn_segments
-from learner.policy.attention.segments import by_segments, plan, segment_attention
+from learner.policy.attention.segments import (
+    by_segments,
+    plan,
+    segment_attention,
+    takes_grouped_heads,
+    varlen,
+)
 from learner.policy.attention.trie import fold
 
 CPU = torch.device("cpu")
@@ -85,6 +91,9 @@ def reference_varlen(*, bottom_right: bool) -> Any:
         window_size: tuple[int, int],
         enable_gqa: bool = False,
     ) -> Tensor:
+        assert (queries.dtype, keys.dtype) == (torch.int32, torch.int32), (
+            "the kernel takes no other"
+        )
         parts = []
         for number in range(len(queries) - 1):
             q = query_THD[queries[number] : queries[number + 1]].transpose(0, 1)
@@ -162,6 +171,30 @@ def test_a_kernel_that_does_not_group_heads_gets_each_key_as_often_as_it_is_aske
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
 
     assert difference("varlen", CPU, torch.float32, 16, None) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, attention_check.WINDOW])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_torchs_own_kernel_takes_the_call_and_gives_gradients_of_its_shapes(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, grouped: bool
+) -> None:
+    """On the meta device: what torch checks of a call, without a card to compute it."""
+    monkeypatch.setattr(attention, "takes_grouped_heads", lambda: grouped and takes_grouped_heads())
+    segments, meta = drawn_segments(), torch.device("meta")
+    query, key, value = (
+        torch.empty(
+            1, heads, segments[0].last, 64, dtype=torch.bfloat16, device=meta, requires_grad=True
+        )
+        for heads in (4, 2, 2)
+    )
+    gathered = plan(segments, {"": window}, "varlen", meta, torch.bfloat16).gathered
+    assert gathered is not None
+
+    found = varlen(query, key, value, gathered, None, window)
+    gradients = torch.autograd.grad(found, (query, key, value), torch.empty_like(found))
+
+    assert (found.shape, found.dtype) == ((segments[0].last, 4, 64), torch.bfloat16)
+    assert [one.shape for one in gradients] == [one.shape for one in (query, key, value)]
 
 
 def test_other_devices_take_the_dense_form() -> None:

@@ -10,13 +10,41 @@ import pytest
 from sqlalchemy import select
 
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
+from learner.errors import UnpublishedError
 from learner.resume.work_folder import PLACING, WorkFolder
-from learner.runs.publish import find_published, place, register, replaced, seal, unplace
+from learner.runs import publish
+from learner.runs.publish import find_published, place, register, replaced, seal, unplace, when_free
+from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow
 
 if TYPE_CHECKING:
     from tests.learner.conftest import PutVersion
+
+
+def test_a_finished_run_asks_a_store_that_is_away_for_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second once, and the last time when 600 s are over. The store comes back at 599 s."""
+    now, back_at = 100.0, 699.0
+
+    def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def attempt() -> float:
+        if now < back_at:
+            raise StoreError("database is locked")
+        return now
+
+    monkeypatch.setattr(publish.time, "monotonic", lambda: now)
+    found = when_free(attempt, run_id="r1", files=tmp_path, pause=pause)
+    assert found == 699.0
+
+    now, back_at = 100.0, float("inf")
+    with pytest.raises(UnpublishedError, match="trained and not published"):
+        when_free(attempt, run_id="r1", files=tmp_path, pause=pause)
+    assert now == 701.0
 
 
 def write_folder(folder: Path, *, weights: bytes = b"weights", lineage: str = "{}") -> Path:
