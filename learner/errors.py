@@ -22,6 +22,7 @@ LearnerError
 ├── RanksDisagreeError (RuntimeError)   the processes of the run have not the same weights or files
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── UnpublishedError (StoreError)       trained, and the store does not take it: it is resumed
+├── FullDiskError (OSError)             no space for what steps have made: it is resumed
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
 """
@@ -138,6 +139,11 @@ class RanksDisagreeError(LearnerError, RuntimeError):
 class UnpublishedError(LearnerError, StoreError):
     """A run is trained, and the store cannot be written; its row and its files stay, and the next
     run goes on with it."""
+
+
+class FullDiskError(LearnerError, OSError):
+    """A run has a checkpoint, and the disk has no space for more; its row and its checkpoint stay,
+    and the next run goes on with it."""
 
 
 class RunInProgressError(LearnerError, RuntimeError):

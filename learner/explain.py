@@ -43,6 +43,17 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
+def is_full(error: BaseException) -> bool:
+    """Return True when the disk has no space, or allows this user no more."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def explain_full(error: OSError, *, adapters_dir: Path) -> str:
+    """Explain a full disk that costs a run nothing but its time."""
+    where, why = error.filename or adapters_dir, (error.strerror or one_line(error)).lower()
+    return f"{where} cannot be written: {why}; free space there; no step is lost"
+
+
 def _explain_disk(error: OSError, adapters_dir: Path) -> str:
     where = error.filename or adapters_dir
     why = (error.strerror or one_line(error)).lower()

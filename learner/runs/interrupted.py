@@ -3,7 +3,8 @@
 Three ways lead there. It was asked to stop (TERM: a deployment, a machine that is drained): nothing
 is at fault, and it counts towards no limit. Or another of its processes is gone: to the run that is
 what SIGKILL is to a run of one process, so it counts as a death (`learner.resume.rule`).
-Or it is trained, and the store could not be written for ten minutes: that is no fault of it either.
+Or it is trained, and the store could not be written for ten minutes, or the disk is full behind a
+step that is kept: that is no fault of it either.
 
 The row stays `running`, its holder gives the lease back, and the groups stay claimed. What such
 runs have on disk is removed once they will not go on.
@@ -11,14 +12,22 @@ runs have on disk is removed once they will not go on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 
-from learner.errors import RankFailedError, RankLostError, RunStoppedError, UnpublishedError
-from learner.explain import one_line
+from learner.errors import (
+    FullDiskError,
+    RankFailedError,
+    RankLostError,
+    RunStoppedError,
+    UnpublishedError,
+)
+from learner.explain import explain_full, is_full, one_line
 from learner.resume.holder import Released, released
-from learner.resume.work_folder import CLAIMED, WorkFolder, work_folders
+from learner.resume.work_folder import CLAIMED, WorkFolder, remove_folder, work_folders
 from learner.runs.publish import unplace
 from learner.runs.runs import holds, kept_ids, taken_from
 from sidecar.errors import StoreError
@@ -30,6 +39,22 @@ log = structlog.get_logger()
 GOES_ON = "the next start goes on with it"
 
 
+@contextmanager
+def keeping_steps(work: WorkFolder) -> Iterator[None]:
+    """Leave a run whose disk is full to the next start, if it has a checkpoint to go on from.
+
+    Raises: FullDiskError; what is half written is removed, so that others have its space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error) or work.newest() is None:
+            raise
+        remove_folder(work.adapter)
+        text = explain_full(error, adapters_dir=work.path.parent)
+        raise FullDiskError(text) from error
+
+
 def how_left(error: BaseException, *, asked: bool) -> Released | None:
     """Return how a run that ends with this error leaves its work to the next; None: it does not.
 
@@ -37,7 +62,7 @@ def how_left(error: BaseException, *, asked: bool) -> Released | None:
     """
     if asked and isinstance(error, RunStoppedError | RankLostError | RankFailedError):
         return "stopped"
-    if isinstance(error, UnpublishedError):
+    if isinstance(error, UnpublishedError | FullDiskError):
         return "stopped"
     return "broken" if isinstance(error, RankLostError) else None
 
@@ -54,7 +79,9 @@ def leave(
     if how is None or work.read(CLAIMED) is None:
         return None
     faults = error.faults if isinstance(error, RankLostError) else {}
-    said = f"{type(error).__name__}: {one_line(error)}"
+    said = one_line(error)
+    if not isinstance(error, FullDiskError):
+        said = f"{type(error).__name__}: {said}"
     why = "asked to stop" if how == "stopped" and asked else said
     try:
         with database.write() as session:

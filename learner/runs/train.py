@@ -36,7 +36,7 @@ from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder
 from learner.runs import source
 from learner.runs.blame import blame_for_error
 from learner.runs.hold import check_hold
-from learner.runs.interrupted import leave, sweep, take_back
+from learner.runs.interrupted import keeping_steps, leave, sweep, take_back
 from learner.runs.material import Material, claim, gather, gather_again, leave_out, prints
 from learner.runs.origins import write_documents
 from learner.runs.publish import (
@@ -124,7 +124,7 @@ class Run:
         Raises: HeldError when the reward watch holds the learner (row: held; no group is taken);
             RunInProgressError when another run is alive (nothing is changed);
             NothingToLearnError when too few groups wait or none is usable (row: skipped);
-            RunStoppedError after `stop`, RankLostError (row: as it was, if `left`);
+            RunStoppedError after `stop`, RankLostError, FullDiskError (row: as it was, if `left`);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
         asked = partial(check_hold, self._database, self._settings, self.run_id, now=self._clock())
@@ -237,13 +237,14 @@ class Run:
                 checkpoints=work,
             )
             report_place(database, run_id, None, token=token)
-            outcome = self._trainer().train(job)
-            self._check_stop(heartbeat)
-            check_parent(parent)  # the trainer read the files after the first check
-            material = material.without(outcome.faults)
-            if not outcome.metrics:
-                self._skip(material)
-            candidate = self._publish(material, outcome, work, heartbeat)
+            with keeping_steps(work):
+                outcome = self._trainer().train(job)
+                self._check_stop(heartbeat)
+                check_parent(parent)  # the trainer read the files after the first check
+                material = material.without(outcome.faults)
+                if not outcome.metrics:
+                    self._skip(material)
+                candidate = self._publish(material, outcome, work, heartbeat)
             published, self.counts = True, material.counts
             return candidate
         except BaseException as error:

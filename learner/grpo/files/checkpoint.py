@@ -209,11 +209,18 @@ def load_snapshot(
 
 
 def set_random(states: Mapping[str, Tensor]) -> None:
-    """Set torch's random numbers to those of a checkpoint."""
-    torch.set_rng_state(states[RANDOM])
-    for name, state in states.items():
-        if name.startswith(DEVICE_RANDOM) and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, int(name.removeprefix(DEVICE_RANDOM)))
+    """Set torch's random numbers to those of a checkpoint. A card that is not there is left out.
+
+    Raises: CheckpointError when they are no states of this torch.
+    """
+    try:
+        torch.set_rng_state(states[RANDOM])
+        for name, state in states.items():
+            number = name.removeprefix(DEVICE_RANDOM) if name.startswith(DEVICE_RANDOM) else ""
+            if number and int(number) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, int(number))
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"its random numbers cannot be set ({one_line(error)})") from error
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

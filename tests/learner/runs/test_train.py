@@ -16,6 +16,7 @@ from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
 from learner.errors import (
     AlteredParentError,
     DriftError,
+    FullDiskError,
     NonFiniteError,
     NothingToLearnError,
     ParentError,
@@ -750,6 +751,52 @@ def test_a_store_that_stays_locked_leaves_the_run_to_be_resumed(
 
     assert resumed.run_id == "r1"
     assert [row.name for row in versions(database)] == [candidate.adapter]
+    assert statuses(database) == {"a": ("trained", None), "b": ("trained", None)}
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("where", ["in the trainer", "in the lineage"])
+def test_a_disk_that_is_full_behind_a_step_leaves_the_run_to_be_resumed(
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    fake_trainer: FakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    def step(job: TrainingJob) -> None:
+        assert job.checkpoints is not None
+        job.checkpoints.keep(lambda folder: None)
+        (job.folder / "half").write_text("x")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    adapters_dir = settings.learner.adapters_dir
+    fake_trainer.on_train = step
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *(
+                (fake_trainer, "error", OSError(28, "No space left on device"))
+                if where == "in the trainer"
+                else (train, "write_documents", full)
+            )
+        )
+        with pytest.raises(FullDiskError) as caught:
+            new_run("r1").start()
+
+    said = f"{adapters_dir} cannot be written: no space left on device; free space there"
+    assert str(caught.value) == f"{said}; no step is lost"
+    assert run_row(database).reason == f"{said}; no step is lost; the next start goes on with it"
+    assert statuses(database) == {"a": ("claimed", None), "b": ("claimed", None)}
+    work = WorkFolder(adapters_dir, "r1")
+    assert sorted(one.name for one in work.path.iterdir()) == ["000001", CLAIMED, "run.json"]
+
+    fake_trainer.on_train = lambda job: None
+    resumed = new_run("r2")
+    candidate = resumed.start()
+
+    assert (resumed.run_id, adapter_folders(settings)) == ("r1", [candidate.digest])
     assert statuses(database) == {"a": ("trained", None), "b": ("trained", None)}
 
 

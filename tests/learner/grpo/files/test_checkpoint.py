@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from structlog.testing import capture_logs
+from torch import Tensor
 
-from learner.grpo.files.checkpoint import FORMAT, resumed
+from learner.errors import CheckpointError
+from learner.grpo.files.checkpoint import FORMAT, resumed, set_random
 from learner.records import Parent, TrainingJob
 from learner.resume.work_folder import STATE, WorkFolder
 from sidecar.settings import Learner
@@ -54,3 +57,29 @@ def test_a_damaged_checkpoint_is_discarded(tmp_path: Path, text: str) -> None:
 
     assert [entry["event"] for entry in logs] == ["checkpoint_discarded"]
     assert work.newest() is None
+
+
+def test_random_numbers_go_on_where_they_were_also_with_fewer_cards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint is of a machine with three cards, and goes on on one with two."""
+    told: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _, number: told.append(number))
+    states = {"random": torch.get_rng_state()}
+    expected = torch.rand(3)
+
+    set_random({**states, **{f"random.{number}": torch.zeros(16) for number in range(3)}})
+
+    assert torch.equal(torch.rand(3), expected)
+    assert told == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "states",
+    [{}, {"random": torch.zeros(3, dtype=torch.uint8)}, {"random": torch.zeros(3)}],
+    ids=["none", "too short", "numbers"],
+)
+def test_random_numbers_that_are_none_damage_a_checkpoint(states: dict[str, Tensor]) -> None:
+    with pytest.raises(CheckpointError, match="its random numbers cannot be set"):
+        set_random(states)
