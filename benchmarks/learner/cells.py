@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from learner.records import TrainableRow, TrainingGroup
 
@@ -23,6 +23,10 @@ class Cell:
     """Each an answer and as many tokens of the user's or a tool's."""
     trl: bool = True
     """False: TRL's padded batch is too large for this machine."""
+    art: bool = True
+    """False: ART's mask of all pairs is."""
+    once: bool = False
+    """True: it is not repeated, because its rows take minutes."""
 
     @property
     def padded_tokens(self) -> int:
@@ -39,18 +43,15 @@ ON_CPU = (
     Cell(axis="prompt", group=8, prompt=256, answer=64),
     Cell(axis="prompt", group=8, prompt=1_024, answer=64),
     Cell(axis="prompt", group=8, prompt=2_048, answer=64),
+    Cell(axis="prompt", group=8, prompt=8_192, answer=64, trl=False, once=True),
     Cell(axis="turns", group=2, prompt=128, answer=24),
     Cell(axis="turns", group=2, prompt=128, answer=24, turns=8),
     Cell(axis="turns", group=2, prompt=128, answer=24, turns=32, trl=False),
     Cell(axis="outweigh", group=8, prompt=256, answer=500),
     Cell(axis="target", group=8, prompt=3_000, answer=500),
+    Cell(axis="prompt", group=8, prompt=16_384, answer=64, trl=False, art=False, once=True),
 )
-ON_CUDA = (
-    *ON_CPU[:7],
-    Cell(axis="prompt", group=8, prompt=8_192, answer=64, trl=False),
-    Cell(axis="prompt", group=8, prompt=16_384, answer=64, trl=False),
-    *ON_CPU[7:],
-)
+ON_CUDA = tuple(replace(cell, once=False) for cell in ON_CPU)
 SMALL = (
     Cell(axis="answers", group=2, prompt=24, answer=8),
     Cell(axis="turns", group=2, prompt=16, answer=4, turns=2),

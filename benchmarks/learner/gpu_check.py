@@ -1,8 +1,10 @@
 """`scripts/gpu_check`: what only a card can tell of the learner, in one command and one JSON.
 
 Attention over segments against torch's own with a mask, values and gradients; the estimate of a
-pack's memory against the peak; bf16 against fp32; then the benchmark on drawn weights. On a CPU
-the same path runs on small sizes, and the memory is what autograd keeps between the passes.
+pack's memory against the peak; whether 8 answers to a prompt of 16,384 fit one card of 80 GB with
+an 8B model; bf16 against fp32; then the benchmark on drawn weights, and which share of the card's
+operations it uses. On a CPU the same path runs on small sizes, and the memory is what autograd
+keeps between the passes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +30,9 @@ from learner.policy.attention.check import (
     difference,
 )
 from learner.policy.logprobs import Policy
-from learner.policy.memory import recompute_layers
+from learner.policy.memory import pack_estimate, recompute_layers
 from learner.policy.packing import Pack, pack_group
 from learner.policy.self_test import BF16_TOLERANCE
-from learner.policy.sizes import pack_bytes, sizes
 
 LONGEST_S = 480.0
 WIDTHS = (64, 128)
@@ -39,6 +40,17 @@ MEMORY_CELLS = (Cell(axis="memory", group=4, prompt=2_048, answer=256),)
 SMALL_CELLS = (Cell(axis="memory", group=4, prompt=200, answer=40),)
 OFF_BY = 2.0
 """Largest factor between a peak and its estimate."""
+LONG_CELL = Cell(axis="long", group=8, prompt=16_384, answer=500)
+CARD_GB = 80.0
+QWEN3_8B = {
+    "num_hidden_layers": 36, "hidden_size": 4_096, "intermediate_size": 12_288,
+    "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+"""Its config; the head is that of the embeddings here, which is 1.2 GB less than Qwen3-8B's."""
+PEAK_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0}
+"""Dense bf16 operations a second of a card, 1e12, by a part of its name (NVIDIA's data sheets)."""
+LEAST_MFU = 0.4
+"""Share of them that a step on unique tokens takes, counting 4 operations for a frozen weight."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,13 +68,15 @@ def main(argv: Sequence[str]) -> int:
     machine = {**results.machine(), **run.about(options.device, 1)}
     rows, found = check_kernels(device)
     with tempfile.TemporaryDirectory() as work:
-        for check in (check_memory, check_half):
+        for check in (check_memory, check_long, check_half):
             more, targets = check(Path(work), device, small=small)
             rows, found = [*rows, *more], [*found, *targets]
+            if not small:
+                torch.cuda.empty_cache()
     bench = run.measure(options.device, small=small, repeats=1 if small else 2)
     rows += [{"check": "benchmark", **row} for row in bench]
     if not small:
-        found += run.targets(bench, half=True)
+        found += [*run.targets(bench, half=True), *check_use(bench, str(machine["device"]))]
     found.append(results.at_most("seconds of all", time.monotonic() - started, LONGEST_S))
     columns = ["check", "what", "value", "limit", "contender", "seconds", "tokens", "tflops"]
     print(results.table(rows, [*columns, "peak_mb", "why"]))
@@ -101,25 +115,15 @@ def check_memory(folder: Path, device: torch.device, *, small: bool) -> Found:
     shape = sides.ON_CPU if small else {**sides.ON_CUDA, "num_hidden_layers": 8}
     precision = "float32" if small else "bfloat16"
     policy = sides.make_policy(folder / "memory", shape, str(device), precision)
-    model = sizes(policy.model.get_base_model().config)
     rows: list[results.Row] = []
     targets: list[results.Target] = []
     (cell,) = SMALL_CELLS if small else MEMORY_CELLS
     (pack,) = pack_group(cells.drawn(cell, policy.vocabulary), max_tokens=run.LONGEST)
-    gathered = 0
-    if policy.form == "varlen":
-        gathered = sum(one.position + one.length for one in pack.segments)
-    for checkpointing in (False, True):
+    estimates = pack_estimate(policy, len(pack.input_ids), _gathered(pack))
+    for checkpointing, said in zip((False, True), estimates, strict=True):
         if checkpointing:
             recompute_layers(policy)
         taken = _taken(policy, pack)
-        said = pack_bytes(
-            model,
-            len(pack.input_ids),
-            number_bytes=4.0 if small else 2.0,
-            checkpointing=checkpointing,
-            gathered=gathered,
-        )
         factor = max(taken / said, said / taken)
         what = f"{len(pack.input_ids)} tokens, checkpointing {'on' if checkpointing else 'off'}"
         rows.append(
@@ -129,6 +133,46 @@ def check_memory(folder: Path, device: torch.device, *, small: bool) -> Found:
         if not small:
             targets.append(results.at_most(f"{what}: factor to the estimate", factor, OFF_BY))
     return rows, targets
+
+
+def check_long(folder: Path, device: torch.device, *, small: bool) -> Found:
+    """Take a long prompt with an 8B model, its layers computed twice: all that the card holds."""
+    total = 0 if small else torch.cuda.get_device_properties(device).total_memory
+    if not small and total < 0.9 * CARD_GB * 1e9:
+        why = f"the card has {total / 1e9:.0f} GB"
+        return [{"check": "long", "what": "8B, prompt 16,384, 8 answers", "why": why}], []
+    shape, precision = (sides.ON_CPU, "float32") if small else (QWEN3_8B, "bfloat16")
+    policy = sides.make_policy(folder / "long", shape, str(device), precision)
+    recompute_layers(policy)
+    cell = SMALL_CELLS[0] if small else LONG_CELL
+    (pack,) = pack_group(cells.drawn(cell, policy.vocabulary), max_tokens=run.LONGEST)
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    said = weights + pack_estimate(policy, len(pack.input_ids), _gathered(pack))[1]
+    held = weights + _taken(policy, pack)
+    what = f"{len(pack.input_ids)} tokens, {weights / 1e9:.3g} GB of weights"
+    row = {"check": "long", "what": what, "value": held / 2**20, "limit": said / 2**20}
+    return [row], [] if small else [results.at_most(f"{what}: GB in all", held / 1e9, CARD_GB)]
+
+
+def check_use(rows: Sequence[Mapping[str, object]], card: str) -> list[results.Target]:
+    """Return the share of the card's operations that the step of the target's cell uses; none for
+    cards whose peak is not known here."""
+    peak = next((value for name, value in PEAK_TFLOPS.items() if name in card), None)
+    used = [
+        float(str(row["tflops"]))
+        for row in rows
+        if row.get("axis") == "target" and row.get("contender") == "auto" and "tflops" in row
+    ]
+    if peak is None:
+        return []
+    value = max(used) / peak if used else None
+    what = f"share of {peak:g} TFLOP/s on unique tokens, prompt 3,000 and 8 answers of 500"
+    return [results.at_least(what, value, LEAST_MFU)]
+
+
+def _gathered(pack: Pack) -> int:
+    """Return how many keys the form `varlen` copies for a pack."""
+    return sum(one.position + one.length for one in pack.segments)
 
 
 def _taken(policy: Policy, pack: Pack) -> int:

@@ -1,4 +1,4 @@
-"""Draw how much longer rows and TRL take than what the cost model chooses."""
+"""Draw how much longer rows, TRL and ART take than what the cost model chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.results import Row
 
 AXES = (("answers", "group"), ("prompt", "prompt"), ("turns", "turns"))
 """Axis of the cells, and the field that it varies."""
-COLORS = {"rows": "#1f6f8b", "trl": "#c8553d"}
+COLORS = {"rows": "#1f6f8b", "trl": "#c8553d", "art": "#7a9e3a"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`make bench BENCH=learner`: ours in packs and in rows, what the cost model takes, and TRL's step.
+"""`make bench BENCH=learner`: ours in packs and in rows, what the cost model takes; TRL's, ART's.
 
 All compute the same loss and gradient of the same drawn group on the same model and adapter, in
 turn (A B C A B C); each figure is the least of its repeats, and a target is a ratio of two. On a
@@ -10,25 +10,25 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
-from benchmarks.learner import cells, sides
+from benchmarks.learner import art, cells, sides
 from benchmarks.learner.cells import Cell
 from benchmarks.learner.plot import draw
 from learner.policy.attention.trie import pairs
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import Pack, pack_group
 from learner.policy.sizes import sizes
+from learner.records import TrainingGroup
 
 NEVER_SLOWER, OVER_TRL = 0.95, 3.0
 SAME_LOSS, SAME_LOSS_HALF = 1e-5, 0.02
 """Largest difference of two contenders' losses, in fp32 and in bf16."""
-NO_ART = "ART's own step needs a GPU and Unsloth, and computes one trajectory after the other"
 LONGEST = 10_000_000
 
 
@@ -37,18 +37,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks learner")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--small", action="store_true", help="tiny cells, for a test of the path")
+    parser.add_argument("--longest", type=int, help="of the cells, those with no longer prompt")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     options = parser.parse_args(argv)
     machine = {**results.machine(), **about(options.device, options.threads)}
-    rows = measure(options.device, small=options.small, repeats=options.repeats)
+    longest = options.longest or LONGEST
+    rows = measure(options.device, small=options.small, repeats=options.repeats, longest=longest)
     columns = ["axis", "group", "prompt", "answer", "turns", "contender", "seconds", "tokens"]
     columns += ["tokens_per_s", "tflops", "peak_mb", "why"]
     print(results.table(rows, columns))
     found = targets(rows, half=options.device != "cpu")
     print(f"\n{results.targets_table(found)}")
     name = "learner" if options.device == "cpu" else f"learner-{options.device}"
+    name += "-part" if options.longest else ""
     print(results.write(name, rows, found, machine=machine, folder=options.out))
     draw(rows, options.out / f"{name}.png")
     return results.exit_code(found)
@@ -71,27 +74,42 @@ def about(device: str, threads: int) -> dict[str, object]:
     }
 
 
-def measure(device: str, *, small: bool, repeats: int) -> list[results.Row]:
-    """Return a row for each cell and contender."""
+def measure(device: str, *, small: bool, repeats: int, longest: int = LONGEST) -> list[results.Row]:
+    """Return a row for each cell and contender. longest: prompt, in tokens."""
     chosen = cells.SMALL if small else cells.ON_CPU if device == "cpu" else cells.ON_CUDA
     shape = sides.ON_CPU if device == "cpu" or small else sides.ON_CUDA
     with tempfile.TemporaryDirectory() as folder:
         precision = "float32" if device == "cpu" else "bfloat16"
         policy = sides.make_policy(Path(folder) / "model", shape, device, precision)
         found: list[results.Row] = []
-        for cell in chosen:
-            try:
-                trl: sides.Trl | None = sides.Trl(policy, Path(folder) / "trl", cell.answer)
-                why = ""
-            except ImportError as error:
-                trl, why = None, f"trl cannot be imported: {error}"
-            found += measure_cell(policy, cell, trl, why, repeats)
-            print(results.table(found[-4:], ["axis", "contender", "seconds", "tokens"]), flush=True)
+        for cell in [one for one in chosen if one.prompt <= longest]:
+            peers = peers_of(policy, cell, Path(folder) / "trl")
+            found += measure_cell(policy, cell, peers, 1 if cell.once else repeats)
+            print(results.table(found[-5:], ["axis", "contender", "seconds", "tokens"]), flush=True)
+    return found
+
+
+Peer = Callable[[Policy, TrainingGroup], float]
+
+
+def peers_of(policy: Policy, cell: Cell, folder: Path) -> dict[str, Peer | str]:
+    """Return the step of TRL and of ART, or why it is not measured."""
+    found: dict[str, Peer | str] = {
+        "trl": f"{cell.padded_tokens} padded tokens at once",
+        "art": "a mask of all pairs of tokens",
+    }
+    for name, wanted in (("trl", cell.trl), ("art", cell.art)):
+        try:
+            if wanted:
+                made = sides.Trl(policy, folder, cell.answer) if name == "trl" else art.load()
+                found[name] = made.step
+        except ImportError as error:
+            found[name] = f"{name} cannot be imported: {error}"
     return found
 
 
 def measure_cell(
-    policy: Policy, cell: Cell, trl: sides.Trl | None, why: str, repeats: int
+    policy: Policy, cell: Cell, peers: Mapping[str, Peer | str], repeats: int
 ) -> list[results.Row]:
     """Measure the contenders in turn. A row without seconds says why."""
     group = cells.drawn(cell, policy.vocabulary)
@@ -106,9 +124,9 @@ def measure_cell(
         for name, of in packs.items()
         if not (same and name == "auto")
     }
-    if trl is not None and cell.trl:
-        taken = trl
-        steps["trl"] = lambda: taken.step(policy, group)
+    for name, peer in peers.items():
+        if not isinstance(peer, str):
+            steps[name] = lambda of=peer: of(policy, group)  # type: ignore[misc]
     timed: dict[str, tuple[float, float, float]] = {}
     for _ in range(repeats):
         for name, step in steps.items():
@@ -117,14 +135,16 @@ def measure_cell(
                 timed[name] = seconds, loss, peak
     if same:
         timed["auto"] = timed[same]  # the same packs: not measured twice
-    shown = [
-        _row(cell, name, timed[name], policy, packs.get(name))
-        for name in (*packs, "trl")
+    tokens = {name: sum(len(pack.input_ids) for pack in of) for name, of in packs.items()}
+    tokens |= {"trl": cell.padded_tokens, "art": art.length(group)}
+    shown: list[results.Row] = [
+        _row(cell, name, timed[name], tokens[name], policy, packs.get(name))
+        for name in tokens
         if name in timed
     ]
-    if "trl" not in timed:
-        padded = f"{cell.padded_tokens} padded tokens at once"
-        shown.append({**_place(cell), "contender": "trl", "why": why or padded})
+    for name, why in peers.items():
+        if isinstance(why, str):
+            shown.append({**_place(cell), "contender": name, "why": why})
     return shown
 
 
@@ -151,11 +171,11 @@ def _row(
     cell: Cell,
     name: str,
     timed: tuple[float, float, float],
+    tokens: int,
     policy: Policy,
     packs: Sequence[Pack] | None,
 ) -> results.Row:
     seconds, loss, peak = timed
-    tokens = sum(len(pack.input_ids) for pack in packs) if packs else cell.padded_tokens
     return {
         **_place(cell),
         "contender": name,

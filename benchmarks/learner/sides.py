@@ -41,6 +41,7 @@ def make_policy(folder: Path, shape: dict[str, int], device: str, precision: str
         with torch.device(device):
             model = Qwen3ForCausalLM(config)
         model.to(torch.bfloat16 if device != "cpu" else torch.float32).save_pretrained(folder)
+        del model  # the loader reads it again, and a large one stands on the device but once
     settings = Learner.model_validate({"rank": 8, "device": device, "precision": precision})
     policy = load_policy(str(folder), Parent(name="base"), settings)
     with torch.no_grad():

@@ -147,7 +147,8 @@ def wants_autocast(precision: Precision, device: torch.device) -> bool:
     """
     if precision != "auto":
         return precision == "bfloat16"
-    if device.type == "cuda":
-        return True
+    if device.type == "cuda":  # older cards than NVIDIA's Ampere only emulate it
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))

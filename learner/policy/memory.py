@@ -105,26 +105,36 @@ def prepare(
 def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | None, int | None]:
     """Return the bytes that the longest pack needs, without and with checkpointing, the optimiser's
     included; None where the config does not say enough."""
-    base = policy.model.get_base_model()
     try:
-        masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
-        grouped = takes_grouped_heads()
-        model = sizes(base.config.get_text_config(), masks=masks, grouped=grouped)
+        plain, saving = pack_estimate(policy, longest, gathered)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None, None
-    halves = next(base.parameters()).dtype != torch.float32
-    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     moments = trainable * MOMENTS * 4
+    return plain + moments, saving + moments
+
+
+def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, int]:
+    """Return the bytes that a pack needs beside the weights, without and with checkpointing.
+
+    Raises: AttributeError, TypeError, ValueError or ZeroDivisionError where the config does not say
+        enough.
+    """
+    base = policy.model.get_base_model()
+    masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
+    grouped = takes_grouped_heads()
+    model = sizes(base.config.get_text_config(), masks=masks, grouped=grouped)
+    halves = next(base.parameters()).dtype != torch.float32
+    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
     cuda = policy.device.type == "cuda"
     copied = gathered if policy.form == "varlen" else 0
     plain, saving = (
-        pack_bytes(model, longest, number_bytes=number, checkpointing=twice, gathered=copied)
+        pack_bytes(model, tokens, number_bytes=number, checkpointing=twice, gathered=copied)
         for twice in (False, True)
     )
     return (
-        with_allocator(plain, cuda=cuda, checkpointing=False) + moments,
-        with_allocator(saving, cuda=cuda, checkpointing=True) + moments,
+        with_allocator(plain, cuda=cuda, checkpointing=False),
+        with_allocator(saving, cuda=cuda, checkpointing=True),
     )
 
 

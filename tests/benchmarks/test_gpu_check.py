@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.learner import gpu_check
+from benchmarks.learner import art, gpu_check
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
 from benchmarks.learner.run import ratios, targets
+from benchmarks.results import Row
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -21,10 +22,10 @@ def test_the_same_path_runs_small_on_a_cpu(
 
     found = json.loads((tmp_path / "gpu-check.json").read_text())
     checks = {row["check"] for row in found["rows"]}
-    assert checks == {"kernel", "memory", "bf16", "benchmark"}
+    assert checks == {"kernel", "memory", "long", "bf16", "benchmark"}
     assert all(one["holds"] for one in found["targets"])
     contenders = {row["contender"] for row in found["rows"] if row["check"] == "benchmark"}
-    assert contenders == {"auto", "packed", "rows", "trl"}
+    assert contenders == {"auto", "packed", "rows", "trl", "art"}
     plain, saving = (row["value"] for row in found["rows"] if row["check"] == "memory")
     assert saving < plain / 2
     assert "holds" in capsys.readouterr().out
@@ -34,6 +35,44 @@ def test_the_same_path_runs_small_on_a_cpu(
 def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("card", "shares"),
+    [("NVIDIA H200", [0.45]), ("NVIDIA H100 80GB HBM3", [0.45]), ("NVIDIA H100 PCIe", [])],
+)
+def test_the_share_of_a_cards_operations_is_known_for_cards_with_a_known_peak(
+    card: str, shares: list[float]
+) -> None:
+    rows: list[Row] = [
+        {"axis": "target", "contender": "auto", "tflops": 445.05},
+        {"axis": "target", "contender": "rows", "tflops": 900.0},
+        {"axis": "prompt", "contender": "auto", "tflops": 900.0},
+    ]
+
+    found = gpu_check.check_use(rows, card)
+
+    assert [one.value for one in found] == shares
+    assert all(one.holds for one in found)
+    assert [one.holds for one in gpu_check.check_use([], card)] == [False] * len(shares)
+
+
+def test_art_gets_the_prompt_once_and_its_last_token_before_each_answer() -> None:
+    group = drawn(Cell(axis="turns", group=2, prompt=5, answer=3, turns=2), 50)
+    first, second = group.rows[1], group.rows[3]
+
+    found = art.packed(group, torch.device("cpu"))
+
+    used = 4 + 2 * (1 + 9)
+    assert art.length(group) == found["tokens"].shape[1] == art.CHUNK
+    *prompt, last = group.prompt_token_ids
+    tokens = [*prompt, last, *first.token_ids, last, *second.token_ids]
+    assert found["tokens"][0, :used].tolist() == tokens
+    assert found["input_pos"][0, :used].tolist() == [*range(4), *range(4, 14), *range(4, 14)]
+    assert found["group_ids"][0, :used].tolist() == [0] * 4 + [1] * 10 + [2] * 10
+    turns = [False, *[True] * 3, *[False] * 3, *[True] * 3]
+    assert found["assistant_mask"][0, :used].tolist() == [False] * 4 + turns * 2
+    assert found["advantages"][0, [4, 14, used]].tolist() == [-0.5, 0.5, 0.0]
 
 
 def test_turns_share_their_histories_and_train_each_token_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +89,29 @@ def test_auto_takes_bf16_where_the_processor_has_it(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
 
     assert wants_autocast(precision, CPU) is expected
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_auto_takes_bf16_on_cards_that_do_not_only_emulate_it(
+    monkeypatch: pytest.MonkeyPatch, has_it: bool
+) -> None:
+    """Of the card that is asked for, which may not be the first."""
+    asked: list[torch.device] = []
+
+    @contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        asked.append(one)
+        yield
+        asked.append(torch.device("cpu"))
+
+    def is_supported(*, including_emulation: bool) -> bool:
+        return including_emulation or (has_it and asked == [torch.device("cuda:1")])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+
+    assert wants_autocast("auto", torch.device("cuda:1")) is has_it
+    assert wants_autocast("bfloat16", torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(("form", "masks"), [("segments", 0), ("dense", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from sqlalchemy import select
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
 from learner.errors import UnpublishedError
 from learner.resume.work_folder import PLACING, WorkFolder
-from learner.runs import publish
 from learner.runs.publish import find_published, place, register, replaced, seal, unplace, when_free
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
@@ -37,7 +37,7 @@ def test_a_finished_run_asks_a_store_that_is_away_for_ten_minutes(
             raise StoreError("database is locked")
         return now
 
-    monkeypatch.setattr(publish.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     found = when_free(attempt, run_id="r1", files=tmp_path, pause=pause)
     assert found == 699.0
 
