@@ -30,6 +30,8 @@ def free_port() -> int:
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Write settings with a `state_dir` of the test's own: in the working folder's, which is the
+    default, a control of another worker's test may hold the lock."""
     values: dict[str, dict[str, Any]] = {
         "serving": {"upstreams": [f"http://127.0.0.1:{free_port()}"], "model": "m"},
         "store": {"url": f"sqlite:///{folder / 'store.db'}"},
@@ -37,7 +39,8 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
         "telemetry": {"log_json": True},
         **sections,
     }
-    lines = [
+    lines = [f"state_dir = {json.dumps(str(folder / 'state'))}"]
+    lines += [
         line
         for name, section in values.items()
         for line in (f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in section.items()))

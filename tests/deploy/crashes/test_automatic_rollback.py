@@ -28,7 +28,7 @@ SHORT = {
     "deploy.line_loops:CHECK_S": 0.05,
     "deploy.process:RECONCILE_S": 0.1,
 }
-END_S = 60.0
+END_S = 90.0
 MOVES = ["alias.champion", "learner.pause", "rollback"]
 
 

@@ -341,8 +341,6 @@ def tell(
         admin={"port": port},
         canary={**RULES, **story.rules},
     )
-    # The registry's own folder of state is the store's neighbour.
-    config.write_text(f"state_dir = {json.dumps(str(folder / 'state'))}\n{config.read_text()}")
     asked = Start(
         argv=(),
         config=config,
