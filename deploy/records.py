@@ -14,6 +14,7 @@ from typing import Literal
 from deploy.evidence.approval import Approval
 from deploy.evidence.outside import MetricState
 from sidecar.records import BASE
+from sidecar.routing.table import is_adapter_name
 
 AdapterState = Literal[
     "registered", "gating", "ramping", "champion", "retired", "rejected", "rolled_back"
@@ -128,8 +129,9 @@ class Canary:
 
     @property
     def readable(self) -> bool:
-        """False when the store's record of the ramp is damaged: the canary must end."""
-        return 0 <= self.step < len(self.steps)
+        """False when the store's record of the ramp or of the candidate's name is damaged: the
+        canary must end."""
+        return 0 <= self.step < len(self.steps) and is_adapter_name(self.candidate)
 
 
 def version_of(adapter: str) -> str:

@@ -31,7 +31,7 @@ from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import error_line
 from deploy.records import AdapterVersion, Canary
-from deploy.registry import canaries, candidates, routing_writer, transitions, versions
+from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
     Decision,
     Evidence,
@@ -146,10 +146,15 @@ class Controller:
 
     def _active_canary(self) -> Canary | None:
         with self._database.read() as session:
-            has_table = routing_writer.current(session, self._model) is not None
-            canary = canaries.active(session, self._model)
+            table = routing_writer.current(session, self._model)
+            row = canaries.active_row(session, self._model)
+            canary = None if row is None else canaries.to_canary(row)
+            lost = canary is not None and not canaries.is_there(session, canary.canary_id)
             waits = candidates.has_waiting(session, self._model)
-        if not has_table:
+        if lost:
+            self._end_damaged()
+            return None
+        if table is None or not routing_writer.agrees(table, canary):
             self._mend_routing()
         if not waits:
             return canary
@@ -161,8 +166,20 @@ class Controller:
             log.info("canary_began", canary=found.canary_id, candidate=found.candidate)
         return found
 
+    def _end_damaged(self) -> None:
+        """End a canary whose row is found by its state alone: no decision could be written."""
+        with self._database.write() as session:
+            row = canaries.active_row(session, self._model)
+            if row is None or canaries.is_there(session, canaries.to_canary(row).canary_id):
+                return  # somebody was faster
+            why, now = "nothing can be decided about it", self._clock()
+            log.error("canary_row_damaged", canary=row.canary_id, candidate=row.candidate)
+            transitions.end_damaged(session, row, reason=why, now=now, actor=audit.CONTROL)
+        self._on_change()
+
     def _mend_routing(self) -> None:
-        """Write a damaged or absent routing table anew: a proxy that starts needs it."""
+        """Write a routing table anew that is damaged or absent, or that sends users to a canary
+        that the store does not have any more: nobody would decide about that one."""
         with self._database.write() as session:
             table = routing_writer.write(session, self._model, now=self._clock())
         log.warning("routing_table_mended", generation=table.generation, champion=table.champion)

@@ -167,6 +167,12 @@ def active(session: Session, model: str) -> Canary | None:
     return to_canary(row) if row is not None else None
 
 
+def is_there(session: Session, canary_id: str) -> bool:
+    """Return True when the store finds this canary by its id. False: the id is damaged."""
+    known = select(CanaryRow.state).where(CanaryRow.canary_id == canary_id)
+    return session.scalar(known) is not None
+
+
 def find_row(session: Session, canary_id: str) -> CanaryRow:
     """Return the row of a canary by its id. Raises: UnknownCanaryError."""
     row = session.get(CanaryRow, canary_id)

@@ -48,6 +48,7 @@ from deploy.records import AdapterState, Canary, Phase
 from deploy.registry import proof_rule
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.backoff import Backoff
+from sidecar.routing.table import is_adapter_name
 from sidecar.settings import Canary as CanarySettings
 
 BREAKER_FAILURES = 5
@@ -205,7 +206,8 @@ def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float
         return Hold(reason=canary.reason or "ended")
     if not canary.readable:
         state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
-        reason = "the store's record of its ramp (`evidence.steps`) cannot be read"
+        what = "its ramp (`evidence.steps`)" if is_adapter_name(canary.candidate) else "its name"
+        reason = f"the store's record of {what} cannot be read"
         return Move(to="rolled_back", candidate_state=state, reason=reason)
     if canary.paused:
         return Hold(reason=canary.reason or "paused", stops_clock=True)

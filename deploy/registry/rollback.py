@@ -17,17 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import update
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from deploy.errors import TransitionError
-from deploy.records import ACTIVE_PHASES
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import flags
 from sidecar.store.database import Database, count
-from sidecar.store.models import CanaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class RollbackResult:
     changed: bool
     """False when the target was champion already: nothing was written."""
     learner_paused: bool
-    """This rollback paused the learner, which ran before."""
+    """The learner is paused now, by this rollback or before it."""
     generation: int
     """Generation of the routing table that this rollback leaves; proxies must reach it."""
 
@@ -105,14 +102,13 @@ def roll_back_in(
     moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
     table = routing_writer.write(session, model, now=now)
     changed = moved or ended is not None
-    paused = False
     if changed:
         lost = [before] if moved else []
         for name in (*lost, *([on_canary] if on_canary is not None else [])) if ban else ():
             bans.ban(session, name, now=now, actor=actor, reason=reason)
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:
-            paused = flags.set_paused(
+            flags.set_paused(
                 session, model, True, now=now, actor=actor, reason=f"rollback: {reason}"
             )
         by = "automatic" if actor == audit.CONTROL else "operator"
@@ -132,7 +128,7 @@ def roll_back_in(
         after=target,
         ended_canary=ended,
         changed=changed,
-        learner_paused=paused,
+        learner_paused=flags.read(session, model).paused,
         generation=table.generation,
     )
 
@@ -152,14 +148,8 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
         with session.begin_nested():
             transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
     except StaleDataError:
-        # The row's own key is damaged, so no statement finds it by that.
-        session.expunge(row)
-        active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
-        ended = {"state": "rolled_back", "reason": f"rollback: {reason}", "ended_at": now}
-        session.execute(update(CanaryRow).where(*active).values(**ended))
-        versions.drop_alias(
-            session, model=model, alias="canary", now=now, actor=actor, reason=reason
-        )
+        why = f"rollback: {reason}"
+        transitions.end_damaged(session, row, reason=why, now=now, actor=actor)
     return canary_id
 
 

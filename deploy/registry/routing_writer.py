@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
+from deploy.records import Canary
 from deploy.registry import canaries, versions
 from sidecar.records import BASE
 from sidecar.routing.table import (
@@ -38,7 +39,7 @@ def write(session: Session, model: str, *, now: float) -> RoutingTable:
     """
     row = session.get(RoutingRow, model)
     before = _table(row) if row is not None else None
-    after = _derive(session, model)
+    after = _derive(session, model, before)
     if before is not None and replace(after, generation=before.generation) == before:
         return before
     generation = before.generation if before is not None else _generation_of(row, now)
@@ -94,14 +95,31 @@ def _generation_of(row: RoutingRow | None, now: float) -> int:
     return known if is_generation(known) and known > 0 else int(now)
 
 
-def _derive(session: Session, model: str) -> RoutingTable:
+def agrees(table: RoutingTable, canary: Canary | None) -> bool:
+    """Return True when the table gives the active canary the share that the store gives it.
+
+    Each change of a canary writes the table in its own transaction, so they disagree only where a
+    row was damaged since.
+    """
+    if canary is None or canary.weight_bp == 0:
+        return table.canary is None
+    return (table.canary, table.canary_weight_bp, table.salt) == (
+        canary.candidate,
+        canary.weight_bp,
+        canary.salt,
+    )
+
+
+def _derive(session: Session, model: str, before: RoutingTable | None) -> RoutingTable:
+    """before: the table that serves; its champion stays where the alias is damaged."""
     session.flush()
     champion = versions.champion(session, model)
     if not is_adapter_name(champion):
-        _log_error("champion_damaged", model=model, champion=champion, serves=BASE)
-        champion = BASE
+        serves = BASE if before is None else before.champion
+        _log_error("champion_damaged", model=model, champion=champion, serves=serves)
+        champion = serves
     canary = canaries.active(session, model)
-    if canary is None or canary.weight_bp == 0 or not is_adapter_name(canary.candidate):
+    if canary is None or canary.weight_bp == 0:
         return RoutingTable(model=model, champion=champion)
     return RoutingTable(
         model=model,

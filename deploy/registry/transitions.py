@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.records import AdapterState, Canary, Phase
+from deploy.records import ACTIVE_PHASES, AdapterState, Canary, Phase
 from deploy.registry import audit, canaries, routing_writer, versions, waiting
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
@@ -186,6 +188,31 @@ def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
     return canaries.to_canary(row)
+
+
+def end_damaged(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> None:
+    """End an active canary whose own key is damaged, so that no statement finds its row by that.
+
+    It cannot go the way of the others: its candidate gets no verdict and no ban.
+    """
+    before = canaries.to_canary(row)
+    model, named = row.model, f"the canary of {before.candidate} has a damaged canary_id"
+    session.expunge(row)
+    active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
+    ended = {"state": "rolled_back", "reason": f"{named}: {reason}", "ended_at": now}
+    session.execute(update(CanaryRow).where(*active).values(**ended))
+    versions.drop_alias(session, model=model, alias="canary", now=now, actor=actor, reason=reason)
+    versions.set_state(session, before.candidate, "rolled_back", f"{named}: {reason}")
+    count(session, "canary", "damaged")
+    routing_writer.write(session, model, now=now)
+    _audit(
+        session,
+        before,
+        replace(before, phase="rolled_back", paused=False),
+        now=now,
+        actor=actor,
+        reason=f"{named}: {reason}",
+    )
 
 
 def skip_step(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:

@@ -316,6 +316,22 @@ class World:
                 canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
                 transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
 
+    def ramp(self, name: str) -> None:
+        """Take a registered adapter to the first step of its ramp, without the controller."""
+        with self.database.write() as session:
+            begun = transitions.begin(
+                session,
+                model=self.line.name,
+                candidate=name,
+                steps=(5000,),
+                now=self.clock.now,
+                actor="t",
+            )
+            for to in ("gating", "ramping"):
+                canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
+                move = Move(to=to, candidate_state=to, reason=to)
+                transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
+
     @staticmethod
     def canary_row(session: Session, candidate: str) -> CanaryRow:
         """Return the row of this adapter's canary. Fails when it has none."""

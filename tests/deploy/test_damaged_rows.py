@@ -234,6 +234,65 @@ async def test_a_count_of_errors_that_is_damaged_ends_no_loop(world: World) -> N
     assert world.canary(name).phase == "gating"
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "where"),
+    [
+        (AliasRow, "adapter", "alias = 'champion'"),
+        (AliasRow, "adapter", "alias = 'previous'"),
+        (AliasRow, "generation", "alias = 'champion'"),
+        (CanaryRow, "canary_id", "state = 'ramping'"),
+        (CanaryRow, "candidate", "state = 'ramping'"),
+        (CanaryRow, "champion", "state = 'ramping'"),
+        (CanaryRow, "state", "state = 'ramping'"),
+        (AdapterRow, "name", "version = 1"),
+        (AdapterRow, "digest", "version = 1"),
+    ],
+)
+async def test_a_blob_in_a_row_of_the_registry_costs_that_row_only(
+    world: World, api: Api, table: Any, column: str, where: str
+) -> None:
+    old, champion = world.register(1), world.register(2)
+    world.promote(old)
+    world.promote(champion)
+    tried = world.register(3)
+    world.ramp(tried)
+    damage(world, table, column, where, "x'00ff'")
+
+    await api.reconciler.reconcile()
+    await world.controller().tick()
+    pages = ("/status", "/adapters", "/canaries", "/aliases", "/watch", "/audit", "/funnel")
+    found = {page: (await api.get(page)).status_code for page in pages}
+
+    assert found == dict.fromkeys(pages, 200)
+    assert tried in world.control.adapters or (table, column) == (CanaryRow, "candidate")
+    assert champion in world.control.adapters, "the table names it, whatever the alias says"
+    if table is CanaryRow and column in ("canary_id", "candidate"):
+        assert {row.state for row in world.rows(CanaryRow)} == {"promoted", "rolled_back"}
+    table_now = world.table()
+    assert table_now.champion == champion
+    unguarded = table is CanaryRow and column in ("canary_id", "candidate", "state")
+    assert table_now.canary == (None if unguarded else tried), "nobody could decide about it"
+    done = rollback(world.database, "m", to="base", reason="x", actor="me", now=world.clock.now)
+    assert (done.changed, world.table().champion, world.table().canary) == (True, "base", None)
+
+
+async def test_a_canary_whose_key_is_damaged_is_ended_and_counted(world: World, api: Api) -> None:
+    tried = world.register(1)
+    world.ramp(tried)
+    damage(world, CanaryRow, "canary_id", "state = 'ramping'", "x'00ff'")
+
+    await world.controller().tick()
+
+    (row,) = world.rows(CanaryRow)
+    assert (row.state, row.reason) == (
+        "rolled_back",
+        f"the canary of {tried} has a damaged canary_id: nothing can be decided about it",
+    )
+    assert world.adapter(tried).state == "rolled_back"
+    assert world.actions()[-1] == "canary.rolled_back"
+    assert {(one.stage, one.reason) for one in world.rows(CounterRow)} >= {("canary", "damaged")}
+
+
 def put_key(world: World, key_id: str) -> None:
     with world.database.write() as session:
         session.add(
@@ -321,6 +380,9 @@ async def test_a_damaged_alias_hides_no_other(world: World, api: Api) -> None:
     damage(world, AliasRow, "generation", "alias = 'previous'", "'soon'")
 
     found = (await api.get("/aliases")).json()
+    alone = await api.get("/aliases/previous")
+
+    assert (alone.status_code, alone.json()["detail"]) == (500, found["damaged"][0])
 
     assert [one["alias"] for one in found["items"]] == ["champion"]
     assert found["damaged"][0].startswith("alias previous is damaged in the store: generation: ")

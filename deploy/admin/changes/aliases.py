@@ -22,12 +22,13 @@ from deploy.admin.models import Page
 from deploy.admin.out import AliasOut
 from deploy.admin.paging import encode_cursor
 from deploy.admin.problems import ConflictError
-from deploy.admin.records import page_of
+from deploy.admin.records import naming, page_of
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import TransitionError
 from deploy.registry import versions
 from deploy.registry.history import aliases as history
 from deploy.registry.rollback import roll_back_in
+from sidecar.routing.table import is_generation
 from sidecar.store.models import AliasRow
 
 Alias = Literal["anchor", "canary", "champion", "previous"]
@@ -64,7 +65,7 @@ def alias_router(context: AdminContext) -> APIRouter:
 
     @router.get("/aliases/{name}")
     def alias(name: Alias, response: Response, project: Project = None) -> AliasOut:
-        with database.read() as session:
+        with database.read() as session, naming(f"alias {name}"):
             found = _read(session, context.line_of(project), name)
         response.headers["etag"] = _etag(found)
         return found
@@ -84,7 +85,7 @@ def alias_router(context: AdminContext) -> APIRouter:
         if name not in ("anchor", "champion"):
             raise ConflictError(f"{name} follows from the others; nobody moves it by hand", [])
         with database.write() as session:
-            check_match(if_match, _etag(_read(session, model, name)))
+            check_match(if_match, _etag_in(session, model, name))
             target = versions.resolve(session, model, to)
             if not versions.has_been_champion(session, target):
                 raise TransitionError(f"{target} has never been champion: no canary passed it")
@@ -111,6 +112,14 @@ def _read(session: Session, model: str, name: str) -> AliasOut:
         return AliasOut.model_validate(row)
     last = versions.last_generation(session, model, name)
     return AliasOut(alias=name, adapter=None, generation=last)
+
+
+def _etag_in(session: Session, model: str, name: str) -> str:
+    """Return the tag of an alias also where its number is damaged: a move writes it anew."""
+    row = session.get(AliasRow, (model, name))
+    if row is not None and not is_generation(row.generation):
+        return '"g0"'
+    return _etag(_read(session, model, name))
 
 
 def _etag(found: AliasOut) -> str:

@@ -34,7 +34,7 @@ class RollbackOut(Out):
     """False when the target was champion already."""
     ended_canary: str | None
     learner_paused: bool
-    """This rollback paused the learner; POST /learner/resume ends that."""
+    """The learner is paused, by this rollback or before it; POST /learner/resume ends that."""
     generation: int
     """Generation of the routing table, which every proxy applies at its next poll."""
     note: str | None

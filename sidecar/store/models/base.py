@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, Float, Index, LargeBinary, text
+from sqlalchemy import JSON, Dialect, Float, Index, LargeBinary, String, TypeDecorator, text
 from sqlalchemy.orm import DeclarativeBase
 
 from sidecar.store.tables import METADATA
@@ -20,6 +20,23 @@ class Base(DeclarativeBase):
         bytes: LargeBinary,
         float: Float,
     }
+
+
+class ReadableText(TypeDecorator[str]):
+    """A text column whose values are texts also where a faulty disk made a blob or a number of one:
+    with U+FFFD for bytes that are no UTF-8, as in any text. Who compares or sorts names need not
+    ask; no name of an adapter has such a character (`sidecar.routing.table.is_adapter_name`).
+
+    For tables with few rows: each value that is read costs a call.
+    """
+
+    impl = String
+    cache_ok = True
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:
+        if value is None or isinstance(value, str):
+            return value
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def partial_index(name: str, *columns: str, where: str) -> Index:

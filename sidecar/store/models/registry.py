@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from sidecar.store.models.base import Base
+from sidecar.store.models.base import Base, ReadableText
 from sidecar.store.tables import WIDE
 
 
@@ -20,14 +20,14 @@ class AdapterRow(Base):
         UniqueConstraint("model", "version"),
         Index("ix_adapter_version_state", "model", "state", "version"),
     )
-    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    name: Mapped[str] = mapped_column(ReadableText(255), primary_key=True)
     """vLLM name `<model>--v<version>-<digest12>`; never used twice."""
     model: Mapped[str] = mapped_column(String(255))
     version: Mapped[int]
-    digest: Mapped[str] = mapped_column(String(64), index=True)
+    digest: Mapped[str] = mapped_column(ReadableText(64), index=True)
     path: Mapped[str] = mapped_column(Text)
     """Absolute path of the PEFT folder, as vLLM sees it."""
-    parent: Mapped[str] = mapped_column(String(255))
+    parent: Mapped[str] = mapped_column(ReadableText(255))
     run_id: Mapped[str | None] = mapped_column(String(64))
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
@@ -42,9 +42,9 @@ class AliasRow(Base):
     """Where a name points now: champion, previous, canary, anchor."""
 
     __tablename__ = "alias"
-    model: Mapped[str] = mapped_column(String(255), primary_key=True)
-    alias: Mapped[str] = mapped_column(String(32), primary_key=True)
-    adapter: Mapped[str] = mapped_column(String(255))
+    model: Mapped[str] = mapped_column(ReadableText(255), primary_key=True)
+    alias: Mapped[str] = mapped_column(ReadableText(32), primary_key=True)
+    adapter: Mapped[str] = mapped_column(ReadableText(255))
     generation: Mapped[int] = mapped_column(WIDE)
 
 
@@ -80,16 +80,16 @@ class CanaryRow(Base):
         Index("ix_canary_created_at", "model", "created_at", "canary_id"),
         Index("ix_canary_state", "model", "state", "created_at"),
     )
-    canary_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    canary_id: Mapped[str] = mapped_column(ReadableText(64), primary_key=True)
     model: Mapped[str] = mapped_column(String(255))
-    candidate: Mapped[str] = mapped_column(String(255))
+    candidate: Mapped[str] = mapped_column(ReadableText(255))
     """Adapter name. One that ended without a verdict may be tried again, in a canary of its own."""
-    champion: Mapped[str] = mapped_column(String(255))
+    champion: Mapped[str] = mapped_column(ReadableText(255))
     state: Mapped[str] = mapped_column(String(16))
     paused: Mapped[bool] = mapped_column(default=False)
     reason: Mapped[str | None] = mapped_column(Text)
     step: Mapped[int] = mapped_column(default=0)
-    salt: Mapped[str] = mapped_column(String(64))
+    salt: Mapped[str] = mapped_column(ReadableText(64))
     created_at: Mapped[float]
     step_started_at: Mapped[float]
     ended_at: Mapped[float | None]

@@ -119,7 +119,7 @@ def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World)
     again = rollback(world.database, "m", reason="rude", actor="me", now=world.clock())
 
     assert sorted(banned(world)) == [second, on_canary]
-    assert (done.learner_paused, again.learner_paused, again.changed) == (True, False, False)
+    assert (done.learner_paused, again.learner_paused, again.changed) == (True, True, False)
     with world.database.read() as session:
         assert flags.read(session, "m").paused is True
     with pytest.raises(TransitionError, match="banned"):
