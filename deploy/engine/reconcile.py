@@ -5,9 +5,10 @@ and vLLM is compared with it on a timer and after every change. Wanted are the c
 target of the routing table, `previous` (so that a rollback needs no load) and the candidate once
 its canary has validated it. Other adapters stay while there is capacity: beyond `max_loras` they
 are unloaded, the oldest first, a grace period after they were last wanted, because proxies still
-use them, and not while vLLM says that one answers a request. The store keeps since when nothing
-wants them, so that a restart begins no grace anew. Adapters that this registry does not know are
-never touched. A control that does not hold the lease only looks.
+use them. It is longer while a proxy has not taken the present routing table
+(`deploy.registry.leases.followed`), and while vLLM answers a request with one, or does not tell.
+The store keeps since when nothing wants them, so that a restart begins no grace anew. Adapters that
+this registry does not know are never touched. A control that does not hold the lease only looks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from deploy.engine.checked_load import load_checked
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
 from deploy.registry import canaries, routing_writer, versions
-from deploy.registry.altered import record_altered
+from deploy.registry.altered import record_altered, record_restored
+from deploy.registry.leases.followed import lines_behind
 from deploy.registry.leases.unwanted import keep_since
 from sidecar.errors import StoreError
 from sidecar.records import BASE
@@ -37,7 +39,8 @@ NOT_ASKED = "not asked yet"
 UNLOAD_GRACE_S = 30.0
 """How long an adapter is kept after it was last wanted."""
 DRAIN_S = 600.0
-"""How long an adapter may go on answering after its grace: as long as the proxy waits for vLLM."""
+"""How long an adapter may go on answering after its grace: as long as the proxy waits for vLLM. As
+long it stays for a proxy that follows an older table: one that is gone never takes another."""
 ALTERED_RETRY_S = 30.0
 """Interval for reading an altered folder again: an operator may have restored it, and hashing it at
 every pass would keep a core busy."""
@@ -55,6 +58,9 @@ class Desired:
     """Adapters that never had traffic and never will: they need no grace period."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Name -> registered digest, of the same versions."""
+    followed: frozenset[str] = frozenset()
+    """Those that a proxy may still send users to, because it follows an older table. None that was
+    rolled back: such a proxy should rather ask for the next adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +99,12 @@ def make_plan(
     rejected = [name for name in spare if name in desired.rejected]
     kept = [name for name in spare if name not in desired.rejected]
     excess = len(desired.wanted) + len(kept) - max_loras
-    due = [name for name in kept if now - unwanted_since.get(name, now) >= UNLOAD_GRACE_S]
+    due = [
+        name
+        for name in kept
+        if now - unwanted_since.get(name, now)
+        >= (DRAIN_S if name in desired.followed else UNLOAD_GRACE_S)
+    ]
     return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
 
 
@@ -112,11 +123,16 @@ def read_desired(
         names = [name for rank in ranked for some in rank for name in some or ()]
         wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
         registered = versions.named(session, model, {*wanted, *loaded})
+        spare = [one for one in registered if one.name not in wanted]
+        behind = lines_behind(session) if spare else frozenset()
     return Desired(
         wanted=wanted,
         paths={one.name: one.path for one in reversed(registered)},
         rejected=frozenset(one.name for one in registered if one.state == "rejected"),
         digests={one.name: one.digest for one in registered},
+        followed=frozenset(
+            one.name for one in spare if one.model in behind and one.state != "rolled_back"
+        ),
     )
 
 
@@ -198,7 +214,7 @@ class Reconciler:
         plan = await asyncio.to_thread(self._plan, desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]
         done = await self._listed(done)
-        busy = await self._busy(plan.unload)
+        busy = await self._busy(plan.unload, desired.rejected)
         gone = [name for name in plan.unload if name not in busy and await self._unload(name)]
         self.view.loaded = (loaded | set(done)) - set(gone)
         self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
@@ -222,18 +238,20 @@ class Reconciler:
                 f"to {told} (3 at least)",
             )
 
-    async def _busy(self, names: Collection[str]) -> frozenset[str]:
+    async def _busy(self, names: Collection[str], rejected: Collection[str]) -> frozenset[str]:
         """Return those of the adapters that still answer a request: they drain first.
 
-        Not for ever: vLLM's metrics may show a request that has ended until the next one.
+        Not for ever: vLLM's metrics may show a request that has ended until the next one. A vLLM
+        that hides its metrics may answer with any that had users.
         """
         if not names:
             return frozenset()
         try:
-            answering = (await self._control.room()).busy
+            room = await self._control.room()
         except EngineError:
             return frozenset(names)  # it is asked again at the next pass
         now, known = self._clock(), frozenset(names)
+        answering = room.busy if room.tells else known - frozenset(rejected)
         for name in known & answering:
             self._draining.setdefault(name, now)
         kept = {n: at for n, at in self._draining.items() if n in known and n in answering}
@@ -286,7 +304,11 @@ class Reconciler:
 
     async def _load_checked(self, name: str, desired: Desired) -> None:
         if name not in desired.paths:
-            raise InvalidAdapterError(f"{name} is no registered adapter of {self._model}")
+            raise InvalidAdapterError(
+                f"{name} is no registered adapter of {self._model}, and a row of the store names "
+                "it (an alias, the canary or the routing table); `sidecar rollback --to VERSION` "
+                "writes them anew"
+            )
         digest = desired.digests.get(name, "")
         path = await asyncio.to_thread(self._folder_of, digest, desired.paths[name])
         try:
@@ -306,6 +328,9 @@ class Reconciler:
             self._altered_at[name] = self._clock()
             raise
         self._altered_at.pop(name, None)
+        await asyncio.to_thread(
+            record_restored, self._database, name, replica=self._replica, now=self._clock()
+        )
         self._log.info("adapter_loaded", adapter=name)
 
     async def _unload_altered(self, loaded: frozenset[str]) -> frozenset[str]:

@@ -37,6 +37,8 @@ LIKELIEST = 5
 LORA_METRIC = "vllm:lora_requests_info"
 """A metric that vLLM (0.32) has only with `--enable-lora`. Its label `max_lora` is the flag's
 value."""
+LOAD_METRIC = "vllm:num_requests_running"
+"""A metric that every vLLM has, unless it was started with `--disable-log-stats`."""
 _LORA_REQUESTS = re.compile(rf"^{LORA_METRIC}\{{([^}}\n]*)\}} ([0-9.e+]{{1,40}})$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 CALL_TIMEOUT_S = 10.0
@@ -52,6 +54,8 @@ class Room:
     """Its `--max-loras`; None: it does not tell."""
     busy: frozenset[str] = frozenset()
     """Adapters that answer a request now, or that one waits for."""
+    tells: bool = False
+    """Its metrics can be read: an adapter that is not `busy` answers nothing."""
 
 
 class AdapterControl(Protocol):
@@ -166,14 +170,15 @@ class VllmControl:
 def read_room(metrics: str) -> Room:
     """Read vLLM's metrics. Each combination of labels stays there, with the time at which it last
     held: the newest one holds. Pure."""
-    newest, room = -1.0, Room()
+    tells = LOAD_METRIC in metrics
+    newest, room = -1.0, Room(tells=tells)
     for found in _LORA_REQUESTS.finditer(metrics):
         labels, at = dict(_LABEL.findall(found[1])), float(found[2])
         if at >= newest and labels.get("max_lora", "").isdigit():
             busy = f"{labels.get('running_lora_adapters', '')},"
             busy += labels.get("waiting_lora_adapters", "")
             names = frozenset(name for name in busy.split(",") if name)
-            newest, room = at, Room(max_loras=int(labels["max_lora"]), busy=names)
+            newest, room = at, Room(max_loras=int(labels["max_lora"]), busy=names, tells=tells)
     return room
 
 

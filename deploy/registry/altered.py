@@ -8,21 +8,33 @@ not have loaded. The adapter's canary ends, because it would promote files that 
 from __future__ import annotations
 
 import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from deploy.records import AdapterState
 from deploy.registry import audit, canaries, transitions, versions
 from deploy.registry.canary_rule import Move
 from sidecar.store.database import Database, count
+from sidecar.store.models import AuditRow
 
 log = structlog.get_logger()
 
 ACTION = "adapter.altered"
+RESTORED = "adapter.sound"
+NEWEST = 100
+"""Audit rows of an adapter in which its last alteration is looked for: each replica has its own."""
 
 
 def record_altered(database: Database, name: str, *, replica: str, reason: str, now: float) -> None:
-    """Write the audit row and the count, and end the adapter's canary. Raises: StoreError."""
+    """Write the audit row and the count, and end the adapter's canary. Raises: StoreError.
+
+    One row for each alteration: a control that is started again and finds the same one adds none.
+    """
     log.error("adapter_altered", adapter=name, replica=replica, reason=reason)
     with database.write() as session:
+        told = _newest(session, name, replica)
+        if told is not None and (told.action, told.reason) == (ACTION, reason):
+            return
         version = versions.find(session, name)
         count(session, "adapter", "altered")
         audit.record(
@@ -41,3 +53,31 @@ def record_altered(database: Database, name: str, *, replica: str, reason: str, 
         state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
         move = Move(to="rolled_back", candidate_state=state, reason=f"altered: {reason}")
         transitions.apply(session, canary, move, evidence={}, now=now, ban=False)
+
+
+def record_restored(database: Database, name: str, *, replica: str, now: float) -> None:
+    """Write that the registered files are back, if the audit says of this replica that they were
+    altered. Raises: StoreError."""
+    with database.read() as session:
+        told = _newest(session, name, replica)
+    if told is None or told.action != ACTION:
+        return
+    with database.write() as session:
+        audit.record(
+            session,
+            now=now,
+            actor=audit.CONTROL,
+            action=RESTORED,
+            subject=name,
+            before={"loaded": False, "replica": replica},
+            after={"loaded": True, "replica": replica},
+            reason="its files are the registered ones again",
+        )
+
+
+def _newest(session: Session, name: str, replica: str) -> AuditRow | None:
+    rows = session.scalars(
+        select(AuditRow).where(AuditRow.subject == name).order_by(AuditRow.seq.desc()).limit(NEWEST)
+    )
+    ours = (row for row in rows if row.action in (ACTION, RESTORED))
+    return next((row for row in ours if (row.after or {}).get("replica") == replica), None)

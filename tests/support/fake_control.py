@@ -31,6 +31,8 @@ class FakeControl:
         """`--max-loras`, once it tells."""
         self.busy: set[str] = set()
         """Adapters that answer a request."""
+        self.hides_metrics = False
+        """It answers `/metrics` with an error, or has no figures there."""
         self.unlisted: set[str] = set()
         """Adapters that it says it loaded, and does not have."""
         self.on_load: Callable[[str], None] = lambda name: None
@@ -80,7 +82,9 @@ class FakeControl:
 
     async def room(self) -> Room:
         self._check()
-        return Room(max_loras=self.max_loras, busy=frozenset(self.busy))
+        if self.hides_metrics:
+            return Room()
+        return Room(max_loras=self.max_loras, busy=frozenset(self.busy), tells=True)
 
     def _check(self) -> None:
         if self.away:

@@ -111,6 +111,7 @@ def _of(row: AuditOut, candidates: Mapping[str, str]) -> Iterator[Change]:
         "adapter.registered": ("plain", f"{short(row.subject)} was made"),
         "adapter.retired": ("plain", f"{short(row.subject)} was retired without a trial"),
         "adapter.altered": ("bad", f"the files of {short(row.subject)} were altered"),
+        "adapter.sound": ("plain", f"the files of {short(row.subject)} were restored"),
         "learner.pause": ("plain", "the learner was paused"),
         "learner.resume": ("plain", "the learner went on"),
         "learner.override": ("plain", "an operator let the held learner go on"),

@@ -19,10 +19,10 @@ from deploy.engine.reconcile import (
     make_plan,
     read_desired,
 )
-from deploy.registry import canaries, transitions
+from deploy.registry import canaries, transitions, versions
 from deploy.registry.canary_rule import Move
 from learner.adapter_folder import CONFIG, WEIGHTS
-from sidecar.store.models import AliasRow, AuditRow, CounterRow
+from sidecar.store.models import AliasRow, AuditRow, CounterRow, TableTakenRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -251,6 +251,9 @@ async def test_an_adapter_altered_on_disk_is_not_loaded_after_a_restart_of_vllm(
     assert altered_rows(world) == [(champion, {"loaded": False, "replica": ""})]
     assert altered_count(world) == 1
     assert world.aliases() == {"champion": champion, "previous": previous}
+    for _ in range(2):
+        await reconciler(world).reconcile()  # control was started again
+    assert altered_count(world) == len(altered_rows(world)) == 1, "told once"
 
 
 async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> None:
@@ -269,6 +272,11 @@ async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> Non
 
     assert set(world.control.adapters) == {name}
     assert keeper.view.refused == {}
+    assert world.actions()[-2:] == ["adapter.altered", "adapter.sound"]
+    world.control.adapters.clear()
+    flip_a_bit(world, name)
+    await reconciler(world).reconcile()
+    assert altered_count(world) == 2, "another alteration is told, also by another control"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +355,7 @@ async def test_a_champion_that_nobody_registered_keeps_no_other_out(world: World
     await keeper.reconcile()
 
     assert set(world.control.adapters) == {name}
-    assert keeper.view.refused == {"ghost": "ghost is no registered adapter of m"}
+    assert keeper.view.refused["ghost"].startswith("ghost is no registered adapter of m, and a row")
 
 
 async def test_an_error_nobody_expected_of_one_adapter_keeps_no_other_out(world: World) -> None:
@@ -385,6 +393,79 @@ async def test_an_adapter_is_unloaded_only_after_its_last_request(world: World) 
     await keeper.reconcile()
 
     assert world.control.calls == [("unload", first)]
+
+
+async def test_a_vllm_that_hides_its_metrics_may_answer_with_any_adapter_that_had_users(
+    world: World,
+) -> None:
+    names = [world.register(version) for version in range(1, 7)]
+    for name in names[:-1]:
+        world.promote(name)
+    for name in names:
+        world.control.adapters[name] = world.adapter(name).path
+    with world.database.write() as session:
+        versions.set_state(session, names[-1], "rejected")
+    world.control.hides_metrics = True
+    keeper = reconciler(world)
+    for wait_s in (0.0, UNLOAD_GRACE_S, DRAIN_S - 1.0):
+        world.clock.now += wait_s
+        await keeper.reconcile()
+    assert world.control.calls == [("unload", names[-1])], "it never had a user"
+
+    world.clock.now += 1.0
+    await keeper.reconcile()
+
+    assert world.control.calls[1:] == [("unload", names[0])]
+
+
+def took(world: World, proxy: str, generation: int) -> None:
+    with world.database.write() as session:
+        session.merge(TableTakenRow(proxy=proxy, model="m", generation=generation, taken_at=1.0))
+
+
+@pytest.mark.both_stores
+async def test_an_adapter_stays_for_a_proxy_that_has_not_taken_the_present_table(
+    world: World,
+) -> None:
+    """Of two proxies one is cut off from the store: its sessions go on with the old table."""
+    names = [world.register(version) for version in range(1, 6)]
+    for name in names:
+        world.promote(name)
+        world.control.adapters[name] = world.adapter(name).path
+    generation = world.table().generation
+    took(world, "one", generation)
+    took(world, "two", generation - 4)
+    keeper = reconciler(world)
+    for wait_s in (0.0, UNLOAD_GRACE_S, DRAIN_S - UNLOAD_GRACE_S - 1.0):
+        world.clock.now += wait_s
+        await keeper.reconcile()
+    assert world.control.calls == []
+
+    took(world, "two", generation)
+    await keeper.reconcile()
+
+    assert world.control.calls == [("unload", names[0])]
+
+
+@pytest.mark.parametrize("why", ["the proxy is gone", "the adapter was rolled back"])
+async def test_a_proxy_that_is_behind_keeps_no_adapter_for_ever_nor_a_bad_one(
+    world: World, why: str
+) -> None:
+    names = [world.register(version) for version in range(1, 6)]
+    for name in names:
+        world.promote(name)
+        world.control.adapters[name] = world.adapter(name).path
+    took(world, "gone", 1)
+    if "rolled back" in why:
+        with world.database.write() as session:
+            versions.set_state(session, names[0], "rolled_back")
+    keeper = reconciler(world)
+    await keeper.reconcile()
+
+    world.clock.now += UNLOAD_GRACE_S if "rolled back" in why else DRAIN_S
+    await keeper.reconcile()
+
+    assert world.control.calls == [("unload", names[0])]
 
 
 async def test_a_request_that_never_ends_keeps_no_place_for_ever(world: World) -> None:

@@ -183,21 +183,26 @@ async def test_prompts_go_out_as_token_ids_and_prompt_logprobs_never(
 async def test_contract_the_room_is_told_after_the_first_request(
     control: AdapterControl, vllm: AdapterEndpoints, fake_control: FakeControl
 ) -> None:
-    assert await control.room() == Room()
+    assert await control.room() == Room(tells=True)
     vllm.max_loras = fake_control.max_loras = 2
-    assert await control.room() == Room(max_loras=2)
+    assert await control.room() == Room(max_loras=2, tells=True)
 
     vllm.busy = fake_control.busy = {"m--v1", "m--v2"}
 
-    assert await control.room() == Room(max_loras=2, busy=frozenset({"m--v1", "m--v2"}))
+    busy = frozenset({"m--v1", "m--v2"})
+    assert await control.room() == Room(max_loras=2, busy=busy, tells=True)
 
 
 async def test_a_vllm_that_hides_its_metrics_tells_no_room(
     real: VllmControl, vllm: AdapterEndpoints
 ) -> None:
-    vllm.overrides["/metrics"] = (403, b'vllm:lora_requests_info{max_lora="2"} 1\n')
-
+    figures = b'vllm:num_requests_running 1\nvllm:lora_requests_info{max_lora="2"} 1\n'
+    vllm.overrides["/metrics"] = (403, figures)
     assert await real.room() == Room()
+
+    vllm.overrides["/metrics"] = (200, b"python_info 1.0\n")  # --disable-log-stats
+
+    assert await real.room() == Room(tells=False)
 
 
 def test_what_waits_is_busy_and_rubbish_is_left_out() -> None:
