@@ -58,6 +58,8 @@ TABLE: Mapping[str, tuple[str, ...]] = {
         "::test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_proxy",
     ),
     "8 a life under traffic, without an error for a client": (
+        "tests/sidecar/routing/test_routing_live.py"
+        "::test_a_life_from_nine_to_one_to_all_and_back_under_traffic_without_an_error",
         "tests/end_to_end/test_loop.py::test_every_request_was_served_and_nothing_leaked",
         "tests/end_to_end/test_loop.py::test_rollback_is_obeyed_and_fails_no_request",
         "benchmarks/rollback/run.py::main",
