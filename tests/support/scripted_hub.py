@@ -1,7 +1,7 @@
 """The calls of a model hub that a push makes, in memory: repository, files, commits, tags.
 
-Files come in the commit itself, as a hub asks for small ones. A real hub takes weights by a second
-protocol (LFS or Xet), which its client speaks and nothing here does.
+Files come in the commit itself, as a hub asks for small ones, or by the basic transfer of Git LFS,
+as it may ask for weights. Xet, which a hub speaks with clients that have `hf_xet`, is not played.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ class ScriptedHub:
         self.files: dict[str, bytes] = {}
         self.commits: list[dict[str, Any]] = []
         self.tags: dict[str, str] = {}
+        self.by_lfs: set[str] = set()
+        """Files that it wants by LFS."""
+        self.objects: dict[str, bytes] = {}
+        """What came by LFS, by its SHA-256 (hex)."""
+        self.verified: list[dict[str, Any]] = []
         self.fails = 0
         """Status of every reply; 0: it works."""
+        self.storage_fails = 0
+        """Status of each upload by LFS; 0: it works."""
 
     def answer(self, method: str, path: str, body: bytes) -> Any:
         place = path.partition("?")[0]
@@ -46,15 +53,34 @@ class ScriptedHub:
             asked = json.loads(body)["files"]
             return {
                 "files": [
-                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    {
+                        "path": one["path"],
+                        "uploadMode": "lfs" if one["path"] in self.by_lfs else "regular",
+                        "shouldIgnore": False,
+                    }
                     for one in asked
                 ]
             }
+        if place.endswith("/info/lfs/objects/batch"):
+            return {"transfer": "basic", "objects": [self._wanted(one) for one in _objects(body)]}
+        if place.startswith("/storage/"):
+            self.objects[place.rpartition("/")[2]] = body
+        if place == "/verify":
+            self.verified.append(json.loads(body))
         if "/commit/" in place:
             return self._commit([json.loads(line) for line in body.splitlines()])
         if "/tag/" in place:
             self.tags[json.loads(body)["tag"]] = place.rpartition("/")[2]
         return {}
+
+    def _wanted(self, one: dict[str, Any]) -> dict[str, Any]:
+        """How an object is uploaded; it is not asked for twice."""
+        oid = one["oid"]
+        actions = {
+            "upload": {"href": f"{self.url}/storage/{oid}"},
+            "verify": {"href": f"{self.url}/verify"},
+        }
+        return {**one, **({} if oid in self.objects else {"actions": actions})}
 
     def _commit(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         oid = f"{len(self.commits) + 1:040x}"
@@ -62,6 +88,8 @@ class ScriptedHub:
             value = line["value"]
             if line["key"] == "file":
                 self.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[value["path"]] = self.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 self.files.pop(value["path"])
             else:
@@ -77,6 +105,10 @@ class ScriptedHub:
         return {"commitOid": oid, "commitUrl": f"{self.url}/o/n/commit/{oid}", "hookOutput": ""}
 
 
+def _objects(body: bytes) -> list[dict[str, Any]]:
+    return [{"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]]
+
+
 @contextmanager
 def scripted_hub() -> Iterator[ScriptedHub]:
     """Serve a hub on loopback."""
@@ -88,14 +120,15 @@ def scripted_hub() -> Iterator[ScriptedHub]:
         def _any(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             hub.tokens.add(self.headers.get("authorization", ""))
-            reply = json.dumps({} if hub.fails else hub.answer(self.command, self.path, body))
-            self.send_response(hub.fails or 200)
+            fails = hub.storage_fails if self.path.startswith("/storage/") else hub.fails
+            reply = json.dumps({} if fails else hub.answer(self.command, self.path, body))
+            self.send_response(fails or 200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply)))
             self.end_headers()
             self.wfile.write(reply.encode())
 
-        do_GET = do_POST = _any
+        do_GET = do_POST = do_PUT = _any
 
         def log_message(self, *_: object) -> None:
             pass

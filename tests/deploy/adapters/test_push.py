@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -64,6 +65,30 @@ def test_a_version_is_a_commit_and_a_tag_of_a_private_repository(
     assert shop.version(2).digest in hub.commits[1]["message"]
     assert hub.tokens <= {"", "Bearer hf_secret"}
     assert [one["already"] for one in pushed(shop)] == [False, False]
+
+
+def test_weights_that_a_hub_wants_by_lfs_come_whole_and_are_verified(
+    shop: Shop,
+    hub: ScriptedHub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    shop.add("one")
+    weights = (Path(shop.version(1).path) / WEIGHTS).read_bytes()
+    hub.by_lfs, hub.storage_fails = {WEIGHTS}, 403
+    assert push(shop, "v1", "hub:o/n") == 1
+    assert "cannot be pushed to hub:o/n" in capsys.readouterr().err
+    assert (hub.commits, hub.tags, pushed(shop)) == ([], {}, [])
+
+    hub.storage_fails = 0
+    assert push(shop, "v1", "hub:o/n") == 0
+
+    digest = hashlib.sha256(weights).hexdigest()
+    assert hub.objects == {digest: weights}
+    assert hub.verified == [{"oid": digest, "size": len(weights)}]
+    assert set(hub.files) == FILES
+    assert hub.files[WEIGHTS] == weights
 
 
 def test_a_second_push_sends_nothing_and_anothers_tag_is_refused(
