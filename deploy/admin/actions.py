@@ -12,7 +12,7 @@ import structlog
 from fastapi import APIRouter, Body, Depends, Response
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.changes.bodies import NO_REASON, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, reason_in
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
@@ -139,10 +139,22 @@ def _act(
         before = canaries.to_canary(row)
         if action in ("resume", "promote", "skip-step"):
             check_match(if_match, canaries.etag(before))
+        if action == "promote" and reason == NO_REASON:
+            reason = f"{NO_REASON}; {unproven(before)}"
         try:
             return do(session, row, reason=reason, now=context.clock(), actor=actor)
         except TransitionError as error:
             raise ConflictError(str(error), transitions.allowed_actions(before)) from error
+
+
+def unproven(canary: Canary) -> str:
+    """Say how far a canary was that is promoted by hand: what the audit can tell without a reason
+    of the operator's. Pure."""
+    proven = ", ".join(sorted(canary.proven)) or "nothing"
+    return (
+        f"promoted by hand at step {canary.step + 1} of {len(canary.steps)}; judged groups had "
+        f"proven {proven}"
+    )
 
 
 def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:

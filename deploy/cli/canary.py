@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,7 +76,12 @@ def canary_start(
     While another canary runs it is queued, in the place of the one that waits.
     Not the champion, and no version whose files are banned (`sidecar adapters ls` says so)."""
     body = {"version": version} if reason is None else {"version": version, "reason": reason}
-    print_found(admin_client(context, project).post("/canaries", body=body), output)
+    client = admin_client(context, project)
+    print_found(client.post("/canaries", body=body), output)
+    with suppress(DeployError):  # the canary has begun: nothing that only advises may fail
+        judge = client.get("/status").get("gate_judge")
+        if judge is not None and not judge.get("model"):
+            note("no judge is set: it waits at its gate; name one in judge.model, restart control")
 
 
 @canary_app.command("pause")

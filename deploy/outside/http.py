@@ -112,6 +112,11 @@ class Caller:
             raise OutsideError(
                 f"no whole reply in {timeout_s:g} s; make it faster, or raise timeout_s"
             ) from error
+        except httpx.RemoteProtocolError as error:  # it answers, so it can be reached
+            raise OutsideError(
+                f"its reply cannot be read as HTTP ({str(error)[:200] or type(error).__name__}); "
+                "look at the service: a head of over 100 kB, or a connection that it broke off"
+            ) from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise OutsideError(
                 f"it cannot be reached ({type(error).__name__}); check the URL, and that it runs"

@@ -738,6 +738,9 @@ async def test_promote_and_resume_need_the_etag_of_what_was_seen(world: World, a
     assert resumed.json()["paused"] is False
     assert promoted.json()["state"] == "promoted"
     assert world.aliases()["champion"] == name
+    assert world.rows(AuditRow)[-1].reason == (
+        "no reason given; promoted by hand at step 1 of 2; judged groups had proven nothing"
+    )
 
 
 async def test_pause_and_abort_need_none_and_may_be_repeated(world: World, api: Api) -> None:

@@ -12,8 +12,10 @@ from deploy.admin.context import AdminContext
 from deploy.cli.main import main
 from deploy.cli.taught.examples import EXAMPLES
 from deploy.engine.fleet import Fleet
+from deploy.examiner import examiner_of
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
+from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history
 from support.served_admin import served_admin
@@ -94,7 +96,12 @@ Run = Callable[..., int]
 
 def context_of(world: World) -> AdminContext:
     return AdminContext(
-        database=world.database, model="m", rules=world.rules, fleet=Fleet({}), clock=world.clock
+        database=world.database,
+        model="m",
+        rules=world.rules,
+        fleet=Fleet({}),
+        clock=world.clock,
+        examiner=examiner_of(Settings()),
     )
 
 
@@ -129,7 +136,9 @@ def test_every_command_has_its_codes_tested() -> None:
     assert [path for path in ELSEWHERE.values() if not (ROOT / path).exists()] == []
 
 
-def test_what_is_done_ends_with_0(run: Run, tmp_path: Path) -> None:
+def test_what_is_done_ends_with_0(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_adapter(tmp_path / "mine", values=(0.5, 0.25))
     codes = {
         command: run(*command.split(), *(word.format(folder=tmp_path) for word in words))
@@ -137,6 +146,9 @@ def test_what_is_done_ends_with_0(run: Run, tmp_path: Path) -> None:
     }
 
     assert {command: code for command, code in codes.items() if code != 0} == {}
+    assert (
+        "no judge is set: it waits at its gate; name one in judge.model" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS, *PROCESSES}))

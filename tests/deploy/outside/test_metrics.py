@@ -206,6 +206,10 @@ async def test_a_server_that_is_away_and_a_secret_that_is_not_set_are_errors(
         pass
     with pytest.raises(OutsideError, match="cannot be reached"):
         await HttpMetrics(caller).read(document(gone), NAMES)
+    with outside_server() as wordy:
+        wordy.headers["x-much"] = "x" * 200_000
+        with pytest.raises(OutsideError, match="its reply cannot be read as HTTP"):
+            await HttpMetrics(caller).read(document(wordy), NAMES)
     with pytest.raises(OutsideError, match="METRICS_TOKEN is not set"):
         await HttpMetrics(caller, {}).read(document(gone, token_env="METRICS_TOKEN"), NAMES)
 
