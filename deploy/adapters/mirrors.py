@@ -62,7 +62,10 @@ def push_version(
     except MirrorError:
         raise
     except Exception as error:  # each client has errors of its own for a network or a token
-        why = hide_in_url(f"{type(error).__name__}: {error}")[:500]
+        # The hub's client says "Error while uploading", and why in the error before it.
+        before = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        said = " ".join(f"{type(error).__name__}: {error}{before}".split())  # errors are one line
+        why = hide_in_url(said)[:500]
         raise MirrorError(f"{version.name} cannot be pushed to {hide_in_url(to)}: {why}") from error
 
 
@@ -88,6 +91,7 @@ class _Hub:
     def __init__(self, place: str, model: str) -> None:
         if not _REPO.fullmatch(place):
             raise MirrorError(f"{hide_in_url(f'hub:{place}')!r} is not hub:OWNER/NAME")
+        import_module("huggingface_hub.utils").disable_progress_bars()  # stderr is for errors
         self._api: Any = import_module("huggingface_hub").HfApi()
         self._repo = place
 

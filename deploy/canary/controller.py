@@ -170,11 +170,12 @@ class Controller:
         """End a canary whose row is found by its state alone: no decision could be written."""
         with self._database.write() as session:
             row = canaries.active_row(session, self._model)
-            if row is None or canaries.is_there(session, canaries.to_canary(row).canary_id):
+            before = None if row is None else canaries.to_canary(row)
+            if row is None or before is None or canaries.is_there(session, before.canary_id):
                 return  # somebody was faster
             why, now = "nothing can be decided about it", self._clock()
-            log.error("canary_row_damaged", canary=row.canary_id, candidate=row.candidate)
-            transitions.end_damaged(session, row, reason=why, now=now, actor=audit.CONTROL)
+            log.error("canary_row_damaged", canary=before.canary_id, candidate=before.candidate)
+            transitions.end_damaged(session, row, before, reason=why, now=now, actor=audit.CONTROL)
         self._on_change()
 
     def _mend_routing(self) -> None:

@@ -254,7 +254,9 @@ class Reconciler:
         answering = room.busy if room.tells else known - frozenset(rejected)
         for name in known & answering:
             self._draining.setdefault(name, now)
-        kept = {n: at for n, at in self._draining.items() if n in known and n in answering}
+        kept = {
+            n: min(at, now) for n, at in self._draining.items() if n in known and n in answering
+        }
         self._draining = kept
         return frozenset(n for n, at in kept.items() if now - at < DRAIN_S)
 
@@ -272,8 +274,9 @@ class Reconciler:
 
     async def _load(self, name: str, desired: Desired) -> bool:
         """Load one adapter. An error is logged and does not stop the others."""
-        if self._clock() < self._altered_at.get(name, -ALTERED_RETRY_S) + ALTERED_RETRY_S:
-            return False
+        altered_at = self._altered_at.get(name)
+        if altered_at is not None and 0.0 <= self._clock() - altered_at < ALTERED_RETRY_S:
+            return False  # a clock that was set back delays nothing
         try:
             await self._load_checked(name, desired)
         except StoreError:

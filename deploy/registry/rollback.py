@@ -143,14 +143,14 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
     row = canaries.active_row(session, model)
     if row is None:
         return None
-    canary_id = str(row.canary_id)
+    before = canaries.to_canary(row)
     try:
         with session.begin_nested():
             transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
     except StaleDataError:
         why = f"rollback: {reason}"
-        transitions.end_damaged(session, row, reason=why, now=now, actor=actor)
-    return canary_id
+        transitions.end_damaged(session, row, before, reason=why, now=now, actor=actor)
+    return before.canary_id
 
 
 def _move_aliases(

@@ -190,13 +190,15 @@ def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
     return canaries.to_canary(row)
 
 
-def end_damaged(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> None:
+def end_damaged(
+    session: Session, row: CanaryRow, before: Canary, *, reason: str, now: float, actor: str
+) -> None:
     """End an active canary whose own key is damaged, so that no statement finds its row by that.
 
+    before: the row as it was read; the session may not be able to read it again.
     It cannot go the way of the others: its candidate gets no verdict and no ban.
     """
-    before = canaries.to_canary(row)
-    model, named = row.model, f"the canary of {before.candidate} has a damaged canary_id"
+    model, named = before.model, f"the canary of {before.candidate} has a damaged canary_id"
     session.expunge(row)
     active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
     ended = {"state": "rolled_back", "reason": f"{named}: {reason}", "ended_at": now}

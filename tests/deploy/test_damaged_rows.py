@@ -276,6 +276,18 @@ async def test_a_blob_in_a_row_of_the_registry_costs_that_row_only(
     assert (done.changed, world.table().champion, world.table().canary) == (True, "base", None)
 
 
+async def test_a_damaged_alias_of_the_champion_moves_no_user(world: World, api: Api) -> None:
+    champion, tried = world.register(1), world.register(2)
+    world.promote(champion)
+    world.ramp(tried)
+    damage(world, AliasRow, "adapter", "alias = 'champion'", "x'00ff'")
+
+    ended = await api.post(f"/canaries/{world.canary(tried).canary_id}/abort", {"reason": "x"})
+
+    assert ended.status_code == 200
+    assert (world.table().champion, world.table().canary) == (champion, None)
+
+
 async def test_a_canary_whose_key_is_damaged_is_ended_and_counted(world: World, api: Api) -> None:
     tried = world.register(1)
     world.ramp(tried)

@@ -118,7 +118,7 @@ def scripted_hub() -> Iterator[ScriptedHub]:
         protocol_version = "HTTP/1.1"
 
         def _any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = self._body()
             hub.tokens.add(self.headers.get("authorization", ""))
             fails = hub.storage_fails if self.path.startswith("/storage/") else hub.fails
             reply = json.dumps({} if fails else hub.answer(self.command, self.path, body))
@@ -127,6 +127,16 @@ def scripted_hub() -> Iterator[ScriptedHub]:
             self.send_header("content-length", str(len(reply)))
             self.end_headers()
             self.wfile.write(reply.encode())
+
+        def _body(self) -> bytes:
+            if self.headers.get("transfer-encoding") != "chunked":
+                return self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
 
         do_GET = do_POST = do_PUT = _any
 

@@ -279,6 +279,20 @@ async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> Non
     assert altered_count(world) == 2, "another alteration is told, also by another control"
 
 
+async def test_a_clock_that_is_set_back_delays_no_restored_folder(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    restore = flip_a_bit(world, name)
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    restore()
+    world.clock.now -= 86_400.0
+
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == {name}
+
+
 @pytest.mark.parametrize(
     ("phases", "state"),
     [(("gating",), "rejected"), (("gating", "ramping"), "rolled_back")],
