@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import note, say, say_json
+from deploy.cli.output import Output, note, say, say_json
+
+if TYPE_CHECKING:
+    from deploy.preflight.findings import Finding
+    from sidecar.settings import Settings
 
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings.")
 
@@ -67,6 +72,7 @@ def config_check(
             help="also ask vLLM, judge (one paid call), verifiers; look at folders, ports, device",
         ),
     ] = False,
+    output: Output = "text",
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
     from deploy.preflight.settings_check import advice, checked_settings, will_not_happen
@@ -74,19 +80,36 @@ def config_check(
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
+    if output == "json":
+        _check_json(settings, online)
+        return
     if not online:
         for one in will_not_happen(settings):
             note(f"to know: {one}")
         say("settings are sound")
         return
-    import asyncio
-
-    from deploy.preflight.run import preflight, runs_already
-
-    found = asyncio.run(preflight(settings, running=runs_already(settings)))
+    found = _findings(settings)
     for finding in found:
         say(f"{finding.level}: {finding.setting}: {finding.text}")
     if any(finding.level == "error" for finding in found):
         note("these settings cannot run here")
         raise typer.Exit(1)
     say("settings are sound, and can run here")
+
+
+def _findings(settings: Settings) -> Sequence[Finding]:
+    import asyncio
+
+    from deploy.preflight.run import preflight, runs_already
+
+    return asyncio.run(preflight(settings, running=runs_already(settings)))
+
+
+def _check_json(settings: Settings, online: bool) -> None:
+    """Print the findings; none without `--online`. Raises: typer.Exit after an error."""
+    found = _findings(settings) if online else ()
+    items = [{"level": one.level, "setting": one.setting, "text": one.text} for one in found]
+    fails = any(one.level == "error" for one in found)
+    say_json({"sound": not fails, "online": online, "findings": items})
+    if fails:
+        raise typer.Exit(1)

@@ -421,6 +421,12 @@ def test_the_command_prints_each_and_fails(
     assert "\nwarning: judge.model: " in printed.out
     assert printed.err == "sidecar: these settings cannot run here\n"
 
+    assert main(["--config", str(file), "config", "check", "--online", "-o", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["sound"], found["online"]) == (False, True)
+    told = {(one["level"], one["setting"]) for one in found["findings"]}
+    assert told >= {("error", "serving.model"), ("warning", "judge.model")}
+
     file.write_text(file.read_text().replace('"other"', f'"{MODEL}"'))
     assert main(["--config", str(file), "config", "check", "--online"]) == 0
     assert capsys.readouterr().out.endswith("settings are sound, and can run here\n")
