@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Origin = Literal["served", "sampled"]
+UNREADABLE = "unreadable"
+"""`Answer.untrainable_reason` of one whose row is damaged: its siblings are read without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,8 @@ class TrainingGroup:
     rows: tuple[TrainableRow, ...]
     """[G] the answers."""
     scores: tuple[float, ...]
-    """[G] rewards, unitless, 0..1: the judge's scores, or what verifiers made of them."""
+    """[G] rewards, unitless, 0..1: the judge's scores, or what verifiers made of them. In the place
+    of one that is no such number stands the mean of those that count."""
     masked_by: str | None = None
     """What forbade tokens while the answers were sampled, or may have; None: nothing did."""
 

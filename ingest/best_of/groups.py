@@ -32,13 +32,13 @@ from ingest.judge_prompt.shown import shown_answer
 from ingest.records import Group
 from ingest.store.exchanges import NEW, StoredExchange, set_selection, turns_with
 from ingest.store.groups import (
-    count_by_session,
     keep_scores,
     load_group,
     mark_sampled,
     mark_scored,
     save_group,
 )
+from ingest.store.sessions import count_by_session
 from sidecar.records import Exchange
 from sidecar.store.database import count
 

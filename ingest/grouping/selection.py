@@ -270,9 +270,21 @@ def _why_unfit(
         return f"untrainable:{refused}"
     if has_media(request):
         return "untrainable:prompt_has_media"
+    if most is not None and _trained_tokens(exchange, request, rules) > most:
+        return TOO_LONG
     if not exchange.choices and not left:
         return "no_answer"
     return None if exchange.adapter in live_adapters else "stale_adapter"
+
+
+def _trained_tokens(exchange: Exchange, request: Mapping[str, Any], rules: Rules) -> int:
+    """Return the longest input that the learner would have to compute for the served answers.
+
+    Their last tokens are predicted, and not computed (`learner.policy.packing.packed_length`).
+    """
+    served = _served(exchange, request, rules)
+    own = [len(answer.token_ids) for answer in served if answer.untrainable_reason is None]
+    return len(exchange.prompt_token_ids) + max(own, default=1) - 1
 
 
 def _client_left(exchange: Exchange) -> bool:

@@ -46,11 +46,11 @@ from ingest.store.exchanges import (
 )
 from ingest.store.groups import (
     append_answers,
-    count_by_session,
     mark_sampled,
     save_group,
     set_aside,
 )
+from ingest.store.sessions import count_by_session
 from sidecar.store.database import Database, count
 
 UNREADABLE = "unreadable"

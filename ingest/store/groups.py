@@ -8,20 +8,20 @@ both hold a group, the first to finish wins, and the other gets False. Each chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import msgspec
-from sqlalchemy import CursorResult, func, select, update
+from sqlalchemy import CursorResult, select, update
 from sqlalchemy.orm import Session
 
-from ingest.records import Answer, Disagreement, Group, Rewarded, ScoredGroup
-from ingest.store.rewards import keep_rewards, load_rewards
-from sidecar.store.arrays import FLOAT_BYTES, ID_BYTES, unpack_ids
+from ingest.records import UNREADABLE, Answer, Disagreement, Group, Rewarded, ScoredGroup
+from ingest.store.rewards import keep_rewards, load_rewards, unreadable
+from sidecar.store.arrays import FLOAT_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
 from sidecar.store.database import count, insert_into
-from sidecar.store.frames import HEAD_BYTES, decoded_ids
 from sidecar.store.keyring import Keyring
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
@@ -36,6 +36,8 @@ SET_ASIDE = "set_aside"
 DETAIL_CHARACTERS = 500
 PENDING = (SAMPLING, SAMPLED)
 """Statuses of a group that is neither scored nor set aside yet."""
+LEAST_ANSWERS = 2
+"""Answers of a group that must be readable for its other ones to be left out."""
 _ANSWER = RowMapping(Answer, AnswerRow)
 
 
@@ -74,8 +76,11 @@ def save_group(
     return True
 
 
-def load_group(session: Session, group_id: str) -> Group | None:
-    """Read a group with its answers in order; None when there is none of this id."""
+def load_group(session: Session, group_id: str, *, without: Collection[int] = ()) -> Group | None:
+    """Read a group with its answers in order; None when there is none of this id.
+
+    without: places of answers that are not read: they are empty, and masked (`UNREADABLE`).
+    """
     statement = select(GroupRow, ExchangeRow.project).where(GroupRow.group_id == group_id)
     of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
     found = session.execute(statement.join(ExchangeRow, of_exchange)).first()
@@ -94,7 +99,10 @@ def load_group(session: Session, group_id: str) -> Group | None:
         masked_by=row.masked_by if row.masked_by is None else msgspec.convert(row.masked_by, str),
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
-        answers=tuple(_answer(keyring, answer) for answer in _answer_rows(session, group_id)),
+        answers=tuple(
+            _unread(place) if place in without else _answer(keyring, answer)
+            for place, answer in enumerate(_answer_rows(session, group_id))
+        ),
     )
 
 
@@ -107,42 +115,58 @@ def _answer(keyring: Keyring, row: AnswerRow) -> Answer:
     return _ANSWER.open_record(row, partial(_open, keyring, row), **without)
 
 
-def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
-    """Count the tokens of a group's prompt, and of all its answers, without reading them."""
-    ids = ExchangeRow.prompt_token_ids
-    prompt = session.execute(
-        select(func.substr(ids, 1, HEAD_BYTES), func.length(ids))
-        .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
-        .where(GroupRow.group_id == group_id)
-    ).one_or_none()
-    held = AnswerRow.token_ids
-    answers = session.execute(
-        select(func.substr(held, 1, HEAD_BYTES), func.length(held)).where(
-            AnswerRow.group_id == group_id
-        )
-    )
-    prompt_bytes = decoded_ids(*prompt) if prompt is not None else 0
-    return prompt_bytes // ID_BYTES, sum(decoded_ids(*one) for one in answers) // ID_BYTES
+def _read(session: Session, row: AnswerRow) -> None:
+    """Raises: one of `DAMAGE` when an answer, or what the judge said of it, cannot be read."""
+    _answer(keyring_of(session), row)
+    opened_explanation(session, row)
 
 
-def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
-    """Read a group and its scores; None when there is none of this id or it has no scores."""
+def _unread(place: int) -> Answer:
+    return Answer(index=place, origin="sampled", message=b"", untrainable_reason=UNREADABLE)
+
+
+def load_scored_group(
+    session: Session, group_id: str, *, on_damage: Callable[[int, str], None] | None = None
+) -> ScoredGroup | None:
+    """Read a group and its scores; None when there is none of this id or it has no scores.
+
+    on_damage: told the place of each answer that cannot be read, and why: it is masked, and a score
+        that is no number is NaN. None: such a group cannot be read.
+    Raises: one of `DAMAGE`; also where fewer than `LEAST_ANSWERS` answers can be read.
+    """
     row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
-    group = load_group(session, group_id)
+    answers = _answer_rows(session, group_id)
+    damaged: Mapping[int, str] = {}
+    if row is not None and on_damage is not None:
+        damaged = unreadable(session, row, answers, partial(_read, session))
+    if len(answers) - len(damaged) < LEAST_ANSWERS:
+        damaged = {}
+    group = load_group(session, group_id, without=damaged)
     if row is None or group is None or row.judge_model is None or row.rubric_hash is None:
         return None
-    answers = _answer_rows(session, group_id)
     scores = [answer.score for answer in answers if answer.score is not None]
+    if on_damage is not None:
+        found = [answer.score for answer in answers]
+        scores = [one if isinstance(one, int | float) else math.nan for one in found]
+        known = len(scores) - sum(map(math.isnan, scores))
+        if known < min(LEAST_ANSWERS, len(scores)):
+            return None
     if len(scores) != len(answers):
         return None
+    for place, why in damaged.items():
+        if on_damage is not None:
+            on_damage(place, why)
     return ScoredGroup(
         group=group,
         scores=tuple(scores),
-        explanations=tuple(opened_explanation(session, answer) for answer in answers),
+        explanations=tuple(
+            "" if place in damaged else opened_explanation(session, answer)
+            for place, answer in enumerate(answers)
+        ),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
         passes=msgspec.convert(row.passes or 1, int),
-        rewarded=load_rewards(session, row, answers),
+        rewarded=load_rewards(session, row, answers, without=damaged),
     )
 
 
@@ -309,22 +333,6 @@ def _judged(session: Session, answer: AnswerRow, score: float, explanation: str)
     answer.explanation = keyring_of(session).seal_text(
         explanation, answer_place(answer.group_id, answer.index, "explanation")
     )
-
-
-def count_by_session(
-    session: Session, session_ids: Sequence[str], *, since: float
-) -> dict[str, int]:
-    """Count the groups that each of these sessions had; a session without one is left out.
-
-    since: Unix seconds; older groups do not count, so that a session which never ends, or one that
-        many conversations were put under, is learned from again.
-    """
-    rows = session.execute(
-        select(GroupRow.session_id, func.count())
-        .where(GroupRow.session_id.in_(session_ids), GroupRow.created_at >= since)
-        .group_by(GroupRow.session_id)
-    )
-    return {row[0]: row[1] for row in rows}
 
 
 def _step(

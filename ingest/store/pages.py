@@ -1,4 +1,7 @@
-"""Read many exchanges, a bounded number of bytes at once; damaged ones are left out and logged."""
+"""Read many exchanges, a bounded number of bytes at once; damaged ones are left out and logged.
+
+What is not read yet is counted by what it says of its size.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import ColumnElement, func
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.store.exchanges import StoredExchange, load_by_seq
+from sidecar.store.arrays import ID_BYTES
 from sidecar.store.frames import HEAD_BYTES, decoded_bytes, decoded_ids
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
 
 PAGE: Final = 256
 """Exchanges read at once, at most."""
@@ -38,6 +42,24 @@ def decoded_sizes(
     They are stored as differences from others: the stored size says nothing about it.
     """
     return decoded_bytes(body_head, body_bytes or 0), decoded_ids(ids_head, ids_bytes or 0)
+
+
+def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
+    """Count the tokens of a group's prompt, and of all its answers, without reading them."""
+    ids = ExchangeRow.prompt_token_ids
+    prompt = session.execute(
+        select(func.substr(ids, 1, HEAD_BYTES), func.length(ids))
+        .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
+        .where(GroupRow.group_id == group_id)
+    ).one_or_none()
+    held = AnswerRow.token_ids
+    answers = session.execute(
+        select(func.substr(held, 1, HEAD_BYTES), func.length(held)).where(
+            AnswerRow.group_id == group_id
+        )
+    )
+    prompt_bytes = decoded_ids(*prompt) if prompt is not None else 0
+    return prompt_bytes // ID_BYTES, sum(decoded_ids(*one) for one in answers) // ID_BYTES
 
 
 def pages_of(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:

@@ -6,8 +6,9 @@ What a verifier says of an answer may quote it, so it is encrypted when the stor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import update
@@ -15,9 +16,12 @@ from sqlalchemy.orm import Session
 
 from ingest.records import Rewarded
 from sidecar.store.contents import answer_place, keyring_of
+from sidecar.store.database import DAMAGE
 from sidecar.store.models import AnswerRow, GroupRow
 
 COLUMN = "checks"
+
+T = TypeVar("T")
 
 
 def keep_rewards(
@@ -42,27 +46,63 @@ def keep_rewards(
     )
 
 
-def load_rewards(session: Session, row: GroupRow, answers: Sequence[AnswerRow]) -> Rewarded | None:
+def load_rewards(
+    session: Session, row: GroupRow, answers: Sequence[AnswerRow], *, without: Collection[int] = ()
+) -> Rewarded | None:
     """Read the rewards of a group; None when no verifier checked it.
 
+    without: places of answers that are not read: their rewards are NaN.
     Raises: ValueError when they are damaged or do not decrypt.
     """
     rule = read_rule(row)
     if rule is None:
         return None
-    independent = tuple(
+    read = [answer for place, answer in enumerate(answers) if place not in without]
+    independent = [
         msgspec.convert(answer.independent_reward, float)
-        for answer in answers
+        for answer in read
         if answer.independent_reward is not None
-    )
-    if len(independent) not in (0, len(answers)):
+    ]
+    if len(independent) not in (0, len(read)):
         raise ValueError("some of its answers have an independent reward and some have none")
+    rewards = (msgspec.convert(answer.reward, float) for answer in read)
+    checks = (opened_checks(session, answer) for answer in read)
     return Rewarded(
-        rewards=tuple(msgspec.convert(answer.reward, float) for answer in answers),
-        independent=independent,
+        rewards=_in_place(rewards, len(answers), without, math.nan),
+        independent=_in_place(independent, len(answers), without, math.nan) if independent else (),
         rule=rule,
-        checks=tuple(opened_checks(session, answer) for answer in answers),
+        checks=_in_place(checks, len(answers), without, ()),
     )
+
+
+def unreadable(
+    session: Session,
+    row: GroupRow,
+    answers: Sequence[AnswerRow],
+    read: Callable[[AnswerRow], None],
+) -> dict[int, str]:
+    """Return why answers of a scored group cannot be read, by their places.
+
+    read: reads an answer but for its rewards. Raises: one of `DAMAGE`.
+    """
+    found: dict[int, str] = {}
+    independent = any(answer.independent_reward is not None for answer in answers)
+    for place, answer in enumerate(answers):
+        try:
+            read(answer)
+            rewarded = load_rewards(session, row, [answer])
+        except DAMAGE as error:
+            found[place] = f"{type(error).__name__}: {error}"
+        else:
+            if independent and rewarded is not None and not rewarded.independent:
+                found[place] = "it has no independent reward, and its siblings have one"
+    return found
+
+
+def _in_place(found: Iterable[T], size: int, without: Collection[int], other: T) -> tuple[T, ...]:
+    """Return [size] values: those found, in order, and `other` in the places that are not read."""
+    rest = iter(found)
+    return tuple(other if place in without else next(rest) for place in range(size))
 
 
 def read_rule(row: GroupRow) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
-"""Read the exchanges that the session tree remembers, and store where they stand."""
+"""Read the exchanges that the session tree remembers, store where they stand, and count groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from sqlalchemy import select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.sessions.records import Place
@@ -98,3 +98,19 @@ def save_moves(session: Session, moves: Iterable[Place]) -> None:
             .values(held_out=False)
             .execution_options(synchronize_session=False)
         )
+
+
+def count_by_session(
+    session: Session, session_ids: Sequence[str], *, since: float
+) -> dict[str, int]:
+    """Count the groups that each of these sessions had; a session without one is left out.
+
+    since: Unix seconds; older groups do not count, so that a session which never ends, or one that
+        many conversations were put under, is learned from again.
+    """
+    rows = session.execute(
+        select(GroupRow.session_id, func.count())
+        .where(GroupRow.session_id.in_(session_ids), GroupRow.created_at >= since)
+        .group_by(GroupRow.session_id)
+    )
+    return {row[0]: row[1] for row in rows}

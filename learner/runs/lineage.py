@@ -7,13 +7,14 @@ version, its canary, its end) are in the store's audit, because the folder never
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ingest.records import ScoredGroup
 from learner.records import CheckedAnswers, TrainingOutcome
-from learner.runs.selection import mask_reason
+from learner.runs.selection import mask_reason, score_masks
 from learner.runs.spread_gate import Noise, SpreadGate
 from sidecar.settings import Learner
 
@@ -120,16 +121,19 @@ def _describe(
         "adapter": scored.group.adapter,
         "judge_model": scored.judge_model,
         "rubric_hash": scored.rubric_hash,
-        "scores": list(scored.scores),
-        "rewards": list(scored.rewards),
-        "independent_rewards": list(scored.rewarded.independent) if scored.rewarded else [],
+        "scores": _numbers(scored.scores),
+        "rewards": _numbers(scored.rewards),
+        "independent_rewards": _numbers(scored.rewarded.independent) if scored.rewarded else [],
         "reward_rule": dict(scored.rewarded.rule) if scored.rewarded else None,
         "least_spread": gate.least if gate is not None else None,
         "noise_sd": gate.noise_sd if gate is not None else None,
         "masked": [
             checked.left_out.get(place)
+            or of_score
             or (None if place in checked.recomputed else mask_reason(answer))
-            for place, answer in enumerate(scored.group.answers)
+            for place, (answer, of_score) in enumerate(
+                zip(scored.group.answers, score_masks(scored), strict=True)
+            )
         ],
         "masked_by": scored.group.masked_by,
         "masked_tokens": [
@@ -137,3 +141,8 @@ def _describe(
         ],
         "recomputed": list(checked.recomputed),
     }
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    """Return the values; None, for which JSON has a word, in the place of what is no number."""
+    return [value if math.isfinite(value) else None for value in values]

@@ -1,9 +1,9 @@
 """Select the scored groups to train on, and the reason why others are dropped. Pure.
 
-A bad group is dropped for its reason and never affects the others. A group is taken or dropped as a
-whole; a group that is too long is dropped and not cut, because leaving out its longest answers
-would teach that length costs nothing. Single answers that are not exact are masked: they have no
-part in the loss, and only the silent ones have one in the group's baseline and spread.
+A bad group is dropped for its reason and never affects the others. A group that is too long is
+dropped and not cut, because leaving out its longest answers would teach that length costs nothing.
+Single answers that are not exact, are damaged, or have no sound score are masked: they have no part
+in the loss, and only the silent ones have one in the group's baseline and spread.
 `learner.runs.source` sorts out stale groups before, and `learner.runs.retry` limits how many groups
 of failed runs a run takes.
 """
@@ -14,11 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean
 from typing import Literal
 
 from ingest.grouping.exchangeable import RAISED_BELOW
-from ingest.records import Answer, ScoredGroup
+from ingest.records import UNREADABLE, Answer, ScoredGroup
 from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
 from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
@@ -37,6 +38,8 @@ DropReason = Literal[
     "too_long",
     "unreadable",
 ]
+Scoring = Literal["non_finite_score", "score_out_of_range"]
+"""Masks of answers whose score tells nothing."""
 MISSING = ("lengths_differ", "logprob_not_finite")
 """Masks that ingest gave answers of which only the log-probabilities are not known. An answer that
 came to be so in the store is damaged, and its ids may be too."""
@@ -143,10 +146,28 @@ def masks_of(scored: ScoredGroup, *, recompute: bool) -> list[str | None]:
     """
     known = recompute and scored.group.masked_by is None
     masks = [mask_reason(answer) for answer in scored.group.answers]
+    of_scores = score_masks(scored)
     return [
-        _other_mask(answer) if known and mask in MISSING else mask
-        for answer, mask in zip(scored.group.answers, masks, strict=True)
+        of_score or (_other_mask(answer) if known and mask in MISSING else mask)
+        for answer, mask, of_score in zip(scored.group.answers, masks, of_scores, strict=True)
     ]
+
+
+def score_masks(scored: ScoredGroup) -> list[Scoring | None]:
+    """Return [G] why the score or the reward of an answer tells nothing; None where it does, and
+    where the answer itself cannot be read."""
+    return [
+        None if answer.untrainable_reason == UNREADABLE else _score_mask(score, reward)
+        for answer, score, reward in zip(
+            scored.group.answers, scored.scores, scored.rewards, strict=True
+        )
+    ]
+
+
+def _score_mask(score: float, reward: float) -> Scoring | None:
+    if not (math.isfinite(score) and math.isfinite(reward)):
+        return "non_finite_score"
+    return None if 0.0 <= reward <= 1.0 else "score_out_of_range"
 
 
 def mask_reason(answer: Answer) -> str | None:
@@ -217,17 +238,16 @@ def _why_dropped(
     prompt, rewards = len(scored.group.prompt_token_ids), scored.rewards
     if len(rewards) < 2:
         return "too_few_answers", f"it has {len(rewards)} answers, and a comparison needs 2"
-    for place, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            return "non_finite_score", f"the score of answer {place} is {reward}"
-        if not 0.0 <= reward <= 1.0:
-            return "score_out_of_range", f"the score of answer {place} is {reward:g}, not in 0..1"
     answers = list(zip(scored.group.answers, masks, strict=True))
     trainable = [answer for answer, mask in answers if not mask]
     if len(trainable) < MIN_TRAINABLE:
         of_others = Counter(mask for mask in masks if mask)
         others = ", ".join(f"{number} {mask}" for mask, number in sorted(of_others.items()))
         which = f"{len(trainable)} of {len(answers)} answers can be trained on"
+        for place, why in enumerate(score_masks(scored)):
+            if why is not None:
+                what = f"the score of answer {place} is {rewards[place]:g}"
+                return why, f"{what}; {which}; masked: {others}"
         return "too_few_trainable", f"{which}; masked: {others}"
     counted = [answer for answer, mask in answers if counts(mask)]
     if len({(tuple(answer.token_ids), answer.temperature) for answer in counted}) == 1:
@@ -250,7 +270,9 @@ def _training_group(
     scored: ScoredGroup, masks: Sequence[str | None], rewards: tuple[float, ...], method: str
 ) -> TrainingGroup:
     group = scored.group
-    advantages = assign(rewards, [counts(mask) for mask in masks], method)
+    counted = [counts(mask) for mask in masks]
+    advantages = assign(rewards, counted, method)
+    neutral = fmean(compress(rewards, counted))
     rows = tuple(
         TrainableRow(
             token_ids=answer.token_ids,
@@ -269,6 +291,8 @@ def _training_group(
         adapter=group.adapter,
         prompt_token_ids=group.prompt_token_ids,
         rows=rows,
-        scores=rewards,
+        scores=tuple(
+            reward if _score_mask(reward, reward) is None else neutral for reward in rewards
+        ),
         masked_by=group.masked_by,
     )

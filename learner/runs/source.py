@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVarTuple
 
+import structlog
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from ingest.records import ScoredGroup
-from ingest.store.groups import CLAIMED, SCORED, load_scored_group, stored_tokens
+from ingest.records import UNREADABLE, ScoredGroup
+from ingest.store.groups import CLAIMED, SCORED, load_scored_group
+from ingest.store.pages import stored_tokens
 from learner.errors import ParentError
 from learner.records import CheckedAnswers, Fault, Parent
 from learner.runs.staleness import runs_between
@@ -24,6 +27,8 @@ from sidecar.lines import Line
 from sidecar.store.database import DAMAGE, count
 from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
 from sidecar.store.of_line import of_line
+
+log = structlog.get_logger()
 
 Chosen = TypeVarTuple("Chosen")
 TRAINED = "trained"
@@ -125,7 +130,8 @@ def load(
 ) -> tuple[list[ScoredGroup], dict[str, Fault]]:
     """Load groups with their scores.
 
-    pack_tokens: a group with a longer prompt is not read at all.
+    pack_tokens: a group with a longer prompt is not read at all. An answer whose row is damaged
+        costs itself where two others can be read (logged).
     Returns: the usable groups; and group id -> fault for the others.
     """
     groups: list[ScoredGroup] = []
@@ -137,7 +143,7 @@ def load(
             broken[group_id] = Fault("too_long", text)
             continue
         try:
-            scored = load_scored_group(session, group_id)
+            scored = load_scored_group(session, group_id, on_damage=partial(_log_damage, group_id))
         except DAMAGE as error:
             broken[group_id] = Fault("unreadable", f"{type(error).__name__}: {error}")
             continue
@@ -146,6 +152,10 @@ def load(
         else:
             groups.append(scored)
     return groups, broken
+
+
+def _log_damage(group_id: str, place: int, why: str) -> None:
+    log.warning("answer_left_out", group_id=group_id, index=place, reason=UNREADABLE, text=why)
 
 
 def samplers(session: Session, model: str, names: Iterable[str]) -> dict[str, Parent]:

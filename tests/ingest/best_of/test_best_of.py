@@ -473,6 +473,21 @@ async def test_a_session_that_has_its_groups_gets_no_more(rig: MakeRig) -> None:
     assert one.kit.counts("best_of") == {"scored": 1, "session_cap": 1}
 
 
+async def test_a_project_with_its_own_adapters_is_learned_from_by_those_that_serve_it(
+    rig: MakeRig,
+) -> None:
+    one = rig()
+    one.kit.route(champion="v2")  # of all others; the line of the shop has the base
+    for name, adapter in (("e1", "base"), ("e2", "v2")):
+        await one.ask(exchange_id=name, project="shop")
+        one.arrive(exchange_id=name, project="shop", adapter=adapter)
+        one.choose(own_adapters=("shop",))
+
+    assert one.groups() == ["scored"]
+    assert one.scored("e1").group.adapter == "base"
+    assert one.kit.counts("best_of") == {"scored": 1, "stale_adapter": 1}
+
+
 @pytest.mark.parametrize("first", ["e1", "e2"])
 async def test_of_one_turn_only_one_exchange_becomes_a_group(first: str, rig: MakeRig) -> None:
     one = rig()

@@ -168,16 +168,17 @@ def test_what_forbids_tokens_is_kept_for_the_gate_when_held_out_and_never_learne
         assert (decision.reason, decision.group) == (reason, None)
 
 
-def test_a_prompt_that_cannot_be_trained_on_costs_no_candidates(kit: Kit) -> None:
-    """The learner takes packs of so many tokens; a prompt as long as one leaves an answer of one
-    token."""
-    fits, long = (
-        kit.exchange(name, prompt_token_ids=(5,) * n) for name, n in (("a", 9), ("b", 10))
-    )
+def test_what_cannot_be_trained_on_costs_no_candidates(kit: Kit) -> None:
+    """The learner takes packs of so many tokens; the last token of an answer is not among them."""
+    fits, long = (kit.exchange(name, prompt_token_ids=(5,) * n) for name, n in (("a", 7), ("b", 8)))
+    longest = kit.exchange("c", prompt_token_ids=(5,) * 10, sampling=Sampling(temperature=0.0))
+    greedy = kit.exchange("d", prompt_token_ids=(5,) * 9, sampling=Sampling(temperature=0.0))
 
-    assert reasons(kit, fits, long, max_trained_tokens=9) == [
+    assert reasons(kit, fits, long, longest, greedy, max_trained_tokens=9) == [
         "chosen",
         "untrainable:prompt_too_long",
+        "untrainable:prompt_too_long",
+        "chosen",  # its own answer is masked, and candidates may be shorter
     ]
     assert reasons(kit, fits, long) == ["chosen", "chosen"]
     (held_out,) = select([(long, True)], STANDING, kit.rules(max_trained_tokens=9))

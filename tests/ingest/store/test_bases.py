@@ -16,7 +16,8 @@ from ingest.sessions.records import Place
 from ingest.store import bases as store_bases
 from ingest.store.bases import encode_children, rebase_children, store_children
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange
-from ingest.store.groups import load_group, stored_tokens
+from ingest.store.groups import load_group
+from ingest.store.pages import stored_tokens
 from sidecar.records import Exchange
 from sidecar.store.arrays import pack_ids
 from sidecar.store.contents import MAX_LINKS, load_contents

@@ -38,8 +38,8 @@ from ingest.store.groups import (
     mark_sampled,
     mark_scored,
     save_group,
-    stored_tokens,
 )
+from ingest.store.pages import stored_tokens
 from ingest.store.rotation import rotate
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange

@@ -12,7 +12,6 @@ from ingest.records import Answer, Disagreement, Group
 from ingest.store.groups import (
     append_answers,
     claim_groups,
-    count_by_session,
     load_group,
     load_scored_group,
     mark_sampled,
@@ -23,6 +22,7 @@ from ingest.store.groups import (
     save_group,
     set_aside,
 )
+from ingest.store.sessions import count_by_session
 from sidecar.store.models import AnswerRow
 from support.ingest_kit import Kit
 

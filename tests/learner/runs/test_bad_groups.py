@@ -268,7 +268,7 @@ WRONG_ROWS: dict[str, tuple[Callable[[Database], None], str]] = {
     "a request of zeros": (stored(ExchangeRow, request_body=b"\x00" * 9), "unreadable"),
     "an unknown origin": (stored(AnswerRow, origin="heaven"), "unreadable"),
     "text where bytes belong": (raw(ExchangeRow, "prompt_token_ids", "'[1, 2'"), "unreadable"),
-    "a score in words": (raw(AnswerRow, "score", "'good'"), "unreadable"),
+    "a score in words": (raw(AnswerRow, "score", "'good'"), "no_scores"),
     "a judge's name in bytes": (raw(GroupRow, "judge_model", "x'ff80'"), "unreadable"),
     "a rubric's hash in bytes": (raw(GroupRow, "rubric_hash", "x'ff80'"), "unreadable"),
     "an adapter that is no UTF-8": (raw(GroupRow, "adapter", NO_UTF8), "unknown_adapter"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select, text, update
+from structlog.testing import capture_logs
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
@@ -27,6 +31,7 @@ from learner.runs.runs import (
     report_place,
     take_over,
 )
+from learner.runs.selection import select_groups
 from learner.runs.source import (
     claim,
     count_fresh,
@@ -38,7 +43,7 @@ from learner.runs.source import (
 )
 from sidecar.lines import Line
 from sidecar.store.database import Database
-from sidecar.store.models import AliasRow, CounterRow, GroupRow, RunRow
+from sidecar.store.models import AliasRow, AnswerRow, CounterRow, GroupRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
@@ -354,3 +359,49 @@ def test_a_claimed_group_is_read_back_as_it_was_scored(
     assert {group_id: fault.reason for group_id, fault in broken.items()} == {
         "nowhere": "no_scores"
     }
+
+
+RULE = json.dumps({"verifiers": [], "combine": "weights", "judge_weight": 1.0})
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "ids": ({"token_ids": b"\x01\x02\x03"}, "unreadable"),
+    "message": ({"message_body": b"{}"}, "unreadable"),
+    "origin": ({"origin": "heaven"}, "unreadable"),
+    "checks": ({"checks": "{"}, "unreadable"),
+    "reward": ({"reward": None}, "unreadable"),
+    "independent reward": ({"independent_reward": None}, "unreadable"),
+    "log-probabilities": ({"logprobs": b"\x00" * 7}, "tokens_without_logprobs"),
+    "no score": ({"score": None}, "non_finite_score"),
+    "infinite score": ({"score": math.inf}, "non_finite_score"),
+    "score": ({"score": 1.5, "reward": 1.5}, "score_out_of_range"),
+}
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_damaged_answer_costs_itself_alone(
+    verified: bool, database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+) -> None:
+    verifiers = {"checks", "reward", "independent reward"}
+    kinds = [kind for kind in DAMAGED if verified or kind not in verifiers]
+    for kind in kinds:
+        put_group(scored_group([1.0, 0.0, 0.5], group_id=kind))
+    with database.write() as session:
+        if verified:
+            rewards = {"reward": AnswerRow.score, "independent_reward": 0.5, "checks": "[]"}
+            session.execute(update(AnswerRow).values(**rewards))
+            session.execute(update(GroupRow).values(reward_rule=RULE))
+        for kind in kinds:
+            bad = (AnswerRow.group_id == kind, AnswerRow.index == 2)
+            session.execute(update(AnswerRow).where(*bad).values(**DAMAGED[kind][0]))
+
+    with database.read() as session, capture_logs() as logs:
+        groups, broken = load(session, kinds, pack_tokens=100)
+    selection = select_groups(groups, min_spread=0.02, pack_tokens=100)
+
+    assert (broken, selection.dropped) == ({}, {})
+    assert selection.masked_answers == Counter(DAMAGED[kind][1] for kind in kinds)
+    for group in selection.groups:
+        assert [row.trainable for row in group.rows] == [True, True, False]
+        assert [row.advantage for row in group.rows] == [0.5, -0.5, 0.0]
+        assert group.scores == (1.0, 0.0, 0.5)
+    unreadable = [kind for kind in kinds if DAMAGED[kind][1] == "unreadable"]
+    assert [(line["group_id"], line["index"]) for line in logs] == [(k, 2) for k in unreadable]

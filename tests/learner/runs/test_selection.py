@@ -106,6 +106,7 @@ def test_one_good_answer_that_is_masked_pushes_nobody(
         ({"temperature": 0.0}, "greedy"),
         ({"temperature": 0.009}, "temperature_raised"),
         ({"untrainable_reason": "penalties"}, "penalties"),
+        pytest.param({"finish_reason": "length"}, None, id="cut by the length that was asked for"),
         ({}, None),
     ],
 )
@@ -141,7 +142,8 @@ def test_each_useless_group_is_dropped_for_its_reason(
     }
     assert selection.texts == {
         "alone": "it has 1 answers, and a comparison needs 2",
-        "nan": "the score of answer 1 is nan",
+        "nan": "the score of answer 1 is nan; 1 of 2 answers can be trained on; "
+        "masked: 1 non_finite_score",
         "flat": "least 0.0200 (learner.min_spread)",
         "nearly flat": "least 0.0200 (learner.min_spread)",
         "no prompt": "the token ids of its prompt were not recorded",
@@ -227,4 +229,18 @@ def test_a_score_out_of_range_does_not_hide_in_a_mean(
 ) -> None:
     pair = [answer(place, token_ids=(5, 6, 7)) for place in range(2)]
     scored = scored_group([1.5, 0.3, 0.1], answers=[*pair, answer(2)])
-    assert select(scored).dropped == {"g": "score_out_of_range"}
+    (group,) = select(scored).groups
+    assert group.scores == (0.2, 0.3, 0.1)
+    assert [row.advantage for row in group.rows] == pytest.approx([0.0, 0.1, -0.1])
+
+    assert select(scored_group([0.1, 1.5], answers=pair)).dropped == {"g": "score_out_of_range"}
+
+
+def test_silence_without_a_score_has_no_part_in_the_baseline(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    silent = answer(2, token_ids=(), logprobs=())
+    (group,) = select(
+        scored_group([1.0, 0.0, math.nan], answers=[*map(answer, (0, 1)), silent])
+    ).groups
+    assert [row.advantage for row in group.rows] == [0.5, -0.5, 0.0]

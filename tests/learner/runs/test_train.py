@@ -397,10 +397,21 @@ def test_masked_answers_are_counted_by_reason(
     answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
     put_group(scored_group([0.0, 1.0, 0.5], group_id="a", answers=answers))
     put_group(scored_group([0.0, 1.0, 0.5], group_id="b"))
+    put_group(scored_group([0.0, 1.0, math.inf], group_id="c"))
 
-    new_run().start()
+    candidate = new_run().start()
 
-    assert counters(database) == {"trained": 2, "answer_masked_top_p": 1}
+    assert counters(database) == {
+        "trained": 3,
+        "answer_masked_top_p": 1,
+        "answer_masked_non_finite_score": 1,
+    }
+    groups = json.loads((candidate.path / LINEAGE).read_text(), parse_constant=pytest.fail)[
+        "groups"
+    ]
+    (damaged,) = (group for group in groups if group["group_id"] == "c")
+    assert damaged["scores"] == [0.0, 1.0, None]
+    assert damaged["masked"] == [None, None, "non_finite_score"]
 
 
 def test_what_the_check_decided_is_counted_and_in_the_lineage(
