@@ -110,6 +110,7 @@ NOT_RUN = {
     "ingest/store/rotation.py:_rotate_rows": ROTATION,
     "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/admin/changes/aliases.py:_etag_in": "one row by its key",
+    "deploy/registry/altered.py:_newest": "the newest rows of one adapter, by an index",
     "deploy/registry/leases/followed.py:lines_behind": OF_A_FEW_ROWS,
     "deploy/registry/transitions.py:end_damaged": "the active canary of a line, by its index",
     "deploy/preflight/store.py:check_store": "asks a PostgreSQL what it is, and reads no table",
