@@ -7,20 +7,21 @@ the help of a subcommand. That takes as long as everything else together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 HELP = "--help"
 
 
-def help_text(app: typer.Typer, arguments: Sequence[str]) -> str | None:
+def help_text(command: Any, arguments: Sequence[str]) -> str | None:
     """The help that `sidecar WORD... --help` prints.
 
+    command: `sidecar` itself, with all commands below it. Any: typer carries its own click.
     Returns None when the arguments are anything else: the CLI library then handles them.
     """
     if not arguments or arguments[-1] != HELP:
         return None
-    command = typer.main.get_command(app)
     context = typer.Context(command, info_name="sidecar")
     for word in arguments[:-1]:
         # Only a group has commands below it.
@@ -29,4 +30,5 @@ def help_text(app: typer.Typer, arguments: Sequence[str]) -> str | None:
             return None
         command = below
         context = typer.Context(command, info_name=word, parent=context)
-    return command.get_help(context)
+    text: str = command.get_help(context)
+    return text

@@ -41,7 +41,7 @@ def _end_now_if_a_check_hangs(code: int) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from deploy.cli.app import app
+    from deploy.cli.app import whole_command
     from deploy.cli.help import help_text
     from deploy.cli.output import USAGE_ERROR, note, note_usage, say
     from deploy.errors import DeployError
@@ -54,12 +54,12 @@ def _run(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         # `keys create` prints a key only once: a terminal without its characters must not lose it.
         sys.stdout.reconfigure(errors="backslashreplace")
-    if (text := help_text(app, arguments)) is not None:
+    if (text := help_text(whole_command(), arguments)) is not None:
         for line in text.split("\n"):
             say(line)
         return 0
     try:
-        code = app(args=arguments, prog_name="sidecar", standalone_mode=False)
+        code = whole_command()(args=list(arguments), prog_name="sidecar", standalone_mode=False)
     except USAGE_ERROR as error:
         note_usage(error)
         return 2

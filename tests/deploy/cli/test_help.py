@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli.app import app
+from deploy.cli.app import whole_command
 from deploy.cli.help import help_text
 from deploy.cli.main import main
 from deploy.cli.taught.examples import EXAMPLES, GROUPS
@@ -43,7 +43,7 @@ def words_of(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
         yield from words_of(below, *words, name)
 
 
-COMMANDS = list(words_of(typer.main.get_command(app)))
+COMMANDS = list(words_of(whole_command()))
 
 
 def commands_of(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -52,7 +52,7 @@ def commands_of(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], An
         yield from commands_of(below, *words, name)
 
 
-ALL = list(commands_of(typer.main.get_command(app)))
+ALL = list(commands_of(whole_command()))
 
 
 def modules_after(module: str, *arguments: str) -> set[str]:
@@ -104,7 +104,7 @@ def test_the_help_is_that_of_the_cli_library(
     quick = capsys.readouterr().out
 
     with pytest.raises(SystemExit):
-        app([*words, "--help"], prog_name="sidecar")
+        whole_command()([*words, "--help"], prog_name="sidecar")
 
     assert quick == capsys.readouterr().out
 
@@ -113,7 +113,7 @@ def test_the_help_is_that_of_the_cli_library(
     "arguments", [[], ["up"], ["nothing", "--help"], ["up", "x", "--help"], ["--help", "up"]]
 )
 def test_other_arguments_are_left_to_the_cli_library(arguments: list[str]) -> None:
-    assert help_text(app, arguments) is None
+    assert help_text(whole_command(), arguments) is None
 
 
 @pytest.mark.parametrize("module", ["deploy.cli.main", "sidecar"])
@@ -140,7 +140,7 @@ def test_the_version_of_a_package_that_is_not_installed_is_said_to_be_unknown(
 def test_every_command_says_its_purpose_an_example_and_its_exit_codes() -> None:
     lacking = []
     for words, command in ALL:
-        text = help_text(app, [*words, "--help"]) or ""
+        text = help_text(whole_command(), [*words, "--help"]) or ""
         purpose = (command.help or "").split("\n\n")[0].strip()
         complete = purpose and "Example:" in text and "Exit codes: 0 " in text
         if not complete or purpose[-1] not in ".:)":
@@ -152,7 +152,7 @@ def test_every_command_says_its_purpose_an_example_and_its_exit_codes() -> None:
         for words, command in ALL
         if words and (not hasattr(command, "commands") or words == ("audit",))
     }
-    listed = help_text(app, ["--help"]) or ""
+    listed = help_text(whole_command(), ["--help"]) or ""
     assert "..." not in listed.partition("Commands:")[2], "a sentence is cut off"
 
 
