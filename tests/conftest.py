@@ -2,13 +2,15 @@
 
 A worker gets whole files, so that what a file's tests share is made once. The files that start a
 real vLLM go first, because they take longest and mostly wait; those of one folder share a worker,
-so that no more than two engines run at a time.
+so that no more than two engines run at a time. Some folders share a process that is slow to start.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ FIRST = (
 )
 """Beginnings of node ids, the longest first. An engine of `test_vllm_unasked.py` ends with the
 file, the one of the folder with the worker: in this order they do not run together."""
-ONE_WORKER = ("tests/clients/",)
+ONE_WORKER = ("tests/clients/", "tests/learner/resume/")
 WAITING_WORKERS = 2
 """Workers beyond one for each core: two wait for an engine most of the time."""
 
@@ -64,18 +66,48 @@ def _logs_as_before() -> Iterator[None]:
         structlog.contextvars.clear_contextvars()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Have each worker collect all tests from another folder on: each compiles the files that the
+    others come to later, and finds the others' compiled. `pytest_collection_modifyitems` puts all
+    tests in one order again."""
+    told = getattr(config, "workerinput", None)
+    if told is not None and config.args == ["tests"]:
+        share = int(told["workerid"].removeprefix("gw")) / told["workercount"]
+        config.args[:] = from_share_on(share, parts(config.rootpath / "tests"))
+
+
+def parts(folder: Path) -> dict[str, int]:
+    """What the folder holds, in order -> how many test files that is."""
+    held = {
+        one: 1 if one.is_file() else sum(1 for _ in one.rglob("test_*.py"))
+        for one in sorted(folder.iterdir())
+        if one.is_dir() or one.match("test_*.py")
+    }
+    return {str(one): number for one, number in held.items() if number}
+
+
+def from_share_on(share: float, sizes: Mapping[str, int]) -> list[str]:
+    """The names in their order, which begins anew after the last one: first comes the one in which
+    `share` (0 to 1) of all that they hold ends."""
+    ends = accumulate(sizes.values())
+    limit = share * sum(sizes.values())
+    first = next(number for number, end in enumerate(ends) if end > limit)
+    names = list(sizes)
+    return [*names[first:], *names[:first]]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     run_on_both(metafunc)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order by `FIRST`; the others stay as they are. A test id with the address of an object in it
-    is another one in each worker, and pytest-xdist then runs no test at all: name it here, where
-    one process can see it."""
+    """Order by `FIRST`, then by file; those of a file stay as they are. A test id with the address
+    of an object in it is another one in each worker, and pytest-xdist then runs no test at all:
+    name it here, where one process can see it."""
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"test ids with the address of an object in them: {unstable}")
-    items.sort(key=lambda item: place(item.nodeid))
+    items.sort(key=lambda item: (place(item.nodeid), item.nodeid.split("::")[0]))
 
 
 def place(nodeid: str) -> int:
