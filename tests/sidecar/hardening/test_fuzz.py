@@ -19,7 +19,7 @@ TARGETS = (
     *("request_parser", "reply_parser", "spans", "strip_whole"),
     *("strip_stream", "strip_odd", "edit", "usage", "split_events"),
 )
-BUDGET_S = float(os.environ.get("SIDECAR_TEST_FUZZ_S", "20"))
+BUDGET_S = float(os.environ.get("SIDECAR_TEST_FUZZ_S", "9"))
 FOUND = {
     "strip_whole": (b"\xff\x00\x00\xff\x00\x00\x08\x96#\x8b\x00\t\xdc\xdc\xff\xff\xff",),
     "strip_stream": (b"\xec&   vX&\xda! -\x0b)-\x0b\x8c",),
