@@ -343,6 +343,17 @@ def fake_trainer() -> FakeTrainer:
 
 
 @pytest.fixture(autouse=True)
+def _draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw the curves takes longer than to train a tiny model. A run of `learner.processes` in
+    `distributed/test_torchrun.py` draws them."""
+
+    def put(steps: Sequence[Any], path: Path, *, title: str) -> None:
+        path.write_bytes(title.encode())
+
+    monkeypatch.setattr("learner.progress.plot.draw", put)
+
+
+@pytest.fixture(autouse=True)
 def _quiet_libraries() -> Iterator[None]:
     """peft and transformers warn about their own affairs; our own warnings stay errors."""
     with warnings.catch_warnings():

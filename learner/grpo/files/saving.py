@@ -14,7 +14,7 @@ from learner.grpo.optimizer import OptimizerState
 from learner.policy.adapter_io import save_adapter
 from learner.policy.logprobs import Policy
 from learner.policy.probe import write_probe
-from learner.progress.plot import draw
+from learner.progress import plot
 from learner.records import TrainingJob, TrainingOutcome
 
 log = structlog.get_logger()
@@ -38,7 +38,9 @@ def save(
 def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
     """Draw the steps where matplotlib is installed. A plot that fails costs the plot (logged)."""
     try:
-        draw([asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps")
+        plot.draw(
+            [asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps"
+        )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         (folder / CURVES).unlink(missing_ok=True)
         log.info("no_curves", why=one_line(error))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content
+from support.forking import Fork, forking
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -152,34 +151,52 @@ cache_bytes = {cache_bytes}
     return config
 
 
+@pytest.fixture(scope="module")
+def fork() -> Iterator[Fork]:
+    with forking(
+        "ingest.score",
+        "ingest.best_of.server",
+        "ingest.judges.build",
+        "ingest.noise.worker",
+        "ingest.sampling.worker",
+        "ingest.verifiers.rewarding",
+        "ingest.vllm.checked_sampler",
+        "ingest.vllm.replicas",
+        "litellm",
+    ) as found:
+        yield found
+
+
 @pytest.mark.parametrize(("cache_bytes", "asked_again"), [(10**6, 1), (0, 2)])
 async def test_a_sigkill_between_two_passes_costs_the_second_alone(
     database: Database,
     clock: Clock,
     judge_kit: JudgeKit,
     tmp_path: Path,
+    fork: Fork,
     cache_bytes: int,
     asked_again: int,
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     answer = judge_kit.answer_with(judge_kit.score_by_content(WORTH, otherwise=0.5))
     dying = judge_kit.serve(answer, answer, (0, None))  # the probe and one pass
-    arguments = [sys.executable, "-m", "ingest.score", "--config"]
     config = config_of(database, tmp_path, dying.url, cache_bytes)
-    with subprocess.Popen([*arguments, str(config)], stderr=subprocess.DEVNULL) as process:
-        while len(dying.requests) < 3:
-            assert process.poll() is None
-            await asyncio.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
+    process = fork("ingest.score", "--config", str(config))
+    while len(dying.requests) < 3:
+        assert process.poll() is None
+        await asyncio.sleep(0.05)
+    process.kill()
+    process.wait()
     with database.write() as session:
         session.execute(update(GroupRow).values(lease_until=0.0))  # it has run out
     dying.script[:] = [answer]
 
-    with subprocess.Popen([*arguments, str(config)], stderr=subprocess.DEVNULL) as process:
-        while judge_kit.status(database, "g1") != ("scored", None):
-            assert process.poll() is None
-            await asyncio.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+    process = fork("ingest.score", "--config", str(config))
+    while judge_kit.status(database, "g1") != ("scored", None):
+        assert process.poll() is None
+        await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
 
     assert len(dying.requests) - 3 - 1 == asked_again, "besides the probe of its start"
     replies = [json.loads(one.reply) for one in judge_kit.calls(database) if one.group_id == "g1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
-from learner.distributed.place import Place
+from learner.distributed import start
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.distributed.start import started
 from learner.distributed.trainer import RankedTrainer
 from learner.grpo.trainer import GrpoTrainer
@@ -21,6 +22,7 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import packs_of
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
 from sidecar.settings import Learner
+from support.forking import Fork, Forked, forking
 
 VOCABULARY = 48
 LENGTHS = ((3, 4), (9, 2), (5, 5, 5), (2, 3), (12, 1, 6), (4, 4), (3, 7))
@@ -83,6 +85,44 @@ def groups(tiny_base: Path, learner_settings: Learner) -> tuple[TrainingGroup, .
         )
         found.append(replace(group, rows=rows))
     return tuple(found)
+
+
+LOADED = (
+    "learner.__main__",
+    "learner.once",
+    "learner.replay",
+    "learner.schedule.loop",
+    "learner.together",
+    "learner.distributed.trainer",
+    "learner.grpo.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
+"""What a process of a run imports."""
+
+
+@pytest.fixture(scope="module")
+def fork() -> Iterator[Fork]:
+    with forking(*LOADED) as found:
+        yield found
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, fork: Fork) -> list[Forked]:
+    """The further processes of a run are forked, not started anew: the imports of each take longer
+    than its run. Gives: those that were. How they are started, `test_torchrun` tests."""
+    launched: list[Forked] = []
+
+    def launch(rank: int, size: int, port: int, config: Path | None) -> Forked:
+        numbers = {RANK: rank, SIZE: size, LOCAL_RANK: rank, LOCAL_SIZE: size, PORT: port}
+        environ = {ADDRESS: start.LOOPBACK, **{name: str(one) for name, one in numbers.items()}}
+        launched.append(
+            fork("learner.__main__", "--once", "--config", str(config), environ=environ)
+        )
+        return launched[-1]
+
+    monkeypatch.setattr(start, "_launch", launch)
+    return launched
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from sqlalchemy import select
 
-from learner.adapter_folder import WEIGHTS
+from learner.adapter_folder import CURVES, WEIGHTS
 from learner.records import TrainingGroup
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -99,11 +99,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("stored_groups")
-@pytest.mark.parametrize("shared", [False, True])
 def test_torchrun_trains_and_registers_one_version(
-    config: Callable[..., Path], database: Database, shared: bool
+    config: Callable[..., Path], database: Database
 ) -> None:
-    path = str(config(shard_base=shared))
+    path = str(config())
 
     done = run(*TORCHRUN, "-m", "learner", "--once", "--config", path)
 
@@ -118,8 +117,10 @@ def test_torchrun_trains_and_registers_one_version(
 
 
 @pytest.mark.usefixtures("stored_groups")
-def test_the_setting_starts_the_processes(config: Callable[..., Path], database: Database) -> None:
-    path = str(config(processes=2))
+def test_the_setting_starts_the_processes_and_they_may_share_the_base(
+    config: Callable[..., Path], database: Database
+) -> None:
+    path = str(config(processes=2, shard_base=True))
 
     done = run(sys.executable, "-m", "learner", "--once", "--config", path)
 
@@ -127,7 +128,9 @@ def test_the_setting_starts_the_processes(config: Callable[..., Path], database:
     assert done.stdout.startswith("trained m--v1-")
     with database.read() as session:
         (row,) = session.scalars(select(RunRow)).all()
+        (version,) = session.scalars(select(AdapterRow)).all()
         assert row.status == "finished"
+    assert (Path(version.path) / CURVES).read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_learn_is_no_failure_of_a_job(config: Callable[..., Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from learner.distributed import start
 from learner.distributed.sharded import Sharded, blocks_of
 from learner.errors import FaultyGroupsError, RankLostError, RunStoppedError
 from learner.grpo.answers import OUT_OF_VOCABULARY
@@ -18,7 +16,10 @@ from learner.records import TrainingGroup
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:
+    from support.forking import Forked
     from tests.learner.distributed.conftest import Train, Trained
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 NOT_COMPARED = ("seconds", "tokens_per_s", "peak_memory_bytes")
 
@@ -142,25 +143,17 @@ def test_a_process_that_is_killed_ends_the_run_with_words(
     train: Train,
     groups: tuple[TrainingGroup, ...],
     several: Learner,
-    monkeypatch: pytest.MonkeyPatch,
+    forked: list[Forked],
     shared: bool,
 ) -> None:
     """Far within the time that is waited for a process that hangs."""
-    launched: list[subprocess.Popen[bytes]] = []
-    launch = start._launch
-
-    def remember(*given: Any) -> subprocess.Popen[bytes]:
-        launched.append(launch(*given))
-        return launched[-1]
-
-    monkeypatch.setattr(start, "_launch", remember)
     calls = 0
 
     def kill() -> None:
         nonlocal calls
         calls += 1
         if calls == 6:
-            launched[0].kill()
+            forked[0].kill()
 
     _, two = settings_of(several, shared=shared)
     began = time.monotonic()
@@ -171,7 +164,7 @@ def test_a_process_that_is_killed_ends_the_run_with_words(
     assert time.monotonic() - began < several.processes_timeout_s
     # What it computed is suspected; it may have been between two groups.
     assert set(lost.value.faults) <= {group.group_id for group in groups}
-    assert launched[0].returncode == -9
+    assert forked[0].returncode == -9
 
 
 def test_a_pass_that_fails_in_its_middle_ends_a_run_that_shares_the_base(

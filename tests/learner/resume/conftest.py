@@ -21,6 +21,7 @@ from learner.policy.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.database import Database
+from support.migrated_store import open_migrated
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
@@ -38,8 +39,7 @@ World = Callable[..., Settings]
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    found = Database(f"sqlite:///{tmp_path / 'template.db'}")
-    found.upgrade()
+    found = open_migrated(tmp_path / "template.db")
     yield found
     found.close()
 
@@ -77,18 +77,15 @@ def template(
     return path
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """start(settings, run_id, kill_at=): a run in a process of its own, or several; how it ended.
-
-    kill_at: (name, n): the nth event of this name, or of any for "". Process `rank` of `processes`
-    is `sent` a signal there, and the others too with `to_all`.
-    """
-    program = Path(__file__).with_name("killed_process.py")
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Ask the process that forks runs, a line for a line. One for all tests: its imports take
+    longer than the runs of a test."""
+    log = tmp_path_factory.mktemp("forking") / "log"
     with (
-        (tmp_path / "log").open("w") as errors,
+        log.open("w") as errors,
         subprocess.Popen(
-            [sys.executable, str(program)],
+            [sys.executable, str(Path(__file__).with_name("killed_process.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -99,34 +96,48 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert asking is not None
         assert answers is not None
 
-        def ask(
-            settings: Settings,
-            run_id: str,
-            kill_at: tuple[str, int] = ("", 0),
-            *,
-            sent: int = signal.SIGKILL,
-            processes: int = 1,
-            rank: int = 0,
-            to_all: bool = False,
-        ) -> dict[str, Any]:
-            asked = {
-                "settings": settings.model_dump(mode="json"),
-                "run_id": run_id,
-                "kill_at": kill_at,
-                "signal": sent,
-                "processes": processes,
-                "rank": rank,
-                "to_all": to_all,
-                "events": str(tmp_path / "events"),
-            }
-            asking.write(json.dumps(asked) + "\n")
+        def ask(line: str) -> str:
+            asking.write(line + "\n")
             asking.flush()
-            line = answers.readline()
-            assert line, (tmp_path / "log").read_text()
-            return dict(json.loads(line))
+            answer = answers.readline()
+            assert answer, log.read_text()
+            return answer
 
         yield ask
         asking.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
+    """start(settings, run_id, kill_at=): a run in a process of its own, or several; how it ended.
+
+    kill_at: (name, n): the nth event of this name, or of any for "". Process `rank` of `processes`
+    is `sent` a signal there, and the others too with `to_all`.
+    """
+
+    def ask(
+        settings: Settings,
+        run_id: str,
+        kill_at: tuple[str, int] = ("", 0),
+        *,
+        sent: int = signal.SIGKILL,
+        processes: int = 1,
+        rank: int = 0,
+        to_all: bool = False,
+    ) -> dict[str, Any]:
+        asked = {
+            "settings": settings.model_dump(mode="json"),
+            "run_id": run_id,
+            "kill_at": kill_at,
+            "signal": sent,
+            "processes": processes,
+            "rank": rank,
+            "to_all": to_all,
+            "events": str(tmp_path / "events"),
+        }
+        return dict(json.loads(forking(json.dumps(asked))))
+
+    return ask
 
 
 @pytest.fixture

@@ -17,14 +17,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import transformers
 
 import learner.grpo.checks
 import learner.grpo.files.checkpoint
 import learner.grpo.files.saving
 import learner.grpo.trainer
+import learner.progress.plot
 import learner.resume.work_folder
 import learner.runs.material
 import learner.runs.publish
@@ -51,6 +54,15 @@ BEFORE: list[tuple[str, Any, str]] = [
     ("registered, not committed", learner.runs.train, "end_run"),
 ]
 """Event -> a function before whose call it is."""
+
+
+LOADED = (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM)
+"""Parts that are imported when they are first named: here, and not in each process."""
+
+
+def draw_nothing(steps: Sequence[Any], path: Path, *, title: str) -> None:
+    """In place of the curves, which take longer than the run of a tiny model."""
+    path.write_bytes(title.encode())
 
 
 class Events:
@@ -159,6 +171,7 @@ def free_port() -> int:
 
 
 def main() -> None:
+    learner.progress.plot.draw = draw_nothing
     for line in sys.stdin:
         asked = json.loads(line)
         size, rank = asked["processes"], asked["rank"]
