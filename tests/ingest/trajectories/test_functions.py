@@ -441,7 +441,9 @@ def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> No
     assert SimpleNamespace(**server.requests[0]).model == "gpt-4.1-mini"
 
 
-def test_the_code_of_the_judges_page_runs_as_it_is_written(judge_kit: JudgeKit) -> None:
+def test_the_code_of_the_judges_page_runs_as_it_is_written(
+    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs" / "judge.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     server = judge_kit.serve(
@@ -450,17 +452,14 @@ def test_the_code_of_the_judges_page_runs_as_it_is_written(judge_kit: JudgeKit) 
             judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
         )
     )
+    for name, value in _environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="k").items():
+        monkeypatch.setenv(name, value)
 
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env=_environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="sk-test-key-1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    exec(code, {})
 
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert done.out.splitlines() == [
         "0.25 1.0 No, 30 days is the limit.",
         "0.04 0.0 Yes.",
         "0.14 0.0 I do not know.",
