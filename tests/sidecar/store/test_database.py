@@ -19,6 +19,7 @@ from sidecar.store import url as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.existing import open_existing
 from sidecar.store.models import AuditRow, CounterRow, DeadLetterRow, FlagRow, RunRow
+from support.postgres import Databases
 from support.stores import NewStore
 
 both = pytest.mark.both_stores
@@ -318,3 +319,25 @@ def test_the_error_of_a_refused_row_does_not_quote_it(new_store: NewStore) -> No
 
     assert all("what a user said" not in error for error in errors)
     assert all("INSERT INTO dead_letter" in error for error in errors)
+
+
+def test_a_database_of_the_tests_is_as_new_when_it_comes_again_or_never_comes_again(
+    postgres: Databases,
+) -> None:
+    first = postgres.new()
+    postgres.drop(first)
+    numbers, urls = [], []
+    for statement in (None, "ALTER TABLE dead_letter DROP COLUMN digest", None):
+        urls.append(postgres.new())
+        with closing(Database(urls[-1])) as database, database.write() as session:
+            row = DeadLetterRow(at=1.0, reason="r", payload=b"x")
+            session.add(row)
+            session.flush()
+            numbers.append(row.seq)
+            if statement is not None:
+                session.execute(text(statement))
+        postgres.drop(urls[-1])
+
+    assert numbers == [1, 1, 1]
+    assert urls[:2] == [first, first]
+    assert urls[2] != first
