@@ -121,7 +121,7 @@ def false_rollbacks(
 def test_a_guard_for_which_a_unit_counts_at_every_turn_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, read = false_rollbacks(limits.guard, 16), Live._read
+    right, read = false_rollbacks(limits.guard, 8), Live._read
 
     def forget_and_read(live: Live, turn: Turn) -> None:
         if hash(turn.unit) in live._met:
@@ -130,7 +130,7 @@ def test_a_guard_for_which_a_unit_counts_at_every_turn_is_noticed(
 
     monkeypatch.setattr(Live, "_read", forget_and_read)
 
-    assert right <= allowed(RULES.guard_level, 1_000) < false_rollbacks(limits.guard, 16)
+    assert right <= allowed(RULES.guard_level, 1_000) < false_rollbacks(limits.guard, 8)
 
 
 def test_requests_that_count_in_the_order_of_their_ends_are_noticed(
