@@ -40,7 +40,7 @@ FIRST = (
 )
 """Beginnings of node ids, the longest first. An engine of `test_vllm_unasked.py` ends with the
 file, the one of the folder with the worker: in this order they do not run together."""
-ONE_WORKER = ("tests/clients/", "tests/learner/resume/")
+ONE_WORKER = ("tests/clients/", "tests/learner/distributed/", "tests/learner/resume/")
 WAITING_WORKERS = 2
 """Workers beyond one for each core: two wait for an engine most of the time."""
 

@@ -2,9 +2,9 @@
 
 torch and LiteLLM take seconds of CPU to import, and a test that kills processes starts several. How
 a process is started and what it imports, other tests prove. As a program: `forking.py MODULE...`
-imports the modules; each line of standard input is a JSON object. `main`, a module, `arguments` and
-`environ`: the answer is the pid of a process that runs `main(arguments)` of it. `poll`, a pid: the
-answer is how it ended, a negative number for a signal, null while it runs.
+imports the modules; each line of standard input is a JSON object. `main`, a module, `arguments`,
+`environ` and `out`: the answer is the pid of a process that runs `main(arguments)` of it. `poll`, a
+pid: the answer is how it ended, a negative number for a signal, null while it runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -51,7 +52,8 @@ class Forked:
 
 
 Fork = Callable[..., Forked]
-"""fork(main, *arguments, environ=): `main` of this module with these arguments."""
+"""fork(main, *arguments, environ=, out=): `main` of this module with these arguments; what it
+prints goes into the file `out`, else to standard error."""
 
 
 @contextmanager
@@ -76,23 +78,30 @@ def forking(*modules: str) -> Iterator[Fork]:
             asking.flush()
             return json.loads(answers.readline())
 
-        def fork(main: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Forked:
+        def fork(
+            main: str,
+            *arguments: str,
+            environ: Mapping[str, str] | None = None,
+            out: Path | None = None,
+        ) -> Forked:
             asked = {"main": main, "arguments": arguments, "environ": dict(environ or {})}
-            return Forked(ask, ask(asked))
+            return Forked(ask, ask({**asked, "out": str(out) if out is not None else None}))
 
         yield fork
         asking.close()
 
 
-def _fork(main: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+def _fork(main: str, arguments: Sequence[str], environ: Mapping[str, str], out: str | None) -> int:
     child = os.fork()
     if child == 0:
         code = 99
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(2, 1)  # the pipe is the parent's
+            # Standard output is the parent's pipe.
+            os.dup2(2 if out is None else os.open(out, os.O_WRONLY | os.O_CREAT), 1)
             os.environ.update(environ)
             code = import_module(main).main(list(arguments))
+            sys.stdout.flush()
         finally:
             os._exit(code)
     return child

@@ -101,7 +101,7 @@ LOADED = (
 """What a process of a run imports."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fork() -> Iterator[Fork]:
     with forking(*LOADED) as found:
         yield found

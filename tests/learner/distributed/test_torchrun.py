@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from safetensors.torch import load_file
 from sqlalchemy import select
 
 from learner.adapter_folder import CURVES, WEIGHTS
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE
 from learner.records import TrainingGroup
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow
 
 if TYPE_CHECKING:
+    from support.forking import Fork
     from tests.learner.conftest import MakeAnswer, MakeScoredGroup, PutGroup
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -133,8 +136,25 @@ def test_the_setting_starts_the_processes_and_they_may_share_the_base(
     assert (Path(version.path) / CURVES).read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_learn_is_no_failure_of_a_job(config: Callable[..., Path]) -> None:
-    done = run(*TORCHRUN, "-m", "learner", "--once", "--config", str(config()))
+def test_nothing_to_learn_is_no_failure_of_a_job(
+    config: Callable[..., Path], fork: Fork, tmp_path: Path
+) -> None:
+    """Each process of a job ends with 0: with the place that torchrun would tell it."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    job = {ADDRESS: "127.0.0.1", PORT: str(port), SIZE: "2", LOCAL_SIZE: "2"}
+    arguments = ("--once", "--config", str(config()))
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("nothing to learn: 0 fresh scored groups wait")
+    ranks = [
+        fork(
+            "learner.__main__",
+            *arguments,
+            environ={**job, RANK: str(rank), LOCAL_RANK: str(rank)},
+            out=tmp_path / f"said-{rank}",
+        )
+        for rank in range(2)
+    ]
+
+    assert [one.wait(200) for one in ranks] == [0, 0]
+    said = (tmp_path / "said-0").read_text()
+    assert said.startswith("nothing to learn: 0 fresh scored groups wait")
