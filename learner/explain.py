@@ -49,9 +49,9 @@ def is_full(error: BaseException) -> bool:
 
 
 def explain_full(error: OSError, *, adapters_dir: Path) -> str:
-    """Explain a full disk that costs a run nothing but its time."""
+    """Explain a full disk that leaves a run to the next start."""
     where, why = error.filename or adapters_dir, (error.strerror or one_line(error)).lower()
-    return f"{where} cannot be written: {why}; free space there; no step is lost"
+    return f"{where} cannot be written: {why}; free space there"
 
 
 def _explain_disk(error: OSError, adapters_dir: Path) -> str:

@@ -23,6 +23,7 @@ from learner.errors import (
     NoRoomError,
     NothingToLearnError,
     RunInProgressError,
+    UnpublishedError,
 )
 from learner.explain import explain
 from learner.patience import when_unlocked
@@ -102,12 +103,12 @@ def run_once(
         sys.stdout.write(f"held by the reward watch, nothing was trained: {error}\n{TO_DO}\n")
         return HELD
     except Exception as error:  # noqa: BLE001  the run's row and log hold it; this is the exit
-        if run.left == "stopped":
+        if run.left == "stopped" and stopping.is_set():
             sys.stdout.write(f"stopped run {run.run_id}: {GOES_ON}\n")
             return STOPPED
-        adapters_dir = settings.learner.adapters_dir
-        then = f"; {GOES_ON}" if run.left else ""
-        sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}{then}\n")
+        why = explain(error, adapters_dir=settings.learner.adapters_dir)
+        then = "" if not run.left or isinstance(error, UnpublishedError) else f"; {GOES_ON}"
+        sys.stderr.write(f"learner: {why}{then}\n")
         return FAILED
     how = f", in run {run.run_id}, {resumed_words(run.deaths)}" if run.deaths else ""
     sys.stdout.write(f"{_groups_line(run.counts)}trained {candidate.adapter} ")
