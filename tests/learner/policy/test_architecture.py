@@ -306,6 +306,14 @@ def test_windows_are_read_from_the_config() -> None:
         ({"rope_type": "linear", "factor": 4.0}, 512),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        (
+            {
+                **{"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            },
+            128,  # it bends frequencies within the positions that the config names
+        ),
         ({"rope_type": "linear", "factor": 1e9}, 128),
     ],
 )
@@ -318,3 +326,4 @@ def test_positions_are_those_behind_a_rotary_scale(scaling: dict[str, Any], expe
 
 def test_a_model_may_have_no_limit_of_positions() -> None:
     assert architecture(transformers.BloomConfig()).positions is None
+    assert architecture(transformers.BloomConfig(max_position_embeddings=0)).positions is None
