@@ -169,7 +169,7 @@ def status_lines(
         *other_lines(status.lines, status.project),
         *_canary(status.canary, now),
         *_queued(status.queued, now),
-        *_learner(status.learner, status.watch_holds, now, schedule),
+        *_learner(status, now, schedule),
         *_engine(status.engine),
         *_control(status.control),
         *_lease(status),
@@ -241,16 +241,19 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
         yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
-def _learner(learner: Learner, watch_holds: str | None, now: float, schedule: str) -> Iterator[str]:
+def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
+    learner, watch_holds = status.learner, status.watch_holds
+    of_line = f" --project {status.project}" if status.project else ""
     if learner.paused:
-        yield "Learner: paused; `sidecar learner resume` continues it."
+        yield f"Learner: paused; `sidecar learner resume{of_line}` continues it."
     elif learner.run_requested:
         yield "Learner: a run is requested and starts next."
     elif schedule == "manual":
-        yield "Learner: runs when it is asked to (learner.schedule); `sidecar learn --once` asks."
+        asks = f"`sidecar learn --once{of_line}` asks"
+        yield f"Learner: runs when it is asked to (learner.schedule); {asks}."
     else:
         yield "Learner: follows its schedule."
-    yield from _next_run(learner, now)
+    yield from _next_run(learner, now, by_hand=schedule == "manual")
     run = learner.last_run
     if watch_holds and (run is None or run.status != "held"):
         yield (
@@ -286,7 +289,7 @@ def _learner(learner: Learner, watch_holds: str | None, now: float, schedule: st
         yield f"  It {'was' if killed or run.reason else 'is'} {where}{seen}."
 
 
-def _next_run(learner: Learner, now: float) -> Iterator[str]:
+def _next_run(learner: Learner, now: float, *, by_hand: bool) -> Iterator[str]:
     if learner.next_run_at is not None:
         yield f"  Next scheduled time: {shown_time(learner.next_run_at, now)}."
     told = learner.schedule
@@ -294,7 +297,11 @@ def _next_run(learner: Learner, now: float) -> Iterator[str]:
         return
     if now - told.at > AWAY_S:
         yield f"  It said nothing since {shown_time(told.at, now)}; is `sidecar learn` up?"
-    elif told.kind not in ("start", "running") and not (told.kind == "paused" and learner.paused):
+    elif not (
+        told.kind in ("start", "running")
+        or (told.kind == "paused" and learner.paused)
+        or (told.kind == "not_due" and by_hand)
+    ):
         yield f"  No run now: {told.why}."
 
 

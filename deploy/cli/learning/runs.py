@@ -124,8 +124,9 @@ def _read(
 def _short(run: Figures) -> dict[str, Any]:
     kept = {key: value for key, value in run.items() if key not in LONG}
     killed = killed_words(run, time.time())
+    finished = run.get("status") == "finished"  # its last phase would look like its present one
     words = {
-        "progress": progress_words(run.get("progress")),
+        "progress": "" if finished else progress_words(run.get("progress")),
         "resumed": resumed_words(run.get("deaths")),
         "killed": killed,
     }

@@ -58,6 +58,13 @@ def test_a_requested_run_that_nobody_will_begin_is_said(schedule: Any, run: Any,
     assert (said in found) if said else (found == "")
 
 
+@pytest.mark.parametrize(("status", "shown"), [("finished", None), ("failed", "saving")])
+def test_a_finished_run_is_nowhere_any_more_and_a_failed_one_says_where_it_was(
+    status: str, shown: str | None
+) -> None:
+    assert runs._short({"status": status, "progress": {"phase": "saving"}}).get("progress") == shown
+
+
 def test_a_run_without_a_step_says_so() -> None:
     assert list(step_lines([])) == ["no step is done"]
 

@@ -472,14 +472,17 @@ def test_a_run_that_was_stopped_waits_for_the_next_start() -> None:
     assert "  It was stopped, and resumed from step 2 of 4, after 1 kill and 1 stop." in going
 
 
-def test_a_learner_that_runs_by_hand_follows_no_schedule() -> None:
-    lines = status_lines(status(), NOW, schedule="manual")
+@pytest.mark.parametrize(("project", "of_line"), [(None, ""), ("shop", " --project shop")])
+def test_a_learner_that_runs_by_hand_follows_no_schedule(project: str | None, of_line: str) -> None:
+    told = ScheduleOut(kind="not_due", why="the schedule has not come round", at=NOW)
+    learner = learner_of(run()).model_copy(update={"schedule": told})
+
+    lines = status_lines(status(learner=learner, project=project), NOW, schedule="manual")
 
     assert lines is not None
-    assert (
-        "Learner: runs when it is asked to (learner.schedule); `sidecar learn --once` asks."
-        in lines
-    )
+    asks = f"`sidecar learn --once{of_line}` asks"
+    assert f"Learner: runs when it is asked to (learner.schedule); {asks}." in lines
+    assert not any("the schedule has not come round" in line for line in lines)
 
 
 def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
