@@ -202,6 +202,7 @@ def run_steps(
         "rank": adapter.r,
         "alpha": adapter.lora_alpha,
         **{name: dict(of) for name in PATTERNS if (of := getattr(adapter, name, None))},
+        "accelerator": accelerator(policy.device),
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
@@ -375,6 +376,11 @@ def kl_weight(away: BaseKl | None, settings: Learner) -> float:
     """Return the weight of the divergence from the base in a step's loss: 0 within the budget."""
     over = away is not None and away.nats > settings.kl_budget
     return settings.kl_coef if over else 0.0
+
+
+def accelerator(device: torch.device) -> str | None:
+    """Return the name of a GPU, for the lineage; None for another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _quiet(job: TrainingJob, kept: Snapshot) -> int:

@@ -11,8 +11,12 @@ their beginning is the prompt, and the rest stands in the rows. An answer's log-
 for the adapter and the temperature that it was sampled with, so a row whose answers differ in them
 is given once for each, with those answers as targets.
 
-Nothing feeds it yet: the judge's ranking of sessions (`ingest.trajectories`) is shown and not
-stored. Groups of one prompt (`learner.runs.selection`) have one answer in each row.
+Sessions whose first prompts differ are attempts at different tasks: their rewards do not compare,
+and they make no group, however much of a system prompt they share.
+
+No run is fed with it: the judge's ranking of sessions (`ingest.trajectories`) is shown and not
+stored (docs/decisions/0030-ranked-sessions.md). Groups of one prompt (`learner.runs.selection`)
+have one answer in each row.
 """
 
 from __future__ import annotations
@@ -56,13 +60,13 @@ def trajectory_groups(
     trajectories: G >= 2 attempts at one task. sampled_with: exchange id -> how its answers were
         sampled; an exchange without is context.
     advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
-    Returns: groups with ids `<group_id>/<adapter>`; none where nothing was sampled, or no token is
-        common to the beginning of all rows.
+    Returns: groups with ids `<group_id>/<adapter>`; none where nothing was sampled, first prompts
+        differ, or no token is common to the beginning of all rows.
     Raises: GroupTooSmallError for fewer than two trajectories.
     """
     rewards = [one.reward for one in trajectories]
     advantages = assign(rewards, (True,) * len(rewards), advantage)
-    prompt = _shared(trajectories, sampled_with)
+    prompt = _shared(trajectories, sampled_with) if _of_one_task(trajectories) else ()
     found: dict[str, list[tuple[TrainableRow, float]]] = {}
     for trajectory, its_advantage in zip(trajectories, advantages, strict=True):
         for row in trajectory.rows if prompt else ():
@@ -79,6 +83,12 @@ def trajectory_groups(
         )
         for adapter, rows in found.items()
     ]
+
+
+def _of_one_task(trajectories: Sequence[Trajectory]) -> bool:
+    """Return True if all trajectories begin with the same prompt, up to their first answer."""
+    firsts = [min(one.rows, key=lambda row: row.number) for one in trajectories if one.rows]
+    return len({tuple(row.token_ids[: row.answers[0].start]) for row in firsts}) <= 1
 
 
 def _targets(

@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec import Raw
 
+from sidecar.lines import line_of_adapter, public_model
 from sidecar.records import BASE, Arm, Assignment
 from sidecar.routing.breaker import NO_CANARY, canary_tag
 from sidecar.routing.table import BUCKETS, RoutingTable, upstream_model
@@ -103,7 +104,8 @@ class CompiledRouting:
 
 def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) -> Assignment | None:
     """Return the adapter with this name: `base`, `champion`, `canary`, a version (`v12`), or its
-    name at vLLM. None when there is no such adapter.
+    name at vLLM. None when there is no such adapter, or it is of another line of adapters: what one
+    project's traffic taught is not for the others.
 
     loaded: the names that vLLM lists.
     """
@@ -112,10 +114,19 @@ def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) ->
     if name in roles:
         return _assignment(table, adapter, "champion", 1.0) if adapter is not None else None
     prefix = f"{table.model}--{name}-"
-    found = sorted(model for model in loaded if model == name or model.startswith(prefix))
+    found = sorted(
+        model
+        for model in loaded
+        if (model == name and not _of_another_line(table, model)) or model.startswith(prefix)
+    )
     if len(found) != 1 or found[0] == table.public_model:
         return None
     return _assignment(table, found[0], "champion", 1.0)
+
+
+def _of_another_line(table: RoutingTable, adapter: str) -> bool:
+    line = line_of_adapter(adapter)
+    return line != table.model and public_model(line) == table.public_model
 
 
 def _assignment(table: RoutingTable, adapter: str, arm: Arm, propensity: float) -> Assignment:

@@ -15,8 +15,8 @@ from learner.grpo.losses import LOSSES
 from learner.grpo.objective import objective
 from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.start import with_start
-from learner.grpo.trainer import accumulate, deal, run_steps, update_rule
-from learner.policy.adapter_io import load_policy
+from learner.grpo.trainer import accelerator, accumulate, deal, run_steps, update_rule
+from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import (
@@ -418,6 +418,24 @@ def test_a_group_whose_spread_was_that_of_a_drifting_answer_counts_as_quiet(
 
     assert {name: one.reason for name, one in outcome.faults.items()} == {"flat": "no_spread"}
     assert outcome.algorithm["quiet_groups"] == 3
+
+
+def test_the_algorithm_names_ranks_of_single_modules_and_the_gpu(
+    policy: Policy,
+    on_policy: OnPolicy,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy.model.peft_config[ADAPTER].rank_pattern = {"v_proj": 2}
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(2)]
+
+    outcome, _ = run_steps(policy, job_of(groups, learner_settings))
+
+    assert outcome.algorithm["rank_pattern"] == {"v_proj": 2}
+    assert "alpha_pattern" not in outcome.algorithm
+    assert outcome.algorithm["accelerator"] is None, "a CPU"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
+    assert accelerator(torch.device("cuda", 1)) == "H100 1"
 
 
 def test_groups_left_out_for_their_spread_make_the_steps_smaller(

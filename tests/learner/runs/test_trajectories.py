@@ -238,13 +238,16 @@ def test_one_trajectory_has_nothing_to_be_compared_with() -> None:
         groups_of(both()[0])
 
 
-def test_sessions_that_begin_differently_have_no_prompt_and_make_no_group() -> None:
+@pytest.mark.parametrize("prompt", [(7,), (1, 2, 9)], ids=["nothing-alike", "system-prompt-alike"])
+def test_sessions_with_other_first_prompts_are_other_tasks_and_make_no_group(
+    prompt: tuple[int, ...],
+) -> None:
     row: Any = join_rows(
         [
             TokenTurn(
                 exchange_id="b1",
                 parent=None,
-                prompt_token_ids=(7,),
+                prompt_token_ids=prompt,
                 answers=(SampledAnswer(index=0, token_ids=(8,), logprobs=(-1.0,)),),
             )
         ]

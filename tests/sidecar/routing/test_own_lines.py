@@ -252,6 +252,9 @@ async def test_an_operator_names_versions_of_the_own_line(
     assert await named("shop", "v7") == (DEFAULT_CHAMPION, "200 OK")
     assert (await named("shop", "v1"))[1] == "404 Not Found"
     assert await named("support", "base") == ("base", "200 OK")
+    assert await named("support", OWN_CHAMPION) == (OWN_CHAMPION, "200 OK")
+    assert (await named("shop", OWN_CHAMPION))[1] == "404 Not Found"
+    assert (await named("support", DEFAULT_CHAMPION))[1] == "404 Not Found"
 
 
 async def test_readiness_names_the_lines(
