@@ -1,7 +1,7 @@
 """A canary that fails, seen by the proxy's breaker alone and by control alone.
 
 The breaker counts every reply, whatever is captured and stored; control sees the captured share of
-the sessions' turns. Both are the product's own.
+the sessions' turns, as late as it counts them. Both are the product's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.canary.traffic import World, reply_to, requests
+from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
 from deploy.registry.proof_rule import guard_harm, ratios_of
 from sidecar.metrics.proxy import Metrics
@@ -36,11 +37,12 @@ def stop(
         model="m", champion="m--v1", canary="m--v2", canary_weight_bp=weight_bp, salt=f"s{seed}"
     )
     live, proxy, tag = Live(ratios_of(rules)), Breaker(Metrics()), canary_tag(table)
+    order = InOrder(rules.turn_wait_s)
     proxy.follow(table)
     units: set[str] = set()
     breaker: int | None = None
     control: int | None = None
-    for request in requests(world, rng):
+    for place, request in enumerate(requests(world, rng)):
         reply = reply_to(request, world, salt=table.salt, weight_bp=weight_bp, rng=rng)
         if reply.canary:
             units.add(request.key)
@@ -55,7 +57,9 @@ def stop(
                 weight=weight_bp / BUCKETS,
                 bad=reply.bad,
             )
-            live.read([turn])
+            at = request.at  # a reply takes no time here
+            order.add(turn, started_at=at, stored_at=at, took_s=0.0, place=place)
+            live.read(order.take(at))
             if guard_harm(live.guards, rules) is not None:
                 control = len(units)
         if breaker is not None and (control is not None or capture == 0.0):

@@ -7,6 +7,7 @@ bad as is accepted. State, order, bets and levels are the product's own; no whol
 
 from __future__ import annotations
 
+import math
 import random
 
 from benchmarks.canary.traffic import World, differences
@@ -24,6 +25,8 @@ PRONE = 0.06
 """Share of the champion's sessions in which every turn is bad."""
 TURNS = 5
 GROUPS = 800
+LOOK_S = 10.0
+"""Time between two looks at a busy site."""
 
 
 def guard(rules: CanarySettings, seed: int) -> dict[str, bool]:
@@ -45,21 +48,30 @@ def guard(rules: CanarySettings, seed: int) -> dict[str, bool]:
     }
 
 
-def busy(rules: CanarySettings, seed: int) -> dict[str, bool]:
+def busy(rules: CanarySettings, most_turns: int, bad_share: float, seed: int) -> dict[str, bool]:
     """Play a busy site with an equal candidate whose replies take 8 s beside the champion's 30 s.
 
-    Returns: as `guard`.
+    most_turns: a conversation has one to so many requests, without a pause between them. bad_share:
+    of the replies, of either arm. Returns: as `guard`.
     """
     rng, live, kind = random.Random(f"busy-{seed}"), Live(ratios_of(rules)), "evasive"
-    order, now = InOrder(rules.turn_wait_s), 0.0
-    for number in range(2_500):
+    now, ended = 0.0, list[tuple[float, float, float, Turn]]()
+    for number in range(2_500 if most_turns == 1 else 1_000):
         now += rng.expovariate(20.0)
-        canary = rng.random() < 0.5
-        took_s = (8.0 if canary else 30.0) * rng.uniform(0.5, 1.5)
-        bad = frozenset({kind}) if rng.random() < 0.2 else frozenset[str]()
-        turn = Turn(unit=f"s{number}", canary=canary, weight=0.5, bad=bad)
-        order.add(turn, started_at=now, stored_at=now + took_s, place=number)
-    live.read(order.take(now + 2.0 * rules.turn_wait_s + 100.0))
+        canary, began = rng.random() < 0.5, now
+        for _ in range(rng.randint(1, most_turns)):
+            took_s = (8.0 if canary else 30.0) * rng.uniform(0.5, 1.5)
+            bad = frozenset({kind}) if rng.random() < bad_share else frozenset[str]()
+            turn = Turn(unit=f"s{number}", canary=canary, weight=0.5, bad=bad)
+            ended.append((began + took_s, began, took_s, turn))
+            began += took_s
+    order, look_at = InOrder(rules.turn_wait_s), 0.0
+    for place, (at, began, took_s, turn) in enumerate(sorted(ended, key=lambda one: one[0])):
+        if at >= look_at:
+            live.read(order.take(at))
+            look_at = at + LOOK_S
+        order.add(turn, started_at=began, stored_at=at, took_s=took_s, place=place)
+    live.read(order.take(math.inf))
     return {
         "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
         "held": live.mismatch >= threshold(rules.split_level),

@@ -108,8 +108,9 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
             reply = reply_to(request, world, salt=canary.salt, weight_bp=canary.weight_bp, rng=rng)
             weight = canary.weight_bp / BUCKETS
             turn = Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)
-            ends, place = at + took_s(world, canary=reply.canary, rng=rng), place + 1
-            order.add(turn, started_at=at, stored_at=ends + STORED_S, place=place)
+            spent_s = took_s(world, canary=reply.canary, rng=rng)
+            ends, place = at + spent_s, place + 1
+            order.add(turn, started_at=at, stored_at=ends + STORED_S, took_s=spent_s, place=place)
             if request.turns > 1:
                 then = ends + world.turn_gap_s
                 following = replace(request, at=then, turns=request.turns - 1)

@@ -185,7 +185,10 @@ def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
         f"sessions: {PLAIN.guard_ratio:g} times as many bad": (
             partial(limits.guard, PLAIN), sessions,
         ),
-        "busy site: replies of 8 s beside 30 s": (partial(limits.busy, PLAIN), busy),
+        "busy site: replies of 8 s beside 30 s": (partial(limits.busy, PLAIN, 1, 0.2), busy),
+        "busy agents without pauses: 8 s beside 30 s": (
+            partial(limits.busy, PLAIN, 20, 0.05), busy,
+        ),
         "groups: no difference": (
             partial(limits.groups, PLAIN, 0.0),
             {"better": PLAIN.promote_level, "harm": PLAIN.harm_level, **flaws},

@@ -1,10 +1,10 @@
 """Read users' turns of a ramp from the `exchange` table, for `deploy.evidence.live`.
 
 Each tick reads the exchanges that the store took since the last one, in the order of the table
-(`seq`), which is that in which replies ended; `deploy.evidence.in_order` puts them in that in which
-requests began. A process that starts again reads the ramp's exchanges from the first one and ends
-in the same state. What is read in one tick is bounded, so a long ramp is caught up with over
-several.
+(`seq`), which is that in which replies ended; `deploy.evidence.in_order` puts them in one that does
+not depend on the speed of the arms. A process that starts again reads the ramp's exchanges from the
+first one and ends in the same state. What is read in one tick is bounded, so a long ramp is caught
+up with over several.
 
 The unit is `session_key`, what the proxy hashed to choose the arm, and not the session that ingest
 finds later: two conversations that open alike share an arm. A request counts for the arm that it
@@ -16,6 +16,7 @@ propensity that the proxy stored.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,17 @@ class _Row(NamedTuple):
     started_at: float
     stored_at: float
     project: str
+    timings: object
+    """As the store has it: `sidecar.records.Timings` as JSON."""
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from the request to the end of its reply; where they are not known, to when it
+        was stored."""
+        total_s = self.timings.get("total_s") if isinstance(self.timings, dict) else None
+        if isinstance(total_s, int | float) and 0.0 <= total_s < math.inf:
+            return float(total_s)
+        return max(0.0, self.stored_at - self.started_at)
 
     @property
     def failed(self) -> bool:
@@ -103,7 +115,11 @@ class LiveTurns:
             own = [row for row in rows if line.has(row.project)]
             for row, turn in _turns(session, canary, own):
                 self._order.add(
-                    turn, started_at=row.started_at, stored_at=row.stored_at, place=row.seq
+                    turn,
+                    started_at=row.started_at,
+                    stored_at=row.stored_at,
+                    took_s=row.took_s,
+                    place=row.seq,
                 )
             self._mark = max(self._mark, rows[-1].seq if rows else 0)
             if not full:
@@ -133,7 +149,8 @@ def _page(session: Session, canary: Canary, mark: int) -> tuple[list[_Row], bool
             edges.append(rows[-1].seq)
     # Beyond the end of a full page that kind's rows are not known yet.
     edge = min(edges, default=None)
-    return sorted(row for row in found if edge is None or row.seq <= edge), bool(edges)
+    known = [row for row in found if edge is None or row.seq <= edge]
+    return sorted(known, key=lambda row: row.seq), bool(edges)
 
 
 def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]:

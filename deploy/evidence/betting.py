@@ -9,6 +9,14 @@ stopping.
 fraction of what m allows. No variance is assumed. `bet_on_arm` is against "a unit is the canary's
 with odds of at most `odds`": each gambler believes in other odds and bets as they tell.
 
+Each observation that speaks for the null hypothesis costs the gamblers, so what becomes wrong late
+would be found late. Therefore a part of the wealth may be kept back (`begin`) and paid out bit by
+bit (`pay_out`): those gamblers begin at a later observation. This moves wealth and makes none, so
+the level stays that of all time together. E is a mixture over the observations at which the bets
+begin, with weights that add up to 1; without such weights it would be the e-detector of Shin,
+Ramdas and Rinaldo (arXiv:2203.03532), which bounds the mean time to a false alarm and not its
+chance.
+
 Source: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B
 2024, arXiv:2010.09686), section 4, with a mixture of constant bets. The tests hold values of their
 own program.
@@ -18,10 +26,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FRACTIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5)
 """Bets as fractions of the one that could lose everything. Small ones suit small effects."""
+SLOWNESS = 10
+"""Observations by which the paying out of what is kept back is slowed down at the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +86,36 @@ def bet_on_arm(bets: Bets, canary: bool, odds: float, beliefs: Sequence[float]) 
     return _grown(bets, [math.log(factor) for factor in factors])
 
 
-def begin(gamblers: int) -> Bets:
-    """Return the state before the first observation."""
-    return Bets(log_wealth=(0.0,) * gamblers)
+def begin(gamblers: int, *, kept: float = 0.0) -> Bets:
+    """Return the state before the first observation.
+
+    kept: share of the wealth that is kept back for `pay_out`, 0 to below 1. If above 0, a last one
+    beside the `gamblers` holds it and bets nothing: give it a belief of 1.
+    """
+    if not kept:
+        return Bets(log_wealth=(0.0,) * gamblers)
+    every = gamblers + 1
+    one = math.log((1.0 - kept) * every / gamblers)
+    return Bets(log_wealth=(*(one,) * gamblers, math.log(kept * every)))
+
+
+def pay_out(bets: Bets) -> Bets:
+    """Return the state after the last of `log_wealth` gave a part to the others, in equal parts.
+
+    The n-th time it is 1 / (2 n + 2 `SLOWNESS`) of what is left, so of what is kept at first about
+    n^-1.5 begins at the n-th observation. A harm that begins behind n observations therefore needs
+    about 1.5 log(n) nats more.
+    """
+    *gamblers, kept = bets.log_wealth
+    part = 0.5 / (bets.observations + 1 + SLOWNESS)
+    more = kept + math.log(part / len(gamblers))
+    wealth = (_log_sum(one, more) for one in gamblers)
+    return replace(bets, log_wealth=(*wealth, kept + math.log1p(-part)))
+
+
+def _log_sum(one: float, other: float) -> float:
+    """Return log(exp(one) + exp(other)), without overflow."""
+    return max(one, other) + math.log1p(math.exp(-abs(one - other)))
 
 
 def _grown(bets: Bets, log_factors: Sequence[float]) -> Bets:

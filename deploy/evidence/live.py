@@ -11,7 +11,8 @@ together.
   of all. If the candidate's rate is at most `ratio` times the champion's, such a unit is the
   candidate's with odds of at most `ratio w / (1 - w)`. It works with a champion that never fails.
   Half of the gamblers bet on each count: nearly all long sessions have a bad turn of a frequent
-  kind in either arm, but not their first one; and some kinds come only late in a session.
+  kind in either arm, but not their first one; and some kinds come only late in a session. Of each
+  half some begin later (`deploy.evidence.betting.pay_out`): a harm may come after long health.
 - The mismatch counts every unit once, at its first turn: it is the candidate's with odds
   `w / (1 - w)`. If not, traffic is lost or routed by something else, and no comparison of the arms
   holds.
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from deploy.evidence.betting import Bets, begin, bet_on_arm
+from deploy.evidence.betting import Bets, begin, bet_on_arm, pay_out
 from deploy.evidence.quality import FLAWS
 
 Guard = Literal["failed", "cut", "short", "invalid", "evasive"]
@@ -38,9 +39,12 @@ WORSE = (1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 """How many times over the accepted ratio the gamblers of a guard believe the candidate's rate to
 be."""
 _ABSTAIN = (1.0,) * len(WORSE)
-_BAD_ONCE, _BAD_AT_FIRST = (*WORSE, *_ABSTAIN), (*WORSE, *WORSE)
+_BAD_ONCE, _BAD_AT_FIRST = (*WORSE, *_ABSTAIN, 1.0), (*WORSE, *WORSE, 1.0)
 """Beliefs of all gamblers of a guard, about a unit with a bad turn, and with a bad first one. A
-belief of 1 bets nothing."""
+belief of 1 bets nothing; the last one holds what is kept back."""
+KEPT = 0.2
+"""Share of a guard's wealth that begins to bet later, for harm that comes late. More of it finds
+such harm hardly sooner, and harm from the beginning later (docs/log.md)."""
 UNEVEN = (0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """Multiples of the odds of the weight that the gamblers of the mismatch believe in."""
 MOST_UNITS = 200_000
@@ -67,7 +71,7 @@ class Turn:
 class GuardState:
     """One guard."""
 
-    bets: Bets = field(default_factory=lambda: begin(2 * len(WORSE)))
+    bets: Bets = field(default_factory=lambda: begin(2 * len(WORSE), kept=KEPT))
     canary: int = 0
     """Units of the candidate with a bad turn."""
     champion: int = 0
@@ -137,4 +141,4 @@ class Live:
         state.champion += not turn.canary
         odds = ratio * turn.weight / (1.0 - turn.weight)
         beliefs = _BAD_AT_FIRST if first else _BAD_ONCE
-        state.bets = bet_on_arm(state.bets, turn.canary, odds, beliefs)
+        state.bets = bet_on_arm(pay_out(state.bets), turn.canary, odds, beliefs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import insert, select
@@ -92,6 +92,26 @@ def test_an_arm_that_answers_slower_is_not_taken_for_one_that_gets_fewer_session
     assert live.mismatch < 2.0
     assert abs(live.canary_units - live.champion_units) < 25
     assert live.late == {"canary": 0, "champion": 0}
+
+
+@pytest.mark.parametrize("timings", [{"total_s": 50.0}, {"total_s": "long"}, {}, [], None])
+def test_a_second_request_waits_for_what_the_first_reply_was_too_quick(
+    world: World, timings: Any
+) -> None:
+    """A reply of 50 s of the 60 of the wait; where its time is not known, until it was stored."""
+    turns = waiting(world)
+    ended(world, "a", 50.0, canary=True)
+    with world.database.write() as session:
+        session.query(ExchangeRow).one().timings = timings
+    ended(world, "a", 0.0, canary=True)
+    with world.database.write() as session:
+        newest = select(ExchangeRow).order_by(ExchangeRow.seq.desc()).limit(1)
+        session.scalars(newest).one().outcome = "upstream_error"
+
+    world.clock.now += 69.0
+    assert read(world, turns).guards["failed"].canary == 0
+    world.clock.now += 1.0
+    assert read(world, turns).guards["failed"].canary == 1
 
 
 def test_a_turn_is_counted_when_those_that_began_before_it_have_ended(world: World) -> None:

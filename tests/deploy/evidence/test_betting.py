@@ -11,7 +11,17 @@ import random
 
 import pytest
 
-from deploy.evidence.betting import FRACTIONS, START, Bets, bet, log_mean_exp, threshold
+from deploy.evidence.betting import (
+    FRACTIONS,
+    START,
+    Bets,
+    begin,
+    bet,
+    bet_on_arm,
+    log_mean_exp,
+    pay_out,
+    threshold,
+)
 from deploy.evidence.interval import EMPTY, bounds, observe
 
 SHORT: tuple[float, ...] = (0.5, 0.62, 0.41, 0.9, 0.0, 1.0, 0.55, 0.55, 0.48, 0.73)
@@ -124,3 +134,35 @@ def test_under_the_null_the_threshold_is_ever_passed_as_rarely_as_its_level(mean
 
     assert sum(passes(mean) for _ in range(300)) <= 15 + 7  # two standard errors over 5%
     assert all(passes(mean + 0.2) for _ in range(20))
+
+
+def test_paying_out_moves_wealth_and_makes_none() -> None:
+    """So E stays a martingale under the null hypothesis, and the level that of all time."""
+    state = begin(2, kept=0.5)
+    assert math.exp(state.log_wealth[-1]) == pytest.approx(1.5)
+    assert state.log_e == pytest.approx(0.0)
+
+    for canary in (True, False, False, True, False):
+        paid = pay_out(state)
+        assert paid.log_e == pytest.approx(state.log_e, abs=1e-12)
+        assert paid.log_wealth[-1] < state.log_wealth[-1]
+        assert (paid.peak, paid.observations) == (state.peak, state.observations)
+        state = bet_on_arm(paid, canary, 0.25, (2.0, 10.0, 1.0))
+
+    left = math.prod(1 - 0.5 / (10 + number) for number in range(1, 6))
+    assert math.exp(state.log_wealth[-1]) == pytest.approx(1.5 * left)
+
+
+def test_the_level_holds_with_bets_that_begin_later() -> None:
+    """E has a mean of 1 after each observation, whatever came before: by all 64 walks of six units
+    of which a fifth are the canary's."""
+    total = 0.0
+    for walk in range(64):
+        state, chance = begin(2, kept=0.5), 1.0
+        for number in range(6):
+            canary = bool(walk >> number & 1)
+            chance *= 0.2 if canary else 0.8
+            state = bet_on_arm(pay_out(state), canary, 0.25, (2.0, 10.0, 1.0))
+        total += chance * math.exp(state.log_e)
+
+    assert total == pytest.approx(1.0, abs=1e-12)

@@ -26,21 +26,40 @@ def after(*turns: Turn) -> Live:
 
 def test_one_bad_unit_by_hand() -> None:
     """The odds under the null hypothesis are 1.5 * 0.2 / 0.8 = 3/8, a share of 3/11. A belief of
-    30 times that multiplies a wealth by 30 / (1 + 29 * 3/11) when it is the canary's."""
+    30 times that multiplies a wealth by 30 / (1 + 29 * 3/11) when it is the canary's. Of a wealth
+    of 13, a fifth is kept back; 1 / 22 of that is paid to the twelve before they bet."""
     live = after(turn("a", True, "failed"))
 
-    first = live.guards["failed"].bets.log_wealth
-    expected = [math.log(belief / (1 + (belief - 1) * 3 / 11)) for belief in WORSE]
-    assert first == pytest.approx([*expected, *expected])
-    assert math.exp(first[-1]) == pytest.approx(30 / (1 + 29 * 3 / 11))
+    *gamblers, kept = live.guards["failed"].bets.log_wealth
+    began = (10.4 + 2.6 / 22) / 12
+    expected = [math.log(began * belief / (1 + (belief - 1) * 3 / 11)) for belief in WORSE]
+    assert gamblers == pytest.approx([*expected, *expected])
+    assert math.exp(gamblers[-1]) == pytest.approx(began * 30 / (1 + 29 * 3 / 11))
+    assert math.exp(kept) == pytest.approx(2.6 * 21 / 22)
 
 
 def test_a_later_bad_turn_moves_only_those_who_bet_on_bad_units() -> None:
     live = after(turn("a", True), turn("a", True, "failed"))
 
     wealth = live.guards["failed"].bets.log_wealth
-    assert all(one > 0 for one in wealth[:6])
-    assert wealth[6:] == (0.0,) * 6
+    began = math.log((10.4 + 2.6 / 22) / 12)
+    assert all(one > began for one in wealth[:6])
+    assert wealth[6:12] == pytest.approx([began] * 6)
+
+
+def test_harm_behind_long_health_is_found_almost_as_soon_as_at_once() -> None:
+    """Both arms had 400 bad units, a fifth of them the canary's; then nine of ten are."""
+
+    def needed(healthy: int) -> int:
+        live = after(*(turn(f"h{number}", number % 5 == 0, "failed") for number in range(healthy)))
+        assert live.guards["failed"].bets.peak < math.log(3)
+        for number in range(healthy):
+            live.read([turn(f"b{number}", number % 10 > 0, "failed")])
+            if live.guards["failed"].bets.peak >= math.log(100):
+                return number
+        return healthy
+
+    assert needed(400) <= 30, "without what is kept back it takes 98"
 
 
 def test_betting_on_an_arm_is_betting_on_a_mean_with_another_stake() -> None:

@@ -62,9 +62,9 @@ def ramp(candidate: ArmCounts, champion: ArmCounts, **more: Any) -> RampEvidence
 
 
 def guards(kind: Guard, canary: int, champion: int, *, weight: float = 0.2) -> Live:
-    """What sessions with a bad turn say: first the champion's, then the canary's."""
-    live = Live(RATIOS)
-    arms = [False] * champion + [True] * canary
+    """What sessions with a bad turn say, the arms mixed as evenly as it goes."""
+    live, every = Live(RATIOS), canary + champion
+    arms = [(n + 1) * canary // every > n * canary // every for n in range(every)]
     live.read(
         Turn(unit=str(number), canary=arm, weight=weight, bad=frozenset({kind}))
         for number, arm in enumerate(arms)
