@@ -172,7 +172,13 @@ class Chromium:
 
     def screenshot(self, path: Path) -> None:
         """Write the whole page as a PNG."""
-        found = self.devtools("Page.captureScreenshot", captureBeyondViewport=True)
+        # Its size is asked of the page: a busy browser that has not drawn it yet would say 0.
+        size = self.run(
+            "const page = document.documentElement;"
+            "return {width: page.scrollWidth, height: page.scrollHeight}"
+        )
+        clip = {"x": 0, "y": 0, **size, "scale": 1}
+        found = self.devtools("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(found["data"]))
 
     def messages(self) -> list[str]:
