@@ -19,6 +19,7 @@ from deploy.page.shown.attention import Need, needs
 from deploy.page.shown.changes import KEPT_S, Change, Looked, changes, is_of_line, read_looked
 from deploy.page.shown.traffic import ArmRow, Sight, arm_rows, lost_captures, sights
 from deploy.page.shown.words import headline, serves_since, step_waits_for
+from sidecar.routing.table import is_adapter_name
 
 LOOKED: Final = "sidecar_admin_looked"
 """Cookie of the last visit."""
@@ -78,7 +79,7 @@ async def read_figures(desk: Desk, asked: Asked, canary: CanaryOut | None) -> Ma
     The API asks for the scope `content`, because it shows the answers of the gate in the same
     reply. They go no further than this function.
     """
-    if canary is None:
+    if canary is None or not is_adapter_name(canary.canary_id):  # damaged: control ends it
         return {}
     ask = desk.ask_as(asked.request, Grant("page", EVERY_SCOPE), asked.line)
     found = await ask.get(EvidenceOut, "canaries", canary.canary_id, "evidence")
