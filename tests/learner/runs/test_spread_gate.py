@@ -27,7 +27,7 @@ from learner.runs.spread_gate import (
 from support.simulated_judge import SimulatedJudge, scored_twice
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup
+    from tests.learner.conftest import MakeAnswer, MakeScoredGroup
 
 TRIED = 4_000
 
@@ -146,12 +146,17 @@ def test_the_gate_is_the_larger_of_setting_and_noise(scored_group: MakeScoredGro
     assert gate.noise_sd == 0.05
 
 
-def test_answers_that_do_not_count_have_no_part_in_the_gate(scored_group: MakeScoredGroup) -> None:
+def test_answers_that_do_not_count_have_no_part_in_the_gate(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
     group = scored_group([0.4, 0.6, 0.9, 0.1])
     two = spread_gate(scored_group([0.4, 0.6]), measured(0.05), min_spread=0.02)
 
     counted = [True, True, False, False]
     assert spread_gate(group, measured(0.05), min_spread=0.02, counted=counted) == two
+    masked = [answer(0), answer(1), answer(2, untrainable_reason="top_p")]
+    selection = select(scored_group([0.4, 0.6, 0.9], answers=masked), sd=0.05)
+    assert selection.gates == {"g": two}
 
     found = rewarded(
         checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), rule="gate_then_rank", scores=group.scores
