@@ -334,7 +334,7 @@ def test_a_group_goes_its_way_once(
     with database.write() as session:
         claim(session, "r", ["a", "b", "c"])
         mark_trained(session, ["a"])
-        drop(session, "r", {"b": "no_spread"}, before="claimed")
+        drop(session, "r", {"b": "no_spread"}, before="claimed", texts={"b": "x" * 501})
         mark_trained(session, ["b", "d"])  # not claimed any more, and never claimed
         assert give_back(session, "r") == 1
 
@@ -343,6 +343,7 @@ def test_a_group_goes_its_way_once(
     with database.read() as session:
         dropped = session.scalars(select(GroupRow).where(GroupRow.group_id == "b")).one()
         assert (dropped.reason, dropped.run_id) == ("no_spread", "r")
+        assert dropped.detail == "x" * 500
 
 
 @pytest.mark.both_stores
