@@ -98,6 +98,8 @@ WORK = {
     "deploy/forgetting/rows.py:exchanges_of": LISTING,
     "deploy/forgetting/rows.py:_remove_told_by": LISTING,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
+    "deploy/admin/records.py:_add_groups.<locals>.groups": "a person's listing of the groups of "
+    "one project, which may be rare among all groups, without the write lock",
     "ingest/store/sessions.py:newest_exchanges": "once, at the start of ingest",
 }
 """Functions that may take more than `MOST_STEPS` -> why."""
