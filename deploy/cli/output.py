@@ -186,6 +186,8 @@ def _shown(key: str, value: Any, now: float) -> str:
     if key.endswith("_bp") and isinstance(value, int):
         return f"{value} ({value / 100:g}%)"
     if isinstance(value, list):
+        if key == "steps":  # of a canary's ramp
+            value = [f"{weight_bp / 100:g}%" for weight_bp in value]
         return ", ".join(map(str, value)) or "-"
     return str(value) if value or value == 0 else "-"  # a limit of "none" would read as 0
 

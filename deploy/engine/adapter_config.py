@@ -101,7 +101,9 @@ def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraS
     base = config.get("base_model_name_or_path")
     if bases and not _is_base(base, bases):
         raise InvalidAdapterError(
-            f"{CONFIG}: was trained on {shown(base)}, vLLM serves {' = '.join(sorted(bases))}"
+            f"{CONFIG}: was trained on {shown(base)}, vLLM serves {' = '.join(sorted(bases))}; "
+            "if these are the same weights, write one of the served names as "
+            "base_model_name_or_path there"
         )
     return LoraShape(
         rank=int(rank or 0),

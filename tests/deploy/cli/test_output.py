@@ -24,6 +24,7 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
         "before": {},
         "step": 0,
         "weight_bp": 2_050,
+        "steps": [500, 2_000],
         "at": NOW - 60,
         "next_step_earliest_at": NOW - 3_600,
     }
@@ -38,6 +39,7 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
         "before: -",
         "step: 0",
         "weight_bp: 2050 (20.5%)",
+        "steps: 5%, 20%",
         "at: 2026-11-21T11:59:00Z (1 min ago)",
         "next_step_earliest_at: 2026-11-21T11:00:00Z (1 h ago); the step has lasted long enough, "
         "and `reason` says what else it needs",

@@ -278,6 +278,9 @@ def test_the_next_run_starts_from_the_champion(
     assert fake_trainer.jobs[0].parent.name == champion
     assert fake_trainer.jobs[0].parent.path == tmp_path / "adapter-4"
     assert (candidate.parent, candidate.version) == (champion, 5)
+    parent = json.loads((candidate.path / LINEAGE).read_text())["parent"]
+    assert (parent["name"], parent["version"]) == (champion, 4)
+    assert parent["digest"] == folder_digest(tmp_path / "adapter-4")
 
 
 def flip_a_bit(path: Path) -> None:
