@@ -65,8 +65,9 @@ def alias_router(context: AdminContext) -> APIRouter:
 
     @router.get("/aliases/{name}")
     def alias(name: Alias, response: Response, project: Project = None) -> AliasOut:
+        model = context.line_of(project)
         with database.read() as session, naming(f"alias {name}"):
-            found = _read(session, context.line_of(project), name)
+            found = _read(session, model, name)
         response.headers["etag"] = _etag(found)
         return found
 

@@ -268,6 +268,8 @@ async def test_the_admin_api_reads_and_changes_one_line(
         ("GET", "/canaries"),
         ("GET", "/runs"),
         ("GET", "/aliases"),
+        ("GET", "/aliases/champion"),
+        ("GET", "/groups"),
         ("POST", "/rollback"),
         ("POST", "/learner/pause"),
     ],
