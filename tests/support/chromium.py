@@ -146,8 +146,9 @@ class Chromium:
         """Run the body of a function in the page. Returns: what it returns."""
         return self.call("POST", "execute/sync", {"script": script, "args": list(arguments)})
 
-    def until(self, script: str, *arguments: Any, within_s: float = 20.0) -> Any:
-        """Run a script again and again until it returns something true."""
+    def until(self, script: str, *arguments: Any, within_s: float = 60.0) -> Any:
+        """Run a script again and again until it returns something true; within a second on an idle
+        machine."""
         deadline = time.monotonic() + within_s
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < deadline, f"not within {within_s} s: {script}"

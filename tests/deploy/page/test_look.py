@@ -44,9 +44,18 @@ PATHS = {
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     with Chromium(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
+
+
+@pytest.fixture
+def window(browser: Chromium) -> Chromium:
+    """The browser, away from the page of the test before, whose server is gone: a page that is left
+    open asks it what has changed, and complains of the silence in the next test."""
+    browser.open("about:blank")
+    browser.messages()
+    return browser
 
 
 @pytest.fixture
