@@ -60,13 +60,20 @@ class Visitors:
             )
 
     async def warm_up(self) -> None:
-        """Ask once, as a user whom nobody counts. Raises: RuntimeError without an answer."""
+        """Ask once each, as users whom nobody counts: the first batch of a vLLM on a busy machine
+        took over 30 s, also after a first request alone. Raises: RuntimeError without an answer."""
+        asked = Conversation(id="", turns=("Are you open?",))
         async with httpx.AsyncClient(base_url=self.base_url, trust_env=False) as client:
-            asked = Conversation(id="", turns=("Are you open?",))
-            await self._visit(client, "Answer shortly.", asked, "warm-up")
-        last = self.visits.pop()
-        if last.error:
-            raise RuntimeError(f"the first request was not answered: {last.error}")
+            await asyncio.gather(
+                *(
+                    self._visit(client, "Answer shortly.", asked, f"warm-up-{number}")
+                    for number in range(self.at_once)
+                )
+            )
+        errors = {one.error for one in self.visits if one.error}
+        self.visits.clear()
+        if errors:
+            raise RuntimeError(f"the first requests were not answered: {', '.join(errors)}")
 
     async def _come(
         self,
