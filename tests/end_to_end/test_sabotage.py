@@ -21,7 +21,9 @@ def test_a_candidate_that_hangs_loses_its_users_and_nobody_else_notices(tmp_path
         pytest.skip("no engine or no model here: `make test` sets both up")
     make_nearly_base(tmp_path / "candidate")
 
-    told = play(tmp_path / "run", [(HANGING, tmp_path / "candidate")], OPEN_GATE)
+    told = play(
+        tmp_path / "run", [(HANGING, tmp_path / "candidate")], OPEN_GATE, patience_s=60.0
+    )  # a whole suite beside it once took half a minute of a user of the base
 
     (played,) = told.played
     assert played.state == "rolled_back", played.reason

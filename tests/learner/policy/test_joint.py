@@ -76,7 +76,7 @@ def test_each_group_gets_the_values_that_it_has_alone(
     for one, group in zip(found, groups, strict=True):
         (alone,), _ = with_start(policy, [group], job_of([group], apart))
         for row, expected in zip(one.rows, alone.rows, strict=True):
-            assert row.start == pytest.approx(expected.start, abs=1e-6)
+            assert row.start == pytest.approx(expected.start, abs=5e-6)  # ten roundings of fp32
             assert len(row.start) == len(row.token_ids)
 
 
