@@ -34,6 +34,8 @@ Phase = Literal[
 ]
 """queued: waits until the canary that runs has ended; withdrawn: left the queue without a trial."""
 _VERSION = re.compile(r".+--(v\d+)-[0-9a-f]{12}")
+LEARNER_AWAY_S = 180.0
+"""A learner that told nothing for so long is away: it tells its decision every minute."""
 ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
 
 

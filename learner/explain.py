@@ -50,13 +50,16 @@ def is_full(error: BaseException) -> bool:
 
 def explain_full(error: OSError, *, adapters_dir: Path) -> str:
     """Explain a full disk that leaves a run to the next start."""
-    where, why = error.filename or adapters_dir, (error.strerror or one_line(error)).lower()
+    where, why = _where_and_why(error, adapters_dir)
     return f"{where} cannot be written: {why}; free space there"
 
 
+def _where_and_why(error: OSError, adapters_dir: Path) -> tuple[object, str]:
+    return error.filename or adapters_dir, (error.strerror or one_line(error)).lower()
+
+
 def _explain_disk(error: OSError, adapters_dir: Path) -> str:
-    where = error.filename or adapters_dir
-    why = (error.strerror or one_line(error)).lower()
+    where, why = _where_and_why(error, adapters_dir)
     if error.errno in _FULL:
         todo = "free space there; the groups are given back, and the next run takes them again"
     elif error.errno in _FORBIDDEN:

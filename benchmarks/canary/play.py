@@ -76,11 +76,8 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
     rng = random.Random(seed)
     scores = differences(world, rng)
     limits, live, told = limits_of(rules), Live(ratios_of(rules)), Told()
-    quality, canary, claims = (
-        Quality(),
-        begun_canary(steps=rules.steps, number=seed),
-        frozenset[str](),
-    )
+    quality, claims = Quality(), frozenset[str]()
+    canary = begun_canary(steps=rules.steps, number=seed)
 
     def judge() -> None:
         nonlocal quality, claims

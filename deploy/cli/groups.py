@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from deploy.cli.content.group_text import group_lines, groups_table
 from deploy.cli.context import admin_client
-from deploy.cli.output import (
-    Output,
-    note,
-    print_found,
-    print_table,
-    refuse_unknown,
-    say,
-)
+from deploy.cli.output import Output, note, print_as, print_table, refuse_unknown
 
 groups_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
@@ -65,18 +57,4 @@ def groups_show(context: typer.Context, group_id: str, output: Output = "text") 
             request = client.get("/exchanges", str(found.get("exchange_id")))["request"]
         except AdminApiError as error:  # retention may have deleted it before the group
             note(str(error))
-    _print(found, output, lambda: list(group_lines(found, request, time.time())))
-
-
-def _print(found: Any, output: str, lines: Callable[[], list[str]]) -> None:  # Any: JSON
-    """Print a reply of the admin API by these lines, or as it is when it is not as this version
-    knows it."""
-    try:
-        shown = None if output == "json" else lines()
-    except (KeyError, TypeError, AttributeError):
-        shown = None
-    if shown is None:
-        print_found(found, output)
-        return
-    for line in shown:
-        say(line)
+    print_as(found, output, lambda: list(group_lines(found, request, time.time())))

@@ -116,14 +116,22 @@ def print_table(found: Any, output: str, table: Table) -> None:  # Any: JSON of 
     output: as for `print_found`.
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WHOLE
+    print_as(found, output, lambda: table(found["items"], time.time(), width))
+
+
+def print_as(found: Any, output: str, lines: Callable[[], list[str]]) -> None:  # Any: as above
+    """Print a reply by these lines, or by its fields when it is not as this version knows it.
+
+    output: as for `print_found`.
+    """
     try:
-        lines = None if output == "json" else table(found["items"], time.time(), width)
+        shown = None if output == "json" else lines()
     except (KeyError, TypeError, AttributeError):
-        lines = None
-    if lines is None:
+        shown = None
+    if shown is None:
         print_found(found, output)
         return
-    for line in lines:
+    for line in shown:
         say(line)
     note_missing(found)
 

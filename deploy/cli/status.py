@@ -18,13 +18,12 @@ from deploy.cli.learning.judges import (
     gate_judge_lines,
     judge_lines,
 )
-from deploy.cli.learning.learner import AWAY_S
 from deploy.cli.learning.lines import OneLine, name_of, other_lines, percent
 from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
-from deploy.records import nobody_has
+from deploy.records import LEARNER_AWAY_S, nobody_has
 from learner.resume.rule import was_stopped
 
 
@@ -295,7 +294,7 @@ def _next_run(learner: Learner, now: float, *, by_hand: bool) -> Iterator[str]:
     told = learner.schedule
     if told is None:
         return
-    if now - told.at > AWAY_S:
+    if now - told.at > LEARNER_AWAY_S:
         yield f"  It said nothing since {shown_time(told.at, now)}; is `sidecar learn` up?"
     elif not (
         told.kind in ("start", "running")

@@ -27,6 +27,7 @@ from deploy.evidence.outside import (
 )
 from deploy.outside.http import OutsideError
 from deploy.outside.metrics import MetricSource, Names
+from deploy.outside.turns import end_turns
 from deploy.records import Canary
 from deploy.registry import audit, canaries, versions
 from deploy.registry.history import bans
@@ -83,7 +84,7 @@ class MetricChecks:
         watched = await asyncio.to_thread(self._watched)
         for canary in watched:
             self._begin(canary)
-        await self._end()
+        await end_turns(self._turns, within_s=EVERY_S)
         for canary in watched:
             if canary.phase == "promoted":
                 await asyncio.to_thread(self._obey, canary.canary_id)
@@ -96,21 +97,6 @@ class MetricChecks:
             turn = (canary.canary_id, name)
             if turn not in self._turns and _is_due(canary.metrics.get(name), metric, now):
                 self._turns[turn] = asyncio.create_task(self._look(name, metric, names))
-
-    async def _end(self) -> None:
-        """Wait a while for the checks that are being made. Raises: StoreError."""
-        if not self._turns:
-            return
-        try:
-            await asyncio.wait(self._turns.values(), timeout=EVERY_S)
-        except asyncio.CancelledError:
-            for turn in self._turns.values():
-                turn.cancel()
-            raise
-        ended = [self._turns.pop(name) for name, turn in [*self._turns.items()] if turn.done()]
-        failed = [error for turn in ended if (error := turn.exception()) is not None]
-        if failed:
-            raise failed[0]
 
     async def _look(self, name: str, metric: Metric, names: Names) -> None:
         check = await self._check(metric, names)

@@ -30,6 +30,7 @@ from deploy.errors import error_line
 from deploy.iso_times import iso
 from deploy.outside.http import OutsideError, Poster, secret_of
 from deploy.outside.signing import key_of, signed_headers
+from deploy.outside.turns import end_turns
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify
 from sidecar.store.database import DAMAGE, Database, count, get_flag, set_flag
@@ -181,18 +182,7 @@ class Hooks:
         for name, hook in self._settings.hooks.items():
             if name not in self._turns:
                 self._turns[name] = asyncio.create_task(self._tell(name, hook))
-        if not self._turns:
-            return
-        try:
-            await asyncio.wait(self._turns.values(), timeout=EVERY_S)
-        except asyncio.CancelledError:
-            for turn in self._turns.values():
-                turn.cancel()  # the next control tells it again
-            raise
-        ended = [self._turns.pop(name) for name, turn in [*self._turns.items()] if turn.done()]
-        failed = [error for turn in ended if (error := turn.exception()) is not None]
-        if failed:
-            raise failed[0]
+        await end_turns(self._turns, within_s=EVERY_S)  # the next control tells it again
 
     async def _tell(self, name: str, hook: Hook) -> None:
         state = await asyncio.to_thread(self._state, name)

@@ -21,7 +21,7 @@ from ingest.records import UNREADABLE, Answer, Disagreement, Group, Rewarded, Sc
 from ingest.store.rewards import keep_rewards, load_rewards, unreadable
 from sidecar.store.arrays import FLOAT_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
-from sidecar.store.database import count, insert_into
+from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.keyring import Keyring
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
@@ -39,6 +39,7 @@ PENDING = (SAMPLING, SAMPLED)
 LEAST_ANSWERS = 2
 """Answers of a group that must be readable for its other ones to be left out."""
 _ANSWER = RowMapping(Answer, AnswerRow)
+_UNREAD = Answer(index=0, origin="sampled", message=b"", untrainable_reason=UNREADABLE)
 
 
 def save_group(
@@ -100,7 +101,7 @@ def load_group(session: Session, group_id: str, *, without: Collection[int] = ()
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
         answers=tuple(
-            _unread(place) if place in without else _answer(keyring, answer)
+            replace(_UNREAD, index=place) if place in without else _answer(keyring, answer)
             for place, answer in enumerate(_answer_rows(session, group_id))
         ),
     )
@@ -121,10 +122,6 @@ def _read(session: Session, row: AnswerRow) -> None:
     opened_explanation(session, row)
 
 
-def _unread(place: int) -> Answer:
-    return Answer(index=place, origin="sampled", message=b"", untrainable_reason=UNREADABLE)
-
-
 def load_scored_group(
     session: Session, group_id: str, *, on_damage: Callable[[int, str], None] | None = None
 ) -> ScoredGroup | None:
@@ -134,39 +131,50 @@ def load_scored_group(
         that is no number is NaN. None: such a group cannot be read.
     Raises: one of `DAMAGE`; also where fewer than `LEAST_ANSWERS` answers can be read.
     """
+    try:
+        return _load_scored(session, group_id, lenient=on_damage is not None)
+    except DAMAGE:
+        if on_damage is None:
+            raise
+        row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
+        answers = _answer_rows(session, group_id)
+        damaged = {} if row is None else unreadable(session, row, answers, partial(_read, session))
+        if not damaged or len(answers) - len(damaged) < LEAST_ANSWERS:
+            raise
+    found = _load_scored(session, group_id, lenient=True, without=damaged)
+    if found is not None:
+        for place, why in damaged.items():
+            on_damage(place, why)
+    return found
+
+
+def _load_scored(
+    session: Session, group_id: str, *, lenient: bool, without: Collection[int] = ()
+) -> ScoredGroup | None:
+    """Read a scored group as `load_scored_group` does, but for the answers that are not read."""
     row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
     answers = _answer_rows(session, group_id)
-    damaged: Mapping[int, str] = {}
-    if row is not None and on_damage is not None:
-        damaged = unreadable(session, row, answers, partial(_read, session))
-    if len(answers) - len(damaged) < LEAST_ANSWERS:
-        damaged = {}
-    group = load_group(session, group_id, without=damaged)
+    group = load_group(session, group_id, without=without)
     if row is None or group is None or row.judge_model is None or row.rubric_hash is None:
         return None
     scores = [answer.score for answer in answers if answer.score is not None]
-    if on_damage is not None:
-        found = [answer.score for answer in answers]
-        scores = [one if isinstance(one, int | float) else math.nan for one in found]
-        known = len(scores) - sum(map(math.isnan, scores))
-        if known < min(LEAST_ANSWERS, len(scores)):
+    if lenient:
+        scores = [one.score if isinstance(one.score, int | float) else math.nan for one in answers]
+        if len(scores) - sum(map(math.isnan, scores)) < min(LEAST_ANSWERS, len(scores)):
             return None
     if len(scores) != len(answers):
         return None
-    for place, why in damaged.items():
-        if on_damage is not None:
-            on_damage(place, why)
     return ScoredGroup(
         group=group,
         scores=tuple(scores),
         explanations=tuple(
-            "" if place in damaged else opened_explanation(session, answer)
+            "" if place in without else opened_explanation(session, answer)
             for place, answer in enumerate(answers)
         ),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
         passes=msgspec.convert(row.passes or 1, int),
-        rewarded=load_rewards(session, row, answers, without=damaged),
+        rewarded=load_rewards(session, row, answers, without=without),
     )
 
 

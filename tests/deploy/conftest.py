@@ -103,6 +103,14 @@ def pack(value: float, dtype: str) -> bytes:
     return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
 
 
+PASSING = (
+    Move(to="gating", candidate_state="gating", reason="gating"),
+    Move(to="ramping", candidate_state="ramping", reason="ramping"),
+    Move(to="promoted", candidate_state="champion", reason="good"),
+)
+"""Moves of a canary that passes."""
+
+
 @dataclass
 class World:
     """A store, the fakes around it, and the few things that other rooms would do."""
@@ -299,25 +307,13 @@ class World:
 
     def promote(self, name: str) -> None:
         """Take a registered adapter through a canary that passes, without the controller."""
-        with self.database.write() as session:
-            begun = transitions.begin(
-                session,
-                model=self.line.name,
-                candidate=name,
-                steps=(5000,),
-                now=self.clock.now,
-                actor="t",
-            )
-            for move in (
-                Move(to="gating", candidate_state="gating", reason="gating"),
-                Move(to="ramping", candidate_state="ramping", reason="ramping"),
-                Move(to="promoted", candidate_state="champion", reason="good"),
-            ):
-                canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
-                transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
+        self._take(name, PASSING)
 
     def ramp(self, name: str) -> None:
         """Take a registered adapter to the first step of its ramp, without the controller."""
+        self._take(name, PASSING[:2])
+
+    def _take(self, name: str, moves: Sequence[Move]) -> None:
         with self.database.write() as session:
             begun = transitions.begin(
                 session,
@@ -327,9 +323,8 @@ class World:
                 now=self.clock.now,
                 actor="t",
             )
-            for to in ("gating", "ramping"):
+            for move in moves:
                 canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
-                move = Move(to=to, candidate_state=to, reason=to)
                 transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
 
     @staticmethod

@@ -9,17 +9,14 @@ from typing import Any
 import typer
 
 from deploy.cli.context import Project, admin_client
+from deploy.cli.learning.runs import SILENT_S
 from deploy.cli.output import GivenReason, Output, Reason, note, print_found, say, say_json
 from deploy.cli.times import shown_length
+from deploy.records import LEARNER_AWAY_S
 
 learner_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The learner, and what holds it."
 )
-
-AWAY_S = 180.0
-"""A learner that told nothing for so long is away: it tells its decision every minute."""
-RUN_SILENT_S = 30.0
-"""A run without a heartbeat for so long was killed (`learner.runs.runs.LEASE_S`)."""
 
 
 def _act(
@@ -85,9 +82,9 @@ def away_words(learner: Mapping[str, Any], now: float) -> str:
     learner: JSON of the admin API. now: Unix seconds.
     """
     told, run = learner.get("schedule"), learner.get("last_run")
-    if run is not None and run["ended_at"] is None and now - run["heartbeat_at"] < RUN_SILENT_S:
+    if run is not None and run["ended_at"] is None and now - run["heartbeat_at"] < SILENT_S:
         return ""
-    if told is not None and now - told["at"] <= AWAY_S:
+    if told is not None and now - told["at"] <= LEARNER_AWAY_S:
         return ""
     heard = "yet" if told is None else f"for {shown_length(now - told['at'])}"
     return (

@@ -128,10 +128,7 @@ def _commands(app: typer.Typer, *words: str) -> Iterator[tuple[tuple[str, ...], 
         if below is None or not group.name:
             continue
         name = str(group.name)
-        yield (
-            (*words, name),
-            group if below.registered_callback is None else (below.registered_callback),
-        )
+        yield (*words, name), below.registered_callback or group
         yield from _commands(below, *words, name)
 
 

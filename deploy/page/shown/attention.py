@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
 from deploy.page.shown.words import count, percent, short
+from deploy.records import LEARNER_AWAY_S
 from ingest.judge_watch.advice import advice_on
 from sidecar.hiding import hide_in_url
 
 LATE_S = 60.0
 """Ingest looks at the bus every few seconds; a report that is older has no ingest behind it."""
-
-LEARNER_AWAY_S = 180.0
-"""The learner tells its decision every minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

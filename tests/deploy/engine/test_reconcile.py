@@ -441,7 +441,7 @@ def took(world: World, proxy: str, generation: int) -> None:
 async def test_an_adapter_stays_for_a_proxy_that_has_not_taken_the_present_table(
     world: World,
 ) -> None:
-    """Of two proxies one is cut off from the store: its sessions go on with the old table."""
+    """One of two proxies is cut off from the store: its sessions go on with the old table."""
     names = [world.register(version) for version in range(1, 6)]
     for name in names:
         world.promote(name)

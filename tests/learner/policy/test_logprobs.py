@@ -95,7 +95,7 @@ def test_auto_takes_bf16_where_the_processor_has_it(
 def test_auto_takes_bf16_on_cards_that_do_not_only_emulate_it(
     monkeypatch: pytest.MonkeyPatch, has_it: bool
 ) -> None:
-    """Of the card that is asked for, which may not be the first."""
+    """The card that is asked for decides; it may not be the first."""
     asked: list[torch.device] = []
 
     @contextmanager
