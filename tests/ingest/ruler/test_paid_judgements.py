@@ -141,6 +141,8 @@ async def test_a_stop_does_not_wait_for_ever(
         stop.set()
         async with asyncio.timeout(20):
             await running
+            # An attempt that has begun goes on in its thread, and would find the store free.
+            await asyncio.get_running_loop().shutdown_default_executor()
 
     lost = [event for event in events if event["event"] == "judgement_lost"]
     assert sorted(event["group_id"] for event in lost) == NAMES
