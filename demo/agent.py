@@ -28,10 +28,13 @@ class Reply:
 class SupportAgent:
     """Answers customers of Northwind Outfitters."""
 
-    def __init__(self, *, base_url: str, model: str, system: str) -> None:
+    def __init__(
+        self, *, base_url: str, model: str, system: str, max_tokens: int = MAX_TOKENS
+    ) -> None:
         self._client = AsyncOpenAI(base_url=base_url, api_key="not-needed", timeout=120.0)
         self._model = model
         self._system = system
+        self._max_tokens = max_tokens
 
     async def serve(self, conversation: Conversation, *, customer: str) -> list[Reply]:
         """Hold one conversation to its end. Returns one reply per turn."""
@@ -55,7 +58,7 @@ class SupportAgent:
         request: dict[str, Any] = {
             "model": self._model,
             "messages": messages,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self._max_tokens,
             "temperature": 1.0,
             "user": customer,
         }

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         groups=options.groups,
         size=options.size,
         exam_answers=options.exam_answers,
-        learner=Learner(steps=options.steps, learning_rate=options.rate),
+        learner=Learner(steps=options.steps, learning_rate=options.rate, pack_tokens=2048),
     )
     played: list[Played] = []
     missing: dict[str, str] = {}

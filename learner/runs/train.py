@@ -92,7 +92,8 @@ class Run:
         heartbeat_s: float = HEARTBEAT_S,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """trainer: called only when there is something to learn (torch loads slowly).
+        """settings: with `learner.pack_tokens` found (`learner.once.with_pack_tokens`), not `auto`.
+        trainer: called only when there is something to learn (torch loads slowly).
         show: prints where the run is."""
         self.run_id = run_id
         """Id of the run; where a killed run is resumed, the id of that one."""

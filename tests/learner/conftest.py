@@ -78,7 +78,14 @@ def database(new_store: NewStore) -> Database:
 @pytest.fixture
 def learner_settings() -> Learner:
     return Learner(
-        min_groups=2, rank=4, alpha=8, precision="float32", steps=1, learning_rate=0.02, threads=1
+        min_groups=2,
+        rank=4,
+        alpha=8,
+        precision="float32",
+        steps=1,
+        learning_rate=0.02,
+        threads=1,
+        pack_tokens=2048,
     )
 
 
