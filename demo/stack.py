@@ -121,7 +121,11 @@ def engine_section(port: int) -> dict[str, Any]:
     command += ["--enable-lora", "--enforce-eager", "--enable-auto-tool-choice"]
     env = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # By itself each engine binds its threads to the first cores, the same ones in all engines:
+        # three of them, as the tests start, then share one core of two (docs/log.md).
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ENGINE_SITE),

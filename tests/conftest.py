@@ -1,8 +1,8 @@
 """How the suite runs: which tests share a worker of pytest-xdist, and which go first.
 
 A worker gets whole files, so that what a file's tests share is made once. The files that start a
-real vLLM go first, because they take longest and mostly wait; those of one folder share a worker,
-so that no more than two engines run at a time. Some folders share a process that is slow to start.
+real vLLM go first, because they take longest; all but one share a worker, so that no more than two
+engines compute at a time. Some folders share a process that is slow to start.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ FIRST = (
     "tests/sidecar/hardening/test_fuzz.py",
     "tests/deploy/supervise/test_up.py",
 )
-"""Beginnings of node ids, the longest first. An engine of `test_vllm_unasked.py` ends with the
-file, the one of the folder with the worker: in this order they do not run together."""
-ONE_WORKER = ("tests/clients/", "tests/learner/distributed/", "tests/learner/resume/")
+"""Beginnings of node ids, the longest first. An engine of `test_sabotage.py` and one of
+`test_vllm_unasked.py` ends with the file, the one of the folder with the worker: in this order they
+do not run together."""
+ENGINES = ("tests/end_to_end/test_sabotage.py", "tests/clients/")
+"""What shares a worker because it starts a vLLM. `test_loop.py` has one of its own: alone it takes
+as long as these."""
+ONE_WORKER = ("tests/learner/distributed/", "tests/learner/resume/")
 WAITING_WORKERS = 2
 """Workers beyond one for each core: two wait for an engine most of the time."""
 
@@ -125,6 +129,8 @@ def place(nodeid: str) -> int:
 def lane(nodeid: str) -> str:
     """Name what must run in one worker: a file, a folder of `ONE_WORKER`, or all tests with Kafka
     in their names, which share a broker."""
+    if nodeid.startswith(ENGINES):
+        return "engines"
     if "kafka" in nodeid:
         return "kafka"
     return next(

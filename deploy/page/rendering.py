@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
+from markupsafe import Markup
 
 from deploy.page.shown import changes, times, words
 from ingest.verifiers.records import check_words
@@ -77,6 +78,7 @@ class Templates:
             host=hide_in_url,
             text=message_text,
             check=check_words,
+            commands=commands_as_code,
         )
         self._environment.globals["static"] = self._static
 
@@ -96,6 +98,17 @@ def _load(path: Path, media_type: str) -> StaticFile:
 @pass_context
 def _clock(context: Context, at: object) -> str:
     return times.clock(at, context.get("now", time.time()))
+
+
+def commands_as_code(text: str) -> Markup:
+    """Return the text as HTML, escaped, with what stands between two backticks as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one of the backticks has no other
+        return Markup("{}").format(text)
+    return Markup("").join(
+        Markup("<code>{}</code>" if number % 2 else "{}").format(part)
+        for number, part in enumerate(parts)
+    )
 
 
 def message_text(message: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.page.rendering import FOLDER, HEADERS, POLICY
+from deploy.page.rendering import FOLDER, HEADERS, POLICY, commands_as_code
 from deploy.registry import transitions
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
@@ -280,3 +280,16 @@ async def test_a_canary_whose_id_is_damaged_hides_no_page(
     assert {path: (await browser.get(path)).status_code for path in PAGES} == dict.fromkeys(
         PAGES, 200
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("run `sidecar doctor` now", "run <code>sidecar doctor</code> now"),
+        ("`a` and `<b>`", "<code>a</code> and <code>&lt;b&gt;</code>"),
+        ("<script>`", "&lt;script&gt;`"),
+        ("nothing", "nothing"),
+    ],
+)
+def test_what_stands_between_backticks_is_code_and_all_is_escaped(text: str, shown: str) -> None:
+    assert commands_as_code(text) == shown
