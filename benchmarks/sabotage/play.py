@@ -39,7 +39,7 @@ BASIC: Mapping[str, Mapping[str, Any]] = {
         "timeout_s": 20.0,
         "max_slowdown": 0.0,
     },
-    "learner": {"schedule": "manual"},
+    "learner": {"schedule": "manual", "pack_tokens": 2048},
 }
 PROVEN: Mapping[str, Any] = {
     "steps": [2_000, 5_000],

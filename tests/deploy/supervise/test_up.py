@@ -95,6 +95,7 @@ def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:
         "serving": {"upstreams": [vllm], "model": "m"},
         "proxy": {"port": free_port()},
         "admin": {"port": free_port()},
+        "learner": {"pack_tokens": 2048},  # else `learn` first loads torch, to measure
     }
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
