@@ -94,8 +94,12 @@ def engine_dtype(cpu_description: Path) -> str:
     return "bfloat16" if words & BFLOAT16_FLAGS else "float32"
 
 
-def engine_section(port: int) -> dict[str, Any]:
-    """How to start the CPU build of vLLM with run-time LoRA loading."""
+def engine_section(port: int, *, lora: bool = True) -> dict[str, Any]:
+    """How to start the CPU build of vLLM.
+
+    lora: with run-time LoRA loading. It costs the base's own requests too: their tokens pass
+        through the adapters' products as well.
+    """
     # Measured with 24 requests at once (docs/log.md): the CPU build gathers LoRA weights per token,
     # so rank 8 instead of 16, and blocks that can cache our short prompts, are 3 times as fast.
     flags = {
@@ -103,11 +107,6 @@ def engine_section(port: int) -> dict[str, Any]:
         "--served-model-name": MODEL,
         "--host": "127.0.0.1",
         "--port": port,
-        # More places than adapters in one life of the engine: its CPU build applies the adapter in
-        # the last place to requests for the base, so that place must stay empty (docs/log.md).
-        "--max-loras": 16,
-        "--max-cpu-loras": 16,
-        "--max-lora-rank": 8,
         "--block-size": 32,
         "--max-model-len": 2048,
         "--max-num-seqs": 32,
@@ -115,10 +114,18 @@ def engine_section(port: int) -> dict[str, Any]:
         "--logprobs-mode": "processed_logprobs",
         "--tool-call-parser": "hermes",
     }
+    if lora:
+        # More places than adapters in one life of the engine: its CPU build applies the adapter in
+        # the last place to requests for the base, so that place must stay empty (docs/log.md).
+        flags |= {"--max-loras": 16, "--max-cpu-loras": 16, "--max-lora-rank": 8}
     command = [str(ENGINE_PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in flags.items():
         command += [flag, str(value)]
-    command += ["--enable-lora", "--enforce-eager", "--enable-auto-tool-choice"]
+    command += [
+        "--enforce-eager",
+        "--enable-auto-tool-choice",
+        *(["--enable-lora"] if lora else []),
+    ]
     env = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,8 +1,8 @@
 """How the suite runs: which tests share a worker of pytest-xdist, and which go first.
 
 A worker gets whole files, so that what a file's tests share is made once. The files that start a
-real vLLM go first, because they take longest; all but one share a worker, so that no more than two
-engines compute at a time. Some folders share a process that is slow to start.
+real vLLM go first, because they take longest, and share a worker, so that one engine computes at a
+time: two of them take more than twice as long. Some folders share a process that is slow to start.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ FIRST = (
     "tests/sidecar/hardening/test_fuzz.py",
     "tests/deploy/supervise/test_up.py",
 )
-"""Beginnings of node ids, the longest first. An engine of `test_sabotage.py` and one of
-`test_vllm_unasked.py` ends with the file, the one of the folder with the worker: in this order they
+"""Beginnings of node ids, the longest first. The engines of `end_to_end` and the one of
+`test_vllm_unasked.py` end with the file, the one of `clients` with the worker: in this order they
 do not run together."""
-ENGINES = ("tests/end_to_end/test_sabotage.py", "tests/clients/")
-"""What shares a worker because it starts a vLLM. `test_loop.py` has one of its own: alone it takes
-as long as these."""
+ENGINES = ("tests/end_to_end/", "tests/clients/")
+"""What shares a worker because it starts a vLLM."""
 ONE_WORKER = ("tests/learner/distributed/", "tests/learner/resume/")
 WAITING_WORKERS = 2
-"""Workers beyond one for each core: two wait for an engine most of the time."""
+"""Workers beyond one for each core: one waits for an engine, others for processes and clocks."""
 
 
 _configure = structlog.configure

@@ -45,7 +45,7 @@ class Servers:
 def running_servers(folder: Path) -> Iterator[Servers]:
     """Start them, and stop them by process id. Raises: AssertionError when one is not ready."""
     engine_port = free_port()
-    engine = engine_section(engine_port)
+    engine = engine_section(engine_port, lora=False)
     vllm = os.environ.get(RUNNING_VLLM, f"http://127.0.0.1:{engine_port}")
     with contextlib.ExitStack() as stack:
         started, urls = [], {}

@@ -41,7 +41,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     own.unlink()
     own.write_text(json.dumps({**said, **FILLED}))
     port = free_port()
-    engine = engine_section(port)
+    engine = engine_section(port, lora=False)
     command = [str(base) if word == str(MODEL_FOLDER) else word for word in engine["command"]]
     with process(folder, "vllm", command, {**engine["env"], **ENGINE_CORE}) as running:
         url = f"http://127.0.0.1:{port}"

@@ -114,7 +114,7 @@ async def play(told: Story) -> None:
         system=questions.system,
         max_tokens=MAX_TOKENS,
     )
-    told.traffic = Traffic(agent=agent, conversations=questions.traffic, wave=6, pause_s=2.0)
+    told.traffic = Traffic(agent=agent, conversations=questions.traffic, wave=4, pause_s=3.0)
     stop = asyncio.Event()
     sending = asyncio.create_task(told.traffic.run(stop))
     watcher = RoundWatcher(stack.addresses.admin_url, print)
