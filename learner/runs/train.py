@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from opentelemetry import trace
 
+from ingest.grouping.rules import UNTOLD_TOKENS
 from learner.errors import (
     AlteredParentError,
     NothingToLearnError,
@@ -92,7 +93,8 @@ class Run:
         heartbeat_s: float = HEARTBEAT_S,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """settings: with `learner.pack_tokens` found (`learner.once.with_pack_tokens`), not `auto`.
+        """settings: `learner.pack_tokens` as found by `learner.once.with_pack_tokens`; `auto`
+        counts as what ingest takes until it is told.
         trainer: called only when there is something to learn (torch loads slowly).
         show: prints where the run is."""
         self.run_id = run_id
@@ -103,7 +105,9 @@ class Run:
         """Groups of a run that trained: `used`, and those left out by reason."""
         self.left: Released | None = None
         """How it left its work to the next start; None: it did not."""
-        self._settings = settings
+        tokens = settings.learner.pack_tokens or UNTOLD_TOKENS
+        learner = settings.learner.model_copy(update={"pack_tokens": tokens})
+        self._settings = settings.model_copy(update={"learner": learner})
         self._database = database
         self._trainer = trainer
         self._clock = clock
