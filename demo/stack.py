@@ -86,6 +86,9 @@ def choose_addresses() -> Addresses:
 def engine_dtype(cpu_description: Path) -> str:
     """bfloat16 where the processor multiplies it, float32 where the CPU build of vLLM would only
     emulate it: there bfloat16 gives 16 tokens/s to 18 requests at once, float32 71 (docs/log.md).
+
+    `learner.policy.logprobs.wants_autocast` decides the same for the learner. It asks torch, which
+    takes seconds to load and which whoever starts an engine does not need.
     """
     try:
         words = set(cpu_description.read_text().split())
@@ -114,18 +117,16 @@ def engine_section(port: int, *, lora: bool = True) -> dict[str, Any]:
         "--logprobs-mode": "processed_logprobs",
         "--tool-call-parser": "hermes",
     }
+    switches = ["--enforce-eager", "--enable-auto-tool-choice"]
     if lora:
         # More places than adapters in one life of the engine: its CPU build applies the adapter in
         # the last place to requests for the base, so that place must stay empty (docs/log.md).
+        switches.append("--enable-lora")
         flags |= {"--max-loras": 16, "--max-cpu-loras": 16, "--max-lora-rank": 8}
     command = [str(ENGINE_PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in flags.items():
         command += [flag, str(value)]
-    command += [
-        "--enforce-eager",
-        "--enable-auto-tool-choice",
-        *(["--enable-lora"] if lora else []),
-    ]
+    command += switches
     env = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -41,9 +41,13 @@ FIRST = (
 """Beginnings of node ids, the longest first. The engines of `end_to_end` and the one of
 `test_vllm_unasked.py` end with the file, the one of `clients` with the worker: in this order they
 do not run together."""
-ENGINES = ("tests/end_to_end/", "tests/clients/")
-"""What shares a worker because it starts a vLLM."""
-ONE_WORKER = ("tests/learner/distributed/", "tests/learner/resume/")
+ONE_WORKER = {
+    "tests/end_to_end/": "engines",
+    "tests/clients/": "engines",
+    "tests/learner/distributed/": "distributed",
+    "tests/learner/resume/": "resume",
+}
+"""Beginning of a node id -> name of what shares a worker."""
 WAITING_WORKERS = 2
 """Workers beyond one for each core: one waits for an engine, others for processes and clocks."""
 
@@ -126,14 +130,13 @@ def place(nodeid: str) -> int:
 
 
 def lane(nodeid: str) -> str:
-    """Name what must run in one worker: a file, a folder of `ONE_WORKER`, or all tests with Kafka
-    in their names, which share a broker."""
-    if nodeid.startswith(ENGINES):
-        return "engines"
+    """Name what must run in one worker: a file, what `ONE_WORKER` names, or all tests with Kafka in
+    their names, which share a broker."""
     if "kafka" in nodeid:
         return "kafka"
     return next(
-        (folder for folder in ONE_WORKER if nodeid.startswith(folder)), nodeid.split("::")[0]
+        (name for start, name in ONE_WORKER.items() if nodeid.startswith(start)),
+        nodeid.split("::")[0],
     )
 
 

@@ -65,7 +65,7 @@ def make(folder: Path, names: Sequence[str]) -> dict[str, Path]:
         target = made[name] = folder / re.sub(r"\W", "-", name)
         if target.exists():
             continue
-        settings = Learner(rank=8, alpha=32, seed=number, pack_tokens=2048)
+        settings = Learner(rank=8, alpha=32, seed=number)
         policy = load_policy(str(MODEL_FOLDER), Parent(name=BASE), settings)
         if name == NOISE:
             _fill_with_noise(policy, NOISE_STD)

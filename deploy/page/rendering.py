@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from deploy.page.shown import changes, times, words
 from ingest.verifiers.records import check_words
@@ -104,10 +104,10 @@ def commands_as_code(text: str) -> Markup:
     """Return the text as HTML, escaped, with what stands between two backticks as code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # one of the backticks has no other
-        return Markup("{}").format(text)
+        return escape(text)
+    code = Markup("<code>{}</code>")
     return Markup("").join(
-        Markup("<code>{}</code>" if number % 2 else "{}").format(part)
-        for number, part in enumerate(parts)
+        code.format(part) if number % 2 else part for number, part in enumerate(parts)
     )
 
 

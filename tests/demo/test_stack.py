@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from demo.stack import engine_dtype
+from learner.policy.logprobs import wants_autocast
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,12 @@ def test_bfloat16_is_served_only_where_the_processor_multiplies_it(
     described.write_text(f"processor : 0\n{flags}\nbogomips : 4890\n")
 
     assert engine_dtype(described) == dtype
+
+
+def test_the_learner_decides_the_same_for_this_processor() -> None:
+    found = engine_dtype(Path("/proc/cpuinfo"))
+
+    assert (found == "bfloat16") == wants_autocast("auto", torch.device("cpu"))
 
 
 def test_an_unknown_processor_gets_float32(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ from sidecar.store.database import Database
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 MAX_TOKENS = 40
-"""Of an answer. On a processor without bfloat16 a step of the engine takes a quarter of a second,
-and a story with answers of up to 96 tokens twenty minutes beside the other tests."""
+"""The longest answer that a customer asks for. On a processor without bfloat16 a step of the engine
+takes a quarter of a second, and the story with answers of up to 96 tokens twenty minutes beside the
+other tests."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "groups": {
         "size": 4,

@@ -186,7 +186,7 @@ def two(tmp_path: Path, new_store: NewStore) -> Iterator[Two]:
         store={"url": database.url},
         groups={"settle_s": 0.0, "held_out_rate": 0.0, "size": 2},
         judge={"model": "openai/judge"},
-        learner={"min_groups": 2, "adapters_dir": tmp_path / "adapters", "pack_tokens": 2048},
+        learner={"min_groups": 2, "adapters_dir": tmp_path / "adapters"},
     )
     with database.write() as session:
         for line in settings.lines:

@@ -171,9 +171,7 @@ class _Use:
                 max_groups_per_near_prompt=10_000,
             ),
             judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4, rescore_share=1.0),
-            learner=LearnerSettings(
-                min_groups=2, pack_tokens=2048, adapters_dir=folder / "adapters"
-            ),
+            learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
         )
 
     def change(self, row: type[Any], values: Mapping[str, Any], *where: Any) -> None:

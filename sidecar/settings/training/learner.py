@@ -98,7 +98,7 @@ class Learner(ObjectiveSection):
         int,
         Between(0, 10_000_000, "a prompt and an answer must fit, and memory grows with it"),
         BeforeValidator(_tokens),
-    ] = 0
+    ] = AUTO_TOKENS
     """Longest input that is computed at once; memory grows with it. `auto` (0): what the learner
     finds that its memory holds, which it tells ingest through the store. A group is split over
     several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""

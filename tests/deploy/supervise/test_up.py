@@ -450,7 +450,6 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
 ) -> None:
     sections = extremes(end)
     sections["proxy"]["workers"] = 2  # 128 processes are more than this machine has room for
-    sections["learner"]["pack_tokens"] = 2048  # at 0 it loads torch, to measure
     judge = {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1"}
     for section in ("judge", "gate_judge"):  # budgets need prices, the gate's numbers its model
         sections[section] |= judge

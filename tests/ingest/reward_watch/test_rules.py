@@ -234,7 +234,7 @@ def test_settings_move_each_threshold() -> None:
 def test_equal_adapters_are_held_in_at_most_one_check_of_a_hundred(answers: int) -> None:
     """docs/log.md has more draws. Sessions of 5 answers on average, alike by 0.2."""
     held = 0
-    for seed in range(100):
+    for seed in range(400):
         rng = Random(seed)
         profiles = {
             name: simulate(Behaviour(), rng, answers=n, groups=30)
@@ -302,7 +302,7 @@ def test_feedback_of_few_sessions_does_not_tell_of_users() -> None:
 def test_users_are_called_flat_with_the_chance_that_the_settings_state() -> None:
     """They gain just the least that counts, and the judge a lot: `false_holds` of checks hold."""
     held = dict.fromkeys((0.01, 0.1), 0)
-    for seed in range(100):
+    for seed in range(400):
         rng = Random(seed)
         before, now = (
             simulate(Behaviour(signals=signals), rng, answers=2_000, groups=3, session=1)
@@ -317,8 +317,8 @@ def test_users_are_called_flat_with_the_chance_that_the_settings_state() -> None
             limits = LIMITS.model_copy(update={"false_holds": chance})
             held[chance] += "judge_alone" in assess(line, limits).checks
 
-    assert held[0.01] <= 4  # 1% of 100: more than 4 happen once in 300 runs; the seeds are fixed
-    assert 3 <= held[0.1] <= 19  # outside of it: once in 300 runs
+    assert held[0.01] <= 10  # 1% of 400: more than 10 happen once in 300 runs; the seeds are fixed
+    assert 20 <= held[0.1] <= 60
 
 
 def test_the_simulation_can_fail() -> None:

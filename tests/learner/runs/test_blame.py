@@ -58,7 +58,7 @@ class Trainer:
 url, run_id, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
 settings = Settings(
     serving=Serving(model="m"), store=Store(url=url),
-    learner=Learner(min_groups=16, adapters_dir=folder, pack_tokens=2048),
+    learner=Learner(min_groups=16, adapters_dir=folder),
 )
 Run(settings, Database(url), Trainer, run_id=run_id, clock=lambda: float(sys.argv[5])).start()
 """
