@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
     from learner.distributed.place import given_place
-    from learner.once import measure_in_child, run_once, with_pack_tokens
+    from learner.once import run_once, with_pack_tokens
     from learner.patience import when_unlocked
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
+    from learner.schedule.measuring import measuring
     from learner.together import as_launched, follow, lead, trainer_of
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
@@ -98,9 +100,8 @@ def _main(argv: list[str] | None) -> int:
                         trainer=trainer,
                     ),
                 )
-            with only_one(settings.state_dir, "learn"):
-                if not settings.learner.pack_tokens:
-                    measure_in_child(args.config)
+            measured = nullcontext() if settings.learner.pack_tokens else measuring(args.config)
+            with only_one(settings.state_dir, "learn"), measured:
                 return run_schedule(
                     settings, database, args.config, clock=time.time, stopping=stopping
                 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -32,7 +30,6 @@ from learner.resume.rule import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
-from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
@@ -42,8 +39,6 @@ TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit; the schedule tells it on."""
 POLL_S = 1.0
-MEASURE_S = 300.0
-"""torch takes seconds to load, and minutes on a machine that is busy."""
 TO_DO = (
     "`sidecar learner watch` has the figures (docs/reward-watch.md); "
     "`sidecar learner override --reason ...` lets runs go on"
@@ -154,22 +149,6 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
     log.info("pack_tokens_found", holds=found.holds if found is not None else None, used=used)
     learner = settings.learner.model_copy(update={"pack_tokens": used})
     return settings.model_copy(update={"learner": learner})
-
-
-def measure_in_child(config: Path | None) -> None:
-    """Run `--measure` in a process of its own, because the schedule loads no torch. A measurement
-    that fails costs nothing but itself (logged): each run measures again."""
-    command = list(own_python("learner", "--measure"))
-    command += ["--config", str(config)] if config is not None else []
-    try:
-        done = subprocess.run(
-            command, env=own_environment(os.environ), check=False, timeout=MEASURE_S
-        )
-        code: int | None = done.returncode
-    except subprocess.TimeoutExpired:
-        code = None
-    if code != 0:
-        log.warning("pack_tokens_not_measured", exit_code=code)
 
 
 def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], bool]) -> Candidate:
