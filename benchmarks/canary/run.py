@@ -2,6 +2,8 @@
 target does not hold.
 
     python -m benchmarks canary [--canaries 1000] [--parts equal limits power stopped slides]
+
+Each part is written to `benchmarks/results/canary-PART.json` as soon as it has ended.
 """
 
 from __future__ import annotations
@@ -115,17 +117,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     asked = parser.parse_args(argv)
-    machine, began = results.machine(), time.monotonic()
+    codes = []
     with ProcessPoolExecutor(asked.processes, initializer=be_quiet) as pool:
-        parts = [PARTS[name](pool, asked.canaries) for name in asked.parts]
-    rows = [row for found, _ in parts for row in found]
-    targets = [target for _, found in parts for target in found]
-    print(results.table(rows, COLUMNS))
-    print()
-    print(results.targets_table(targets))
-    machine["took_s"] = round(time.monotonic() - began, 1)
-    print(f"\n{results.write('canary', rows, targets, machine=machine)}")
-    return results.exit_code(targets)
+        for name in asked.parts:
+            machine, began = results.machine(), time.monotonic()
+            rows, targets = PARTS[name](pool, asked.canaries)
+            machine["took_s"] = round(time.monotonic() - began, 1)
+            written = results.write(f"canary-{name}", rows, targets, machine=machine)
+            print(results.table(rows, COLUMNS))
+            print(f"\n{results.targets_table(targets)}\n\n{written}\n", flush=True)
+            codes.append(results.exit_code(targets))
+    return max(codes)
 
 
 Part = tuple[list[results.Row], list[Target]]
