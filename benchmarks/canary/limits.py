@@ -78,6 +78,25 @@ def busy(rules: CanarySettings, most_turns: int, bad_share: float, seed: int) ->
     }
 
 
+def together(rules: CanarySettings, seed: int) -> dict[str, bool]:
+    """Play long sessions that all begin with the ramp, with a candidate that is better at every
+    turn: the last sessions to have a bad turn are nearly all the candidate's.
+
+    Returns: as `guard`.
+    """
+    rng, live, kind = random.Random(f"together-{seed}"), Live(ratios_of(rules)), "failed"
+    arms = [rng.random() < 0.5 for _ in range(500)]
+    for _ in range(20):
+        for number, canary in enumerate(arms):
+            fails = rng.random() < (0.25 if canary else 0.5)
+            bad = frozenset({kind}) if fails else frozenset[str]()
+            live.read([Turn(unit=f"s{number}", canary=canary, weight=0.5, bad=bad)])
+    return {
+        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
+        "held": live.mismatch >= threshold(rules.split_level),
+    }
+
+
 def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
     """Judge groups of a candidate with a true difference, whose flaws are at their limits.
 

@@ -191,6 +191,9 @@ def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
         "busy agents without pauses: 8 s beside 30 s": (
             partial(limits.busy, PLAIN, 20, 0.05), busy,
         ),
+        "long sessions that begin together, better at every turn": (
+            partial(limits.together, PLAIN), sessions,
+        ),
         "groups: no difference": (
             partial(limits.groups, PLAIN, 0.0),
             {"better": PLAIN.promote_level, "harm": PLAIN.harm_level, **flaws},

@@ -99,8 +99,9 @@ def begin(gamblers: int, *, kept: float = 0.0) -> Bets:
     return Bets(log_wealth=(*(one,) * gamblers, math.log(kept * every)))
 
 
-def pay_out(bets: Bets) -> Bets:
-    """Return the state after the last of `log_wealth` gave a part to the others, in equal parts.
+def pay_out(bets: Bets, among: int) -> Bets:
+    """Return the state after the last of `log_wealth` gave a part to the `among` before it, in
+    equal parts.
 
     The n-th time it is 1 / (2 n + 2 `SLOWNESS`) of what is left, so of what is kept at first about
     n^-1.5 begins at the n-th observation. A harm that begins behind n observations therefore needs
@@ -108,9 +109,9 @@ def pay_out(bets: Bets) -> Bets:
     """
     *gamblers, kept = bets.log_wealth
     part = 0.5 / (bets.observations + 1 + SLOWNESS)
-    more = kept + math.log(part / len(gamblers))
-    wealth = (_log_sum(one, more) for one in gamblers)
-    return replace(bets, log_wealth=(*wealth, kept + math.log1p(-part)))
+    more = kept + math.log(part / among)
+    paid = (_log_sum(one, more) for one in gamblers[-among:])
+    return replace(bets, log_wealth=(*gamblers[:-among], *paid, kept + math.log1p(-part)))
 
 
 def _log_sum(one: float, other: float) -> float:

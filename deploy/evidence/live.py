@@ -11,8 +11,10 @@ together.
   of all. If the candidate's rate is at most `ratio` times the champion's, such a unit is the
   candidate's with odds of at most `ratio w / (1 - w)`. It works with a champion that never fails.
   Half of the gamblers bet on each count: nearly all long sessions have a bad turn of a frequent
-  kind in either arm, but not their first one; and some kinds come only late in a session. Of each
-  half some begin later (`deploy.evidence.betting.pay_out`): a harm may come after long health.
+  kind in either arm, but not their first one; and some kinds come only late in a session. A harm
+  may come after long health, so some gamblers begin later (`deploy.evidence.betting.pay_out`).
+  They bet on first turns only: of long sessions that began together, the better arm's are the last
+  to have a bad turn, and who bets on that stretch alone takes the better arm for the worse one.
 - The mismatch counts every unit once, at its first turn: it is the candidate's with odds
   `w / (1 - w)`. If not, traffic is lost or routed by something else, and no comparison of the arms
   holds.
@@ -140,5 +142,6 @@ class Live:
         state.canary += turn.canary
         state.champion += not turn.canary
         odds = ratio * turn.weight / (1.0 - turn.weight)
+        bets = pay_out(state.bets, len(WORSE)) if first else state.bets
         beliefs = _BAD_AT_FIRST if first else _BAD_ONCE
-        state.bets = bet_on_arm(pay_out(state.bets), turn.canary, odds, beliefs)
+        state.bets = bet_on_arm(bets, turn.canary, odds, beliefs)

@@ -143,10 +143,11 @@ def test_paying_out_moves_wealth_and_makes_none() -> None:
     assert state.log_e == pytest.approx(0.0)
 
     for canary in (True, False, False, True, False):
-        paid = pay_out(state)
+        paid = pay_out(state, among=2)
         assert paid.log_e == pytest.approx(state.log_e, abs=1e-12)
         assert paid.log_wealth[-1] < state.log_wealth[-1]
         assert (paid.peak, paid.observations) == (state.peak, state.observations)
+        assert pay_out(state, among=1).log_wealth[0] == state.log_wealth[0]
         state = bet_on_arm(paid, canary, 0.25, (2.0, 10.0, 1.0))
 
     left = math.prod(1 - 0.5 / (10 + number) for number in range(1, 6))
@@ -162,7 +163,7 @@ def test_the_level_holds_with_bets_that_begin_later() -> None:
         for number in range(6):
             canary = bool(walk >> number & 1)
             chance *= 0.2 if canary else 0.8
-            state = bet_on_arm(pay_out(state), canary, 0.25, (2.0, 10.0, 1.0))
+            state = bet_on_arm(pay_out(state, among=1 + number % 2), canary, 0.25, (2.0, 10.0, 1.0))
         total += chance * math.exp(state.log_e)
 
     assert total == pytest.approx(1.0, abs=1e-12)

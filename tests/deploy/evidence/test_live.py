@@ -27,14 +27,19 @@ def after(*turns: Turn) -> Live:
 def test_one_bad_unit_by_hand() -> None:
     """The odds under the null hypothesis are 1.5 * 0.2 / 0.8 = 3/8, a share of 3/11. A belief of
     30 times that multiplies a wealth by 30 / (1 + 29 * 3/11) when it is the canary's. Of a wealth
-    of 13, a fifth is kept back; 1 / 22 of that is paid to the twelve before they bet."""
+    of 13, a fifth is kept back; 1 / 22 of that is paid to the six who bet on first turns alone."""
     live = after(turn("a", True, "failed"))
 
     *gamblers, kept = live.guards["failed"].bets.log_wealth
-    began = (10.4 + 2.6 / 22) / 12
-    expected = [math.log(began * belief / (1 + (belief - 1) * 3 / 11)) for belief in WORSE]
-    assert gamblers == pytest.approx([*expected, *expected])
-    assert math.exp(gamblers[-1]) == pytest.approx(began * 30 / (1 + 29 * 3 / 11))
+    began, paid = 10.4 / 12, 10.4 / 12 + 2.6 / 22 / 6
+    assert gamblers == pytest.approx(
+        [
+            math.log(wealth * belief / (1 + (belief - 1) * 3 / 11))
+            for wealth in (began, paid)
+            for belief in WORSE
+        ]
+    )
+    assert math.exp(gamblers[-1]) == pytest.approx(paid * 30 / (1 + 29 * 3 / 11))
     assert math.exp(kept) == pytest.approx(2.6 * 21 / 22)
 
 
@@ -42,9 +47,28 @@ def test_a_later_bad_turn_moves_only_those_who_bet_on_bad_units() -> None:
     live = after(turn("a", True), turn("a", True, "failed"))
 
     wealth = live.guards["failed"].bets.log_wealth
-    began = math.log((10.4 + 2.6 / 22) / 12)
+    began = math.log(10.4 / 12)
     assert all(one > began for one in wealth[:6])
-    assert wealth[6:12] == pytest.approx([began] * 6)
+    assert wealth[6:] == pytest.approx([*[began] * 6, math.log(2.6)])
+
+
+@pytest.mark.parametrize(
+    ("units", "turns", "champion", "candidate"), [(1_000, 20, 0.5, 0.25), (300, 20, 0.6, 0.2)]
+)
+def test_of_long_sessions_that_begin_together_the_better_arm_s_bad_turns_come_last(
+    units: int, turns: int, champion: float, candidate: float
+) -> None:
+    """The candidate is better at every turn, so more and more of those without a bad turn so far
+    are its own, and in the end nearly each session that still gets one is the candidate's."""
+    rng = random.Random(units)
+    arms = [rng.random() < 0.5 for _ in range(units)]
+    live = Live(RATIOS)
+    for _ in range(turns):
+        for place, canary in enumerate(arms):
+            fails = rng.random() < (candidate if canary else champion)
+            live.read([turn(f"s{place}", canary, *["failed"] * fails, weight=0.5)])
+
+    assert live.guards["failed"].bets.peak < math.log(10)
 
 
 def test_harm_behind_long_health_is_found_almost_as_soon_as_at_once() -> None:
