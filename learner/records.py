@@ -62,7 +62,11 @@ class TrainingGroup:
     """[G] the answers."""
     scores: tuple[float, ...]
     """[G] rewards, unitless, 0..1: the judge's scores, or what verifiers made of them. In the place
-    of one that is no such number stands the mean of those that count."""
+    of one that is no such number stands the mean of those that count. Answers that count and are
+    the same have the mean of their rewards."""
+    unshared: tuple[float, ...] = ()
+    """[G] the same, each answer's own, to be shared again when one of them counts no more. Empty:
+    they are `scores`."""
     masked_by: str | None = None
     """What forbade tokens while the answers were sampled, or may have; None: nothing did."""
 

@@ -1,9 +1,10 @@
 """Advantages: how much better an answer is than its siblings. Pure.
 
 The baseline is over the answers that the policy could have given as it gave the others: those that
-are trained on, and the silent ones, which have no token to train on. An answer that is masked for
-another reason (greedy, truncated sampling, drift) has no part in it: it would push all others one
-way.
+are trained on, the silent ones, which have no token to train on, and those of
+`learner.grpo.answers.COUNTED`. An answer that is masked for another reason (greedy, truncated
+sampling, drift) has no part in it, nor in the mean that identical answers share: it would push all
+others one way.
 
 By default there is no division by the group's standard deviation: it would amplify the judge's
 noise in flat groups to full-size gradients. Flat groups are left out by a limit on the spread of
@@ -12,9 +13,9 @@ their scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import groupby
-from statistics import mean, pstdev, stdev
+from statistics import fmean, mean, pstdev, stdev
 
 from learner.errors import GroupTooSmallError
 
@@ -96,6 +97,35 @@ def assign(rewards_G: Sequence[float], counted_G: Sequence[bool], method: str) -
     for place, advantage in zip(places, found, strict=True):
         advantages[place] = advantage
     return advantages
+
+
+def text_key(token_ids: Sequence[int], temperature: float) -> Hashable:
+    """Return what answers that are the same have in common: tokens at one temperature, or none."""
+    return (tuple(token_ids), temperature if token_ids else None)
+
+
+def share(
+    rewards_G: Sequence[float], texts_G: Sequence[Hashable], counted_G: Sequence[bool]
+) -> tuple[float, ...]:
+    """Return [G] rewards, of which answers that are the same share their mean.
+
+    Whatever made the rewards of one text differ (feedback, the judge), it says nothing about the
+    text; and the gradients of different advantages would cancel up to their rounding. Answers that
+    do not count keep their rewards, and have no part in the mean.
+
+    texts_G: their `text_key`.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for place, (text, counted) in enumerate(zip(texts_G, counted_G, strict=True)):
+        if counted:
+            alike.setdefault(text, []).append(place)
+    shared = list(rewards_G)
+    for places in alike.values():
+        found = [rewards_G[place] for place in places]
+        if len(set(found)) > 1:
+            for place in places:
+                shared[place] = fmean(found)
+    return tuple(shared)
 
 
 def spread(rewards_G: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
-from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
+from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
 from learner.grpo.drift import excess, measure
 from learner.grpo.touched import untouched
 from learner.records import CheckedAnswers, Fault, TrainableRow, TrainingGroup
@@ -88,7 +88,9 @@ def judge_answers(
         if row.trainable
     }
     verdicts |= _drifting(verdicts, recomputed, settings)
-    rows, verdicts = _with_advantages(group, verdicts, settings)
+    given, before = group, [row.counted for row in group.rows]
+    group, verdicts = _with_advantages(group, verdicts, settings)
+    rows = group.rows
     out = {place: one for place, one in verdicts.items() if one.row is None}
     differences = [value for one in verdicts.values() if one.row for value in one.differences]
     if len(verdicts) - len(out) < MIN_TRAINABLE:
@@ -96,7 +98,7 @@ def judge_answers(
     why = excess(measure(differences), settings.max_drift) if differences else None
     if why is not None:
         return Fault(DRIFT, why)
-    flat = _flat(group, rows, settings.min_spread, least_spread)
+    flat = _flat(group, before, settings.min_spread, least_spread)
     if flat is not None:
         return flat
     kept = [row for row in rows if row.trainable]
@@ -106,12 +108,11 @@ def judge_answers(
         masked_tokens={
             place: hidden
             for place, row in enumerate(rows)
-            if row.trainable and (hidden := group.rows[place].kept_tokens - row.kept_tokens)
+            if row.trainable and (hidden := given.rows[place].kept_tokens - row.kept_tokens)
         },
         tokens=sum(row.kept_tokens for row in kept),
     )
     texts = {place: one.text for place, one in out.items()}
-    group = replace(group, rows=rows)
     return Judged(group=group, answers=answers, differences=differences, texts=texts)
 
 
@@ -182,10 +183,11 @@ def _drifting(
 
 def _with_advantages(
     group: TrainingGroup, verdicts: Mapping[int, _Verdict], settings: Learner
-) -> tuple[tuple[TrainableRow, ...], dict[int, _Verdict]]:
-    """Return the rows as they are trained on, and the verdicts with `NOT_BETTER`.
+) -> tuple[TrainingGroup, dict[int, _Verdict]]:
+    """Return the group as it is trained on, and the verdicts with `NOT_BETTER`.
 
-    Advantages are taken again where an answer that had a part in the baseline has none any more.
+    Advantages are taken again where an answer that had a part in the baseline has none any more,
+    and so are the rewards that it shared with answers that are the same.
     """
     settled = dict(verdicts)
 
@@ -198,6 +200,9 @@ def _with_advantages(
     counted = [counts(place) for place in range(len(group.rows))]
     advantages = [row.advantage for row in group.rows]
     if counted != [row.counted for row in group.rows] and sum(counted) >= MIN_TRAINABLE:
+        if group.unshared:
+            texts = [text_key(row.token_ids, row.temperature) for row in group.rows]
+            group = replace(group, scores=share(group.unshared, texts, counted))
         advantages = assign(group.scores, counted, settings.advantage)
     for place, one in verdicts.items():
         if one.row is not None and one.positive and not advantages[place] > 0:
@@ -215,17 +220,20 @@ def _with_advantages(
                 advantage=advantages[place],
             )
         )
-    return tuple(rows), settled
+    return replace(group, rows=tuple(rows)), settled
 
 
 def _flat(
-    before: TrainingGroup, rows: Sequence[TrainableRow], min_spread: float, least: float
+    group: TrainingGroup, before: Sequence[bool], min_spread: float, least: float
 ) -> Fault | None:
-    """Return the fault of a group whose spread was that of answers which do not count any more."""
-    counted = [row.counted for row in rows]
-    if counted == [row.counted for row in before.rows]:
+    """Return the fault of a group whose spread was that of answers which do not count any more.
+
+    before: [G] which answers counted.
+    """
+    counted = [row.counted for row in group.rows]
+    if counted == before:
         return None  # the gate saw these rewards
-    found = spread(list(compress(before.scores, counted)))
+    found = spread(list(compress(group.scores, counted)))
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
     if found == 0.0 or found < min_spread:
         return Fault(NO_SPREAD, f"{text}, least {min_spread:.4f} (learner.min_spread)")

@@ -10,6 +10,7 @@ and an estimate after that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +29,15 @@ from sidecar.records import BASE
 SAMPLED_ANSWERS = 8
 """Most answers of a step that are measured, one of a group: two forward passes of 8 rows, beside
 the forward and backward passes of all answers."""
-MAX_LOG_RATIO = 20.0
-"""Nats at which log(q / p) is cut: exp would overflow a mean with one token."""
+MEASURED_TO = 20.0
+"""Nats of log(q / p) up to which a measured value is that of k3: exp of more would overflow."""
+PULLED_TO = 10.0
+"""Nats of log(q / p) above which the term in the loss pulls no harder. A token that the policy lost
+by 10 nats weighs as much as 22,000 others, and the policy gives it less than once in 22,000 tokens,
+which is more than most steps have: so the bound costs the expectation next to nothing. At 20 nats
+one token would weigh 4.9e8. The gradient is scaled down to `learner.max_grad_norm` and the
+optimiser's second moment is not, so a step that holds such a token moves nothing, nor do the steps
+behind it until the second moment has forgotten it."""
 MOST_OF_A_TOKEN = 100.0
 """nats. The estimator has a heavy tail: one token of 400 that became e^8 times rarer adds 7 nats to
 the mean, and a run may unlearn one token. A destroyed policy is far off at many."""
@@ -46,14 +54,23 @@ class BaseKl:
     """Mean per token, of which none counts more than `MOST_OF_A_TOKEN`: what the limit reads."""
 
 
-def k3(logprobs_N: Tensor, base_N: Tensor) -> Tensor:
+def k3(logprobs_N: Tensor, base_N: Tensor, cut: float = MEASURED_TO) -> Tensor:
     """[N] nats: the estimator's value for each token. logprobs_N, base_N: log p and log q.
 
+    cut: nats of log(q / p) above which value and slope go on along the tangent.
+
     Its gradient with respect to log p is 1 - q / p: the token's share of that of KL(q || p), which
-    draws a policy back where it lost what the base does.
+    draws a policy back where it lost what the base does. Above the cut it stays 1 - exp(cut).
     """
-    log_ratio_N = (base_N - logprobs_N).clamp(max=MAX_LOG_RATIO)
-    return log_ratio_N.exp() - 1 - log_ratio_N
+    log_ratio_N = base_N - logprobs_N
+    near_N = log_ratio_N.clamp(max=cut)
+    # At the cut itself clamp has the slope 1 and relu 0, so that one of the two counts.
+    return near_N.exp() - 1 - near_N + math.expm1(cut) * torch.relu(log_ratio_N - cut)
+
+
+def penalty(logprobs_N: Tensor, base_N: Tensor) -> Tensor:
+    """[N] nats: `k3` as a term of a loss, whose gradient is bounded by `PULLED_TO`."""
+    return k3(logprobs_N, base_N, PULLED_TO)
 
 
 def base_logprobs(policy: Policy, pack: Pack) -> Tensor:
@@ -125,5 +142,6 @@ def _values(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list[floa
     packs = packs_of(policy, group, job.settings.pack_tokens)
     with torch.no_grad():
         found = [k3(policy.logprobs(pack)[0], base_logprobs(policy, pack)) for pack in packs]
-    values: list[float] = torch.cat(found).tolist()
+    # A token of probability 0 is as far off as a number can say, and no reason not to measure.
+    values: list[float] = torch.cat(found).clamp(max=torch.finfo(torch.float32).max).tolist()
     return values

@@ -23,7 +23,7 @@ from opentelemetry import trace
 from learner.adapter_folder import PATTERNS
 from learner.errors import NonFiniteError, OptimizerStateError
 from learner.grpo.answers import QUIET
-from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl, require_near
+from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
 from learner.grpo.checks import (
     NON_FINITE,
     attempt,
@@ -364,7 +364,7 @@ def _add_group(
         found = aim.sums(tokens_of(pack, logprobs_N))
         loss = found.loss / sums.denominator
         if base_N is not None:
-            loss = loss + sums.kl_coef * k3(logprobs_N, base_N).sum() / sums.tokens
+            loss = loss + sums.kl_coef * penalty(logprobs_N, base_N).sum() / sums.tokens
         job.ranks.backward(loss)
         if not bool(torch.isfinite(found.loss)):
             return Fault(NON_FINITE, f"its loss is {found.loss.item()}")

@@ -20,7 +20,7 @@ from typing import Literal
 
 from ingest.grouping.exchangeable import RAISED_BELOW
 from ingest.records import UNREADABLE, Answer, ScoredGroup
-from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
+from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
 from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
 from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
@@ -205,24 +205,9 @@ def counts(mask: str | None) -> bool:
 
 
 def shared_rewards(scored: ScoredGroup, masks: Sequence[str | None]) -> tuple[float, ...]:
-    """Return [G] rewards, of which answers that are the same share their mean.
-
-    Whatever made the rewards of one text differ (feedback, the judge), it says nothing about the
-    text; and the gradients of different advantages would cancel up to their rounding. Answers are
-    the same with the same tokens at one temperature; those that do not count keep their rewards.
-    """
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for place, (answer, mask) in enumerate(zip(scored.group.answers, masks, strict=True)):
-        if counts(mask):
-            key = (tuple(answer.token_ids), answer.temperature if answer.token_ids else None)
-            alike.setdefault(key, []).append(place)
-    shared = list(scored.rewards)
-    for places in alike.values():
-        found = [scored.rewards[place] for place in places]
-        if len(set(found)) > 1:
-            for place in places:
-                shared[place] = fmean(found)
-    return tuple(shared)
+    """Return [G] rewards, of which answers that count and are the same share their mean."""
+    texts = [text_key(answer.token_ids, answer.temperature) for answer in scored.group.answers]
+    return share(scored.rewards, texts, [counts(mask) for mask in masks])
 
 
 def _why_dropped(
@@ -273,6 +258,10 @@ def _training_group(
     counted = [counts(mask) for mask in masks]
     advantages = assign(rewards, counted, method)
     neutral = fmean(compress(rewards, counted))
+
+    def sound(rewards_G: Sequence[float]) -> tuple[float, ...]:
+        return tuple(one if _score_mask(one, one) is None else neutral for one in rewards_G)
+
     rows = tuple(
         TrainableRow(
             token_ids=answer.token_ids,
@@ -291,8 +280,7 @@ def _training_group(
         adapter=group.adapter,
         prompt_token_ids=group.prompt_token_ids,
         rows=rows,
-        scores=tuple(
-            reward if _score_mask(reward, reward) is None else neutral for reward in rewards
-        ),
+        scores=sound(rewards),
+        unshared=() if (own := sound(scored.rewards)) == sound(rewards) else own,
         masked_by=group.masked_by,
     )

@@ -11,10 +11,11 @@ import pytest
 
 from learner.grpo.answers import Judged, judge_answers
 from learner.records import CheckedAnswers, Fault, TrainingGroup
+from learner.runs.selection import select_groups
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+    from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup
 
 PI = (-1.0, -2.0, -0.5, -0.1)
 """What the trainer computes for each answer's tokens."""
@@ -223,6 +224,69 @@ def test_a_foreign_token_id_masks_its_answer_alone(answers: Any) -> None:
     found_advantages = [row.advantage for row in found.group.rows]
     assert found_advantages == pytest.approx([0.0, -1 / 6, 1 / 3, -1 / 6])
     assert not found.group.rows[0].counted
+
+
+@pytest.mark.parametrize("why", ["drift", "token_out_of_vocabulary"])
+def test_an_answer_that_is_left_out_has_no_part_in_the_reward_of_its_twin(
+    scored_group: MakeScoredGroup, answer: MakeAnswer, why: str
+) -> None:
+    """Rewards 0.9, 0.1, 0.5 and 0.2; the first two are the same text, and the second is left out.
+
+    The mean of the others is 1.6 / 3.
+    """
+    made = [
+        answer(place, token_ids=(5, 6, 7, 8 + max(0, place - 1)), logprobs=PI) for place in range(4)
+    ]
+    if why == "drift":
+        made[1] = replace(made[1], logprobs=tuple(one + 2.0 for one in PI))
+    (group,) = select_groups(
+        [scored_group([0.9, 0.1, 0.5, 0.2], answers=made)], min_spread=0.02, pack_tokens=100
+    ).groups
+    assert group.scores == (0.5, 0.5, 0.5, 0.2)
+
+    computed: dict[int, Sequence[float] | Fault] = {**values(group)}
+    if why != "drift":
+        computed[1] = Fault(why, "token id 48 is outside")
+    found = judge_answers(group, computed, settings())
+
+    assert isinstance(found, Judged), found
+    assert found.answers.left_out == {1: why}
+    assert found.group.scores == (0.9, 0.1, 0.5, 0.2)
+    assert [row.advantage for row in found.group.rows] == pytest.approx(
+        [0.3667, 0.0, -0.0333, -0.3333], abs=1e-4
+    )
+
+
+def test_the_twins_that_stay_share_their_own_mean(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """0.8 and 0.4 share 0.6 without the third's 0; beside 0.3 and 0.1 the mean is 0.4."""
+    made = [
+        answer(place, token_ids=(5, 6, 7, max(8, 6 + place)), logprobs=PI) for place in range(5)
+    ]
+    made[2] = replace(made[2], logprobs=tuple(one + 2.0 for one in PI))
+    (group,) = select_groups(
+        [scored_group([0.8, 0.4, 0.0, 0.3, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
+    ).groups
+
+    found = judged(group)
+
+    assert [row.advantage for row in found.group.rows] == pytest.approx([0.2, 0.2, 0, -0.1, -0.3])
+
+
+def test_the_spread_is_that_of_the_rewards_without_a_twin_that_was_left_out(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """0.9 and 0.1 shared 0.5; without the first all that is left is 0.1."""
+    made = [
+        answer(place, token_ids=(5, 6, 7, 8 + max(0, place - 1)), logprobs=PI) for place in range(4)
+    ]
+    made[0] = replace(made[0], logprobs=tuple(one + 2.0 for one in PI))
+    (group,) = select_groups(
+        [scored_group([0.9, 0.1, 0.1, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
+    ).groups
+
+    assert faulty(group).reason == "no_spread"
 
 
 FLAT = (0.95, 0.51, 0.5, 0.5, 0.5, 0.505, 0.5, 0.5)

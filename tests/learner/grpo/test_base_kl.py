@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from learner.grpo.base_kl import (
+    MEASURED_TO,
+    PULLED_TO,
     SAMPLED_ANSWERS,
     BaseKl,
     base_logprobs,
     k3,
     measure_base_kl,
+    penalty,
     sample_answers,
 )
+from learner.grpo.optimizer import SignalAdamW, UpdateRule
 from learner.grpo.trainer import kl_weight, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
@@ -43,7 +49,8 @@ def test_its_mean_over_the_policy_is_the_exact_divergence() -> None:
 def test_its_gradient_over_the_policy_is_that_of_the_divergence_of_the_base() -> None:
     scores = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
     logp = torch.log_softmax(scores, -1)
-    (estimated,) = torch.autograd.grad((logp.detach().exp() * k3(logp, Q.log())).sum(), scores)
+    weighted = logp.detach().exp() * penalty(logp, Q.log())
+    (estimated,) = torch.autograd.grad(weighted.sum(), scores)
     logp = torch.log_softmax(scores, -1)
     (exact,) = torch.autograd.grad((Q * (Q.log() - logp)).sum(), scores)
 
@@ -52,6 +59,103 @@ def test_its_gradient_over_the_policy_is_that_of_the_divergence_of_the_base() ->
 
 def test_a_token_that_the_policy_never_gives_does_not_make_the_mean_infinite() -> None:
     assert torch.isfinite(k3(torch.tensor([-500.0]), torch.tensor([-1.0]))).all()
+
+
+@pytest.mark.parametrize(
+    ("lost", "pull"),
+    [
+        (-1.0, -0.6321205588),  # the policy gives it more often than the base: e^-1 - 1
+        (0.0, 0.0),
+        (5.0, 147.4131591),  # e^5 - 1
+        (9.9, 19929.37044),
+        (10.0, 22025.46579),
+        (10.1, 22025.46579),
+        (14.9, 22025.46579),
+        (20.9, 22025.46579),
+        (24.9, 22025.46579),
+        (500.0, 22025.46579),
+    ],
+)
+def test_the_pull_grows_with_what_was_lost_and_never_vanishes(lost: float, pull: float) -> None:
+    """In fp32, as a run has it; the base gives the token 0.9 of the time (-0.1 nats)."""
+    # At 10 nats the ratio is exact in fp32: both branches meet there, and one alone may count.
+    base = torch.tensor([0.0 if lost == 10.0 else -0.1])
+    logp = (base - lost).requires_grad_()
+    penalty(logp, base).sum().backward()
+
+    assert logp.grad is not None
+    assert -float(logp.grad) == pytest.approx(pull, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("cut", [PULLED_TO, MEASURED_TO])
+def test_value_and_slope_are_those_of_k3_up_to_the_cut_and_its_tangent_above(cut: float) -> None:
+    """The reference is numpy's, its slope by central differences."""
+    lost = np.array([-3.0, 0.5, 4.0, cut - 0.5, cut - 1e-3, cut + 1e-3, cut + 0.5, cut + 5.0, 60.0])
+
+    def reference(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        tangent = np.expm1(cut) - cut + np.expm1(cut) * (x - cut)
+        return np.asarray(np.where(x <= cut, np.expm1(x) - x, tangent))
+
+    slope = (reference(lost + 1e-5) - reference(lost - 1e-5)) / 2e-5
+    logp = torch.tensor(-lost, requires_grad=True)
+    found = k3(logp, torch.zeros_like(logp), cut)
+    (gradient,) = torch.autograd.grad(found.sum(), logp)
+
+    assert found.detach().numpy() == pytest.approx(reference(lost), rel=1e-9)
+    assert -gradient.numpy() == pytest.approx(slope, rel=1e-4)
+
+
+def test_what_is_measured_is_k3_as_far_as_20_nats_and_larger_beyond() -> None:
+    def value(lost: float) -> float:
+        return float(k3(torch.tensor([-lost], dtype=torch.float64), torch.zeros(1)))
+
+    assert value(15.0) == pytest.approx(3269001.37, abs=0.01)  # e^15 - 16
+    assert value(20.0) == pytest.approx(485165174.41, abs=0.01)  # e^20 - 21
+    assert value(22.0) == pytest.approx(485165174.41 + 2 * 485165194.41, abs=0.1)
+
+
+def test_one_lost_token_does_not_take_the_step_from_the_others() -> None:
+    """Of 6 groups whose gradients are 0.3 one has lost a token of the step's 3,000, by 24.9 nats.
+
+    The largest step is the rate. With a bound of 20 nats the gradient is 16,000, the step 2.5e-5 of
+    the rate, and the next one, without the token, 2.3e-5. With 10 nats they are 0.52 and 0.46.
+    """
+    weight = torch.nn.Parameter(torch.zeros(1))
+    rule = UpdateRule(rate=1.0, betas=(0.9, 0.99), warmup=0, reference=0.05, max_norm=1.0)
+    optimizer = SignalAdamW({"w": weight}, rule)
+    base = torch.tensor([-0.1])
+    moved = []
+    for lost in (True, False):
+        before = weight.item()
+        for group in range(6):
+            logp = weight - 25.0
+            term = 0.1 * penalty(logp, base).sum() / 3_000 if lost and group == 0 else 0.0
+            (term - 0.3 / 6 * weight.sum()).backward()
+            optimizer.add_group(0.3)
+        optimizer.step()
+        moved.append(weight.item() - before)
+
+    assert moved == pytest.approx([0.515, 0.456], abs=0.001)
+
+
+def test_a_policy_that_lost_a_token_for_ever_is_measured_as_far_away(
+    policy: Policy,
+    group: MakeGroup,
+    row: MakeRow,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(pack: Any) -> tuple[torch.Tensor, float]:
+        return torch.full((len(pack.targets),), -float("inf")), 0.0
+
+    monkeypatch.setattr("learner.grpo.base_kl.base_logprobs", lambda *_: torch.tensor([-0.1] * 3))
+    monkeypatch.setattr(type(policy), "logprobs", lambda self, pack: lost(pack))
+    groups = [group((1, 2), [row((5, 6, 7)), row((8, 9, 10), -1.0)])]
+
+    found = measure_base_kl(policy, groups, job_of(groups, learner_settings), turn=0)
+
+    assert found is not None
+    assert found.bounded == 100.0
 
 
 @pytest.fixture

@@ -211,6 +211,7 @@ def test_identical_answers_share_their_mean_reward(
 
     (group,) = select(scored_group([1.0, 0.5, 0.25, 0.25], answers=answers)).groups
     assert group.scores == (0.75, 0.75, 0.25, 0.25)
+    assert group.unshared == (1.0, 0.5, 0.25, 0.25)
     assert [row.advantage for row in group.rows] == [0.25, 0.25, -0.25, -0.25]
 
 
