@@ -94,7 +94,7 @@ def reach(
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config()
         model = sizes(config, grouped=takes_grouped_heads())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except Exception:  # noqa: BLE001  of what a damaged config.json raises; `load_policy` says why
         return None
     found = longest_input(
         base,

@@ -43,6 +43,9 @@ Scoring = Literal["non_finite_score", "score_out_of_range"]
 MISSING = ("lengths_differ", "logprob_not_finite")
 """Masks that ingest gave answers of which only the log-probabilities are not known. An answer that
 came to be so in the store is damaged, and its ids may be too."""
+MOST_LOGPROB = 1e-3
+"""Largest recorded log-probability, in nats, that rounding explains; a larger one is damaged, and a
+long answer hides it in the mean difference that the drift check reads."""
 SPREAD: tuple[DropReason, ...] = ("no_spread", "within_noise")
 """Reasons of groups whose scores differ too little."""
 
@@ -180,6 +183,8 @@ def mask_reason(answer: Answer) -> str | None:
         return "tokens_without_logprobs"
     if not all(map(math.isfinite, answer.logprobs)):
         return "non_finite_logprob"
+    if max(answer.logprobs) > MOST_LOGPROB:
+        return "positive_logprob"
     return _other_mask(answer)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 
 from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS, rules_now, rules_of
 from learner.base_weights import BaseSize
+from learner.errors import ParentError
 from learner.once import with_pack_tokens
 from learner.policy import reach as of_reach
+from learner.policy.adapter_io import load_policy
 from learner.policy.reach import Reach, longest_input, reach
-from learner.policy.room import Room
+from learner.policy.room import Room, check_room
 from learner.policy.sizes import CHUNK_BYTES, Sizes
+from learner.records import Parent
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
@@ -72,6 +77,21 @@ def test_no_model_is_trained_beyond_its_positions(
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])
 def test_what_is_not_known_is_none(broken: str, learner_settings: Learner) -> None:
     assert reach(broken, learner_settings, CPU, answers=8) is None
+
+
+@pytest.mark.parametrize("damage", [{"hidden_size": -1}, {"hidden_size": "x"}, {"model_type": 7}])
+def test_of_a_base_with_a_damaged_config_nothing_is_known_and_its_loading_says_why(
+    damage: dict[str, object], tiny_base: Path, learner_settings: Learner, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **damage}))
+
+    assert reach(str(base), learner_settings, CPU, answers=8) is None
+    check_room(str(base), learner_settings, CPU)  # not known: it refuses nothing
+    with pytest.raises(ParentError, match="cannot be loaded"):
+        load_policy(str(base), Parent(name="base"), learner_settings)
 
 
 def test_auto_is_told_to_ingest_through_the_store(settings: Settings, database: Database) -> None:

@@ -103,6 +103,8 @@ def test_one_good_answer_that_is_masked_pushes_nobody(
         ({"token_ids": (), "logprobs": ()}, "no_tokens"),
         ({"logprobs": (-1.0,)}, "tokens_without_logprobs"),
         ({"logprobs": (-1.0, -math.inf, -1.0)}, "non_finite_logprob"),
+        ({"logprobs": (-1.0, 25.0, -1.0)}, "positive_logprob"),
+        pytest.param({"logprobs": (-1.0, 1e-6, -1.0)}, None, id="over 0 by rounding"),
         ({"temperature": 0.0}, "greedy"),
         ({"temperature": 0.009}, "temperature_raised"),
         ({"untrainable_reason": "penalties"}, "penalties"),
