@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.evidence.quality import Fault, Group, Limits, Quality, add_group
+from sidecar.plurals import counted
 from sidecar.settings import Canary as CanarySettings
 
 RESAMPLES = 2_000
@@ -173,7 +174,7 @@ def _rule(
             f"{champion_short:.0%} of the champion's: over by more than "
             f"{rules.max_truncated_excess:.0%}"
         )
-    result = f"gate: judged {mean:+.3f} to the champion on {prompts} held-out prompts"
+    result = f"gate: judged {mean:+.3f} to the champion on {counted(prompts, 'held-out prompt')}"
     if mean > -rules.gate_margin:
         return True, f"{result}, above the margin of {-rules.gate_margin:+.3f}"
     return False, f"{result}, not above the margin of {-rules.gate_margin:+.3f}"

@@ -10,6 +10,7 @@ from deploy.evidence.interval import bounds
 from deploy.evidence.live import GUARDS, GuardState
 from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality
 from deploy.records import Canary
+from sidecar.plurals import counted
 from sidecar.settings import Canary as CanarySettings
 
 __all__ = [
@@ -130,15 +131,15 @@ def harm(quality: Quality, rules: CanarySettings) -> str | None:
     """Return in words what judged groups prove against the candidate, or None."""
     if quality.harm.peak >= threshold(rules.harm_level):
         return (
-            f"worse than the champion in {quality.harm.peak_at} groups: evidence "
+            f"worse than the champion in {counted(quality.harm.peak_at, 'group')}: evidence "
             f"{odds(quality.harm.peak)}, the limit is {1 / rules.harm_level:g}"
         )
     for kind, bets in quality.flaws.items():
         level = guard_level(kind, rules)
         if bets.peak >= threshold(level):
             return (
-                f"more {_FLAWED[kind]} than the champion in {bets.peak_at} groups: evidence "
-                f"{odds(bets.peak)}, the limit is {1 / level:g}"
+                f"more {_FLAWED[kind]} than the champion in {counted(bets.peak_at, 'group')}: "
+                f"evidence {odds(bets.peak)}, the limit is {1 / level:g}"
             )
     return None
 
@@ -174,8 +175,8 @@ def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> 
 def too_many_missing(quality: Quality) -> str:
     """Say that too many groups could not be scored."""
     return (
-        f"{quality.unknown} of {quality.unknown + quality.groups} groups could not be scored, so "
-        "the others prove nothing"
+        f"{quality.unknown} of {counted(quality.unknown + quality.groups, 'group')} could not be "
+        "scored, so the others prove nothing"
     )
 
 
@@ -184,7 +185,7 @@ def describe(quality: Quality) -> str:
     low, high = bounds(quality.chart, CHART_LEVEL)
     return (
         f"difference to the champion {2 * low - 1:+.3f} to {2 * high - 1:+.3f} by "
-        f"{quality.groups} groups"
+        f"{counted(quality.groups, 'group')}"
     )
 
 

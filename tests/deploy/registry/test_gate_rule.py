@@ -47,6 +47,12 @@ def test_the_reason_says_numbers() -> None:
     )
 
 
+def test_one_prompt_is_no_prompts() -> None:
+    reason = judge_gate([Comparison(difference=0.5)], RULES, seed=1).reason
+
+    assert reason.startswith("gate: judged +0.500 to the champion on 1 held-out prompt, above ")
+
+
 @pytest.mark.parametrize(("short", "passed"), [(1, True), (2, False)])
 def test_cut_short_answers_over_the_champion_s_share_fail_whatever_the_judge_says(
     short: int, passed: bool

@@ -19,7 +19,7 @@ from deploy.registry.canary_rule import (
     decide,
 )
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
-from deploy.registry.proof_rule import limits_of, proven
+from deploy.registry.proof_rule import describe, harm, limits_of, proven, too_many_missing
 from sidecar.settings import Canary as CanarySettings
 from support.made_canary import made_canary
 
@@ -72,7 +72,7 @@ def test_without_groups_nobody_is_promoted() -> None:
 
     assert isinstance(decision, Hold)
     assert decision.reason.startswith(
-        "all 1 steps passed; waits for proof that it is no worse than the champion: "
+        "the one step passed; waits for proof that it is no worse than the champion: "
         "evidence 1 of 20; "
     )
 
@@ -85,7 +85,9 @@ def test_an_equal_candidate_is_promoted_when_it_is_proven_no_worse_than_both() -
     decision = at_the_end(enough)
     assert isinstance(decision, Move)
     assert decision.to == "promoted"
-    assert decision.reason.startswith("passed all 1 steps of the ramp; difference to the champion ")
+    assert decision.reason.startswith(
+        "passed the one step of the ramp; difference to the champion "
+    )
     assert decision.reason.endswith(" by 200 groups")
 
 
@@ -242,3 +244,16 @@ def test_harm_that_was_proven_stays_proven() -> None:
         quality = add_group(quality, Group(champion=0.5, anchor=0.5), limits_of(RULES))
 
     assert phase(at_the_end(quality)) == "rolled_back"
+
+
+def test_one_group_is_no_groups() -> None:
+    quality = judged(-1.0, groups=1)
+    once = replace(quality, harm=replace(quality.harm, peak=10.0, peak_at=1))
+    flaws = {"short": replace(quality.harm, peak=10.0, peak_at=1)}
+
+    assert describe(quality).endswith(" by 1 group")
+    assert (harm(once, RULES) or "").startswith("worse than the champion in 1 group: evidence ")
+    assert "than the champion in 1 group: evidence " in (
+        harm(replace(quality, flaws=flaws), RULES) or ""
+    )
+    assert too_many_missing(Quality(unknown=1)).startswith("1 of 1 group could not be scored")
