@@ -253,10 +253,19 @@ def _after_gating(
         )
     if timed_out:
         return _inconclusive(
-            f"gate: {verdict.scored} comparisons scored, {verdict.set_aside} set aside in "
-            f"{rules.gate_timeout_s:g} s; it needs {rules.gate_min_prompts}"
+            f"gate: {_gate_counts(evidence, rules)} in {rules.gate_timeout_s:g} s; "
+            f"it needs {rules.gate_min_prompts}"
         )
     return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged")
+
+
+def _gate_counts(evidence: GateEvidence, rules: CanarySettings) -> str:
+    """Say what the gate has of what it asks for, by the counts that decide."""
+    verdict, quality = evidence.verdict, evidence.quality
+    if rules.promote_on == "quick":
+        return f"{counted(verdict.scored, 'comparison')} scored, {verdict.set_aside} set aside"
+    groups = counted(quality.groups, "group")
+    return f"{groups} judged ({quality.lost} lost by the candidate), {quality.unknown} set aside"
 
 
 def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:

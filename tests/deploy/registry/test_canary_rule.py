@@ -163,8 +163,29 @@ def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
     assert decision == Move(
         to="inconclusive",
         candidate_state="retired",
-        reason="gate: 1 comparisons scored, 0 set aside in 100 s; it needs 2",
+        reason="gate: 1 comparison scored, 0 set aside in 100 s; it needs 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("promote_on", "counts"),
+    [
+        ("no_worse", "3 groups judged (3 lost by the candidate), 2 set aside"),
+        ("quick", "0 comparisons scored, 5 set aside"),
+    ],
+)
+def test_the_gate_s_time_limit_names_the_counts_that_decided(
+    rules: CanarySettings, promote_on: str, counts: str
+) -> None:
+    evidence = GateEvidence(
+        prompts=9,
+        pending=4,
+        verdict=verdict(scored=0, set_aside=5),
+        quality=Quality(groups=3, lost=3, unknown=2),
+    )
+    asked = rules.model_copy(update={"promote_on": promote_on, "gate_min_prompts": 4})
+
+    assert decide(GATING, evidence, asked, 200).reason == f"gate: {counts} in 100 s; it needs 4"
 
 
 def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> None:
