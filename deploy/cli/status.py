@@ -238,7 +238,9 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
     if canary.reason:
         yield f"  Reason: {canary.reason}"
     if canary.next_step_earliest_at is not None and canary.next_step_earliest_at > now:
-        yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
+        last = canary.state == "ramping" and canary.step + 1 >= len(canary.steps)
+        what = "Promotion" if last else "Next step"
+        yield f"  {what}: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
 def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:

@@ -190,6 +190,15 @@ def test_a_visit_ends_when_its_visitor_was_away() -> None:
     assert read_looked(back.cookie(), 2_000.0) == back
 
 
+def test_a_measured_time_that_rounds_to_a_whole_unit_is_told_in_that_unit() -> None:
+    assert [short_length(s) for s in (0.9996, 59.94, 59.96, 60.0)] == [
+        "1.0 s",
+        "59.9 s",
+        "1 minute",
+        "1 minute",
+    ]
+
+
 @pytest.mark.parametrize("at", [1_000_000.0, 1_000_000.2, 1_000_000.7, NOON + 0.999_999_9])
 def test_what_was_seen_stays_seen_at_any_part_of_a_second(at: float) -> None:
     seen = Looked().seen(at, lost=3)
