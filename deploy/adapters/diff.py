@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy.adapters.weights import ModuleChange, total
 from deploy.registry.lineage import Lineage, LineageRun
+from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.visible import visible
 
@@ -108,8 +109,8 @@ def _lines(diff: AdapterDiff) -> Iterator[str]:
     yield from _value_lines("Settings of the run", diff.settings)
     data = diff.data
     yield (
-        f"Trained on: {len(data.only_a)} groups in A alone, {len(data.only_b)} in B alone, "
-        f"{data.both} in both (with all ancestors)"
+        f"Trained on: {counted(len(data.only_a), 'group')} in A alone, {len(data.only_b)} in B "
+        f"alone, {data.both} in both (with all ancestors)"
     )
     if data.judges_a != data.judges_b:
         yield f"  judges of A: {', '.join(data.judges_a) or 'none'}"
@@ -123,18 +124,14 @@ def _lines(diff: AdapterDiff) -> Iterator[str]:
 def _descent_words(diff: AdapterDiff) -> str:
     found = diff.descent
     if found.common == diff.a:
-        return f"Descent: B descends from A, {_runs(found.steps_b)} later"
+        return f"Descent: B descends from A, {counted(found.steps_b, 'version')} later"
     if found.common == diff.b:
-        return f"Descent: A descends from B, {_runs(found.steps_a)} later"
+        return f"Descent: A descends from B, {counted(found.steps_a, 'version')} later"
     common = "the base model" if found.common == BASE else found.common
     return (
-        f"Descent: both descend from {common}: A {_runs(found.steps_a)}, "
-        f"B {_runs(found.steps_b)} later"
+        f"Descent: both descend from {common}: A {counted(found.steps_a, 'version')}, "
+        f"B {counted(found.steps_b, 'version')} later"
     )
-
-
-def _runs(number: int) -> str:
-    return "1 version" if number == 1 else f"{number} versions"
 
 
 def _value_lines(title: str, values: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
@@ -163,7 +160,9 @@ def _weight_lines(modules: Sequence[ModuleChange]) -> Iterator[str]:
             f"  {one.module}"
         )
     if len(modules) > SHOWN_MODULES:
-        yield f"and {len(modules) - SHOWN_MODULES} modules that differ less (-o json has all)"
+        left = len(modules) - SHOWN_MODULES
+        differ = counted(left, "module that differs", "modules that differ")
+        yield f"and {differ} less (-o json has all)"
 
 
 def _trained(lineage: Lineage) -> dict[str, str]:

@@ -94,4 +94,5 @@ def _number(value: object, otherwise: float) -> float:
 
 
 def _days(number: float) -> str:
-    return f"{number:.0f} days" if number >= 2 else f"{24 * number:.0f} h"
+    """Rounded down: 29.6 days must not look like the 30 of the rule."""
+    return f"{int(number)} days" if number >= 2 else f"{int(24 * number)} h"

@@ -31,6 +31,7 @@ from deploy.admin.reception import Reception
 from deploy.admin.records import record_router
 from deploy.admin.wire.openapi import describe
 from sidecar.errors import StoreError
+from sidecar.plurals import counted
 from sidecar.store.models import RoutingRow
 
 VERSION = "0.1.0"
@@ -116,7 +117,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
             "status": "ready" if ready else "not ready",
             "engine": context.engine.away or "ok",
             "loops": {
-                name: f"failed {view.failures} times in a row" if view.failures else "ok"
+                name: f"failed {counted(view.failures, 'time')} in a row" if view.failures else "ok"
                 for name, view in context.loops().items()
             },
         }

@@ -15,6 +15,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, require_store, say, say_json
+from sidecar.plurals import counted
 
 if TYPE_CHECKING:
     from ingest.calibration.records import KnownGroup
@@ -102,8 +103,8 @@ def judge_calibrate(
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     lines = [
-        f"{name}: {len(groups)} groups, {repeat} x {plan.passes} calls each; in brackets 95% "
-        "bootstrap intervals over groups",
+        f"{name}: {counted(len(groups), 'group')}, {repeat} x {plan.passes} calls each; in "
+        "brackets 95% bootstrap intervals over groups",
         "",
         *table_lines(summaries),
     ]
@@ -248,8 +249,8 @@ async def _compare(
         for name, real in opened.items():
             asked: AskedJudge = real if kept is None else CachedJudge(real, judges[name], kept)
             for title, rubric in rubrics.items():
-                calls = len(groups) * plan.repeats * plan.passes
-                note(f"asking {name} with {title}: {calls} calls, {plan.concurrency} at once")
+                calls = counted(len(groups) * plan.repeats * plan.passes, "call")
+                note(f"asking {name} with {title}: {calls}, {plan.concurrency} at once")
                 runs = await judge_groups(
                     asked, groups, plan, rubric=rubric, view=view, show_reasoning=show_reasoning
                 )
@@ -367,8 +368,9 @@ def judge_noise(
                 raise typer.Exit(1)
             note(f"later windows are compared with window {window}")
         found = read_noise(database, judge, project)
+    wait = counted(found.waiting, "group waits", "groups wait")
     lines = [
-        f"{judge.model}, rubric {found.rubric_hash[:12]}: {found.waiting} groups wait to be scored "
+        f"{judge.model}, rubric {found.rubric_hash[:12]}: {wait} to be scored "
         f"again ({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",
         "in brackets 95% intervals; +: not whole; *: later windows are compared with it",
         "",

@@ -25,6 +25,7 @@ from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
 from deploy.records import LEARNER_AWAY_S, nobody_has
 from learner.resume.rule import was_stopped
+from sidecar.plurals import counted
 
 
 class Routing(msgspec.Struct):
@@ -173,7 +174,7 @@ def status_lines(
         *_control(status.control),
         *_lease(status),
         f"Adapters: {_tally(status.adapters)}.",
-        f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
+        f"Recorded: {counted(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
         *_told(status.feedback, status.signals),
         *_bus(status.bus, now),
         *_dead_letters(status.dead_letters),
@@ -237,7 +238,9 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
     if canary.reason:
         yield f"  Reason: {canary.reason}"
     if canary.next_step_earliest_at is not None and canary.next_step_earliest_at > now:
-        yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
+        last = canary.state == "ramping" and canary.step + 1 >= len(canary.steps)
+        what = "Promotion" if last else "Next step"
+        yield f"  {what}: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
 def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
@@ -320,7 +323,7 @@ def _control(loops: Mapping[str, Loop]) -> Iterator[str]:
     if not failing:
         yield "Control: every loop works."
     for name, loop in failing.items():
-        times = _count(loop.failures, "time")
+        times = counted(loop.failures, "time")
         yield f"Control: the loop `{name}` failed {times} in a row: {loop.error}"
 
 
@@ -336,7 +339,7 @@ def _bus(bus: Bus | None, now: float) -> Iterator[str]:
     elif bus.error:
         yield f"Bus: could not be reached {shown_age(now - bus.at)}: {bus.error}"
     else:
-        waiting = _count(bus.lag or 0, "record")
+        waiting = counted(bus.lag or 0, "record")
         yield f"Bus: {waiting} waiting to be stored, {shown_age(now - bus.at)}."
 
 
@@ -345,8 +348,8 @@ def _told(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterator[s
         scores, outcomes = (feedback.get(f"stored_{kind}", 0) for kind in ("feedback", "outcome"))
         joined = feedback.get("joined", 0)
         yield (
-            f"Feedback: {_count(scores, 'score')} and {_count(outcomes, 'outcome')}; {joined:,} of "
-            "them are joined to exchanges."
+            f"Feedback: {counted(scores, 'score')} and {counted(outcomes, 'outcome')}; {joined:,} "
+            "of them are joined to exchanges."
         )
     if signals:
         yield f"Signals: {_tally(signals)}."
@@ -354,7 +357,7 @@ def _told(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterator[s
 
 def _dead_letters(number: int) -> Iterator[str]:
     if number:
-        yield f"Dead letters: {_count(number, 'record')} could not be stored; see the runbook."
+        yield f"Dead letters: {counted(number, 'record')} could not be stored; see the runbook."
 
 
 def _sampling(trouble: Trouble | None, now: float) -> Iterator[str]:
@@ -383,10 +386,6 @@ def _retention(retention: Retention | None, now: float) -> Iterator[str]:
 
 def _megabytes(number: int) -> str:
     return f"{number / 1e6:,.0f} MB"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _tally(counts: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from deploy.doctor.facts import Diagnosis, Facts
 from deploy.doctor.rules import waits_for
 from deploy.examiner import examiner_of
 from deploy.funnel.stages import Stage
+from sidecar.plurals import counted
 
 SHOWN = 4
 """Reasons of a stage that are shown, the most frequent first."""
@@ -81,5 +82,5 @@ def _stage(stage: Stage) -> str:
 
 def _most(counts: Mapping[str, int]) -> list[str]:
     ordered = sorted(counts.items(), key=lambda one: -one[1])
-    more = [f"{len(ordered) - SHOWN} more reasons"] if len(ordered) > SHOWN else []
+    more = [counted(len(ordered) - SHOWN, "more reason")] if len(ordered) > SHOWN else []
     return [f"{number:,} {why}" for why, number in ordered[:SHOWN]] + more

@@ -19,6 +19,7 @@ from deploy.funnel.pile_up import PileUp, said, to_do
 from deploy.funnel.stages import STAGES, Name, Stage
 from deploy.preflight.verifiers import CAUSE as VERIFIER
 from ingest.judge_watch.advice import advice_on
+from sidecar.plurals import counted
 
 FEW = 3
 """Records that must share a fate before it is called a rule."""
@@ -72,8 +73,8 @@ def waits_for(facts: Facts) -> str:
     if not stages["selection"].passed:
         new = stages["selection"].waiting.get("new", 0)
         return (
-            f"an exchange that is suitable; {new} are decided {facts.settings.groups.settle_s:g} s "
-            "after they were stored (groups.settle_s)"
+            f"an exchange that is suitable; {counted(new, 'is', 'are')} decided "
+            f"{facts.settings.groups.settle_s:g} s after being stored (groups.settle_s)"
         )
     if not stages["sampling"].passed:
         return "the further answers of the first groups"
@@ -81,7 +82,10 @@ def waits_for(facts: Facts) -> str:
         return "the scores of the first groups"
     if not stages["learning"].passed:
         scored = sum(stages["learning"].waiting.values())
-        return f"{learner.min_groups} scored groups for a run (learner.min_groups); {scored} wait"
+        wait = counted(scored, "waits", "wait")
+        return (
+            f"{counted(learner.min_groups, 'scored group')} for a run (learner.min_groups); {wait}"
+        )
     return ""
 
 
@@ -187,10 +191,11 @@ def _bus(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
     late = bus is None or facts.now - bus.at > LATE_S
     waiting = sum(stage.waiting.values())
     if late and waiting and "ingest" not in facts.running:
+        held = counted(waiting, "captured exchange waits", "captured exchanges wait")
         yield Diagnosis(
             stage="bus",
             cause="ingest_down",
-            text=f"{waiting} captured exchanges wait, and ingest does not run on this machine",
+            text=f"{held}, and ingest does not run on this machine",
             to_do="start `sidecar ingest`, or `sidecar up`; its log says why it ended",
         )
 
@@ -198,12 +203,12 @@ def _bus(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
 def _budget(store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
     spent = store.spent
     if spent is not None:
-        waiting = sum(stage.waiting.values())
+        waiting = counted(sum(stage.waiting.values()), "group waits", "groups wait")
         end = f"{spent.until:%Y-%m-%d %H:%M} UTC" if spent.until else "users are served more"
         yield Diagnosis(
             stage="sampling",
             cause="budget_spent",
-            text=f"{spent.why}; {waiting} groups wait until {end}",
+            text=f"{spent.why}; {waiting} until {end}",
             to_do=f"wait, or raise {spent.setting} and restart score",
         )
 

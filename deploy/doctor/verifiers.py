@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from deploy.doctor.facts import Diagnosis, Facts
 from deploy.preflight.verifiers import CAUSE
+from sidecar.plurals import counted
 
 
 def failing_verifiers(facts: Facts) -> Iterator[Diagnosis]:
@@ -27,7 +28,7 @@ def failing_verifiers(facts: Facts) -> Iterator[Diagnosis]:
     if not texts:
         return
     held = sum(waiting.get(name, 0) for name in named)
-    waits = f" ({held} groups wait for a verifier)" if held else ""
+    waits = f" ({counted(held, 'group waits', 'groups wait')} for a verifier)" if held else ""
     yield Diagnosis(
         stage="judging",
         cause="verifier_fails",

@@ -40,6 +40,7 @@ from sidecar.capture.outbox import outbox_path
 from sidecar.capture.outbox_removal import remove_records
 from sidecar.forwarding.dead_letters import FILE as DEAD_LETTERS
 from sidecar.lines import project_of
+from sidecar.plurals import counted
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 from sidecar.store.disk.traces import remove_traces
@@ -151,11 +152,14 @@ def forget(
 
 def _locked(wanted: Wanted, exchanges: set[str]) -> Iterator[str]:
     for why, number in wanted.unread.items():
-        yield f"{number} records on the bus, or set aside, could not be looked at: one {why}"
+        records = counted(number, "record")
+        yield f"{records} on the bus, or set aside, could not be looked at: one {why}"
     if exchanges:
+        stay = counted(len(exchanges), "exchange stays", "exchanges stay")
         yield (
-            f"{len(exchanges)} exchanges stay: others are stored as a difference from them, and "
-            "are encrypted with a key that is missing; add it to store.encryption_key_file"
+            f"{stay}: others are stored as a "
+            f"difference from {'it' if len(exchanges) == 1 else 'them'}, and are encrypted with a "
+            "key that is missing; add it to store.encryption_key_file"
         )
 
 

@@ -13,6 +13,7 @@ from ingest.grouping.rules import live_adapters
 from ingest.grouping.selection import BACKLOG
 from ingest.intake.pending import pending_by_status
 from ingest.store.groups import SAMPLED, SAMPLING
+from sidecar.plurals import counted
 
 Where = Literal["sampling", "judging", "learning"]
 WAITS_FOR = {"sampling": "candidates", "judging": "the judge", "learning": "the learner"}
@@ -79,11 +80,7 @@ def said(pile: PileUp) -> str:
         )
         if number
     ]
-    left = (
-        "1 suitable exchange is"
-        if pile.exchanges == 1
-        else f"{pile.exchanges:,} suitable exchanges are"
-    )
+    left = counted(pile.exchanges, "suitable exchange is", "suitable exchanges are")
     return (
         f"no new group begins, because {pile.most:,} wait ({', '.join(parts)}), as many as may "
         f"(groups.max_pending_groups); {left} not chosen for it yet"

@@ -30,6 +30,7 @@ from deploy.page.first_reply import FirstReply, Took, first_reply, proxies_took
 from deploy.page.shown.words import short
 from sidecar.errors import StoreError
 from sidecar.lines import Line
+from sidecar.plurals import counted
 from sidecar.records import BASE
 
 PREVIOUS = "previous"
@@ -149,7 +150,7 @@ def loaded_words(adapter: str, engine: EngineOut) -> str:
     away = sum(one.away is not None for one in replicas)
     has = sum(adapter in one.loaded for one in replicas if one.away is None)
     missing = f", {away} away" if away else ""
-    return f"loaded on {has} of {len(engine.replicas)} replicas{missing}"
+    return f"loaded on {has} of {counted(len(engine.replicas), 'replica')}{missing}"
 
 
 def _reason(asked: Asked) -> dict[str, str]:

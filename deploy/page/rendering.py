@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from deploy.page.shown import changes, times, words
 from ingest.verifiers.records import check_words
 from sidecar.hiding import hide_in_url
+from sidecar.plurals import counted
 
 FOLDER: Final = Path(__file__).parent
 _TYPES = {
@@ -74,7 +75,7 @@ class Templates:
             percent=words.percent,
             share=words.share,
             differences=changes.differences,
-            counted=words.count,
+            counted=counted,
             host=hide_in_url,
             text=message_text,
             check=check_words,

@@ -48,6 +48,7 @@ from deploy.records import AdapterState, Canary, Phase
 from deploy.registry import proof_rule
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.backoff import Backoff
+from sidecar.plurals import counted
 from sidecar.routing.table import is_adapter_name
 from sidecar.settings import Canary as CanarySettings
 
@@ -252,10 +253,19 @@ def _after_gating(
         )
     if timed_out:
         return _inconclusive(
-            f"gate: {verdict.scored} comparisons scored, {verdict.set_aside} set aside in "
-            f"{rules.gate_timeout_s:g} s; it needs {rules.gate_min_prompts}"
+            f"gate: {_gate_counts(evidence, rules)} in {rules.gate_timeout_s:g} s; "
+            f"it needs {rules.gate_min_prompts}"
         )
-    return Hold(reason=f"gate: {judged} of {wanted} prompts judged")
+    return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged")
+
+
+def _gate_counts(evidence: GateEvidence, rules: CanarySettings) -> str:
+    """Say what the gate has of what it asks for, by the counts that decide."""
+    verdict, quality = evidence.verdict, evidence.quality
+    if rules.promote_on == "quick":
+        return f"{counted(verdict.scored, 'comparison')} scored, {verdict.set_aside} set aside"
+    groups = counted(quality.groups, "group")
+    return f"{groups} judged ({quality.lost} lost by the candidate), {quality.unknown} set aside"
 
 
 def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:
@@ -267,7 +277,8 @@ def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:
         return _inconclusive(f"gate: {proof_rule.too_many_missing(quality)}")
     reason = verdict.reason
     if rules.promote_on != "quick":
-        reason = f"gate: no harm shown on {quality.groups} prompts; {proof_rule.describe(quality)}"
+        prompts = counted(quality.groups, "prompt")
+        reason = f"gate: no harm shown on {prompts}; {proof_rule.describe(quality)}"
     return Move(to="ramping", candidate_state="ramping", reason=reason)
 
 
@@ -309,20 +320,25 @@ def _after_ramping(
         return _inconclusive(f"{step} waited for {unseen}")
     if spent_s >= rules.step_max_s:
         return _inconclusive(
-            f"{step}: {seen} of {rules.step_min_exchanges} exchanges and {evidence.sessions} of "
-            f"{rules.step_min_sessions} sessions in {rules.step_max_s:g} s"
+            f"{step}: {_seen(evidence, rules, ' and ', seen=seen)} in {rules.step_max_s:g} s"
         )
     if missing:
         # Good replies from before must not end the step while vLLM does not know the adapter.
         return Hold(
             reason=f"{step} stands: vLLM did not know the adapter for its last "
-            f"{evidence.missing_in_a_row} requests"
+            f"{counted(evidence.missing_in_a_row, 'request')}"
         )
     return Hold(
         reason=f"{step} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
-        f"{seen} of {rules.step_min_exchanges} exchanges, {evidence.sessions} of "
-        f"{rules.step_min_sessions} sessions"
+        f"{_seen(evidence, rules, ', ', seen=seen)}"
     )
+
+
+def _seen(evidence: RampEvidence, rules: CanarySettings, between: str, *, seen: int) -> str:
+    """Say what the step has seen of what it asks for. between: what joins the two."""
+    exchanges = counted(rules.step_min_exchanges, "exchange")
+    sessions = counted(rules.step_min_sessions, "session")
+    return f"{seen} of {exchanges}{between}{evidence.sessions} of {sessions}"
 
 
 def _unseen(canary: Canary, evidence: RampEvidence, rules: CanarySettings) -> str | None:
@@ -341,13 +357,15 @@ def _after_step(
             to="ramping",
             candidate_state="ramping",
             step=following,
-            reason=f"step {following} of {len(canary.steps)} passed with {seen} exchanges",
+            reason=f"step {following} of {len(canary.steps)} passed with "
+            f"{counted(seen, 'exchange')}",
         )
     quality = evidence.quality
+    steps = "the one step" if following == 1 else f"all {following} steps"
     lacking = proof_rule.lacking(quality, evidence.proven, rules)
     lacking = lacking or proof_rule.suspicion(evidence.guards, quality, rules)
     if lacking is None:
-        passed = f"passed all {following} steps of the ramp"
+        passed = f"passed {steps} of the ramp"
         if rules.promote_on != "quick":
             passed = f"{passed}; {proof_rule.describe(quality)}"
         return Move(to="promoted", candidate_state="champion", reason=passed)
@@ -356,7 +374,7 @@ def _after_step(
         return _inconclusive(f"the proof is still missing: {waits}")
     if evidence.away is not None:
         return Hold(reason=f"the evidence waits: {evidence.away}", stops_clock=True)
-    return Hold(reason=f"all {following} steps passed; waits for {waits}")
+    return Hold(reason=f"{steps} passed; waits for {waits}")
 
 
 def _reject(reason: str) -> Move:

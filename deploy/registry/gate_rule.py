@@ -16,10 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.evidence.quality import Fault, Group, Limits, Quality, add_group
+from sidecar.plurals import counted
 from sidecar.settings import Canary as CanarySettings
 
 RESAMPLES = 2_000
 LEVEL = 0.95
+_MOST_DIGITS = 18
+"""Behind the point; two floats near 0.01 differ in the first 18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,18 @@ def _rule(
             f"{champion_short:.0%} of the champion's: over by more than "
             f"{rules.max_truncated_excess:.0%}"
         )
-    result = f"gate: judged {mean:+.3f} to the champion on {prompts} held-out prompts"
+    judged, margin = _apart(mean, -rules.gate_margin)
+    result = f"gate: judged {judged} to the champion on {counted(prompts, 'held-out prompt')}"
     if mean > -rules.gate_margin:
-        return True, f"{result}, above the margin of {-rules.gate_margin:+.3f}"
-    return False, f"{result}, not above the margin of {-rules.gate_margin:+.3f}"
+        return True, f"{result}, above the margin of {margin}"
+    return False, f"{result}, not above the margin of {margin}"
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Return both with three digits, or with as many as it takes to see that they differ."""
+    texts = f"{one:+.3f}", f"{other:+.3f}"
+    digits = 4
+    while one != other and texts[0] == texts[1] and digits < _MOST_DIGITS:
+        texts = f"{one:+.{digits}f}", f"{other:+.{digits}f}"
+        digits += 1
+    return texts

@@ -19,6 +19,7 @@ from deploy.evidence.live import GUARDS
 from deploy.records import AdapterVersion
 from deploy.registry import canaries, versions
 from deploy.registry.gate_rule import judge_name
+from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.store.models import (
     AnswerRow,
@@ -275,7 +276,8 @@ def _render_run(run: LineageRun) -> list[str]:
     settings = ", ".join(f"{key}={value}" for key, value in sorted(run.settings.items()))
     counts = ", ".join(f"{key} {value}" for key, value in sorted(run.counts.items()))
     lines = [
-        f"  run {run.run_id} [{run.status}]: {len(run.metrics)} optimiser steps; groups: {counts}",
+        f"  run {run.run_id} [{run.status}]: {counted(len(run.metrics), 'optimiser step')}; "
+        f"groups: {counts}",
         f"    settings {settings}",
     ]
     if run.damaged:
@@ -315,7 +317,7 @@ def _render_canary(canary: LineageCanary) -> list[str]:
     for exchange_id, difference in compared[:SHOWN_PROMPTS]:
         lines.append(f"    judged prompt {exchange_id}: {_number(difference, '+.3f', 'set aside')}")
     if len(compared) > SHOWN_PROMPTS:
-        lines.append(f"    and {len(compared) - SHOWN_PROMPTS} more judged prompts")
+        lines.append(f"    and {counted(len(compared) - SHOWN_PROMPTS, 'more judged prompt')}")
     lines += _render_evidence("quality", evidence, _render_quality)
     lines += _render_evidence("guards", evidence, _render_guards)
     for key in evidence:
@@ -359,7 +361,8 @@ _PROVEN = {
 def _render_quality(quality: dict[str, Any]) -> str:
     proven = ", ".join(_PROVEN[claim] for claim in quality["proven"]) or "nothing"
     return (
-        f"{quality['groups']} judged groups prove: {proven}; difference to the champion "
+        f"{counted(quality['groups'], 'judged group proves', 'judged groups prove')}: {proven}; "
+        "difference to the champion "
         f"{quality['low']:+.3f} to {quality['high']:+.3f} at all looks; "
         f"{quality['lost']} lost by the candidate, {quality['unknown']} not scored"
     )
@@ -371,7 +374,7 @@ def _render_guards(guards: dict[str, Any]) -> str:
         f"{kind} {guards[kind]['canary']}:{guards[kind]['champion']}" for kind in GUARDS
     )
     return (
-        f"{met['canary']} sessions of the canary, {met['champion']} of the champion; "
+        f"{counted(met['canary'], 'session')} of the canary, {met['champion']} of the champion; "
         f"with a bad turn, canary to champion: {bad}"
     )
 
@@ -391,4 +394,5 @@ def _number(stored: object, form: str, none: str) -> str:
 
 
 def _counts(arm: dict[str, int]) -> str:
-    return f"{arm['replies']} replies, {arm['errors']} failed, {arm['short']} cut short or empty"
+    replies = counted(arm["replies"], "reply", "replies")
+    return f"{replies}, {arm['errors']} failed, {arm['short']} cut short or empty"

@@ -10,6 +10,7 @@ from deploy.evidence.interval import bounds
 from deploy.evidence.live import GUARDS, GuardState
 from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality
 from deploy.records import Canary
+from sidecar.plurals import counted
 from sidecar.settings import Canary as CanarySettings
 
 __all__ = [
@@ -55,6 +56,8 @@ _FLAWED = {
 }
 _MOST_NATS = 700.0
 """exp of more does not fit into a float."""
+_ERROR = 1e-9
+"""Larger than the error of exp and log: evidence of just 20 is shown as 20."""
 
 
 def limits_of(rules: CanarySettings) -> Limits:
@@ -93,7 +96,8 @@ def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str |
         if state.bets.peak >= threshold(level):
             return (
                 f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
-                f"{_HAPPENED[kind]}: evidence {odds(state.bets.peak)}, the limit is {1 / level:g}"
+                f"{_HAPPENED[kind]}: evidence {odds(state.bets.peak)}, the limit is "
+                f"{odds(threshold(level))}"
             )
     return None
 
@@ -106,7 +110,7 @@ def suspicion(
     It proves nothing and ends nothing, so it needs no level: more sessions or groups settle it.
     """
     for kind, state in guards.items():
-        if state.bets.log_e >= threshold(1.0 / SUSPICIOUS):
+        if state.bets.log_e > threshold(1.0 / SUSPICIOUS):
             return (
                 f"more sessions: {state.canary} of the canary's and {state.champion} of the "
                 f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)}"
@@ -119,7 +123,7 @@ def flaw_suspicion(quality: Quality, rules: CanarySettings) -> str | None:
     if rules.promote_on == "quick":  # it judges no group after the gate: nothing would settle it
         return None
     for kind, bets in quality.flaws.items():
-        if bets.log_e >= threshold(1.0 / SUSPICIOUS):
+        if bets.log_e > threshold(1.0 / SUSPICIOUS):
             return (
                 f"more groups: more {_FLAWED[kind]} than the champion, evidence {odds(bets.log_e)}"
             )
@@ -130,15 +134,15 @@ def harm(quality: Quality, rules: CanarySettings) -> str | None:
     """Return in words what judged groups prove against the candidate, or None."""
     if quality.harm.peak >= threshold(rules.harm_level):
         return (
-            f"worse than the champion in {quality.harm.peak_at} groups: evidence "
-            f"{odds(quality.harm.peak)}, the limit is {1 / rules.harm_level:g}"
+            f"worse than the champion in {counted(quality.harm.peak_at, 'group')}: evidence "
+            f"{odds(quality.harm.peak)}, the limit is {odds(threshold(rules.harm_level))}"
         )
     for kind, bets in quality.flaws.items():
         level = guard_level(kind, rules)
         if bets.peak >= threshold(level):
             return (
-                f"more {_FLAWED[kind]} than the champion in {bets.peak_at} groups: evidence "
-                f"{odds(bets.peak)}, the limit is {1 / level:g}"
+                f"more {_FLAWED[kind]} than the champion in {counted(bets.peak_at, 'group')}: "
+                f"evidence {odds(bets.peak)}, the limit is {odds(threshold(level))}"
             )
     return None
 
@@ -174,23 +178,31 @@ def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> 
 def too_many_missing(quality: Quality) -> str:
     """Say that too many groups could not be scored."""
     return (
-        f"{quality.unknown} of {quality.unknown + quality.groups} groups could not be scored, so "
-        "the others prove nothing"
+        f"{quality.unknown} of {counted(quality.unknown + quality.groups, 'group')} could not be "
+        "scored, so the others prove nothing"
     )
 
 
 def describe(quality: Quality) -> str:
-    """Say how the candidate compares, with the interval that holds at every look."""
+    """Say how the candidate compares, with the interval that holds at every look.
+
+    The groups are those that the interval rests on, the ones that the champion lost among them.
+    """
     low, high = bounds(quality.chart, CHART_LEVEL)
     return (
         f"difference to the champion {2 * low - 1:+.3f} to {2 * high - 1:+.3f} by "
-        f"{quality.groups} groups"
+        f"{counted(quality.chart.observations, 'group')}"
     )
 
 
 def odds(log_e: float) -> str:
-    """Return the evidence as a number. log_e: in nats."""
-    return f"{math.exp(min(log_e, _MOST_NATS)):.3g}"
+    """Return the evidence as a number of three digits. log_e: in nats.
+
+    It is rounded down: evidence below a limit must not look as if it had reached it.
+    """
+    value = math.exp(min(log_e, _MOST_NATS)) * (1.0 + _ERROR)
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0.0 else 1.0
+    return f"{math.floor(value / unit) * unit:.3g}"
 
 
 def _under_one(excess: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sidecar.backoff import Backoff
+from sidecar.plurals import counted
 
 Kind = Literal[
     "start",
@@ -102,10 +103,12 @@ def _decide(seen: Situation) -> Decision:
     if seen.unfinished:
         return Decision("start", f"run {seen.unfinished} was killed or stopped, and goes on")
     if seen.groups < seen.min_groups:
-        return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
+        wait = "waits" if seen.groups == 1 else "wait"
+        why = f"{seen.groups} of {counted(seen.min_groups, 'group')} {wait}"
+        return Decision("too_few_groups", why)
     if seen.idle_below and (busy := _busy(seen)):
         return Decision("users_busy", busy)
-    return Decision("start", f"{seen.groups} groups wait")
+    return Decision("start", counted(seen.groups, "group waits", "groups wait"))
 
 
 def _busy(seen: Situation) -> str:

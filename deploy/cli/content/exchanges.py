@@ -25,6 +25,7 @@ from deploy.cli.output import (
     say_json,
 )
 from deploy.cli.times import read_length, shown_time
+from sidecar.plurals import counted
 
 exchanges_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
@@ -167,7 +168,7 @@ def exchanges_export(
     left = f", {written['left_out']} left out (not in this form)" if written["left_out"] else ""
     if written["locked"]:
         left += f", {written['locked']} left out (their key is missing)"
-    note(f"wrote {written['lines']} lines{left}")
+    note(f"wrote {counted(written['lines'], 'line')}{left}")
     if written["locked"]:
         raise typer.Exit(1)
 

@@ -13,6 +13,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, require_store, say, say_json
+from sidecar.plurals import counted
 
 if TYPE_CHECKING:
     from deploy.forgetting.run import Report
@@ -94,10 +95,14 @@ def _ask(database: Database, settings: Settings, target: Target) -> None:
         note("this cannot be undone; say --yes")
         raise typer.Exit(2)
     number = sum(len(page) for page in exchanges_of(database, target))
-    say(f"{number} stored exchanges of the {target.kind} {target.name}. This cannot be undone.")
+    found = counted(number, "stored exchange")
+    say(f"{found} of the {target.kind} {target.name}. This cannot be undone.")
     for path in files_with_lines(settings.state_dir, settings.telemetry.spans_file):
         if lines := count_mentions(path, target.mention):
-            say(f"{lines} lines of {path} hold the name: they are blanked, whoever they are about.")
+            hold = "holds the name: it is blanked, whoever it is about"
+            if lines > 1:
+                hold = "hold the name: they are blanked, whoever they are about"
+            say(f"{counted(lines, 'line')} of {path} {hold}.")
     if not typer.confirm("Forget them?"):
         raise typer.Exit(1)
 
@@ -109,12 +114,13 @@ def _lines(report: Report, target: Target, *, retire: bool) -> Iterator[str]:
             "the name is written otherwise."
         )
     yield (
-        f"Removed: {report.exchanges} exchanges, {report.groups} groups, {report.feedback} "
-        f"records of feedback, {report.on_the_bus} records on the bus of this machine, "
-        f"{report.dead_letters} records set aside."
+        f"Removed: {counted(report.exchanges, 'exchange')}, {counted(report.groups, 'group')}, "
+        f"{counted(report.feedback, 'record')} of feedback, "
+        f"{counted(report.on_the_bus, 'record')} on the bus of this machine, "
+        f"{counted(report.dead_letters, 'record')} set aside."
     )
     for path, lines in report.lines.items():
-        yield f"Blanked {lines} lines of {path}."
+        yield f"Blanked {counted(lines, 'line')} of {path}."
     if not report.adapters:
         yield "No adapter has learned from it."
     for name in report.adapters:

@@ -10,6 +10,7 @@ from deploy.cli.listings.table import WHOLE, table_lines
 from deploy.cli.times import shown_age, shown_time
 from ingest.judge_prompt.media import without_media
 from ingest.verifiers.records import check_words
+from sidecar.plurals import counted
 
 WHY = 90
 """Characters of the reason in a line of the table."""
@@ -112,7 +113,7 @@ def _answer(answer: Json) -> Iterator[str]:
 
 
 def _length(answer: Json) -> str:
-    tokens = "1 token" if answer["tokens"] == 1 else f"{answer['tokens']:,} tokens"
+    tokens = counted(answer["tokens"], "token")
     ended = answer["finish_reason"]
     left = answer["untrainable_reason"]
     return (

@@ -10,6 +10,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, require_store, say, say_json
+from sidecar.plurals import counted
 
 if TYPE_CHECKING:
     from deploy.adapters.needed import Fate
@@ -81,8 +82,10 @@ def _lines(found: Pruned, dry_run: bool) -> list[str]:
     goes = [one for one in found.fates if one.goes]
     stays = [one for one in found.fates if not one.goes]
     verb = "would go" if dry_run else "went"
-    folders = "1 folder" if len(goes) == 1 else f"{len(goes)} folders"
-    lines = [f"{folders} {verb} ({_size(found.freed_bytes)}), {len(stays)} stay"]
+    folders = counted(len(goes), "folder")
+    lines = [
+        f"{folders} {verb} ({_size(found.freed_bytes)}), {counted(len(stays), 'stays', 'stay')}"
+    ]
     lines += [f"  {verb}  {_words(one)}" for one in goes]
     lines += [f"  stays {_words(one)}" for one in stays]
     return lines

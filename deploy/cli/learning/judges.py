@@ -8,6 +8,7 @@ import msgspec
 
 from deploy.cli.times import shown_age, shown_time
 from ingest.judge_watch.advice import advice_on
+from sidecar.plurals import counted
 
 
 class OneJudge(msgspec.Struct):
@@ -72,15 +73,15 @@ def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> It
     if judge.state == "works" and (judge.error_at or 0.0) > (judge.good_at or 0.0):
         said = f"answers, but gave the newest group no scores; {to_do}"
     good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
-    waits = "group waits" if judge.waiting == 1 else "groups wait"
-    yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
+    waits = counted(judge.waiting, "group waits", "groups wait")
+    yield f"Judge: {said}. Last good answer: {good}. {waits} for it."
     if judge.tokens_today:
         dollars = "no dollars are counted, since no price is known (judge.price)"
         if judge.spent_usd_today:
             dollars = (
                 f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
             )
-        yield f"  Today (UTC): {dollars}, {judge.tokens_today:,} tokens."
+        yield f"  Today (UTC): {dollars}, {counted(judge.tokens_today, 'token')}."
     if len(judge.judges) > 1 and judge.state != "spent":
         yield from _each_judge(judge.judges, now, works=judge.state in ("works", "unknown"))
     yield from _noise(noise, now)
@@ -116,7 +117,7 @@ def gate_judge_lines(judge: GateJudge | None) -> Iterator[str]:
     if judge is None or not judge.model:
         return
     rubric = "a rubric of its own" if judge.own_rubric else "judge.rubric"
-    passes = "1 pass" if judge.passes == 1 else f"{judge.passes} passes"
+    passes = counted(judge.passes, "pass", "passes")
     yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
     if judge.warning:
         yield f"  WARNING: {judge.warning}."
@@ -126,7 +127,7 @@ def _noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
     if noise is None or noise.sd is None:
         return
     between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
-    of = "1 group" if noise.groups == 1 else f"{noise.groups:,} groups"
+    of = counted(noise.groups, "group")
     yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
     if noise.drift:
         since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from deploy.cli.times import shown_time
+from sidecar.plurals import counted
 
 
 class Verifier(msgspec.Struct):
@@ -28,8 +29,8 @@ def verifier_lines(verifiers: Sequence[Verifier], now: float) -> Iterator[str]:
         said = f"FAILS: {one.error}" if one.fails else "works"
         if one.good_at is None and one.error_at is None:
             said = "has not been tried yet"
-        waits = f" {one.waiting:,} groups wait for it." if one.waiting > 1 else ""
-        waits = " 1 group waits for it." if one.waiting == 1 else waits
+        groups = counted(one.waiting, "group waits", "groups wait")
+        waits = f" {groups} for it." if one.waiting else ""
         yield f"Verifier {one.name} ({one.kind}): {said}. Last good: {good}.{waits}"
         if one.error_at is not None and not one.fails:
             yield f"  Last error {shown_time(one.error_at, now)}: {one.error}"

@@ -11,6 +11,7 @@ import typer
 from deploy.cli.context import admin_client, settings_of
 from deploy.cli.output import Output, note, print_found, say, say_json
 from deploy.cli.times import shown_time
+from sidecar.plurals import counted
 
 if TYPE_CHECKING:
     from sidecar.settings import Hook, Settings
@@ -37,9 +38,10 @@ def hook_lines(hooks: Sequence[HookTold], now: float) -> Iterator[str]:
     for one in hooks:
         last = "never" if one.told_at is None else shown_time(one.told_at, now)
         dead = f", {one.dead:,} given up" if one.dead else ""
-        yield f"Hook {one.name}: {one.delivered:,} events taken{dead}; the last one: {last}."
+        taken = counted(one.delivered, "event")
+        yield f"Hook {one.name}: {taken} taken{dead}; the last one: {last}."
         if one.tries:
-            yield f"  FAILS ({one.tries} times in a row): {one.error}"
+            yield f"  FAILS ({counted(one.tries, 'time')} in a row): {one.error}"
 
 
 @hooks_app.command("ls")

@@ -14,6 +14,7 @@ import typer
 from deploy.cli.context import settings_of
 from deploy.cli.files.whole_file import alone, replace_file
 from deploy.cli.output import Output, note, print_found, require_store, say
+from sidecar.plurals import counted
 from sidecar.store.keyring import KEY_BYTES, read_keys
 
 store_app = typer.Typer(
@@ -89,7 +90,7 @@ def rotate_key(
     found["file_rewritten"] = not done.not_rewritten_mb
     print_found(found, output)
     for why, number in done.unreadable.most_common():
-        note(f"{number} values stay as they are: {why}")
+        note(f"{counted(number, 'value stays as it is', 'values stay as they are')}: {why}")
     if not done.log_emptied:
         note(
             "the store's log (its file that ends in -wal) still holds what was there before: a "

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
-from deploy.page.shown.words import count, percent, short
+from deploy.page.shown.words import percent, short
 from deploy.records import LEARNER_AWAY_S
 from ingest.judge_watch.advice import advice_on
 from sidecar.hiding import hide_in_url
+from sidecar.plurals import counted
 
 LATE_S = 60.0
 """Ingest looks at the bus every few seconds; a report that is older has no ingest behind it."""
@@ -208,7 +209,7 @@ def _judge(status: StatusOut, now: float) -> Iterator[Need]:
 
 
 def _waits(groups: int) -> str:
-    return f"{count(groups, 'group')} {'waits' if groups == 1 else 'wait'} for it."
+    return f"{counted(groups, 'group waits', 'groups wait')} for it."
 
 
 def _learner(status: StatusOut, paused: AuditOut | None, now: float) -> Iterator[Need]:
@@ -265,7 +266,7 @@ def _control(status: StatusOut) -> Iterator[Need]:
                 level="act",
                 what=f"Control's loop {name} fails",
                 why=loop.error or "",
-                to_do=f"It failed {count(loop.failures, 'time')} in a row, and is tried again.",
+                to_do=f"It failed {counted(loop.failures, 'time')} in a row, and is tried again.",
             )
 
 
@@ -294,7 +295,7 @@ def _losses(status: StatusOut, lost: int) -> Iterator[Need]:
     if lost > 0:
         yield Need(
             level="look",
-            what=f"{count(lost, 'capture')} lost since you last looked",
+            what=f"{counted(lost, 'capture')} lost since you last looked",
             why="agents got their answers; the records of them are gone",
             to_do="The funnel has the reasons.",
             link="/funnel",
@@ -302,7 +303,7 @@ def _losses(status: StatusOut, lost: int) -> Iterator[Need]:
     if status.dead_letters:
         yield Need(
             level="look",
-            what=f"{count(status.dead_letters, 'record')} could not be stored",
+            what=f"{counted(status.dead_letters, 'record')} could not be stored",
             why="they are kept whole as dead letters",
             to_do="See the runbook.",
             link="/funnel",

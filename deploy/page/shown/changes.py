@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ AWAY_S = 15 * 60.0
 """A visitor who looks again within this has not been away."""
 KEPT_S = 90 * 86_400
 """How long the cookie keeps the last visit."""
+_TIME, _NUMBER = r"([0-9]{1,12}\.[0-9]{1,17})", r"([0-9]{1,15})"
+_COOKIE = re.compile("_".join((_TIME, _TIME, _NUMBER, _NUMBER)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +43,20 @@ class Looked:
         return Looked(before=now, last=now, lost_before=lost, lost_last=lost)
 
     def cookie(self) -> str:
-        return f"{self.before:.0f}.{self.last:.0f}.{self.lost_before}.{self.lost_last}"
+        """Both times are exact: rounded up, a look would be in the future, and what happened right
+        behind it would count as seen; rounded down, what was seen would be news again."""
+        return f"{self.before!r}_{self.last!r}_{self.lost_before}_{self.lost_last}"
 
 
 def read_looked(cookie: str | None, now: float) -> Looked:
     """Read the cookie, which anybody may have written."""
-    parts = (cookie or "").split(".")
-    if len(parts) != 4 or not all(map(_is_number, parts)):
+    found = _COOKIE.fullmatch(cookie or "")
+    if found is None:
         return Looked()
-    before, last, lost_before, lost_last = map(int, parts)
+    before, last = float(found[1]), float(found[2])
     if max(before, last) > now:
         return Looked()
-    return Looked(
-        before=float(before), last=float(last), lost_before=lost_before, lost_last=lost_last
-    )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 16
+    return Looked(before=before, last=last, lost_before=int(found[3]), lost_last=int(found[4]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

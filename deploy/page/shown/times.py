@@ -46,6 +46,7 @@ def length(seconds: float) -> str:
 
 def short_length(seconds: float) -> str:
     """A measured time: `412 ms`, `1.8 s`, `3 minutes`."""
-    if seconds < 1.0:
-        return f"{max(0.0, seconds) * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 60.0 else length(seconds)
+    if (milliseconds := round(max(0.0, seconds) * 1000)) < 1000:
+        return f"{milliseconds} ms"
+    tenths = round(seconds, 1)
+    return f"{tenths:.1f} s" if tenths < 60.0 else length(max(seconds, tenths))

@@ -9,7 +9,8 @@ from typing import Any
 from deploy.admin.models import CanaryOut, StatusOut
 from deploy.admin.out import FunnelOut, StageOut
 from deploy.page.shown.times import length
-from deploy.page.shown.words import count, share
+from deploy.page.shown.words import share
+from sidecar.plurals import counted
 
 LOST, SKIPPED = "lost_", "skipped_"
 _COUNTED = (
@@ -61,7 +62,7 @@ def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:
     skipped = sum(number for why, number in stage.ended.items() if why.startswith(SKIPPED))
     yield Sight(
         what="Captured",
-        figure=f"{share(stage.passed / meant)} of {count(meant, 'request')}",
+        figure=f"{share(stage.passed / meant)} of {counted(meant, 'request')}",
         good=lost_now == 0,
         note=f"{lost:,} lost, {skipped:,} left out on purpose, since the store was made",
     )
@@ -76,7 +77,7 @@ def _ingest(status: StatusOut, now: float) -> Sight:
         return Sight(what="Ingest", figure="cannot read the bus", good=False, note=bus.error)
     return Sight(
         what="Ingest",
-        figure=f"{count(bus.lag, 'record')} behind",
+        figure=f"{counted(bus.lag, 'record')} behind",
         good=not late,
         note=f"{length(now - bus.at)} ago" if late else "",
     )

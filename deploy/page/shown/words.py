@@ -8,6 +8,7 @@ from typing import Any
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock
 from deploy.records import nobody_has, version_of
+from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 
@@ -25,10 +26,6 @@ def percent(basis_points: float) -> str:
 def share(part: float) -> str:
     """A share of 0..1; never 100.0% when something is missing."""
     return f"{min(part, 0.999):.1%}" if part < 1.0 else "100%"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def serves_since(champion: str, newest: Iterable[AuditOut]) -> float | None:
@@ -89,9 +86,9 @@ def step_waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: Canary
     if isinstance(sessions, int):
         seen = step.get("sessions")
         left = sessions - (seen if isinstance(seen, int) else 0)
-        found += [count(left, "session")] if left > 0 else []
+        found += [counted(left, "session")] if left > 0 else []
     left = rules.step_min_exchanges - (replies if isinstance(replies, int) else 0)
-    found += [count(left, "reply").replace("replys", "replies")] if left > 0 else []
+    found += [counted(left, "reply", "replies")] if left > 0 else []
     return " and ".join(found)
 
 

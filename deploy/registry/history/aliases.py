@@ -62,7 +62,7 @@ def add(
     # A damaged hash must not hold up a rollback; `verify` finds the break.
     prev_hash = known if isinstance(known, str) else START
     row = AliasEventRow(
-        at=at,
+        at=float(at),  # the hash covers it as the store returns it
         model=model,
         alias=alias,
         before=_text(before),

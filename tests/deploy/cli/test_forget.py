@@ -61,7 +61,7 @@ def test_it_ends_with_0_when_all_is_gone_also_when_it_runs_again(
     first, again = run("--user", "alice.walrus", "--yes"), run("--user", "alice.walrus", "--yes")
 
     assert (first[0], again[0]) == (0, 0)
-    assert "Removed: 1 exchanges" in first[1]
+    assert "Removed: 1 exchange, " in first[1]
     assert "Nothing was found" not in first[1]
     assert again[1].startswith("Nothing was found of the user alice.walrus")
 
@@ -79,7 +79,7 @@ def test_it_ends_with_1_while_a_record_on_the_bus_cannot_be_read(
     )
 
     assert (text[0], as_json[0]) == (1, 1)
-    assert "Not removed yet: 1 records on the bus" in text[1]
+    assert "Not removed yet: 1 record on the bus" in text[1]
     assert json.loads(as_json[1])["traces"] != []
 
 
@@ -104,17 +104,29 @@ def test_a_user_who_only_gave_feedback_was_found(database: Database, run: Run) -
     code, out, _ = run("--user", "alice.walrus", "--yes")
 
     assert code == 0
-    assert out.startswith("Removed: 0 exchanges, 0 groups, 1 records of feedback")
+    assert out.startswith("Removed: 0 exchanges, 0 groups, 1 record of feedback")
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (1, "1 line of {} holds the name: it is blanked, whoever it is about."),
+        (5, "5 lines of {} hold the name: they are blanked, whoever they are about."),
+    ],
+)
 def test_it_asks_before_it_blanks_lines_of_others_that_hold_the_name(
-    database: Database, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    said: str,
 ) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    lines = [f'{{"model": "smollm", "said": "{number}"}}\n' for number in range(5)]
+    lines = [f'{{"model": "smollm", "said": "{said}"}}\n' for said in range(number)]
     export = tmp_path / "exported.jsonl"
     export.write_text("".join(lines) + '{"model": "another"}\n')
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
@@ -122,7 +134,7 @@ def test_it_asks_before_it_blanks_lines_of_others_that_hold_the_name(
     code, out, _ = run("--user", "smollm")
 
     assert code == 1
-    assert f"5 lines of {export} hold the name: they are blanked, whoever they are about." in out
+    assert said.format(export) in out
     assert export.read_text().startswith(lines[0])
 
 

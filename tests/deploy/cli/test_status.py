@@ -501,6 +501,13 @@ def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
     ]
 
 
+def test_behind_the_last_step_comes_the_promotion() -> None:
+    lines = status_lines(status(canary=canary(step=1, weight_bp=5_000)), NOW)
+
+    assert lines is not None
+    assert "  Promotion: in 1 min at the earliest." in lines
+
+
 def test_a_paused_canary_says_why_and_how_to_continue_it() -> None:
     held = canary(state="gating", paused=True, reason="by hand", next_step_earliest_at=None)
 

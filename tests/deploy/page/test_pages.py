@@ -120,6 +120,25 @@ async def test_a_visitor_who_was_away_sees_what_happened_meanwhile_and_no_more(
     assert "v5 was rolled back at 20% : rollback: replies got worse" in found
 
 
+async def test_what_was_seen_late_in_a_second_is_gone_at_once_and_what_follows_is_not(
+    world: World, browser: Browser
+) -> None:
+    page_history.tell(world)
+    world.clock.now = float(int(world.clock.now)) + 10.7
+    before = words_of((await browser.get("/")).text)
+    await browser.submit("/", "/seen")
+    world.clock.now += 0.05
+    after = words_of((await browser.get("/")).text)
+    page_history.roll_back(world, "replies got worse")
+
+    last = words_of((await browser.get("/")).text)
+
+    assert "v2 was rejected" in before
+    assert "v2 was rejected" not in after
+    assert "v2 was rejected" not in last
+    assert "rollback from v3 to v1 : replies got worse" in last
+
+
 async def test_no_text_of_the_store_becomes_markup(world: World, browser: Browser) -> None:
     page_history.tell(world, lambda text: text + HOSTILE)
     world.clock.now += 1.0

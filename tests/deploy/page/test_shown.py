@@ -190,9 +190,40 @@ def test_a_visit_ends_when_its_visitor_was_away() -> None:
     assert read_looked(back.cookie(), 2_000.0) == back
 
 
+def test_a_measured_time_that_rounds_to_a_whole_unit_is_told_in_that_unit() -> None:
+    assert [short_length(s) for s in (0.9996, 59.94, 59.96, 60.0)] == [
+        "1.0 s",
+        "59.9 s",
+        "1 minute",
+        "1 minute",
+    ]
+
+
+@pytest.mark.parametrize("at", [1_000_000.0, 1_000_000.2, 1_000_000.7, NOON + 0.999_999_9])
+def test_what_was_seen_stays_seen_at_any_part_of_a_second(at: float) -> None:
+    seen = Looked().seen(at, lost=3)
+
+    for now in (at, at + 0.05):
+        assert read_looked(seen.cookie(), now) == seen
+    assert seen.before == seen.last == at
+
+
 @pytest.mark.parametrize(
     "cookie",
-    [None, "", "1.2.3", "1.2.3.x", "1.9999.0.0", "-1.2.3.4", "٣.1.1.1", "1" * 99 + ".1.1.1"],
+    [
+        None,
+        "",
+        "1.0_2.0_3",
+        "1.0_2.0_3_x",
+        "1.0_9999.0_0_0",
+        "9999.0_1.0_0_0",
+        "-1.0_2.0_3_4",
+        "nan_1.0_1_1",
+        "٣.0_1.0_1_1",
+        "1" * 99 + ".0_1.0_1_1",
+        "1.0_1.0_1_" + "1" * 99,
+        "1.2.3.4",
+    ],
 )
 def test_a_cookie_that_somebody_made_up_is_a_first_visit(cookie: str | None) -> None:
     assert read_looked(cookie, 100.0) == Looked()

@@ -169,3 +169,21 @@ async def test_the_champion_is_put_by_the_rules_of_a_rollback(
     assert world.table().champion == "base"
     assert world.adapter(served[0]).state == "rolled_back"
     assert (await api.get("/aliases/latest")).status_code == 422
+
+
+@pytest.mark.both_stores
+def test_a_move_at_a_whole_second_given_as_an_integer_is_no_edit(world: World) -> None:
+    with world.database.write() as session:
+        add(
+            session,
+            at=2_000,
+            model="m",
+            alias="anchor",
+            before=None,
+            after=None,
+            generation=0,
+            actor="me",
+            reason="test",
+        )
+
+    assert verified(world).broken == ()

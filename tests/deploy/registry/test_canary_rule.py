@@ -163,8 +163,29 @@ def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
     assert decision == Move(
         to="inconclusive",
         candidate_state="retired",
-        reason="gate: 1 comparisons scored, 0 set aside in 100 s; it needs 2",
+        reason="gate: 1 comparison scored, 0 set aside in 100 s; it needs 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("promote_on", "counts"),
+    [
+        ("no_worse", "3 groups judged (3 lost by the candidate), 2 set aside"),
+        ("quick", "0 comparisons scored, 5 set aside"),
+    ],
+)
+def test_the_gate_s_time_limit_names_the_counts_that_decided(
+    rules: CanarySettings, promote_on: str, counts: str
+) -> None:
+    evidence = GateEvidence(
+        prompts=9,
+        pending=4,
+        verdict=verdict(scored=0, set_aside=5),
+        quality=Quality(groups=3, lost=3, unknown=2),
+    )
+    asked = rules.model_copy(update={"promote_on": promote_on, "gate_min_prompts": 4})
+
+    assert decide(GATING, evidence, asked, 200).reason == f"gate: {counts} in 100 s; it needs 4"
 
 
 def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> None:
@@ -230,7 +251,7 @@ def test_the_last_step_promotes(rules: CanarySettings) -> None:
 def test_a_hold_in_the_ramp_says_weight_and_progress(rules: CanarySettings) -> None:
     decision = decide(RAMPING, ramp(arm(2), arm(9)), rules, 101)
 
-    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 of 1 sessions")
+    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 of 1 session")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +337,7 @@ def test_a_step_without_traffic_ends_inconclusive(rules: CanarySettings) -> None
 
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("inconclusive", "retired")
-    assert decision.reason == "step 1: 0 of 3 exchanges and 0 of 1 sessions in 1000 s"
+    assert decision.reason == "step 1: 0 of 3 exchanges and 0 of 1 session in 1000 s"
 
 
 def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:
@@ -364,3 +385,18 @@ def test_the_clock_stands_while_stopped(
     canary = replace(LOADING, stopped_s=stopped_s, stopped_at=stopped_at)
 
     assert elapsed_s(canary, 150.0) == elapsed
+
+
+def test_of_one_thing_a_reason_speaks_in_the_singular(rules: CanarySettings) -> None:
+    one = rules.model_copy(update={"step_min_exchanges": 1})
+    both = rules.model_copy(update={"step_min_exchanges": 1, "gate_prompts": 1})
+
+    assert decide(RAMPING, ramp(arm(0), arm(9)), one, 100).reason.endswith(
+        ": 0 of 1 exchange, 0 of 1 session"
+    )
+    assert decide(RAMPING, ramp(arm(1), arm(9)), one, 110).reason == (
+        "step 1 of 2 passed with 1 exchange"
+    )
+    assert decide(GATING, gate(scored=0, pending=1), both, 100).reason == (
+        "gate: 0 of 1 prompt judged"
+    )

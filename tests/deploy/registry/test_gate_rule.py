@@ -47,6 +47,30 @@ def test_the_reason_says_numbers() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("difference", "judged", "margin"),
+    [
+        (-0.0199, "-0.0199", "above the margin of -0.0200"),
+        (-0.01999, "-0.01999", "above the margin of -0.02000"),
+        (-0.0201, "-0.0201", "not above the margin of -0.0200"),
+        (-0.02, "-0.020", "not above the margin of -0.020"),
+        (-0.0189, "-0.019", "above the margin of -0.020"),
+    ],
+)
+def test_numbers_that_differ_do_not_look_equal(difference: float, judged: str, margin: str) -> None:
+    rules = RULES.model_copy(update={"gate_margin": 0.02})
+
+    assert judge_gate([Comparison(difference=difference)], rules, seed=1).reason == (
+        f"gate: judged {judged} to the champion on 1 held-out prompt, {margin}"
+    )
+
+
+def test_one_prompt_is_no_prompts() -> None:
+    reason = judge_gate([Comparison(difference=0.5)], RULES, seed=1).reason
+
+    assert reason.startswith("gate: judged +0.500 to the champion on 1 held-out prompt, above ")
+
+
 @pytest.mark.parametrize(("short", "passed"), [(1, True), (2, False)])
 def test_cut_short_answers_over_the_champion_s_share_fail_whatever_the_judge_says(
     short: int, passed: bool

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import update
 
 from deploy.errors import UnknownAdapterError
-from deploy.registry.lineage import Lineage, render_lineage, trace_lineage
+from deploy.evidence.live import GUARDS
+from deploy.registry.lineage import SHOWN_PROMPTS, Lineage, render_lineage, trace_lineage
 from sidecar.store.database import compress
 from sidecar.store.models import AdapterRow, AnswerRow, GroupRow
 from support.finished_run import finished_run
@@ -150,6 +151,40 @@ async def test_it_reads_as_text(world: World) -> None:
     assert "    probe live: differs from the base by 0.25 nats a token" in lines
     assert f"v1 {first} [champion]" in lines
     assert lines[-1] == "base: m"
+
+
+async def test_of_one_thing_the_text_speaks_in_the_singular(world: World) -> None:
+    _, _, lineage = await traced(world)
+    step = lineage.steps[0]
+    assert step.run is not None
+    assert step.canary is not None
+    quality = {"groups": 1, "proven": ["better"], "low": 0.1, "high": 0.5, "lost": 0, "unknown": 0}
+    arm = {"replies": 1, "errors": 0, "short": 0}
+    met = {"canary": 1, "champion": 4}
+    evidence = {
+        "quality": quality,
+        "guards": {"sessions": met, **{kind: {"canary": 0, "champion": 0} for kind in GUARDS}},
+        "step_1": {"weight_bp": 2_000, "candidate": arm, "champion": arm},
+    }
+    judged = tuple(map(str, range(SHOWN_PROMPTS + 1)))
+    one = replace(
+        step,
+        run=replace(step.run, metrics=step.run.metrics[:1]),
+        canary=replace(
+            step.canary,
+            evidence=evidence,
+            gate_exchange_ids=judged,
+            gate_differences=(0.0,) * len(judged),
+        ),
+    )
+
+    text = render_lineage(replace(lineage, steps=(one,)))
+
+    assert ": 1 optimiser step; groups: " in text
+    assert "    and 1 more judged prompt\n" in text
+    assert "    1 judged group proves: better than the champion; difference to " in text
+    assert "    1 session of the canary, 4 of the champion; " in text
+    assert "canary 1 reply, 0 failed, 0 cut short or empty; champion 1 reply, 0 failed" in text
 
 
 def test_the_base_has_no_steps(world: World) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from deploy.evidence.betting import Bets
+from deploy.evidence.live import GuardState
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry.canary_rule import (
     ArmCounts,
@@ -19,7 +21,18 @@ from deploy.registry.canary_rule import (
     decide,
 )
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
-from deploy.registry.proof_rule import limits_of, proven
+from deploy.registry.proof_rule import (
+    describe,
+    flaw_suspicion,
+    guard_harm,
+    harm,
+    limits_of,
+    odds,
+    proven,
+    suspicion,
+    threshold,
+    too_many_missing,
+)
 from sidecar.settings import Canary as CanarySettings
 from support.made_canary import made_canary
 
@@ -72,7 +85,7 @@ def test_without_groups_nobody_is_promoted() -> None:
 
     assert isinstance(decision, Hold)
     assert decision.reason.startswith(
-        "all 1 steps passed; waits for proof that it is no worse than the champion: "
+        "the one step passed; waits for proof that it is no worse than the champion: "
         "evidence 1 of 20; "
     )
 
@@ -85,7 +98,9 @@ def test_an_equal_candidate_is_promoted_when_it_is_proven_no_worse_than_both() -
     decision = at_the_end(enough)
     assert isinstance(decision, Move)
     assert decision.to == "promoted"
-    assert decision.reason.startswith("passed all 1 steps of the ramp; difference to the champion ")
+    assert decision.reason.startswith(
+        "passed the one step of the ramp; difference to the champion "
+    )
     assert decision.reason.endswith(" by 200 groups")
 
 
@@ -242,3 +257,61 @@ def test_harm_that_was_proven_stays_proven() -> None:
         quality = add_group(quality, Group(champion=0.5, anchor=0.5), limits_of(RULES))
 
     assert phase(at_the_end(quality)) == "rolled_back"
+
+
+def test_one_group_is_no_groups() -> None:
+    quality = judged(-1.0, groups=1)
+    once = replace(quality, harm=replace(quality.harm, peak=10.0, peak_at=1))
+    flaws = {"short": replace(quality.harm, peak=10.0, peak_at=1)}
+
+    assert describe(quality).endswith(" by 1 group")
+    assert (harm(once, RULES) or "").startswith("worse than the champion in 1 group: evidence ")
+    assert "than the champion in 1 group: evidence " in (
+        harm(replace(quality, flaws=flaws), RULES) or ""
+    )
+    assert too_many_missing(Quality(unknown=1)).startswith("1 of 1 group could not be scored")
+
+
+def test_the_interval_names_the_groups_that_it_rests_on() -> None:
+    """One group in favour, and 30 that the champion lost: those move the interval too."""
+    quality = judged(1.0, groups=1)
+    for _ in range(30):
+        lost = Group(champion=None, anchor=None, fault="champion")
+        quality = add_group(quality, lost, limits_of(RULES))
+
+    assert (quality.groups, quality.chart.observations) == (1, 31)
+    assert describe(quality).endswith(" by 31 groups")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "shown"),
+    [(19.99, "19.9"), (20.0, "20"), (1.0, "1"), (0.0129, "0.0129"), (199.9, "199"), (5.0, "5")],
+)
+def test_evidence_is_rounded_down(evidence: float, shown: str) -> None:
+    assert odds(math.log(evidence)) == shown
+
+
+def test_evidence_just_below_its_limit_does_not_look_as_if_it_had_reached_it() -> None:
+    nearly = replace(Quality().no_worse, peak=math.log(19.99))
+
+    assert "evidence 19.9 of 20; " in at_the_end(replace(Quality(), no_worse=nearly)).reason
+
+
+def test_evidence_that_reached_a_limit_of_many_digits_does_not_look_below_it() -> None:
+    rules = RULES.model_copy(update={"harm_level": 0.03, "guard_level": 0.03})
+    over = replace(Quality().harm, peak=math.log(33.34), peak_at=9)
+    guards = {"cut": GuardState(canary=9, champion=0, bets=over)}
+
+    assert (harm(replace(Quality(), harm=over), rules) or "").endswith("33.3, the limit is 33.3")
+    assert (guard_harm(guards, rules) or "").endswith("33.3, the limit is 33.3")
+
+
+@pytest.mark.parametrize(("more", "waits"), [(0.0, False), (0.001, True)])
+def test_a_guard_is_suspicious_over_5_and_not_at_5(more: float, waits: bool) -> None:
+    """As docs/canary.md says."""
+    bets = Bets(log_wealth=(threshold(1.0 / 5.0) + more,) * 7)
+    guards = {"cut": GuardState(canary=1, champion=1, bets=bets)}
+    quality = replace(Quality(), flaws={"short": bets})
+
+    assert (suspicion(guards, Quality(), RULES) is not None) is waits
+    assert (flaw_suspicion(quality, RULES) is not None) is waits

@@ -31,6 +31,12 @@ def test_enough_groups_start_a_run() -> None:
     assert decide(seen(groups=15)).why == "15 of 16 groups wait"
 
 
+def test_one_group_waits() -> None:
+    assert decide(seen(groups=1)).why == "1 of 16 groups waits"
+    assert decide(seen(groups=1, min_groups=1)).why == "1 group waits"
+    assert decide(seen(groups=2, min_groups=1)).why == "2 groups wait"
+
+
 def test_nothing_starts_before_its_time() -> None:
     assert decide(seen(due=False)).kind == "not_due"
 

@@ -1,0 +1,55 @@
+"""What the doctor says of one record, and of several."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.doctor.facts import Facts, StoreFacts
+from deploy.doctor.rules import diagnose, waits_for
+from deploy.funnel.read import Funnel
+from deploy.funnel.stages import STAGES, Name, Stage
+from ingest.sampling.budget import Spent
+from sidecar.settings import Settings
+
+
+def facts(*, passed: int, waiting: int, spent: Spent | None = None) -> Facts:
+    """passed: the first stages that passed a record; as many records wait in each."""
+
+    def stage(name: Name) -> Stage:
+        return Stage(
+            name=name,
+            unit="records",
+            passed_as="passed",
+            entered=waiting,
+            passed=int(STAGES.index(name) < passed),
+            ended={},
+            waiting={"new": waiting},
+            unreported=0,
+        )
+
+    funnel = Funnel(stages=tuple(map(stage, STAGES)), counters={})
+    settings = Settings(groups={"settle_s": 60.0}, learner={"min_groups": waiting})
+    return Facts(now=1_000.0, settings=settings, store=StoreFacts(funnel=funnel, spent=spent))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "exchanges", "groups"),
+    [
+        (1, "1 captured exchange waits, and ingest", "spent; 1 group waits until"),
+        (2, "2 captured exchanges wait, and ingest", "spent; 2 groups wait until"),
+    ],
+)
+def test_a_diagnosis_agrees_with_its_number(waiting: int, exchanges: str, groups: str) -> None:
+    spent = Spent(setting="groups.tokens_per_day", why="spent", until=None)
+    texts = {one.cause: one.text for one in diagnose(facts(passed=7, waiting=waiting, spent=spent))}
+
+    assert texts["ingest_down"].startswith(exchanges)
+    assert texts["budget_spent"].startswith(groups)
+
+
+def test_what_is_waited_for_agrees_with_its_number() -> None:
+    assert "; 1 is decided 60 s " in waits_for(facts(passed=2, waiting=1))
+    assert "; 2 are decided 60 s " in waits_for(facts(passed=2, waiting=2))
+    assert waits_for(facts(passed=5, waiting=1)) == (
+        "1 scored group for a run (learner.min_groups); 1 waits"
+    )
