@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import update
@@ -161,7 +161,7 @@ async def test_of_one_thing_the_text_speaks_in_the_singular(world: World) -> Non
     quality = {"groups": 1, "proven": ["better"], "low": 0.1, "high": 0.5, "lost": 0, "unknown": 0}
     arm = {"replies": 1, "errors": 0, "short": 0}
     met = {"canary": 1, "champion": 4}
-    evidence = {
+    evidence: dict[str, Any] = {
         "quality": quality,
         "guards": {"sessions": met, **{kind: {"canary": 0, "champion": 0} for kind in GUARDS}},
         "step_1": {"weight_bp": 2_000, "candidate": arm, "champion": arm},
