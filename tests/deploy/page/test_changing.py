@@ -171,6 +171,7 @@ async def test_after_a_rollback_the_page_shows_when_users_got_it(
 
     assert "No recorded request has been answered by v1 yet." in waits
     assert "has v1 loaded" in waits
+    assert "Banned v3, v5" in waits, "the champion, and the candidate that users had met"
     assert "The first request that v1 answered came in 250 ms after the rollback." in found
     assert "1 request that came in later still got v3, the last one 125 ms after" in found
 
