@@ -22,6 +22,7 @@ from deploy.admin.changes.aliases import alias_router
 from deploy.admin.changes.begin import begin_router
 from deploy.admin.changes.events import event_router
 from deploy.admin.changes.idempotency import Idempotency
+from deploy.admin.changes.targets import target_router
 from deploy.admin.context import AdminContext
 from deploy.admin.json import AsciiJSONResponse
 from deploy.admin.learning.runs import run_router
@@ -77,6 +78,7 @@ def create_routes(context: AdminContext) -> FastAPI:
     app.include_router(action_router(context))
     app.include_router(begin_router(context))
     app.include_router(alias_router(context))
+    app.include_router(target_router(context))
     app.include_router(event_router(context))
     _add_probes(app, context)
     return app

@@ -23,7 +23,7 @@ from deploy.engine.checked_load import load_checked
 from deploy.engine.probe import Liveness, compare
 from deploy.engine.served import Agreement, compare_served, read_probe_file
 from deploy.engine.vllm_control import AdapterControl
-from deploy.errors import EngineError, InvalidAdapterError
+from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError
 from deploy.records import AdapterVersion
 from deploy.registry.canary_rule import LoadEvidence
 
@@ -42,6 +42,8 @@ class _Outcome:
     agreement: Agreement | None = None
     """None where the version has no `probe.json`, or is not live."""
     invalid: str | None = None
+    altered: bool = False
+    """`invalid` is about other bytes than were registered."""
     failed: str | None = None
 
     @property
@@ -71,14 +73,16 @@ async def load_everywhere(
     try:
         await validate()
     except InvalidAdapterError as error:
-        return LoadEvidence(invalid=f"invalid: {error}"), {}
+        altered = isinstance(error, AlteredAdapterError)
+        return LoadEvidence(invalid=f"invalid: {error}", altered=altered), {}
     outcomes = await asyncio.gather(
         *(_load(url, replicas[url], names, version, model) for url, names in up.items())
     )
     facts = _facts(outcomes, away)
-    for outcome in outcomes:
+    for outcome in sorted(outcomes, key=lambda one: one.altered):
         if outcome.invalid is not None:
-            return LoadEvidence(invalid=_describe(outcome, replicas)), facts
+            words = _describe(outcome, replicas)
+            return LoadEvidence(invalid=words, altered=outcome.altered), facts
     for outcome in outcomes:
         kl = outcome.liveness.kl if outcome.liveness is not None else 0.0
         if 0.0 < max_base_kl < kl:
@@ -129,7 +133,8 @@ async def _load(
         liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
         agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
-        return _Outcome(replica=url, invalid=f"invalid: {error}")
+        altered = isinstance(error, AlteredAdapterError)
+        return _Outcome(replica=url, invalid=f"invalid: {error}", altered=altered)
     except EngineError as error:
         log.warning("adapter_load_failed", adapter=version.name, replica=url, reason=str(error))
         return _Outcome(replica=url, failed=str(error))

@@ -7,15 +7,17 @@ audit row; a button that a page did not show is refused all the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.responses import RedirectResponse, Response
 
 from deploy.admin.auth import UnauthorizedError
 from deploy.admin.changes.bodies import RollbackOut
+from deploy.admin.changes.targets import TargetOut
 from deploy.admin.lines.engine import EngineOut
 from deploy.admin.models import (
+    AdapterOut,
     AuditOut,
     CanaryOut,
     LearnerOut,
@@ -27,6 +29,7 @@ from deploy.page.ask import ProblemError
 from deploy.page.desk import Asked, Desk, View
 from deploy.page.door import SESSION
 from deploy.page.first_reply import FirstReply, Took, first_reply, proxies_took
+from deploy.page.shown.times import clock
 from deploy.page.shown.words import short
 from sidecar.errors import StoreError
 from sidecar.lines import Line
@@ -34,7 +37,6 @@ from sidecar.plurals import counted
 from sidecar.records import BASE
 
 PREVIOUS = "previous"
-MOST_TARGETS = 200
 NEWEST = 200
 """Audit rows that are looked through for the last rollback."""
 
@@ -46,6 +48,9 @@ class Target:
     value: str
     label: str
     loaded: str
+    taken_away: str = ""
+    """Why nobody should take it unawares: when it was rolled back, and that it is banned."""
+    banned: bool = False
 
 
 def changing_views(desk: Desk) -> dict[str, View]:
@@ -80,11 +85,21 @@ def changing_views(desk: Desk) -> dict[str, View]:
         return await _form(desk, asked, error="", code=200)
 
     async def roll_back(asked: Asked) -> Response:
-        reason, to = asked.form.get("reason", ""), asked.form.get("to", PREVIOUS)
-        if not reason.strip():
-            return await _form(desk, asked, error="Say why: the audit keeps it.", code=422)
-        if asked.form.get("confirm") != "yes":
-            return await _form(desk, asked, error="Confirm that users shall get it.", code=422)
+        reason, to = asked.form.get("reason", ""), asked.form.get("to", "").strip()
+        error, lifts = "", False
+        if not to:
+            error = "Choose what to go back to: nothing was chosen, and nothing was changed."
+        elif not reason.strip():
+            error = "Say why: the audit keeps it."
+        elif asked.form.get("confirm") != "yes":
+            error = "Confirm that users shall get it."
+        elif asked.form.get("lift") != "yes" and await _is_banned(asked, to):
+            lifts = True
+            error = (
+                "This version is banned: it lost its traffic. Confirm below that its ban is lifted."
+            )
+        if error:
+            return await _form(desk, asked, error=error, code=422, lifts=lifts)
         done = await asked.ask.post(RollbackOut, "rollback", body={"to": to, "reason": reason})
         if not done.changed:
             return desk.html(asked, "rolled_back.html", done=done)
@@ -158,36 +173,64 @@ def _reason(asked: Asked) -> dict[str, str]:
     return {"reason": reason} if reason else {}
 
 
-async def _form(desk: Desk, asked: Asked, *, error: str, code: int) -> Response:
+async def _form(
+    desk: Desk, asked: Asked, *, error: str, code: int, lifts: bool = False
+) -> Response:
+    """lifts: the version that was asked for is banned, also where the list does not have it."""
     found = await asked.ask.get(StatusOut, "status")
-    canaries = await asked.ask.get(Page[CanaryOut], "canaries", limit=MOST_TARGETS)
+    former = await asked.ask.get(Page[TargetOut], "rollback", "targets")
+    listed = targets(found, former.items, asked.now)
+    chosen = asked.form.get("to") or asked.query.get("to") or default_of(listed)
     return desk.html(
         asked,
         "rollback.html",
         code=code,
         found=found,
-        targets=targets(found, canaries.items),
+        targets=listed,
         error=error,
-        chosen=asked.form.get("to") or asked.query.get("to", PREVIOUS),
+        chosen=chosen if any(one.value == chosen for one in listed) else "",
+        undo=any(one.value == PREVIOUS for one in listed),
+        asks_lift=lifts or any(one.banned for one in listed),
         reason=asked.form.get("reason", ""),
     )
 
 
-def targets(status: StatusOut, canaries: Sequence[CanaryOut]) -> list[Target]:
-    """Return what a rollback may go to: the previous champion, earlier ones, the base."""
-    earlier = [one.candidate for one in canaries if one.state == "promoted"]
-    found = [] if status.previous == status.champion else [(PREVIOUS, status.previous)]
-    found += [(name, name) for name in earlier if name not in (status.champion, status.previous)]
-    found.append((BASE, BASE))
-    return [
-        Target(
-            value=value,
-            label=short(name) + (", the one before" if value == PREVIOUS else ""),
-            loaded=loaded_words(name, status.engine),
+def targets(status: StatusOut, former: Iterable[TargetOut], now: float) -> list[Target]:
+    """Return what the form offers, in the order of the API: what was taken away comes last."""
+    found = []
+    for one in former:
+        marks = []
+        if one.rolled_back_at is not None:
+            marks.append(f"rolled back {clock(one.rolled_back_at, now)} UTC")
+        if one.banned is not None:
+            marks.append("banned; choosing it lifts the ban")
+        found.append(
+            Target(
+                value=PREVIOUS if one.previous else one.adapter,
+                label=short(one.adapter) + (", the one before" if one.previous else ""),
+                loaded=loaded_words(one.adapter, status.engine),
+                taken_away=", ".join(marks),
+                banned=one.banned is not None,
+            )
         )
-        for value, name in found
-        if name != status.champion
-    ]
+    return found
+
+
+def default_of(listed: Iterable[Target]) -> str:
+    """Return the target that the form has chosen already: the champion before, if it is sound."""
+    return next((one.value for one in listed if (one.value, one.taken_away) == (PREVIOUS, "")), "")
+
+
+async def _is_banned(asked: Asked, to: str) -> bool:
+    """Return True when a rollback to it would lift a ban. The API refuses what it does not know."""
+    if to == BASE:
+        return False
+    try:
+        return (await asked.ask.get(AdapterOut, "adapters", to)).banned is not None
+    except ProblemError as problem:
+        if problem.status == 404:
+            return False
+        raise
 
 
 async def _last_rollback(asked: Asked) -> AuditOut | None:

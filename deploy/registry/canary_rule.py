@@ -78,6 +78,8 @@ class Move:
     candidate_state: AdapterState
     reason: str
     step: int = 0
+    bans: bool = True
+    """False: it says nothing of the registered files, so a rejection does not ban their digest."""
 
 
 Decision = Hold | Move
@@ -90,6 +92,8 @@ class LoadEvidence:
     live: bool = False
     invalid: str | None = None
     """Reason why the folder cannot be served or the loaded adapter has no effect."""
+    altered: bool = False
+    """The folder holds other bytes than were registered: `invalid` is about those."""
     away: str | None = None
     """Reason why vLLM could not be reached."""
     load_failures: int = 0
@@ -223,7 +227,7 @@ def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float
 
 def _after_loading(evidence: LoadEvidence) -> Decision:
     if evidence.invalid is not None:
-        return _reject(evidence.invalid)
+        return _reject(evidence.invalid, bans=not evidence.altered)
     if evidence.load_failures >= MAX_LOAD_FAILURES:
         return _reject(f"vLLM failed to load it {evidence.load_failures} times: {evidence.away}")
     if evidence.live:
@@ -377,8 +381,8 @@ def _after_step(
     return Hold(reason=f"{steps} passed; waits for {waits}")
 
 
-def _reject(reason: str) -> Move:
-    return Move(to="rolled_back", candidate_state="rejected", reason=reason)
+def _reject(reason: str, *, bans: bool = True) -> Move:
+    return Move(to="rolled_back", candidate_state="rejected", reason=reason, bans=bans)
 
 
 def _inconclusive(reason: str) -> Move:

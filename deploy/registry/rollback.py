@@ -2,9 +2,11 @@
 
 A rollback needs only the store: no vLLM, no judge, no control process. It ends the active canary,
 moves the aliases and rewrites the routing table; proxies follow at their next poll. The adapter
-that was champion is marked `rolled_back`, its files and those of the ended canary are banned
-(`deploy.registry.history.bans`), and no descendant of it gets a canary. The learner is paused until
-an operator resumes it: what it learned last was taken from the users, and somebody should look why.
+that was champion is marked `rolled_back`, its files are banned
+(`deploy.registry.history.bans`), and no descendant of it gets a canary. A candidate that users had
+met (`ramping`) is banned with it. One that was still loading or at the gate is not, because nothing
+was decided about it: its canary ends as by an abort. The learner is paused until an operator
+resumes it: what it learned last was taken from the users, and somebody should look why.
 Its next run starts from the new champion, with that version's own optimiser state, which stands
 beside its weights. A rollback that names a banned version lifts its ban.
 
@@ -42,6 +44,8 @@ class RollbackResult:
     """The learner is paused now, by this rollback or before it."""
     generation: int
     """Generation of the routing table that this rollback leaves; proxies must reach it."""
+    banned: tuple[str, ...] = ()
+    """Versions whose files this rollback banned."""
 
 
 def rollback(
@@ -59,7 +63,8 @@ def rollback(
 
     to: "previous", "base", a version or a full name. A version must have been champion before.
     pause_learner: when the rollback changes anything.
-    ban: False when what it takes away is not known to be bad.
+    ban: False when what it takes away is not known to be bad; else the old champion is banned, and
+        a candidate that users had met.
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary, or its
         folder was removed.
     """
@@ -97,15 +102,17 @@ def roll_back_in(
         )
     if target != before:
         versions.refuse_removed(session, target)
-    on_canary = _candidate(session, model)
+    met = _met_by_users(session, model)
     ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
     moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
     table = routing_writer.write(session, model, now=now)
     changed = moved or ended is not None
+    banned: tuple[str, ...] = ()
     if changed:
-        lost = [before] if moved else []
-        for name in (*lost, *([on_canary] if on_canary is not None else [])) if ban else ():
-            bans.ban(session, name, now=now, actor=actor, reason=reason)
+        lost = [*([before] if moved else []), *met] if ban else []
+        banned = tuple(
+            name for name in lost if bans.ban(session, name, now=now, actor=actor, reason=reason)
+        )
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:
             flags.set_paused(
@@ -120,7 +127,12 @@ def roll_back_in(
             action="rollback",
             subject=model,
             before={"champion": before, "canary": ended},
-            after={"champion": target, "canary": None, "generation": table.generation},
+            after={
+                "champion": target,
+                "canary": None,
+                "generation": table.generation,
+                "banned": ", ".join(banned) or None,
+            },
             reason=reason,
         )
     return RollbackResult(
@@ -130,13 +142,16 @@ def roll_back_in(
         changed=changed,
         learner_paused=flags.read(session, model).paused,
         generation=table.generation,
+        banned=banned,
     )
 
 
-def _candidate(session: Session, model: str) -> str | None:
+def _met_by_users(session: Session, model: str) -> list[str]:
+    """Return the candidate whose canary gave it users; empty while it is loaded or at the gate."""
     active = canaries.active(session, model)
-    known = active is not None and isinstance(active.candidate, str)
-    return active.candidate if active is not None and known else None
+    if active is None or active.phase != "ramping" or not isinstance(active.candidate, str):
+        return []
+    return [active.candidate]
 
 
 def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: float) -> str | None:

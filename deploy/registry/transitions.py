@@ -295,7 +295,7 @@ def _move(
     else:
         kept: AdapterState = move.candidate_state
         versions.set_state(session, row.candidate, kept, move.reason)
-        if ban and move.to == "rolled_back" and actor == audit.CONTROL:
+        if ban and move.bans and move.to == "rolled_back" and actor == audit.CONTROL:
             # A verdict on these files. An operator's abort is none: they may be tried again.
             bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:

@@ -61,16 +61,16 @@ def tell(world: World, mark: Callable[[str], str] = lambda text: text) -> None:
     """Write the history. mark: changes every text that a person or a model wrote."""
     clock = world.clock
     clock.now = BEGIN
-    first = world.register(1)
+    first = world.register(1, values=(0.5, -0.1))
     world.promote(first)
     clock.now += 5 * HOUR
-    bad = world.register(2, parent=first)
+    bad = world.register(2, parent=first, values=(0.5, -0.2))
     _canary(world, bad, _reject(mark("worse than the champion on 12 prompts: -0.081")))
     clock.now += 20 * HOUR
-    second = world.register(3, parent=first)
+    second = world.register(3, parent=first, values=(0.5, -0.3))
     world.promote(second)
     clock.now += 8 * HOUR
-    broken = world.register(4, parent=second)
+    broken = world.register(4, parent=second, values=(0.5, -0.4))
     _canary(world, broken, *_roll_back(mark("9% of the canary's 210 replies failed, 1% before")))
     clock.now += 3 * HOUR
     with world.database.write() as session:
@@ -86,7 +86,7 @@ def tell(world: World, mark: Callable[[str], str] = lambda text: text) -> None:
         count(session, "learn", "no_spread", 1_400)
     _groups(world, mark)
     _runs(world, second, mark)
-    third = world.register(5, parent=second)
+    third = world.register(5, parent=second, values=(0.5, -0.5))
     clock.now += HOUR
     _canary(world, third, *_ramp(mark("no harm shown on 12 prompts")))
     clock.now += 4.0

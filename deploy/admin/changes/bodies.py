@@ -33,6 +33,9 @@ class RollbackOut(Out):
     changed: bool
     """False when the target was champion already."""
     ended_canary: str | None
+    banned: list[str]
+    """Versions whose files this rollback banned: the old champion, and a candidate that users had
+    met. One that was still loading or at the gate is not among them."""
     learner_paused: bool
     """The learner is paused, by this rollback or before it; POST /learner/resume ends that."""
     generation: int
@@ -47,6 +50,7 @@ class RollbackOut(Out):
             to=result.after,
             changed=result.changed,
             ended_canary=result.ended_canary,
+            banned=list(result.banned),
             learner_paused=result.learner_paused,
             generation=result.generation,
             note=note,

@@ -48,6 +48,7 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
     **{("GET", PREFIX + path): "read" for path in _READS},
     **{("GET", PREFIX + path): "content" for path in _CONTENT},
     ("POST", PREFIX + "/rollback"): "operate",
+    ("GET", PREFIX + "/rollback/targets"): "read",
     ("GET", PREFIX + "/aliases/{name}"): "read",
     ("GET", PREFIX + "/events"): "read",
     ("PUT", PREFIX + "/aliases/{name}"): "operate",

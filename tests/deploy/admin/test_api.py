@@ -550,6 +550,7 @@ async def test_rollback_says_from_and_to(world: World, api: Api) -> None:
         "to": "base",
         "changed": True,
         "ended_canary": None,
+        "banned": [name],
         "learner_paused": True,
         "generation": 4,
         "note": None,

@@ -16,7 +16,7 @@ from deploy.canary.tick_errors import MAX_TICK_ERRORS
 from deploy.errors import EngineError
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from sidecar.errors import StoreError
-from sidecar.store.models import AdapterRow, CounterRow
+from sidecar.store.models import AdapterRow, BannedDigestRow, CounterRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -135,6 +135,8 @@ async def test_a_changed_folder_is_refused_by_its_digest_before_it_is_parsed(
     await world.controller().tick()
 
     assert "the folder was changed" in str(world.adapter(name).reason)
+    assert world.canary(name).phase == "rolled_back"
+    assert world.rows(BannedDigestRow) == [], "the registered digest is that of the good files"
 
 
 async def test_a_changed_lineage_is_refused_though_vllm_does_not_read_it(world: World) -> None:

@@ -105,6 +105,7 @@ def test_rollback_offline_needs_the_store_alone(
         "to": "base",
         "changed": True,
         "ended_canary": None,
+        "banned": ["m--v1-0a0b0c0d0e0f"],
         "learner_paused": True,
     }
     with database.read() as session:

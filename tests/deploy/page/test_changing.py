@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import update
 
 from deploy.page.first_reply import LOOKED_AT, FirstReply, first_reply
+from deploy.registry import waiting
+from deploy.registry.history import bans
+from deploy.registry.rollback import rollback
 from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.store.models import AuditRow, CanaryRow, ExchangeRow, TableTakenRow
@@ -50,7 +55,7 @@ async def test_a_target_that_never_was_champion_is_refused_in_words(
 ) -> None:
     page_history.tell(world)
 
-    reply = await browser.submit("/rollback", "/rollback", to="v2", reason="x", confirm="yes")
+    reply = await browser.submit("/rollback", "/rollback", to="v5", reason="x", confirm="yes")
 
     assert reply.status_code == 409
     assert "has never been champion" in reply.text
@@ -67,6 +72,85 @@ async def test_the_targets_say_where_they_are_loaded(
 
     assert "v1, the one before: loaded on 1 of 1 replicas" in found
     assert "the base model: always loaded" in found
+
+
+def options(html: str) -> list[tuple[str, bool, str]]:
+    """Value, whether it is chosen, and text of each option of the form, in order."""
+    found = re.findall(r'<option value="([^"]*)"( selected)?>([^<]*)</option>', html)
+    return [(value, bool(chosen), text) for value, chosen, text in found]
+
+
+def promoted(world: World, *numbers: int) -> list[str]:
+    names = []
+    for number in numbers:
+        names.append(world.register(number, values=(0.5, float(number))))
+        world.promote(names[-1])
+    return names
+
+
+async def test_what_was_just_taken_away_is_not_chosen_and_its_ban_is_lifted_on_purpose_only(
+    world: World, browser: Browser
+) -> None:
+    first, second, third = promoted(world, 1, 2, 3)
+    fields = {"reason": "worse", "confirm": "yes"}
+    await browser.submit("/rollback", "/rollback", to="previous", **fields)
+    assert world.aliases() == {"champion": second, "previous": second}
+
+    found = options((await browser.get("/rollback")).text)
+    empty = await browser.submit("/rollback", "/rollback", to="", **fields)
+    absent = await browser.submit("/rollback", "/rollback", **fields)
+    unsure = await browser.submit("/rollback", "/rollback", to=third, **fields)
+    by_number = await browser.submit("/rollback", "/rollback", to="v3", **fields)
+    before = world.aliases()
+    done = await browser.submit("/rollback", "/rollback", to=third, lift="yes", **fields)
+
+    assert [value for value, _, _ in found] == ["", first, "base", third]
+    assert [text for _, chosen, text in found if chosen] == ["choose: nothing is left to undo"]
+    assert "rolled back" in found[-1][2]
+    assert "banned; choosing it lifts the ban" in found[-1][2]
+    refused = (empty, absent, unsure, by_number)
+    assert [one.status_code for one in refused] == [422, 422, 422, 422]
+    assert "Choose what to go back to" in empty.text
+    assert "This version is banned" in unsure.text
+    assert before["champion"] == second
+    assert done.status_code == 303
+    assert world.aliases()["champion"] == third
+
+
+async def test_a_previous_champion_that_was_banned_since_is_last_and_not_chosen(
+    world: World, browser: Browser
+) -> None:
+    first, second, _ = promoted(world, 1, 2, 3)
+    with world.database.write() as session:
+        bans.ban(session, second, now=world.clock.now, actor="control", reason="it is worse")
+
+    found = options((await browser.get("/rollback")).text)
+
+    assert [value for value, _, _ in found] == ["", first, "base", "previous"]
+    assert found[0] == ("", True, "choose: the one before was taken away")
+
+
+async def test_each_former_champion_is_listed_once_however_many_canaries_failed_since(
+    world: World, browser: Browser
+) -> None:
+    first, second = promoted(world, 1, 2)
+    third = world.register(3, values=(0.5, 3.0))
+    world.promote(third)
+    rollback(world.database, "m", reason="x", actor="me", now=world.clock.now)
+    rollback(world.database, "m", to=third, reason="x", actor="me", now=world.clock.now)
+    with world.database.write() as session:
+        session.add_all(
+            waiting.new_row(model="m", candidate=f"m--v{number}-0123456789ab", now=number)
+            for number in range(100, 350)
+        )
+        session.flush()
+        session.execute(
+            update(CanaryRow).where(CanaryRow.state != "promoted").values(state="inconclusive")
+        )
+
+    found = [value for value, _, _ in options((await browser.get("/rollback")).text)]
+
+    assert found == ["", first, "base", second]
 
 
 async def test_after_a_rollback_the_page_shows_when_users_got_it(
@@ -87,6 +171,7 @@ async def test_after_a_rollback_the_page_shows_when_users_got_it(
 
     assert "No recorded request has been answered by v1 yet." in waits
     assert "has v1 loaded" in waits
+    assert "Banned v3, v5" in waits, "the champion, and the candidate that users had met"
     assert "The first request that v1 answered came in 250 ms after the rollback." in found
     assert "1 request that came in later still got v3, the last one 125 ms after" in found
 

@@ -113,7 +113,7 @@ def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World)
     world.promote(first)
     world.promote(second)
     on_canary = world.register(3, values=(0.2, 0.2))
-    start(world, on_canary)
+    world.ramp(on_canary)
 
     done = rollback(world.database, "m", reason="rude", actor="me", now=world.clock())
     again = rollback(world.database, "m", reason="rude", actor="me", now=world.clock())

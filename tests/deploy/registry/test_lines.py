@@ -269,6 +269,7 @@ async def test_the_admin_api_reads_and_changes_one_line(
         ("GET", "/runs"),
         ("GET", "/aliases"),
         ("GET", "/aliases/champion"),
+        ("GET", "/rollback/targets"),
         ("GET", "/groups"),
         ("POST", "/rollback"),
         ("POST", "/learner/pause"),

@@ -14,6 +14,7 @@ from deploy.registry import audit, routing_writer, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import RollbackResult, rollback
 from sidecar.store.database import Database
+from sidecar.store.models import AuditRow, BannedDigestRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -65,6 +66,7 @@ def test_back_to_the_previous_champion(world: World, served: tuple[str, ...]) ->
         changed=True,
         learner_paused=True,
         generation=generation + 1,
+        banned=(third,),
     )
     assert world.table().champion == second
     assert world.adapter(third).state == "rolled_back"
@@ -137,6 +139,34 @@ def test_it_ends_a_running_canary_in_the_same_transaction(
     assert world.canary(fourth).phase == "rolled_back"
     assert world.adapter(fourth).state == "rolled_back"
     assert (world.table().canary, world.table().champion) == (None, served[1])
+
+
+@pytest.mark.both_stores
+@pytest.mark.parametrize(("phase", "bans"), [("loading", 0), ("gating", 0), ("ramping", 1)])
+def test_a_candidate_that_no_user_met_is_not_banned_with_the_champion(
+    world: World, phase: str, bans: int
+) -> None:
+    champion = world.register(1)
+    world.promote(champion)
+    candidate = world.register(2, parent=champion, values=(0.3, 0.1))
+    with world.database.write() as session:
+        transitions.begin(
+            session, model="m", candidate=candidate, steps=(2_000,), now=1.0, actor="control"
+        )
+    steps: tuple[Literal["gating", "ramping"], ...] = ("gating", "ramping")
+    for to in steps[: ("loading", "gating", "ramping").index(phase)]:
+        with world.database.write() as session:
+            move = Move(to=to, candidate_state=to, reason="on")
+            transitions.apply(session, world.canary(candidate), move, evidence={}, now=2.0)
+
+    result = roll_back(world)
+
+    expected = [champion, candidate][: 1 + bans]
+    assert list(result.banned) == expected
+    assert sorted(row.adapter for row in world.rows(BannedDigestRow)) == expected
+    assert world.canary(candidate).phase == "rolled_back"
+    told = [row for row in world.rows(AuditRow) if row.action == "rollback"][-1]
+    assert told.after["banned"] == ", ".join(expected)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +322,6 @@ def test_an_unknown_version_is_refused(world: World) -> None:
 def test_the_audit_says_who_why_and_from_where_to_where(
     world: World, served: tuple[str, ...]
 ) -> None:
-    from sidecar.store.models import AuditRow
-
     roll_back(world)
 
     row = world.rows(AuditRow)[-1]
