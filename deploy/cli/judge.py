@@ -273,8 +273,7 @@ async def _compare(
 
 @contextmanager
 def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | None]:
-    """Open the judges' replies that the store keeps; None where there is no store of this version:
-    the command makes none."""
+    """Open the judges' replies that the store keeps; None: no store of this version, none made."""
     from sqlalchemy import make_url
 
     from ingest.judges.cache import open_kept
@@ -353,8 +352,7 @@ def judge_noise(
     from ingest.noise.table import as_dict, table_lines
     from sidecar.store.database import Database
 
-    settings = settings_of(context)
-    judge = settings.judge
+    judge = (settings := settings_of(context)).judge
     _of_project(judge, project)
     require_store(settings.store.url)
     if out is not None:
@@ -368,10 +366,10 @@ def judge_noise(
                 raise typer.Exit(1)
             note(f"later windows are compared with window {window}")
         found = read_noise(database, judge, project)
-    wait = counted(found.waiting, "group waits", "groups wait")
+    rubric, wait = found.rubric_hash[:12], counted(found.waiting, "group waits", "groups wait")
     lines = [
-        f"{judge.model}, rubric {found.rubric_hash[:12]}: {wait} to be scored "
-        f"again ({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",
+        f"{judge.model}, rubric {rubric}: {wait} to be scored again "
+        f"({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",
         "in brackets 95% intervals; +: not whole; *: later windows are compared with it",
         "",
         *table_lines(found.windows),
