@@ -46,7 +46,7 @@ def when_free(
 
     files: the run's unplaced folder; once it is gone, the attempt had placed it and is not
         repeated. pause: sleeps this many seconds. Raises what stops the run.
-    Raises: UnpublishedError after `PUBLISH_S`; StoreError when it comes behind the placing.
+    Raises: UnpublishedError after `PUBLISH_S`, and when the store fails behind the placing.
     """
     began = time.monotonic()
     while True:
@@ -54,7 +54,10 @@ def when_free(
             return publish()
         except StoreError as error:
             if not files.exists():
-                raise
+                raise UnpublishedError(
+                    f"{error}; the run is trained, and whether it is published is not known: "
+                    "nothing is lost, the next start goes on with it if it is not"
+                ) from error
             if time.monotonic() - began > PUBLISH_S:
                 raise UnpublishedError(
                     f"{error}; the run is trained and not published: nothing is lost, the next one "
