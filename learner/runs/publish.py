@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest
+from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest, read_plain
 from learner.errors import UnpublishedError
 from learner.records import Candidate
 from learner.resume.work_folder import WorkFolder, remove_folder, sync
@@ -167,7 +167,7 @@ def unplace(session: Session, work: WorkFolder, adapters_dir: Path) -> None:
 
 def _made_by(folder: Path, run_id: str) -> bool:
     try:
-        lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
+        lineage = json.loads(read_plain(folder / LINEAGE))
     except (OSError, ValueError):
         return False
     return isinstance(lineage, dict) and lineage.get("run_id") == run_id
