@@ -74,15 +74,34 @@ def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
     # O_NONBLOCK: opening a pipe must not wait for its writer.
     descriptor = _open(name, os.O_NONBLOCK, folder)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is not a plain file", name)
+        found = _of_plain(descriptor, name)
         if found.st_size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes", name)
         with open(descriptor, "rb", closefd=False) as file:
             yield file
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_plain(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a plain file for reading, of any size and also behind a link.
+
+    Raises: OSError, also for a pipe or a device, which could make its reader wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        _of_plain(descriptor, str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
+
+
+def read_plain(path: Path) -> str:
+    """Return the text of a plain file. Raises: OSError, as `open_plain`; UnicodeDecodeError."""
+    with open_plain(path) as file:
+        return file.read().decode("utf-8")
 
 
 def read_state(folder: Path) -> FolderState:
@@ -124,8 +143,8 @@ def folder_marks(folder: Path) -> tuple[Mark, ...]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file's bytes. Raises: OSError."""
-    with path.open("rb") as file:
+    """Return the SHA-256 (hex) of a file's bytes. Raises: OSError, as `open_plain`."""
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -138,6 +157,13 @@ def _open(path: Path | str, flags: int, folder: int | None = None) -> int:
         if _is_link(path, folder):
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from error
         raise
+
+
+def _of_plain(descriptor: int, name: str) -> os.stat_result:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a plain file", name)
+    return found
 
 
 def _is_link(path: Path | str, folder: int | None) -> bool:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from learner.adapter_folder import open_plain
+
 HEAD_BYTES = 100_000_000
 """Longest head of a safetensors file, as the format limits it."""
+READ = ("*.json", "*.safetensors", "*.bin")
+"""Files of a base that are read."""
 OF_BLOCK = (".layers.", ".h.", ".blocks.")
 """What names of weights inside of a decoder's blocks contain."""
 
@@ -28,7 +33,10 @@ class BaseSize:
 
 
 def base_size(folder: Path) -> BaseSize | None:
-    """Add up the weights of a folder; None when it has no safetensors, or one that is damaged."""
+    """Add up the weights of a folder; None when it has no safetensors, or one that is damaged, or
+    what is `not_plain`: what asks for sizes reads the config next."""
+    if not_plain(folder) is not None:
+        return None
     numbers = in_blocks = widths = 0
     files = sorted(folder.glob("*.safetensors"))
     try:
@@ -44,8 +52,20 @@ def base_size(folder: Path) -> BaseSize | None:
     return BaseSize(numbers=numbers, in_blocks=in_blocks, widths=widths) if files else None
 
 
+def not_plain(folder: Path) -> Path | None:
+    """Return a file of a base that is a pipe, a device or a socket: to read it could hang."""
+    for path in sorted(one for pattern in READ for one in folder.glob(pattern)):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link into nowhere
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            return path
+    return None
+
+
 def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > HEAD_BYTES:
             raise ValueError(f"{path}: its head has {length} bytes")

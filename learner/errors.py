@@ -137,8 +137,8 @@ class RanksDisagreeError(LearnerError, RuntimeError):
 
 
 class UnpublishedError(LearnerError, StoreError):
-    """A run is trained, and the store cannot be written; its row and its files stay, and the next
-    run goes on with it."""
+    """A run is trained, and the store cannot be written, or failed as it published; its row and its
+    files stay, and the next run goes on with it."""
 
 
 class FullDiskError(LearnerError, OSError):

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from learner.base_weights import not_plain
 from learner.errors import (
     DeviceError,
     IncompleteAdapterError,
@@ -155,13 +156,16 @@ def _why(error: Exception) -> str:
 
 
 def _require_folder(base_model_path: str) -> None:
-    """Raises: ParentError when a path, which is no name of the Hugging Face Hub, has no folder."""
+    """Raises: ParentError when a path, which is no name of the Hugging Face Hub, has no folder, or
+    the folder holds what is no file."""
     if base_model_path.startswith(("/", ".", "~")) and not Path(base_model_path).is_dir():
         raise ParentError(
             f"base {base_model_path} cannot be loaded: there is no such folder; set "
             "serving.base_model_path to the folder of the weights that vLLM serves, or to their "
             "name on the Hugging Face Hub"
         )
+    if (odd := not_plain(Path(base_model_path))) is not None:
+        raise ParentError(f"base {base_model_path}: {odd} is not a plain file; {BASE_CURE}")
 
 
 def plain_config(base_model_path: str) -> Any:  # Any: a config of transformers, not typed

@@ -25,6 +25,8 @@ from typing import Any
 
 import structlog
 
+from learner.adapter_folder import read_plain
+
 log = structlog.get_logger()
 
 PREFIX = ".run-"
@@ -80,6 +82,7 @@ class WorkFolder:
         """Write a file: JSON, or a text. Raises: OSError."""
         text = value if isinstance(value, str) else json.dumps(value, indent=1)
         unfinished = self.path / f"{name}.new"
+        remove_folder(unfinished)  # whatever stands there: to open a pipe would wait for its reader
         unfinished.write_text(text + "\n", encoding="utf-8")
         sync(unfinished)
         unfinished.replace(self.path / name)
@@ -92,7 +95,7 @@ class WorkFolder:
     def placing(self) -> str | None:
         """Return the digest under which the run was about to publish; None: it was not."""
         try:
-            return (self.path / PLACING).read_text(encoding="utf-8").strip()
+            return read_plain(self.path / PLACING).strip()
         except (OSError, ValueError):
             return None
 
@@ -189,7 +192,7 @@ def sync(path: Path) -> None:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_plain(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest
+from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest, read_plain
 from learner.errors import UnpublishedError
 from learner.records import Candidate
 from learner.resume.work_folder import WorkFolder, remove_folder, sync
@@ -46,7 +46,7 @@ def when_free(
 
     files: the run's unplaced folder; once it is gone, the attempt had placed it and is not
         repeated. pause: sleeps this many seconds. Raises what stops the run.
-    Raises: UnpublishedError after `PUBLISH_S`; StoreError when it comes behind the placing.
+    Raises: UnpublishedError after `PUBLISH_S`, and when the store fails behind the placing.
     """
     began = time.monotonic()
     while True:
@@ -54,7 +54,10 @@ def when_free(
             return publish()
         except StoreError as error:
             if not files.exists():
-                raise
+                raise UnpublishedError(
+                    f"{error}; the run is trained, and whether it is published is not known: "
+                    "nothing is lost, the next start goes on with it if it is not"
+                ) from error
             if time.monotonic() - began > PUBLISH_S:
                 raise UnpublishedError(
                     f"{error}; the run is trained and not published: nothing is lost, the next one "
@@ -164,7 +167,7 @@ def unplace(session: Session, work: WorkFolder, adapters_dir: Path) -> None:
 
 def _made_by(folder: Path, run_id: str) -> bool:
     try:
-        lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
+        lineage = json.loads(read_plain(folder / LINEAGE))
     except (OSError, ValueError):
         return False
     return isinstance(lineage, dict) and lineage.get("run_id") == run_id

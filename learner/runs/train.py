@@ -129,7 +129,8 @@ class Run:
         Raises: HeldError when the reward watch holds the learner (row: held; no group is taken);
             RunInProgressError when another run is alive (nothing is changed);
             NothingToLearnError when too few groups wait or none is usable (row: skipped);
-            RunStoppedError after `stop`, RankLostError, FullDiskError (row: as it was, if `left`);
+            RunStoppedError after `stop`, RankLostError, FullDiskError, UnpublishedError (row: as it
+                was, if `left`);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
         asked = partial(check_hold, self._database, self._settings, self.run_id, now=self._clock())

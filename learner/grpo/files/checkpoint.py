@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from learner.adapter_folder import file_digest
+from learner.adapter_folder import file_digest, read_plain
 from learner.errors import CheckpointError
 from learner.explain import one_line
 from learner.grpo.checks import Checked
@@ -174,7 +174,7 @@ def load_snapshot(
     Raises: CheckpointError when it is damaged, or belongs to another version; OSError.
     """
     try:
-        whole = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        whole = json.loads(read_plain(folder / STATE))
         if whole["format"] != FORMAT:
             raise CheckpointError(f"its format is {whole['format']!r}, not {FORMAT}")
         if _sha256(whole["state"]) != whole["sha256"]:

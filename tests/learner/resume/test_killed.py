@@ -19,7 +19,7 @@ from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.files.checkpoint import TENSORS
 from learner.resume.holder import present_holder
-from learner.resume.work_folder import WorkFolder
+from learner.resume.work_folder import STATE, WorkFolder
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -150,6 +150,24 @@ def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
     damaged = bytearray(tensors.read_bytes())
     damaged[-1] ^= 1
     tensors.write_bytes(bytes(damaged))
+
+    assert start(settings, "r2")["code"] == 0
+
+    assert left_by(settings) == left_by(whole)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [STATE, TENSORS])
+def test_a_pipe_in_a_checkpoint_costs_its_steps_and_no_more(
+    start: Start, world: World, name: str
+) -> None:
+    whole, settings = world("whole"), world("one")
+    start(whole, "r1")
+    start(settings, "r1", kill_at=("step", 2))
+    checkpoint = WorkFolder(settings.learner.adapters_dir, "r1").newest()
+    assert checkpoint is not None
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
 
     assert start(settings, "r2")["code"] == 0
 

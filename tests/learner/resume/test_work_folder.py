@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner.errors import RunStoppedError
-from learner.resume.work_folder import CLAIMED, STATE, WorkFolder, remove_folder, work_folders
+from learner.resume.work_folder import (
+    CLAIMED,
+    PLACING,
+    STATE,
+    WorkFolder,
+    remove_folder,
+    work_folders,
+)
 
 
 @pytest.fixture
@@ -92,6 +100,24 @@ def test_a_file_that_cannot_be_read_is_as_if_it_were_missing(work: WorkFolder, t
 
     assert work.read(CLAIMED) is None
     assert WorkFolder(work.path, "nowhere").read(CLAIMED) is None
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_read_as_a_damaged_file_and_never_waited_for(work: WorkFolder) -> None:
+    work.keep(write_state('{"step": 1}'))
+    checkpoint = work.newest()
+    assert checkpoint is not None
+    (checkpoint / STATE).unlink()
+    for path in (work.path / CLAIMED, checkpoint / STATE, work.path / PLACING):
+        os.mkfifo(path)
+
+    with capture_logs() as logs:
+        assert (work.read(CLAIMED), work.state(), work.placing()) == (None, {}, None)
+
+    assert all("is not a plain file" in entry["why"] for entry in logs)
+    os.mkfifo(work.path / f"{CLAIMED}.new")
+    work.write(CLAIMED, {"group_ids": ["a"]})
+    assert work.read(CLAIMED) == {"group_ids": ["a"]}
 
 
 def test_what_processes_left_unfinished_is_removed(work: WorkFolder) -> None:

@@ -23,6 +23,7 @@ from learner.errors import (
     RankLostError,
     RunInProgressError,
     RunStoppedError,
+    UnpublishedError,
 )
 from learner.records import CheckedAnswers, Fault, Part, Stage, StepMetrics, TrainingJob
 from learner.resume.work_folder import CLAIMED, WorkFolder
@@ -698,11 +699,11 @@ def test_a_crash_between_folder_and_row_is_made_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def crash(*_: object, **__: object) -> None:
-        raise StoreError("disk full")
+        raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
         patch.setattr("learner.runs.train.register", crash)
-        with pytest.raises(StoreError):
+        with pytest.raises(RuntimeError):
             new_run("r1").start()
     assert versions(database) == []
     assert adapter_folders(settings) == []
@@ -712,6 +713,60 @@ def test_a_crash_between_folder_and_row_is_made_good(
     assert adapter_folders(settings) == [candidate.digest]
     assert json.loads((candidate.path / LINEAGE).read_text())["run_id"] == "r2"
     assert [row.name for row in versions(database)] == [candidate.adapter]
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("stays", [True, False], ids=["full", "full for a moment"])
+def test_a_store_that_fails_at_the_publishing_commit_leaves_the_run_to_be_resumed(
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    clock: Clock,
+    fake_trainer: FakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    stays: bool,
+) -> None:
+    """stays: the store cannot be written afterwards either, so the lease is not given back."""
+    digests: list[str] = []
+
+    def step(job: TrainingJob) -> None:
+        assert job.checkpoints is not None
+        job.checkpoints.keep(lambda folder: None)
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("database or disk is full")
+
+    def place(*given: Any) -> Path:
+        path = publish_place(*given)
+        digests.append(path.name)
+        patch.setattr(train, "end_run", full)
+        if stays:
+            patch.setattr("learner.runs.interrupted.holds", full)
+        return path
+
+    publish_place = publish.place
+    fake_trainer.on_train = step
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "place", place)
+        run = new_run("r1")
+        with pytest.raises(UnpublishedError, match=r"disk is full; .*goes on with it"):
+            run.start()
+
+    assert run.left == "stopped"
+    assert (run_row(database).status, versions(database)) == ("running", [])
+    assert statuses(database) == {"a": ("claimed", None), "b": ("claimed", None)}
+    newest = WorkFolder(settings.learner.adapters_dir, "r1").newest()
+    assert newest is not None
+
+    fake_trainer.on_train = lambda job: None
+    clock.now += 3600
+    resumed = new_run("r2")
+    candidate = resumed.start()
+
+    assert (resumed.run_id, [candidate.digest]) == ("r1", digests)
+    assert adapter_folders(settings) == digests
+    assert [row.name for row in versions(database)] == [candidate.adapter]
+    assert statuses(database) == {"a": ("trained", None), "b": ("trained", None)}
 
 
 def locked(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
