@@ -585,7 +585,7 @@ async def test_replies_of_an_earlier_step_do_not_count(world: World) -> None:
     await tick(world)
 
     assert world.canary(name).step == 1
-    assert world.canary(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges, 0 of 1 sessions"
+    assert world.canary(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges, 0 of 1 session"
 
 
 async def test_failing_replies_roll_back(world: World) -> None:
@@ -672,7 +672,7 @@ async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: Wo
 
     await tick(world)
 
-    assert world.canary(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges, 0 of 1 sessions"
+    assert world.canary(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges, 0 of 1 session"
 
 
 async def test_a_lost_adapter_s_404_counts_as_a_failure(world: World) -> None:

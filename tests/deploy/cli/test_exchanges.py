@@ -214,7 +214,7 @@ def test_an_export_is_a_private_file_without_held_out_sessions(
     (row,) = map(json.loads, out.read_text().splitlines())
     assert code == 0
     assert row["prompt"] == [{"role": "user", "content": "question 1"}]
-    assert err == "sidecar: wrote 1 lines, 1 left out (not in this form)\n"
+    assert err == "sidecar: wrote 1 line, 1 left out (not in this form)\n"
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     assert run("export", "--out", str(out))[0] == 1
     assert len(run("export", "--held-out")[1].splitlines()) == 3
@@ -308,7 +308,7 @@ def test_a_missing_key_is_said_as_such(tmp_path: Path, run: Run) -> None:
     assert shown[0] == 1
     assert code == 1
     assert [json.loads(line)["exchange_id"] for line in out.read_text().splitlines()] == ["e2"]
-    assert "wrote 1 lines, 1 left out (their key is missing)" in err
+    assert "wrote 1 line, 1 left out (their key is missing)" in err
     assert all(said in one for one in (listed[2], shown[2], err))
     assert "damaged" not in listed[2] + shown[2] + err
     code, rows, err = run("export", "--form", "art")

@@ -118,7 +118,7 @@ def test_rotate_key_encrypts_the_store(
     (tmp_path / "keys").unlink()
     main(["store", "new-key", "--file", str(tmp_path / "keys")])  # the old one is lost
     assert main(["--config", str(settings), "store", "rotate-key"]) == 1
-    assert "1 values stay as they are: is encrypted with the key" in capsys.readouterr().err
+    assert "1 value stays as it is: is encrypted with the key" in capsys.readouterr().err
 
 
 def test_rotate_key_says_when_a_reader_keeps_the_log(

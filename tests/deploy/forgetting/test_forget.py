@@ -960,8 +960,8 @@ def test_what_cannot_be_decrypted_is_reported(kit: Kit, settings: Settings) -> N
         assert (report.exchanges, report.on_the_bus) == (0, 0)
         traces = [line for line in report.traces if "the key 'k'" in line or "a key that" in line]
         assert len(traces) == 2
-        assert traces[0].startswith("1 records on the bus")
-        assert traces[1].startswith("1 exchanges stay")
+        assert traces[0].startswith("1 record on the bus")
+        assert traces[1].startswith("1 exchange stays")
 
         report = do(Kit(keyed), settings, "user", USER)
 

@@ -70,7 +70,7 @@ async def test_the_targets_say_where_they_are_loaded(
 
     found = words_of((await browser.get("/rollback")).text)
 
-    assert "v1, the one before: loaded on 1 of 1 replicas" in found
+    assert "v1, the one before: loaded on 1 of 1 replica" in found
     assert "the base model: always loaded" in found
 
 

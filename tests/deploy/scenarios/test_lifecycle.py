@@ -113,7 +113,7 @@ async def test_an_inconclusive_one_says_why_and_is_tried_past_it_once(
     world.clock.now += world.rules.step_max_s
     await stage.tick()
     assert world.canary(name).phase == "inconclusive"
-    assert world.canary(name).reason == ("step 1: 0 of 3 exchanges and 0 of 1 sessions in 1000 s")
+    assert world.canary(name).reason == ("step 1: 0 of 3 exchanges and 0 of 1 session in 1000 s")
     assert world.aliases()["champion"] == BASE, "the champion stays"
     await stage.tick(3)
 
