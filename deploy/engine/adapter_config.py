@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,11 +198,9 @@ def _excluded(found: Any) -> frozenset[str] | re.Pattern[str]:
     if isinstance(found, list) and len(found) <= MAX_NAMES and all(map(is_module_name, found)):
         return frozenset(found)
     if isinstance(found, str) and len(found) <= _MAX_NAME and not _HEAVY.search(found):
-        try:
+        with suppress(re.error, OverflowError, RecursionError):
             if len(_REPEATS.findall(found)) <= _MAX_REPEATS:
                 return re.compile(found)
-        except (re.error, OverflowError, RecursionError):
-            pass
     raise InvalidAdapterError(
         f"{CONFIG}: exclude_modules is {shown(found)}; write a list of at most {MAX_NAMES} plain "
         "names of modules, or a simple regular expression"
