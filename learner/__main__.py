@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     made = argparse.ArgumentParser(prog="learner", description=__doc__)
     made.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
-    made.add_argument(
+    what = made.add_mutually_exclusive_group()
+    what.add_argument(
         "--once",
         action="store_true",
         help="one run now; exit 3: nothing, 4: held, 5: no room, 6: stopped",
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--measure", action="store_true", help="tell ingest how long an input can be trained on"
     )
-    made.add_argument(
+    what.add_argument(
         "--replay", metavar="RUN", help="a run id or a version: train it again, publish nothing"
     )
     made.add_argument(

@@ -153,6 +153,8 @@ def learn(
 ) -> None:
     """Run the learner on its schedule, or once now (exit 3: nothing, 4: held, 5: no room)."""
     extra: tuple[str, ...] = ("--once",) if once else ()
+    if once and replay is not None:
+        raise typer.BadParameter("does not go with --replay; give one of them", param_hint="--once")
     if replay is not None:
         extra = ("--replay", replay)
     if project is not None and not extra:

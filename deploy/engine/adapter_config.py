@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ MAX_NAMES = 4_096
 _MODULE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 """A module's name. As a regular expression it cannot cause catastrophic backtracking."""
 _MAX_NAME = 512
+_HEAVY = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
+_REPEATS, _MAX_REPEATS = re.compile(r"[*+{]"), 4
+"""What makes a pattern's time exponential, or polynomial of a high degree, in a name's length."""
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 """Initialisations that keep the base's weights; the others (PiSSA, OLoRA, …) change them."""
 _UNSERVED = (
@@ -49,6 +53,8 @@ class LoraShape:
     """Module-name pattern -> rank; the first pattern that matches a module decides."""
     targets: frozenset[str]
     """Names, or name suffixes, of the adapted modules."""
+    excluded: frozenset[str] | re.Pattern[str] = frozenset()
+    """Names, or name suffixes, that PEFT does not adapt; or a pattern of their whole names."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank that vLLM and PEFT expect of a module."""
@@ -57,9 +63,18 @@ class LoraShape:
 
     def targets_of(self, module: str) -> set[str]:
         """Return the targets that match a module."""
-        parts = module.split(".")
-        ends = {".".join(parts[place:]) for place in range(len(parts))}
-        return ends & self.targets
+        return _ends(module) & self.targets
+
+    def excludes(self, module: str) -> bool:
+        """Return True when PEFT would not load matrices of this module."""
+        if isinstance(self.excluded, re.Pattern):
+            return self.excluded.fullmatch(module) is not None
+        return not self.excluded.isdisjoint(_ends(module))
+
+
+def _ends(module: str) -> set[str]:
+    parts = module.split(".")
+    return {".".join(parts[place:]) for place in range(len(parts))}
 
 
 def is_module_name(name: object) -> bool:
@@ -109,6 +124,7 @@ def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraS
         rank=int(rank or 0),
         rank_pattern=rank_pattern,
         targets=_targets(config.get("target_modules")),
+        excluded=_excluded(config.get("exclude_modules")),
     )
 
 
@@ -173,6 +189,22 @@ def _targets(found: Any) -> frozenset[str]:
                 f"{CONFIG}: target_modules names {shown(name)}, which is no name of a module"
             )
     return frozenset(found)
+
+
+def _excluded(found: Any) -> frozenset[str] | re.Pattern[str]:
+    """Read `exclude_modules`: a list holds names or their ends, a text is a regular expression."""
+    if not found:
+        return frozenset()
+    if isinstance(found, list) and len(found) <= MAX_NAMES and all(map(is_module_name, found)):
+        return frozenset(found)
+    if isinstance(found, str) and len(found) <= _MAX_NAME and not _HEAVY.search(found):
+        with suppress(re.error, OverflowError, RecursionError):
+            if len(_REPEATS.findall(found)) <= _MAX_REPEATS:
+                return re.compile(found)
+    raise InvalidAdapterError(
+        f"{CONFIG}: exclude_modules is {shown(found)}; write a list of at most {MAX_NAMES} plain "
+        "names of modules, or a simple regular expression"
+    )
 
 
 def _is_base(base: Any, bases: Collection[str]) -> bool:

@@ -64,6 +64,12 @@ def check_matrices(modules: Matrices, shape: LoraShape, *, max_rank: int) -> Non
         targets = shape.targets_of(module)
         if not targets:
             raise InvalidAdapterError(f"{WEIGHTS}: {module} is none of {CONFIG}'s target_modules")
+        if shape.excludes(module):
+            raise InvalidAdapterError(
+                f"{CONFIG}: exclude_modules excludes {module}, of which {WEIGHTS} has matrices; "
+                "remove exclude_modules if they belong to the adapter, else save it again without "
+                "them"
+            )
         used |= targets
     unused = shape.targets - used
     if unused:

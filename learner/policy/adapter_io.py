@@ -101,7 +101,7 @@ def load_policy(
             prices=_prices(config.get_text_config()),
         )
     with _loading(f"base {base_model_path}", BASE_CURE):
-        return checked(policy, base_model_path)
+        return checked(policy, base_model_path, parent.name if parent.path is not None else "")
 
 
 def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed

@@ -39,10 +39,10 @@ COMPUTATION = (
 """Errors of a model's code for masks and keys that it does not know."""
 
 
-def checked(policy: Policy, model_name: str) -> Policy:
+def checked(policy: Policy, model_name: str, parent: str = "") -> Policy:
     """Return the policy, packed or in rows, whichever is exact. Raises: ParentError when none is.
 
-    model_name: of the base, for the message.
+    model_name: of the base, for the message. parent: of the adapter; empty: it is a fresh one.
     """
     half = policy.autocast or next(policy.model.parameters()).dtype != torch.float32
     limit = BF16_TOLERANCE if half else TOLERANCE
@@ -55,7 +55,7 @@ def checked(policy: Policy, model_name: str) -> Policy:
         why = f"its own forward pass fails: {type(error).__name__}: {one_line(error)}"
         raise ParentError(refusal(model_name, why)) from error
     if not bool(torch.isfinite(expected).all()):
-        raise ParentError(_not_finite(policy, model_name))
+        raise ParentError(_not_finite(policy, group, model_name, parent))
     first = ""
     if policy.shape.packs:
         for form in dict.fromkeys((policy.form, DENSE)):
@@ -82,14 +82,31 @@ def refusal(model_name: str, why: str) -> str:
     )
 
 
-def _not_finite(policy: Policy, model_name: str) -> str:
-    """Describe a base whose own log-probabilities are not finite."""
+def _not_finite(policy: Policy, group: TrainingGroup, model_name: str, parent: str) -> str:
+    """Describe log-probabilities that are not finite: the parent's fault, or the base's."""
+    if parent and _finite_without(policy, group):
+        return (
+            f"parent {parent}: its weights are finite, but so large that the log-probabilities "
+            "with it are not, and those of the base alone are; roll back to another version "
+            "(`sidecar rollback --reason ...`)"
+        )
     bad = next(
         (n for n, one in policy.model.named_parameters() if not bool(torch.isfinite(one).all())), ""
     )
-    why = f"its weight {bad} holds" if bad else "no weight, but its own forward pass, gives"
-    todo = "copy or download its files again" if bad else 'set learner.precision = "float32"'
+    if bad:
+        why, todo = f"its weight {bad} holds", "copy or download its files again"
+    else:
+        why = "no weight, but its own forward pass, gives"
+        single = not policy.autocast and next(policy.model.parameters()).dtype == torch.float32
+        other = "copy or download its files again, or name another base"
+        todo = other if single else 'set learner.precision = "float32"'
     return f"base {model_name}: {why} an infinity or NaN; {todo}"
+
+
+def _finite_without(policy: Policy, group: TrainingGroup) -> bool:
+    """Return True when the log-probabilities of the base alone are finite."""
+    with policy.model.disable_adapter():
+        return bool(torch.isfinite(_own_logprobs(policy, group)).all())
 
 
 def _fault(policy: Policy, group: TrainingGroup, expected: Tensor, limit: float) -> str:

@@ -27,6 +27,7 @@ from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import ParentError
 from learner.explain import explain
 from learner.once import run_once
+from learner.policy import self_test
 from learner.policy.adapter_io import load_policy, save_adapter
 from learner.records import Parent
 from sidecar.settings import Learner, Settings
@@ -183,6 +184,40 @@ def test_a_damaged_parent_is_one_line_with_what_to_do(
 
     with pytest.raises(ParentError, match=words):
         load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
+@pytest.mark.parametrize("precision", ["float32", "auto"])
+def test_a_parent_with_enormous_weights_is_blamed_itself(
+    tiny_base: Path, tmp_path: Path, learner_settings: Learner, precision: str
+) -> None:
+    settings = learner_settings.model_copy(update={"precision": precision})
+    save_adapter(load_policy(str(tiny_base), Parent(name="base"), settings), tmp_path)
+    tensors = {
+        name: torch.full_like(one, 1e36) for name, one in load_file(tmp_path / WEIGHTS).items()
+    }
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+
+    with pytest.raises(ParentError, match=r"^parent p: .* so large .*`sidecar rollback") as caught:
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), settings)
+
+    assert "learner.precision" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("precision", "advised"), [("float32", False), ("bfloat16", True)])
+def test_a_base_that_overflows_is_not_told_to_set_what_is_set(
+    tiny_base: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    advised: bool,
+) -> None:
+    settings = learner_settings.model_copy(update={"precision": precision})
+    monkeypatch.setattr(self_test, "_own_logprobs", lambda *_: torch.tensor([math.inf]))
+
+    with pytest.raises(ParentError, match=r"^base .*: no weight, but its own forward") as caught:
+        load_policy(str(tiny_base), Parent(name="base"), settings)
+
+    assert ("set learner.precision" in str(caught.value)) is advised
 
 
 @pytest.mark.usefixtures("two_groups")

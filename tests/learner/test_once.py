@@ -332,3 +332,11 @@ def test_only_the_trainer_loads_torch() -> None:
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_once_and_replay_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--once", "--replay", "v1"])
+
+    assert caught.value.code == 2
+    assert "argument --replay: not allowed with argument --once" in capsys.readouterr().err

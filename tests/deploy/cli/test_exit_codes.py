@@ -217,3 +217,8 @@ def test_a_key_is_revoked_once_it_exists(run: Run, capsys: pytest.CaptureFixture
 
     assert run("keys", "revoke", key_id) == 0
     assert run("keys", "revoke", "key_none") == 1
+
+
+def test_learn_takes_once_or_replay_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learn", "--once", "--replay", "v1"]) == 2
+    assert "does not go with --replay; give one of them" in capsys.readouterr().err

@@ -82,6 +82,37 @@ def test_a_rank_pattern_counts(adapter_folder: Folder) -> None:
     assert "rank 64" in refusal(folder, digest)
 
 
+@pytest.mark.parametrize("excluded", [["q_proj"], ["layers.0.q_proj"], r".*\.q_proj", ".*q_.*|x"])
+def test_a_matrix_of_an_excluded_module_is_refused(
+    adapter_folder: Folder, excluded: object
+) -> None:
+    folder, digest = adapter_folder(config={"exclude_modules": excluded})
+
+    assert refusal(folder, digest) == (
+        "adapter_config.json: exclude_modules excludes layers.0.q_proj, of which "
+        "adapter_model.safetensors has matrices; remove exclude_modules if they belong to the "
+        "adapter, else save it again without them"
+    )
+
+
+@pytest.mark.parametrize(
+    "excluded", [None, [], "", ["proj"], ["lm_head"], "q_proj", "layers", r".*vision.*"]
+)
+def test_an_exclusion_of_other_modules_is_taken(adapter_folder: Folder, excluded: object) -> None:
+    folder, digest = adapter_folder(config={"exclude_modules": excluded})
+
+    validate_folder(folder, Registered(digest=digest), LIMITS)
+
+
+@pytest.mark.parametrize("excluded", [7, [7], {"q_proj": 1}, "(", "(a+)+b", "a*" * 5, "x" * 600])
+def test_an_exclusion_that_cannot_be_read_is_refused(
+    adapter_folder: Folder, excluded: object
+) -> None:
+    said = refusal(*adapter_folder(config={"exclude_modules": excluded}))
+
+    assert said.startswith("adapter_config.json: exclude_modules is ")
+
+
 def test_a_changed_file_is_refused(adapter_folder: Folder) -> None:
     folder, digest = adapter_folder()
     config = folder / "adapter_config.json"
