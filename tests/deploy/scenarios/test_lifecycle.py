@@ -280,8 +280,7 @@ async def test_a_rollback_is_honoured_in_every_waiting_state(
     assert stage.events[known:] == [
         "canary.rolled_back",
         "alias.champion",
-        "adapter.banned",
-        "adapter.banned",
+        *["adapter.banned"] * (1 if waits.startswith("for ") else 2),  # no user met it before
         "learner.pause",
         "rollback",
     ]
