@@ -238,7 +238,7 @@ def test_an_answer_that_is_left_out_has_no_part_in_the_reward_of_its_twin(
         answer(place, token_ids=(5, 6, 7, 8 + max(0, place - 1)), logprobs=PI) for place in range(4)
     ]
     if why == "drift":
-        made[1] = replace(made[1], logprobs=tuple(one + 2.0 for one in PI))
+        made[1] = replace(made[1], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
         [scored_group([0.9, 0.1, 0.5, 0.2], answers=made)], min_spread=0.02, pack_tokens=100
     ).groups
@@ -264,7 +264,7 @@ def test_the_twins_that_stay_share_their_own_mean(
     made = [
         answer(place, token_ids=(5, 6, 7, max(8, 6 + place)), logprobs=PI) for place in range(5)
     ]
-    made[2] = replace(made[2], logprobs=tuple(one + 2.0 for one in PI))
+    made[2] = replace(made[2], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
         [scored_group([0.8, 0.4, 0.0, 0.3, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
     ).groups
@@ -281,7 +281,7 @@ def test_the_spread_is_that_of_the_rewards_without_a_twin_that_was_left_out(
     made = [
         answer(place, token_ids=(5, 6, 7, 8 + max(0, place - 1)), logprobs=PI) for place in range(4)
     ]
-    made[0] = replace(made[0], logprobs=tuple(one + 2.0 for one in PI))
+    made[0] = replace(made[0], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
         [scored_group([0.9, 0.1, 0.1, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
     ).groups
