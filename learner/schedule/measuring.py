@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ def measuring(config: Path | None) -> Iterator[None]:
             child.kill()
             child.wait()
             code = None
-        if code != 0 and not stopped:
+        # TERM: whoever stops this process may stop its group.
+        if code not in (0, -signal.SIGTERM) and not stopped:
             log.warning("pack_tokens_not_measured", exit_code=code)
 
     watcher = Thread(target=watch, name="pack-tokens")

@@ -74,7 +74,9 @@ def keep_turns(
                     misfire_grace_time=None,
                     coalesce=True,
                 )
-                log.info("schedule_begins", trigger=name, next_at=job.next_run_time.isoformat())
+                at = getattr(job, "next_run_time", None)  # none: the clock stops, nothing is stored
+                if at is not None:
+                    log.info("schedule_begins", trigger=name, next_at=at.isoformat())
         except SQLAlchemyError as error:
             log.warning("schedule_not_stored", why=type(error).__name__)
 

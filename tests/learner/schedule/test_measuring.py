@@ -74,6 +74,7 @@ def test_a_process_that_asks_to_be_left_alone_is_ended_too(python: Path) -> None
         ("", 300.0, []),
         ("sys.exit(3)", 300.0, [3]),
         ("os.kill(os.getpid(), 9)", 300.0, [-9]),
+        ("os.kill(os.getpid(), 15)", 300.0, []),
         ("time.sleep(600)", 3.0, [None]),
     ],
 )

@@ -282,3 +282,17 @@ def test_a_row_that_is_gone_is_made_again(process: Start, database: Database) ->
 def test_a_cron_expression_that_is_none_is_refused(settings: Settings, database: Database) -> None:
     with pytest.raises(SettingsError, match=r"learner\.cron"):
         Process(settings, database, schedule="cron", cron="every day")
+
+
+def test_a_clock_that_stops_meanwhile_stores_and_tells_nothing(
+    process: Start, database: Database
+) -> None:
+    made = process(schedule="interval", interval_s=HOUR)
+    made.clock.shutdown(wait=True)
+    with database.write() as session:
+        session.execute(delete(ScheduleJobRow))
+
+    with capture_logs() as logs:
+        made.restore()
+
+    assert (logs, stored(database)) == ([], None)
