@@ -9,9 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import structlog
-from transformers import AutoConfig
 
-from learner.base_weights import base_folder, base_size
 from learner.distributed.dealing import attention_share
 from learner.distributed.exchange import Exchange
 from learner.distributed.place import Place
@@ -19,7 +17,7 @@ from learner.distributed.ranks import DataParallel
 from learner.distributed.sharded import Sharded
 from learner.distributed.start import device_of, threads_of
 from learner.grpo.trainer import GrpoTrainer
-from learner.policy.sizes import sizes
+from learner.policy.known import known_base
 from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
 from sidecar.settings import Learner
 
@@ -110,12 +108,10 @@ def _train(job: TrainingJob, exchange: Exchange, place: Place) -> TrainingOutcom
 
 def _attention_share(base_model_path: str) -> float:
     """Read c of `learner.distributed.dealing` from a base; 0 where its files do not say it."""
-    folder = base_folder(base_model_path)
-    size = base_size(folder) if folder is not None else None
-    if size is None:
+    base = known_base(base_model_path)
+    if base is None:
         return 0.0
-    try:
-        model = sizes(AutoConfig.from_pretrained(folder).get_text_config())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return 0.0
-    return attention_share(layers=model.layers, queries=model.queries, weights=size.in_blocks)
+    model = base.sizes
+    return attention_share(
+        layers=model.layers, queries=model.queries, weights=base.weights.in_blocks
+    )

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig
 
-from learner.base_weights import BaseSize, base_folder, base_size
+from learner.base_weights import BaseSize
 from learner.policy.architecture import positions
 from learner.policy.attention.segments import takes_grouped_heads
+from learner.policy.known import known_base
 from learner.policy.logprobs import wants_autocast
 from learner.policy.room import room_of
 from learner.policy.sizes import (
@@ -26,7 +26,6 @@ from learner.policy.sizes import (
     SHARE,
     Sizes,
     longest_pack,
-    sizes,
 )
 from sidecar.settings import Learner
 
@@ -86,19 +85,13 @@ def reach(
     No attention mask of all pairs is counted: models that need one reach less far, and what does
     not fit is left out (`out_of_memory`).
     """
-    folder = base_folder(base_model_path) if base_model_path else None
-    base = base_size(folder) if folder is not None else None
+    base = known_base(base_model_path, grouped=takes_grouped_heads())
     room = room_of(device, settings.memory_fraction)
     if base is None or room is None:
         return None
-    try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-        model = sizes(config, grouped=takes_grouped_heads())
-    except Exception:  # noqa: BLE001  of what a damaged config.json raises; `load_policy` says why
-        return None
     found = longest_input(
-        base,
-        model,
+        base.weights,
+        base.sizes,
         room.budget,
         rank=settings.rank,
         cuda=device.type == "cuda",
@@ -106,5 +99,5 @@ def reach(
         checkpointing=settings.checkpointing != "off",
         answers=answers,
     )
-    most = positions(config) or found
+    most = positions(base.config) or found
     return Reach(holds=min(found, most), safe=min(found * 3 // 4, most))

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import structlog
 import torch
-from transformers import AutoConfig
 
-from learner.base_weights import BaseSize, base_folder, base_size
+from learner.base_weights import BaseSize
 from learner.errors import NoRoomError
+from learner.policy.known import known_base
 from learner.policy.logprobs import wants_autocast
 from learner.policy.memory import CGROUP, free_bytes
 from learner.policy.sizes import (
@@ -31,7 +31,6 @@ from learner.policy.sizes import (
     MOMENTS,
     Sizes,
     pack_bytes,
-    sizes,
 )
 from sidecar.settings import Learner
 
@@ -116,23 +115,19 @@ def check_room(base_model_path: str, settings: Learner, device: torch.device) ->
 
 
 def _needed(base_model_path: str, settings: Learner, device: torch.device) -> int | None:
-    folder = base_folder(base_model_path) if base_model_path else None
-    base = base_size(folder) if folder is not None else None
+    base = known_base(base_model_path)
     if base is None:
         return None
-    try:
-        model = sizes(AutoConfig.from_pretrained(folder).get_text_config())
-    except Exception:  # noqa: BLE001  of what a damaged config.json raises; `load_policy` says why
-        return None
+    weights = base.weights
     autocast = wants_autocast(settings.precision, device)
     halves = autocast and device.type == "cuda"
     number = KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
     if settings.shard_base and device.type == "cuda":
-        away = base.in_blocks - base.in_blocks // settings.processes
-        base = replace(base, numbers=base.numbers - away)
+        away = weights.in_blocks - weights.in_blocks // settings.processes
+        weights = replace(weights, numbers=weights.numbers - away)
     return least_bytes(
-        base,
-        model,
+        weights,
+        base.sizes,
         rank=settings.rank,
         weight=BF16_BYTES if halves else FP32_BYTES,
         number=number,

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.errors import NoRoomError
-from learner.policy import memory, room
+from learner.policy import known, memory, room
 from learner.policy.room import Room, check_room, least_bytes, room_of
 from learner.policy.sizes import CHUNK_BYTES, Sizes
 from sidecar.settings import Learner
@@ -121,7 +121,7 @@ def test_a_card_has_its_part_of_a_shared_base(
         return 0
 
     monkeypatch.setattr(
-        room, "base_size", lambda _: BaseSize(numbers=1000, in_blocks=900, widths=1)
+        known, "base_size", lambda _: BaseSize(numbers=1000, in_blocks=900, widths=1)
     )
     monkeypatch.setattr(room, "least_bytes", least)
     monkeypatch.setattr(room, "room_of", lambda *_: Room(total=1, free=1, share=1.0))

@@ -1,0 +1,38 @@
+"""What the files of a base say of it before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from learner.base_weights import BaseSize, base_folder, base_size
+from learner.policy.sizes import Sizes, sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownBase:
+    """A base whose weights and config can be read."""
+
+    weights: BaseSize
+    config: Any  # of transformers, not typed
+    """Of its text model."""
+    sizes: Sizes
+
+
+def known_base(base_model_path: str, *, grouped: bool = True) -> KnownBase | None:
+    """Read the weights' shapes and the config; None where the files do not say them. What is wrong
+    with them `learner.policy.adapter_io.load_policy` says.
+
+    grouped: as for `learner.policy.sizes.sizes`.
+    """
+    folder = base_folder(base_model_path) if base_model_path else None
+    weights = base_size(folder) if folder is not None else None
+    if weights is None:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        return KnownBase(weights=weights, config=config, sizes=sizes(config, grouped=grouped))
+    except Exception:  # noqa: BLE001  a damaged config.json raises errors of many classes
+        return None
