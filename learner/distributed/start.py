@@ -25,12 +25,12 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its list
     rendezvous,
 )
 
+from learner.command import learner_command
 from learner.distributed.exchange import Exchange
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.errors import RankLostError
 from learner.explain import one_line
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.parent_death import guarded_command
+from sidecar.processes.children import own_environment
 from sidecar.settings import Learner
 
 log = structlog.get_logger()
@@ -113,8 +113,7 @@ def _timeout(settings: Learner) -> timedelta:
 
 
 def _launch(rank: int, size: int, port: int, config: Path | None) -> subprocess.Popen[bytes]:
-    command = [*guarded_command(), *own_python("learner", "--once")]
-    command += ["--config", str(config)] if config is not None else []
+    command = learner_command(config, "--once")
     environ = {
         **own_environment(os.environ),
         **{RANK: str(rank), SIZE: str(size), LOCAL_RANK: str(rank), LOCAL_SIZE: str(size)},

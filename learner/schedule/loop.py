@@ -24,6 +24,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from learner.command import learner_command
 from learner.errors import ParentError
 from learner.runs.blame import blame_for_death
 from learner.runs.runs import abandon, can_go_on, find_parent, unfinished
@@ -35,8 +36,7 @@ from learner.schedule.turns import forget_turns, keep_turns
 from sidecar.capture.durable_counts import REQUESTS
 from sidecar.errors import StoreError
 from sidecar.lines import flag_of
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.parent_death import guarded_command
+from sidecar.processes.children import own_environment
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -80,12 +80,12 @@ class ChildProcess:
 
     def __init__(self, run_id: str, config: Path | None, project: str | None = None) -> None:
         """project: whose line of adapters it trains; None: the default line."""
-        command = [*guarded_command(), *own_python("learner", "--once", "--run-id", run_id)]
-        command += ["--project", project] if project is not None else []
-        command += ["--nice", str(NICENESS)]
-        command += ["--config", str(config)] if config is not None else []
+        words = ["--once", "--run-id", run_id, "--nice", str(NICENESS)]
+        words += ["--project", project] if project is not None else []
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=own_environment(os.environ)
+            learner_command(config, *words),
+            stdin=subprocess.DEVNULL,
+            env=own_environment(os.environ),
         )
 
     def exit_code(self) -> int | None:

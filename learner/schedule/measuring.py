@@ -12,8 +12,8 @@ from threading import Thread
 
 import structlog
 
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.parent_death import guarded_command
+from learner.command import learner_command
+from sidecar.processes.children import own_environment
 
 log = structlog.get_logger()
 
@@ -28,8 +28,7 @@ def measuring(config: Path | None) -> Iterator[None]:
 
     A measurement that fails costs nothing but itself (logged): each run measures again.
     """
-    command = [*guarded_command(), *own_python("learner", "--measure")]
-    command += ["--config", str(config)] if config is not None else []
+    command = learner_command(config, "--measure")
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own_environment(os.environ))
     stopped = False
 

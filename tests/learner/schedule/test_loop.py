@@ -425,8 +425,9 @@ def test_a_child_is_asked_before_it_is_killed(
 
 PARENT = """
 import sys, threading, time
+from learner import command
 from learner.schedule import loop as schedule
-schedule.own_python = lambda *_: (sys.executable, "-c", {program!r})
+command.own_python = lambda *_: (sys.executable, "-c", {program!r})
 thread = threading.Thread(target=lambda: (schedule.ChildProcess("r", None), time.sleep(600)))
 thread.start()
 """

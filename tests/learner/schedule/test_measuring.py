@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from learner import command
 from learner.schedule import measuring as of_measuring
 from learner.schedule.measuring import measuring
 
@@ -21,7 +22,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Have this program run in place of the learner; it writes its process id before all else."""
     program = tmp_path / "program.py"
     monkeypatch.setattr(
-        of_measuring, "own_python", lambda *_: (sys.executable, str(program), str(tmp_path / "pid"))
+        command, "own_python", lambda *_: (sys.executable, str(program), str(tmp_path / "pid"))
     )
     return program
 
