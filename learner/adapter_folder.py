@@ -72,15 +72,10 @@ def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
     Raises: OSError, also for a link, a pipe, a device, or more than MAX_FILE_BYTES.
     """
     # O_NONBLOCK: opening a pipe must not wait for its writer.
-    descriptor = _open(name, os.O_NONBLOCK, folder)
-    try:
-        found = _of_plain(descriptor, name)
-        if found.st_size > MAX_FILE_BYTES:
+    with _plain(_open(name, os.O_NONBLOCK, folder), name) as file:
+        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes", name)
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
-        os.close(descriptor)
+        yield file
 
 
 @contextlib.contextmanager
@@ -89,13 +84,8 @@ def open_plain(path: Path) -> Iterator[io.BufferedReader]:
 
     Raises: OSError, also for a pipe or a device, which could make its reader wait for ever.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        _of_plain(descriptor, str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
-        os.close(descriptor)
+    with _plain(os.open(path, os.O_RDONLY | os.O_NONBLOCK), str(path)) as file:
+        yield file
 
 
 def read_plain(path: Path) -> str:
@@ -159,11 +149,16 @@ def _open(path: Path | str, flags: int, folder: int | None = None) -> int:
         raise
 
 
-def _of_plain(descriptor: int, name: str) -> os.stat_result:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is not a plain file", name)
-    return found
+@contextlib.contextmanager
+def _plain(descriptor: int, name: str) -> Iterator[io.BufferedReader]:
+    """Read what was opened without waiting for a pipe's writer, and close it."""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file", name)
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
 
 
 def _is_link(path: Path | str, folder: int | None) -> bool:

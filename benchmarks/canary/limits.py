@@ -42,10 +42,7 @@ def guard(rules: CanarySettings, seed: int) -> dict[str, bool]:
         bad = frozenset({kind}) if prone else frozenset[str]()
         turn = Turn(unit=f"s{number}", canary=canary, weight=weight, bad=bad)
         live.read([turn] * TURNS)
-    return {
-        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
-        "held": live.mismatch >= threshold(rules.split_level),
-    }
+    return _ended(live, kind, rules)
 
 
 def busy(rules: CanarySettings, most_turns: int, bad_share: float, seed: int) -> dict[str, bool]:
@@ -72,10 +69,7 @@ def busy(rules: CanarySettings, most_turns: int, bad_share: float, seed: int) ->
             look_at = at + LOOK_S
         order.add(turn, started_at=began, stored_at=at, took_s=took_s, place=place)
     live.read(order.take(math.inf))
-    return {
-        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
-        "held": live.mismatch >= threshold(rules.split_level),
-    }
+    return _ended(live, kind, rules)
 
 
 def together(rules: CanarySettings, seed: int) -> dict[str, bool]:
@@ -91,10 +85,7 @@ def together(rules: CanarySettings, seed: int) -> dict[str, bool]:
             fails = rng.random() < (0.25 if canary else 0.5)
             bad = frozenset({kind}) if fails else frozenset[str]()
             live.read([Turn(unit=f"s{number}", canary=canary, weight=0.5, bad=bad)])
-    return {
-        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
-        "held": live.mismatch >= threshold(rules.split_level),
-    }
+    return _ended(live, kind, rules)
 
 
 def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
@@ -120,4 +111,11 @@ def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
             kind: bets.peak >= threshold(guard_level(kind, rules))
             for kind, bets in quality.flaws.items()
         },
+    }
+
+
+def _ended(live: Live, kind: str, rules: CanarySettings) -> dict[str, bool]:
+    return {
+        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
+        "held": live.mismatch >= threshold(rules.split_level),
     }

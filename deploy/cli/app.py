@@ -254,12 +254,8 @@ def _roll_back_offline(
             now=time.time(),
         )
     shown = {"from": done.before, "to": done.after, "changed": done.changed}
-    more: dict[str, object] = {
-        "ended_canary": done.ended_canary,
-        "learner_paused": done.learner_paused,
-    }
-    more["banned"] = list(done.banned)
-    print_found({**shown, **more}, output)
+    more = {"ended_canary": done.ended_canary, "learner_paused": done.learner_paused}
+    print_found({**shown, **more, "banned": list(done.banned)}, output)
     _say_paused(done.learner_paused, project)
     if done.after != BASE:
         note(

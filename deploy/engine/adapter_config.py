@@ -202,9 +202,8 @@ def _excluded(found: Any) -> frozenset[str] | re.Pattern[str]:
     if isinstance(found, list) and len(found) <= MAX_NAMES and all(map(is_module_name, found)):
         return frozenset(found)
     if isinstance(found, str):
-        if len(found) > _MAX_NAME or _HEAVY.search(found):
-            return frozenset()
-        if len(_REPEATS.findall(found)) > _MAX_REPEATS:
+        repeats = len(_REPEATS.findall(found))
+        if len(found) > _MAX_NAME or _HEAVY.search(found) or repeats > _MAX_REPEATS:
             return frozenset()
         with suppress(re.error, OverflowError, RecursionError):
             return re.compile(found)

@@ -8,6 +8,7 @@ out: nothing could serve it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -47,13 +48,12 @@ def former(session: Session, model: str) -> list[Former]:
     aliases = versions.aliases_of(session, model)
     champion, previous = aliases.get("champion", BASE), aliases.get("previous", BASE)
     left = _left_at(session, model)
-    names = list(dict.fromkeys([previous, *left]))
-    found = [
+    found = (
         _former(session, name, left.get(name), previous=name == previous)
-        for name in names
+        for name in dict.fromkeys([previous, *left])
         if name not in (champion, BASE)
-    ]
-    known = [one for one in found if one is not None][:MOST]
+    )
+    known = list(islice((one for one in found if one is not None), MOST))  # asks for no more rows
     if champion != BASE:
         known.append(Former(adapter=BASE, previous=previous == BASE))
     return sorted(known, key=lambda one: (not one.sound, not one.previous, one.adapter == BASE))
