@@ -313,6 +313,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.attention.check",
             "policy.attention.segments",
             "policy.head",
+            "policy.known",
             "policy.logprobs",
             "policy.memory",
             "policy.probe",
