@@ -94,10 +94,13 @@ def test_the_setup_asks_the_ordinary_index_alone(tmp_path: Path) -> None:
 
     version = f"torch=={pinned('sidecar')['torch']}"
     asked, told = installed_torch(tmp_path, version)
-    assert (asked, told) == ([f"-m pip install -q --no-deps {version}"], "")
+    assert (asked, told) == ([f"-m pip install -q --no-compile --no-deps {version}"], "")
 
     (tmp_path / "asked").unlink()
     plain = version.removesuffix("+cpu")
     asked, told = installed_torch(tmp_path, plain)
-    assert asked == [f"-m pip install -q --no-deps {version}", f"-m pip install -q {plain}"]
+    assert asked == [
+        f"-m pip install -q --no-compile --no-deps {version}",
+        f"-m pip install -q --no-compile {plain}",
+    ]
     assert "may be large" in told

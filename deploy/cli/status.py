@@ -197,16 +197,18 @@ def _serving(status: Status) -> Iterator[str]:
     of = f"Model {status.model}"
     if status.project is not None:
         of += f", project {status.project}"
+    replicas = status.engine.replicas.values()
+    who = name_of(champion)
+    if nobody_has(champion, (None if one.away else one.loaded for one in replicas)):
+        yield f"No vLLM has loaded the champion {champion}: the base model answers in its place."
+        who = "the base model"
     if status.routing is not None and status.routing.canary is not None and canary_bp:
         yield (
-            f"{of}: {name_of(champion)} answers {percent(10_000 - canary_bp)} of "
+            f"{of}: {who} answers {percent(10_000 - canary_bp)} of "
             f"the sessions, the canary {status.routing.canary} {percent(canary_bp)}."
         )
     else:
-        yield f"{of}: {name_of(champion)} answers every session."
-    replicas = status.engine.replicas.values()
-    if nobody_has(champion, (None if one.away else one.loaded for one in replicas)):
-        yield f"  No vLLM has loaded {champion}: the base model answers in its place."
+        yield f"{of}: {who} answers every session."
     if status.previous != champion:
         yield f"A rollback goes to {name_of(status.previous)}."
 

@@ -410,7 +410,10 @@ def test_a_champion_that_no_vllm_has_is_said() -> None:
 
     lines = status_lines(status(engine=engine), NOW)
     assert lines is not None
-    assert lines[1] == (f"  No vLLM has loaded {CHAMPION}: the base model answers in its place.")
+    assert lines[0] == (
+        f"No vLLM has loaded the champion {CHAMPION}: the base model answers in its place."
+    )
+    assert "the base model answers every session" in lines[1]
 
 
 def test_a_quiet_sidecar() -> None:

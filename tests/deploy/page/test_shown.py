@@ -160,6 +160,18 @@ def test_the_headline_says_when_no_vllm_has_the_champion() -> None:
     assert said(a=replica(away="gone")).startswith("v2 serves")
 
 
+def test_a_refused_champion_that_nobody_has_is_not_said_to_be_answered_by_another_version() -> None:
+    def said(*loaded: str) -> str:
+        refusing = ReplicaOut(away=None, loaded=list(loaded), refused={V2: "rank 64 is over 16"})
+        engine = EngineOut(away=None, loaded=[], refused={}, replicas={"a": refusing, "b": other})
+        return next(one.to_do for one in needs(status(engine=engine), None, lost=0, now=NOON))
+
+    other = ReplicaOut(away=None, loaded=[V3], refused={})
+    assert said(V3).endswith("or roll back: users get the base model.")
+    other = ReplicaOut(away=None, loaded=[V2], refused={})
+    assert said(V3).endswith("another version answers meanwhile.")
+
+
 def test_names_are_short_where_they_are_of_our_form() -> None:
     names = (V2, "base", "shop--v2-0123456789AB", "", 7)
 
