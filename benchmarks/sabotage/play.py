@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.sabotage.adapters import HANGING
 from benchmarks.sabotage.stalling import Stalling, stalling
-from benchmarks.sabotage.visitors import Visit, Visitors
+from benchmarks.sabotage.visitors import MAX_TOKENS, Visit, Visitors
 from demo.stack import ROOT, Addresses, Stack, free_port
 
 ENDED = ("promoted", "rolled_back", "inconclusive")
@@ -109,11 +109,12 @@ def play(
     rules: Mapping[str, Any],
     *,
     patience_s: float = 30.0,
+    max_tokens: int = MAX_TOKENS,
     say: Callable[[str], None] = print,
 ) -> Told:
     """Try the candidates, (case, PEFT folder), one after the other.
 
-    patience_s: after so long without a whole answer a user leaves.
+    patience_s: after so long without a whole answer a user leaves. max_tokens: of a user's answer.
     """
     addresses = Addresses(
         engine=free_port(), proxy=free_port(), admin=free_port(), judge=free_port()
@@ -125,7 +126,7 @@ def play(
         stalling(relay_port, addresses.engine) as relay,
         Stack(folder=folder, overrides=overrides, addresses=addresses) as stack,
     ):
-        return asyncio.run(_play(stack, relay, candidates, patience_s, say))
+        return asyncio.run(_play(stack, relay, candidates, patience_s, max_tokens, say))
 
 
 async def _play(
@@ -133,10 +134,13 @@ async def _play(
     relay: Stalling,
     candidates: Sequence[tuple[str, Path]],
     patience_s: float,
+    max_tokens: int,
     say: Callable[[str], None],
 ) -> Told:
     await Visitors(base_url=stack.addresses.proxy_url, patience_s=WARM_UP_S).warm_up()
-    visitors = Visitors(base_url=stack.addresses.proxy_url, patience_s=patience_s)
+    visitors = Visitors(
+        base_url=stack.addresses.proxy_url, patience_s=patience_s, max_tokens=max_tokens
+    )
     stop = asyncio.Event()
     coming = asyncio.create_task(visitors.run(stop))
     played = []

@@ -18,6 +18,7 @@ from demo.questions import Conversation, load_questions
 from demo.stack import MODEL
 
 MAX_TOKENS = 64
+"""The longest answer that a user asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Visitors:
     at_once: int = 6
     patience_s: float = 30.0
     """After so long without a whole answer a user leaves."""
+    max_tokens: int = MAX_TOKENS
     visits: list[Visit] = field(default_factory=list)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -97,7 +99,7 @@ class Visitors:
         body = {
             "model": MODEL,
             "messages": messages,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self.max_tokens,
             "stream": asked.stream,
             # The base answers its prompts alike at 0, and the gate asks at 1.
             "temperature": 1.0,

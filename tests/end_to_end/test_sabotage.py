@@ -13,6 +13,9 @@ from benchmarks.sabotage.adapters import HANGING, make_nearly_base
 from benchmarks.sabotage.play import OPEN_GATE, play
 from demo.stack import ENGINE_PYTHON, MODEL_FOLDER
 
+SHORT = 16
+"""Tokens of an answer."""
+
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
 
@@ -21,9 +24,11 @@ def test_a_candidate_that_hangs_loses_its_users_and_nobody_else_notices(tmp_path
         pytest.skip("no engine or no model here: `make test` sets both up")
     make_nearly_base(tmp_path / "candidate")
 
-    told = play(
-        tmp_path / "run", [(HANGING, tmp_path / "candidate")], OPEN_GATE, patience_s=60.0
-    )  # a whole suite beside it once took half a minute of a user of the base
+    # With short answers a user of the base is not kept waiting by a busy machine for as long as a
+    # user of the candidate; and the five who make the proof each wait that long.
+    rules = {**OPEN_GATE, "max_tokens": SHORT}
+    candidates = [(HANGING, tmp_path / "candidate")]
+    told = play(tmp_path / "run", candidates, rules, patience_s=40.0, max_tokens=SHORT)
 
     (played,) = told.played
     assert played.state == "rolled_back", played.reason
