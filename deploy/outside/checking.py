@@ -138,8 +138,9 @@ class MetricChecks:
             row = canaries.find_row(session, canary_id)
             known = canaries.to_canary(row).metrics
             states = {one: state for one, state in known.items() if one in self._rules.metrics}
+            before = states.get(name, MetricState())
             state = replace(
-                states.get(name, MetricState()),
+                before,
                 mode=metric.mode,
                 min=metric.min,
                 max=metric.max,
@@ -150,8 +151,10 @@ class MetricChecks:
             count(session, STAGE, check.outcome)
             kept = {one: asdict(state) for one, state in states.items()}
             canaries.add_evidence(row, metrics=kept)
+        # A warning when it begins; a dry run that fails for days would say so every minute.
+        begins = (before.errors if check.outcome == "error" else before.failures) == 0
         if check.outcome in ("error", "failing"):
-            log.warning(
+            (log.warning if begins else log.info)(
                 "metric_checked",
                 metric=name,
                 outcome=check.outcome,

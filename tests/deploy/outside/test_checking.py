@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from deploy.evidence.outside import MetricState
 from deploy.outside import checking
@@ -182,6 +183,23 @@ async def test_a_dry_run_is_stored_and_gates_nothing(world: World) -> None:
 
 
 @pytest.mark.both_stores
+async def test_a_metric_that_goes_on_failing_is_warned_of_when_it_begins(world: World) -> None:
+    measured(world, "dry_run")
+    ramping(world, world.register(1))
+
+    with capture_logs() as told:
+        await check(world, 0.5, 0.6, AWAY, AWAY, 0.05, 0.7)
+
+    levels = [(one["outcome"], one["log_level"]) for one in told if "metric" in one]
+    assert levels == [
+        ("failing", "warning"),
+        ("failing", "info"),
+        ("error", "warning"),
+        ("error", "info"),
+        ("failing", "warning"),
+    ]
+
+
 async def test_after_its_promotion_a_guardrail_still_takes_it_back(world: World) -> None:
     measured(world)
     first, name, next_one = world.register(1), world.register(2), world.register(3)
