@@ -10,7 +10,8 @@ DeployError
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
 ├── EngineError (ConnectionError)       vLLM refused or did not answer: try again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
-    └── AlteredAdapterError             its files were changed after registration: not loaded
+    ├── AlteredAdapterError             its files were changed after registration: not loaded
+    └── UnreadableAdapterError          its files are gone, or cannot be opened: restore them
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class InvalidAdapterError(DeployError, ValueError):
 
 class AlteredAdapterError(InvalidAdapterError):
     """The files of the adapter changed after it was registered."""
+
+
+class UnreadableAdapterError(InvalidAdapterError):
+    """Files of the adapter are missing, or cannot be opened. What was registered may be good."""
 
 
 def error_line(error: BaseException) -> str:

@@ -23,12 +23,19 @@ from deploy.engine.checked_load import load_checked
 from deploy.engine.probe import Liveness, compare
 from deploy.engine.served import Agreement, compare_served, read_probe_file
 from deploy.engine.vllm_control import AdapterControl
-from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError
+from deploy.errors import (
+    AlteredAdapterError,
+    EngineError,
+    InvalidAdapterError,
+    UnreadableAdapterError,
+)
 from deploy.records import AdapterVersion
 from deploy.registry.canary_rule import LoadEvidence
 
 log = structlog.get_logger()
 
+NOT_THE_REGISTERED = (AlteredAdapterError, UnreadableAdapterError)
+"""Errors that say nothing of the files that were registered: they ban nothing."""
 Facts = dict[str, Any]
 """Evidence as JSON, keyed as in the canary's `evidence` object."""
 
@@ -43,7 +50,7 @@ class _Outcome:
     """None where the version has no `probe.json`, or is not live."""
     invalid: str | None = None
     altered: bool = False
-    """`invalid` is about other bytes than were registered."""
+    """`invalid` is about other bytes than were registered, or none."""
     failed: str | None = None
 
     @property
@@ -73,7 +80,7 @@ async def load_everywhere(
     try:
         await validate()
     except InvalidAdapterError as error:
-        altered = isinstance(error, AlteredAdapterError)
+        altered = isinstance(error, NOT_THE_REGISTERED)
         return LoadEvidence(invalid=f"invalid: {error}", altered=altered), {}
     outcomes = await asyncio.gather(
         *(_load(url, replicas[url], names, version, model) for url, names in up.items())
@@ -133,7 +140,7 @@ async def _load(
         liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
         agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
-        altered = isinstance(error, AlteredAdapterError)
+        altered = isinstance(error, NOT_THE_REGISTERED)
         return _Outcome(replica=url, invalid=f"invalid: {error}", altered=altered)
     except EngineError as error:
         log.warning("adapter_load_failed", adapter=version.name, replica=url, reason=str(error))

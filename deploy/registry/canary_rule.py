@@ -93,7 +93,7 @@ class LoadEvidence:
     invalid: str | None = None
     """Reason why the folder cannot be served or the loaded adapter has no effect."""
     altered: bool = False
-    """The folder holds other bytes than were registered: `invalid` is about those."""
+    """The folder lacks files, or holds others than were registered: `invalid` is about that."""
     away: str | None = None
     """Reason why vLLM could not be reached."""
     load_failures: int = 0

@@ -139,6 +139,19 @@ async def test_a_changed_folder_is_refused_by_its_digest_before_it_is_parsed(
     assert world.rows(BannedDigestRow) == [], "the registered digest is that of the good files"
 
 
+@pytest.mark.parametrize("gone", ["adapter_model.safetensors", ""])
+async def test_missing_files_end_the_canary_and_ban_nothing(world: World, gone: str) -> None:
+    name = world.register(1)
+    path = Path(world.adapter(name).path, gone)
+    path.rename(path.parent / "moved" if path.is_dir() else path.parent.parent / "moved")
+
+    await world.controller().tick()
+
+    assert "cannot be read (No such file or directory)" in str(world.adapter(name).reason)
+    assert world.canary(name).phase == "rolled_back"
+    assert world.rows(BannedDigestRow) == [], "a backup brings the registered files back"
+
+
 async def test_a_changed_lineage_is_refused_though_vllm_does_not_read_it(world: World) -> None:
     name = world.register(1)
     folder = Path(world.adapter(name).path)
