@@ -9,6 +9,7 @@ pid: the answer is how it ended, a negative number for a signal, null while it r
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -115,6 +116,9 @@ def _ended(pid: int) -> int | None:
 def _serve() -> None:
     for name in sys.argv[1:]:
         import_module(name)
+    # To search all that for garbage takes a forked process half a second, and copies its memory.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
         answer = _ended(asked["poll"]) if "poll" in asked else _fork(**asked)

@@ -10,6 +10,7 @@ other as those of a launcher do.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import learner.distributed.trainer
 import learner.grpo.checks
 import learner.grpo.files.checkpoint
 import learner.grpo.files.saving
@@ -34,6 +37,7 @@ import learner.runs.publish
 import learner.runs.train
 from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
 from learner.once import run_once
+from learner.policy.attention.segments import takes_grouped_heads
 from learner.records import TrainingGroup
 from learner.together import as_launched, follow, lead
 from sidecar.settings import Settings
@@ -170,7 +174,17 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def prepare() -> None:
+    """Do once what each process of a run would do anew: what libraries import and build at their
+    first use. To search the imported libraries for garbage takes a process half a second."""
+    takes_grouped_heads()
+    get_checkpoint_conversion_mapping("llama")
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> None:
+    prepare()
     learner.progress.plot.draw = draw_nothing
     for line in sys.stdin:
         asked = json.loads(line)

@@ -43,6 +43,14 @@ async def dial() -> AsyncIterator[Connect]:
         one.hang_up()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> None:
+    """What other tests imported need not be searched after each test here: with torch in the
+    process that takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 async def nothing_unhandled() -> AsyncIterator[None]:
     """Whatever a peer sends, no exception may reach the event loop."""

@@ -1,21 +1,26 @@
-"""`python fuzz_driver.py TARGET SECONDS`: look for bytes on which a target does not hold.
-`python fuzz_driver.py TARGET HEX`: try these bytes.
+"""`python fuzz_driver.py SECONDS TARGET...`: look for bytes on which a target does not hold.
+`python fuzz_driver.py TARGET=HEX...`: try these bytes.
 
-By coverage with atheris (libFuzzer) where it is installed; else by mutation of the seeds alone,
-which finds less. Exit code 0: none found; the last line says how many inputs were tried.
+Each target runs in a process of its own, forked from one that has imported the relay. When it has
+ended, a line of standard output is a JSON object: `target`, its exit `code`, 0 for none found, and
+`said`, its last words. By coverage with atheris (libFuzzer) where it is installed; else by mutation
+of the seeds alone, which finds less.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import json
 import os
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import ModuleType
 
 HERE = Path(__file__).parent
@@ -24,6 +29,16 @@ SEED = 1
 
 
 def load_targets() -> ModuleType:
+    """With counters in the relay's code where atheris is installed."""
+    if importlib.util.find_spec("atheris") is None:
+        return _load()
+    import atheris
+
+    with atheris.instrument_imports(include=["sidecar.relay"]):
+        return _load()
+
+
+def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("fuzz_targets", HERE / "fuzz_targets.py")
     assert spec is not None
     assert spec.loader is not None
@@ -33,12 +48,10 @@ def load_targets() -> ModuleType:
     return module
 
 
-def by_coverage(name: str, seconds: float) -> None:
+def by_coverage(targets: ModuleType, name: str, seconds: float) -> None:
     """Ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["sidecar.relay"]):
-        targets = load_targets()
     target = targets.TARGETS[name]
     with TemporaryDirectory(prefix="fuzz-") as folder:
         for number, seed in enumerate(targets.SEEDS.get(name, ())):
@@ -63,8 +76,7 @@ def atheris_target(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
     return run
 
 
-def by_mutation(name: str, seconds: float) -> int:
-    targets = load_targets()
+def by_mutation(targets: ModuleType, name: str, seconds: float) -> int:
     target, seeds = targets.TARGETS[name], targets.SEEDS.get(name, (b"",))
     chance = random.Random(SEED)
     ends, tried = time.monotonic() + seconds, 0
@@ -99,29 +111,44 @@ def mutated(chance: random.Random, data: bytearray) -> bytes:
     return bytes(data[:MAX_LENGTH])
 
 
-def one(name: str, data: bytes) -> int:
-    load_targets().TARGETS[name](data)
-    return 0
-
-
-def without_the_parents_peak() -> None:
-    """Go on in a child process, and exit with its status.
+def told(name: str, run: Callable[[], int | None]) -> None:
+    """Run this in a process of its own, and print how it ended.
 
     Linux hands the highest resident memory of a process over `exec`, so that libFuzzer, started
     by a pytest that once held 2.5 GB, took that for its own and ended at its limit of 2 GB. A
     fork begins a new count.
     """
-    child = os.fork()
-    if child:
+    with TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 2)
+            code = 1
+            try:
+                code = run() or 0
+            except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
         _, status = os.waitpid(child, 0)
-        sys.exit(os.waitstatus_to_exitcode(status))
+        said.seek(0)
+        words = said.read()[-4000:].decode(errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    sys.stdout.write(json.dumps({"target": name, "code": code, "said": words}) + "\n")
+    sys.stdout.flush()
+
+
+def main(asked: list[str]) -> None:
+    targets = load_targets()
+    gc.freeze()
+    if "=" in asked[0]:
+        for one in asked:
+            name, _, data = one.partition("=")
+            told(name, partial(targets.TARGETS[name], bytes.fromhex(data)))
+        return
+    look = by_mutation if importlib.util.find_spec("atheris") is None else by_coverage
+    for name in asked[1:]:
+        told(name, partial(look, targets, name, float(asked[0])))
 
 
 if __name__ == "__main__":
-    without_the_parents_peak()
-    if "." not in sys.argv[2]:
-        sys.exit(one(sys.argv[1], bytes.fromhex(sys.argv[2])))
-    if importlib.util.find_spec("atheris") is not None:
-        by_coverage(sys.argv[1], float(sys.argv[2]))
-    else:
-        sys.exit(by_mutation(sys.argv[1], float(sys.argv[2])))
+    main(sys.argv[1:])
