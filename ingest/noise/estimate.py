@@ -70,11 +70,12 @@ def usable(one: Twice) -> bool:
 
 def estimate(groups: Sequence[Twice]) -> Estimate | None:
     """Estimate from `usable` groups. Returns: None with fewer than two of them."""
-    sd = root_figure([_squares(_means(one.first), _means(one.again)) for one in groups])
+    means = [(_means(one.first), _means(one.again)) for one in groups]
+    sd = root_figure([_squares(*pair) for pair in means])
     singles = root_figure([_pass_squares(one) for one in groups])
-    shift = mean_figure([_shift(one) for one in groups])
-    flips = mean_figure([_flips(one) for one in groups])
-    ends = mean_figure([_first_minus_last(one) for one in groups])
+    shift = mean_figure([_shift(*pair) for pair in means])
+    flips = mean_figure([_flips(*pair) for pair in means])
+    ends = mean_figure([_first_minus_last(*each) for each in zip(groups, means, strict=True)])
     # A group that both scorings showed in one order alone says nothing of positions.
     slope = mean_figure([_slope(one) for one in groups])
     if sd is None or singles is None or shift is None or flips is None or ends is None:
@@ -108,21 +109,24 @@ def _pass_squares(one: Twice) -> tuple[float, float]:
     return sum(part for part, _ in found), sum(whole for _, whole in found)
 
 
-def _shift(one: Twice) -> tuple[float, float]:
-    return (sum(_means(one.again)) - sum(_means(one.first))) / one.size, 1.0
+def _shift(first: Sequence[float], again: Sequence[float]) -> tuple[float, float]:
+    return (sum(again) - sum(first)) / len(first), 1.0
 
 
-def _flips(one: Twice) -> tuple[float, float]:
-    a, b = _means(one.first), _means(one.again)
-    pairs = list(combinations(range(one.size), 2))
+def _flips(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    pairs = list(combinations(range(len(a)), 2))
     return sum((a[i] - a[j]) * (b[i] - b[j]) < 0 for i, j in pairs), len(pairs)
 
 
-def _first_minus_last(one: Twice) -> tuple[float, float]:
-    """Compare each pass with the other scoring, whose orders are independent of its own."""
+def _first_minus_last(
+    one: Twice, means: tuple[Sequence[float], Sequence[float]]
+) -> tuple[float, float]:
+    """Compare each pass with the other scoring, whose orders are independent of its own.
+
+    means: of each answer in the first scoring and in the second.
+    """
     total = 0.0
-    for passes, others in ((one.first, one.again), (one.again, one.first)):
-        expected = _means(others)
+    for passes, expected in ((one.first, means[1]), (one.again, means[0])):
         for each in passes:
             first, last = each.order[0], each.order[-1]
             total += each.scores[first] - expected[first] - each.scores[last] + expected[last]

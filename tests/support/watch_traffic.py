@@ -8,8 +8,11 @@ log-normal with a part of the session's own. Users' signals are a trait like oth
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from random import Random
 
 from ingest.reward_watch.profile import MeanOf, Profile, RateOf
@@ -61,18 +64,18 @@ def simulate(
     session: answers of each session; 0: drawn.
     """
     sizes = [session] * (answers // session) if session else _sessions(rng, answers)
+    counted = Counter(sizes)
     rates: dict[Kind, RateOf] = {}
     for kind in KINDS:
-        rates[kind] = _rate(rng, sizes, behaviour.shares[kind], likeness)
+        rates[kind] = simulate_rate(rng, counted, behaviour.shares[kind], likeness)
     lengths = []
-    told = []
+    up = (1 + behaviour.feedback) / 2
     for size in sizes:
-        own = rng.gauss(0.0, 0.4)
-        drawn = (behaviour.log_tokens + own + rng.gauss(0.0, 0.6) for _ in range(size))
-        lengths.append((size, sum(drawn)))
-        voted = sum(rng.random() < 0.1 for _ in range(size))
-        up = (1 + behaviour.feedback) / 2
-        told.append((voted, float(sum(1 if rng.random() < up else -1 for _ in range(voted)))))
+        # The sum of `size` answers, each of this mean, 0.4 of the session's own and 0.6 of its own.
+        spread = math.hypot(size * 0.4, math.sqrt(size) * 0.6)
+        lengths.append((size, rng.gauss(size * behaviour.log_tokens, spread)))
+    votes = Counter(voted for _, voted in _hits(rng, counted, 0.1, 0.0))
+    told = [(voted, 2.0 * ups - voted) for voted, ups in _hits(rng, votes, up, 0.0)]
     mean, feedback = mean_of(lengths), mean_of(told)
     found = pooled_correlation(_group(rng, behaviour.taste) for _ in range(groups))
     return Profile(
@@ -84,34 +87,63 @@ def simulate(
         groups=0 if found is None else found.groups,
         correlation=None if found is None else found.r,
         correlation_error=0.0 if found is None else found.error,
-        signals=_rate(rng, sizes, behaviour.signals, likeness),
+        signals=simulate_rate(rng, counted, behaviour.signals, likeness),
         feedback=_mean(feedback),
     )
 
 
 def _sessions(rng: Random, answers: int) -> list[int]:
     sizes: list[int] = []
-    while sum(sizes[-1:]) or not sizes:
-        left = answers - sum(sizes)
-        if left <= 0:
-            break
-        size = 1
-        while size < 20 and rng.random() < 0.8:
-            size += 1
+    left = answers
+    while left > 0:
+        # Geometric: one more with a chance of 0.8 each, up to 20.
+        size = min(20, 1 + int(math.log(1.0 - rng.random()) / math.log(0.8)))
         sizes.append(min(size, left))
+        left -= sizes[-1]
     return sizes
 
 
-def _rate(rng: Random, sizes: list[int], share: float, likeness: float) -> RateOf:
-    pairs = []
-    for size in sizes:
-        chance = share
-        if likeness > 0.0 and 0.0 < share < 1.0:
-            total = (1.0 - likeness) / likeness
-            chance = rng.betavariate(share * total, (1.0 - share) * total)
-        pairs.append((size, sum(rng.random() < chance for _ in range(size))))
-    rate = rate_of(pairs)
+def simulate_rate(rng: Random, sizes: Mapping[int, int], share: float, likeness: float) -> RateOf:
+    """Draw a rate. sizes: answers of a session -> sessions of that size."""
+    rate = rate_of(_hits(rng, sizes, share, likeness))
     return RateOf(n=rate.n, hits=rate.hits, weight=rate.weight, sessions=rate.sessions)
+
+
+def _hits(
+    rng: Random, sizes: Mapping[int, int], share: float, likeness: float
+) -> list[tuple[int, int]]:
+    """Draw (answers, hits) of each session: one draw a session, an answer each would take long."""
+    return [
+        (size, hits)
+        for size, count in sizes.items()
+        for hits in rng.choices(
+            range(size + 1), cum_weights=_cumulated(size, share, likeness), k=count
+        )
+    ]
+
+
+@lru_cache(maxsize=1_024)
+def _cumulated(size: int, share: float, likeness: float) -> list[float]:
+    """Return the chances of at most 0..size hits: beta-binomial, without likeness binomial."""
+    if likeness <= 0.0 or not 0.0 < share < 1.0:
+        return list(
+            accumulate(
+                math.comb(size, hits) * share**hits * (1.0 - share) ** (size - hits)
+                for hits in range(size + 1)
+            )
+        )
+    total = (1.0 - likeness) / likeness
+    a, b = share * total, (1.0 - share) * total
+    return list(
+        accumulate(
+            math.comb(size, hits) * math.exp(_log_beta(hits + a, size - hits + b) - _log_beta(a, b))
+            for hits in range(size + 1)
+        )
+    )
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
 def _mean(found: Mean | None) -> MeanOf | None:

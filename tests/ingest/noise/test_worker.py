@@ -360,7 +360,7 @@ async def test_the_noise_is_known_from_twenty_groups_on(scoring: Scoring) -> Non
     assert (state.groups, state.whole, state.sd) == (20, False, noise[key].sd)
 
 
-SMALL_WINDOW = 16
+SMALL_WINDOW = 12
 
 
 QUIET = noisy(sd=0.002)
@@ -560,17 +560,17 @@ async def test_groups_of_a_rubric_that_no_project_has_any_more_are_left(
 async def test_a_drift_of_one_projects_scores_is_told_with_its_project(
     new_store: NewStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW", 30)
+    monkeypatch.setattr(windows, "WINDOW", SMALL_WINDOW)
     projects = {"shop": ProjectRubric(rubric="Sell politely.")}
-    scoring = Scoring(new_store(), clock, noisy(1), projects=projects)
+    scoring = Scoring(new_store(), clock, noisy(1, sd=0.002), projects=projects)
 
     async def fill(prefix: str, project: str) -> None:
-        for number in range(30):
+        for number in range(SMALL_WINDOW):
             name = f"{prefix}{number}"
             put_group(scoring.database, name, *(f"{name} {k}" for k in range(4)), project=project)
         while await scoring.judging.step():
             continue
-        assert await scoring.again() == 30
+        assert await scoring.again() == SMALL_WINDOW
 
     await fill("d", "default")
     await fill("s", "shop")

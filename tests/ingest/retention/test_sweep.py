@@ -551,6 +551,8 @@ def test_after_a_crash_in_the_middle_the_next_pass_deletes_the_rest(
         for name in names(kit):
             assert read(cold, name).request == talk[int(name[-1])].request
         cold.database.close()
+        if names(kit) == {"talk7"}:
+            break
     assert crashes >= 3
     sweep_once(kit.database, retention(exchanges_days=30))
 

@@ -20,7 +20,7 @@ from ingest.reward_watch.profile import (
 from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, Gain, Line, Verdict, assess
 from ingest.reward_watch.traits import KINDS
 from sidecar.settings import Watch
-from support.watch_traffic import USUAL, Behaviour, simulate
+from support.watch_traffic import USUAL, Behaviour, simulate, simulate_rate
 
 LIMITS = Watch()
 N = 1_000
@@ -235,10 +235,10 @@ def test_equal_adapters_are_held_in_at_most_one_check_of_a_hundred(answers: int)
     """docs/log.md has more draws. Sessions of 5 answers on average, alike by 0.2."""
     held = 0
     for seed in range(400):
-        rng = Random(seed)
+        rng = Random(f"equal {seed}")
         profiles = {
-            name: simulate(Behaviour(), rng, answers=n, groups=30)
-            for name, n in (("v2", answers), ("v1", 1_000), ("base", 1_000))
+            name: simulate(Behaviour(), rng, answers=n, groups=groups)
+            for name, n, groups in (("v2", answers, 30), ("v1", 1_000, 0), ("base", 1_000, 0))
         }
         gains = (Gain(mean=rng.gauss(0.0, 0.03), error=0.03),)
         line = Line(champion="v2", parent="v1", profiles=profiles, earlier="v1", gains=gains)
@@ -302,16 +302,17 @@ def test_feedback_of_few_sessions_does_not_tell_of_users() -> None:
 def test_users_are_called_flat_with_the_chance_that_the_settings_state() -> None:
     """They gain just the least that counts, and the judge a lot: `false_holds` of checks hold."""
     held = dict.fromkeys((0.01, 0.1), 0)
+    # `judge_alone` reads nothing but the signals here: the rest is drawn once.
+    plain = simulate(Behaviour(), Random(0), answers=2_000, groups=3, session=1)
     for seed in range(400):
         rng = Random(seed)
         before, now = (
-            simulate(Behaviour(signals=signals), rng, answers=2_000, groups=3, session=1)
-            for signals in (0.10, 0.08)
+            msgspec.structs.replace(
+                plain, feedback=None, signals=simulate_rate(rng, {1: 2_000}, share, 0.2)
+            )
+            for share in (0.10, 0.08)
         )
-        profiles = {
-            name: msgspec.structs.replace(one, feedback=None)
-            for name, one in (("v2", now), ("v1", before), ("base", before))
-        }
+        profiles = {"v2": now, "v1": before, "base": before}
         line = Line(champion="v2", parent="v1", profiles=profiles, earlier="v1", gains=UP)
         for chance in held:
             limits = LIMITS.model_copy(update={"false_holds": chance})

@@ -196,7 +196,7 @@ async def test_a_limit_of_requests_is_charged_to_no_group(play: Play) -> None:
             play.put(f"good{came:02}")
             came += 1
 
-    await play.run(500, 2, arrive)
+    await play.run(500, 4, arrive)
     bad = {f"good{number:02}" for number in range(50)}
 
     def blip(texts: str) -> Exception | None:
@@ -207,13 +207,13 @@ async def test_a_limit_of_requests_is_charged_to_no_group(play: Play) -> None:
         return None
 
     play.refuse = blip
-    await play.run(3600, 15)
+    await play.run(3600, 30)
 
     assert play.judged() == {"scored": 50}
 
 
 async def test_a_group_that_is_told_to_come_back_later_pauses_the_others_once(play: Play) -> None:
-    """Two such groups, so that they may meet; a good group comes every two seconds."""
+    """Two such groups, so that they may meet; a good group comes every five seconds."""
 
     def limited(texts: str) -> Exception | None:
         return JudgeBusyError("later", retry_after_s=60) if "bad" in texts else None
@@ -225,19 +225,19 @@ async def test_a_group_that_is_told_to_come_back_later_pauses_the_others_once(pl
 
     def arrive(now: float) -> None:
         nonlocal came
-        while came < 300 and came * 2 <= now:
+        while came < 120 and came * 5 <= now:
             play.put(f"good{came:03}")
             came += 1
 
-    await play.run(700, 2, arrive)
+    await play.run(700, 5, arrive)
 
     good = sorted({at for at, texts in play.asked if "good" in texts})
     pauses = [later - at for at, later in itertools.pairwise(good) if later - at > 10]
     assert len(pauses) <= 2, "each pauses the others once at most"
-    assert play.judged() == {"scored": 300}
+    assert play.judged() == {"scored": 120}
     assert all(len(play.calls(name)) >= 4 for name in ("bad0", "bad1"))
     await play.run(60 * 3600, 1800)
-    assert play.judged() == {"scored": 300, "judge_busy": 2}
+    assert play.judged() == {"scored": 120, "judge_busy": 2}
 
 
 @pytest.mark.parametrize("refused", ["INSERT", "INSERT INTO judge_call"])
@@ -263,11 +263,11 @@ async def test_a_store_that_refuses_is_not_asked_for_at_full_speed(
     event.listen(play.database.engine, "before_cursor_execute", refuse)
     asked = len(play.asked)
     with structlog.testing.capture_logs() as events:
-        await play.run(300, 0.5)
+        await play.run(300, 1)
     assert len(play.asked) - asked <= 2 * (24 + 10), "24 failures in a row, then one for each wait"
     assert "judgement_not_stored" in [one["event"] for one in events]
 
     full = False
     play.refuse = lambda texts: None
-    await play.run(1200, 5)
+    await play.run(1200, 15)
     assert play.judged() == {"scored": 60}

@@ -129,7 +129,7 @@ async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
     play.put("bad", kind)
 
     if kind == "500":  # the waits double from 5 s, ten times
-        await play.play(4000, tick_s=5)
+        await play.play(4000, tick_s=10)
     else:
         await play.play(60)
 
@@ -150,31 +150,31 @@ async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
 async def test_sixteen_groups_at_the_front_that_the_judge_cannot_take_cost_no_good_one(
     stage: Callable[..., Stage],
 ) -> None:
-    play = stage()
+    play = stage(passes=1)
     kinds = list(POISON)
     for number in range(16):
         play.put(f"bad{number:02}", kinds[number % len(kinds)])
-    for number in range(48):
+    for number in range(24):
         play.put(f"good{number:02}")
 
-    await play.play(20)
+    await play.play(20, tick_s=1)
 
-    assert play.statuses("good") == {"scored": 48}
+    assert play.statuses("good") == {"scored": 24}
 
 
 async def test_the_two_oldest_bad_and_a_two_minute_outage_cost_no_good_group(
     stage: Callable[..., Stage],
 ) -> None:
-    play = stage()
+    play = stage(passes=1)
     play.outages = [(0, 120, (503, failure("away")))]
     play.put("bad0", "400")
     play.put("bad1", "null_message")
-    for number in range(62):
+    for number in range(24):
         play.put(f"good{number:02}")
 
-    await play.play(240, tick_s=1)
+    await play.play(240, tick_s=2)
 
-    assert play.statuses("good") == {"scored": 62}
+    assert play.statuses("good") == {"scored": 24}
     assert play.statuses("bad") == {"set_aside": 2}
 
 
@@ -184,23 +184,23 @@ async def test_the_two_oldest_bad_and_a_two_minute_outage_cost_no_good_group(
 async def test_a_tenth_of_poison_and_an_outage_cost_no_good_group(
     stage: Callable[..., Stage], away: tuple[int, Any]
 ) -> None:
-    """A group every two seconds for 200 s, every tenth bad, and no judge from 60 s to 180 s."""
-    play = stage()
+    """A group every four seconds for 240 s, every tenth bad, and no judge from 60 s to 180 s."""
+    play = stage(passes=1)
     play.outages = [(60, 180, away)]
     kinds = [kind for kind in POISON if kind != "500"]
 
     def arrive(now: float) -> None:
-        number = int(now / 2)
-        if now == 2 * number and number < 100:
+        number = int(now / 4)
+        if now == 4 * number and number < 60:
             if number % 10 == 0:
                 play.put(f"bad{number:03}", kinds[number // 10 % len(kinds)])
             else:
                 play.put(f"good{number:03}")
 
-    await play.play(400, arrive, tick_s=1)
+    await play.play(400, arrive, tick_s=2)
 
-    assert play.statuses("good") == {"scored": 90}
-    assert play.statuses("bad") == {"set_aside": 10}
+    assert play.statuses("good") == {"scored": 54}
+    assert play.statuses("bad") == {"set_aside": 6}
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ async def test_a_judge_that_refuses_everything_is_a_fault_of_the_settings_and_bu
         play.put(f"good{number:02}")
 
     with structlog.testing.capture_logs() as events:
-        await play.play(600, tick_s=2)
+        await play.play(600, tick_s=4)
     asked = len(play.server.requests)
     waiting = play.statuses("good")["sampled"]
-    await play.play(400, tick_s=2)
+    await play.play(400, tick_s=4)
 
     assert waiting >= 12 - UNUSABLE_IN_A_ROW
     assert play.statuses("good")["scored"] == waiting
@@ -262,7 +262,7 @@ async def test_a_rate_limit_costs_no_group_and_is_asked_again_when_it_says(
     for number in range(10):
         play.put(f"good{number:02}")
 
-    await play.play(600)
+    await play.play(600, tick_s=1)
 
     assert play.statuses("good") == {"scored": 10}
     assert early == []

@@ -69,11 +69,11 @@ class Room:
 @pytest.fixture
 async def rooms(
     fake_vllm: FakeVllm, state_dir: Path, room_env: dict[str, str]
-) -> AsyncIterator[Callable[[], Any]]:
-    """Start all four on the proxy's outbox and store."""
+) -> AsyncIterator[Callable[..., Any]]:
+    """Start all four, or those that are named, on the proxy's outbox and store."""
     started: dict[str, Room] = {}
 
-    async def start() -> dict[str, Room]:
+    async def start(*names: str) -> dict[str, Room]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             admin_port = free.getsockname()[1]
         config = state_dir / "rooms.toml"
@@ -92,7 +92,7 @@ async def rooms(
         for name, values in sections.items():
             lines += (f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items()))
         config.write_text("\n".join(lines))
-        for name in ROOMS:
+        for name in names or ROOMS:
             started[name] = Room(name, config, {**room_env, "OPENAI_API_KEY": "none"})
             await started[name].start()
         return started
@@ -164,7 +164,7 @@ async def test_without_ingest_captures_wait_in_the_outbox(
     accounts = await faults.accounts(child, 60)
     assert len(faults.rows(state_dir / "outbox.db")) == accounts.kept == 60
 
-    running = await rooms()
+    running = await rooms("ingest")
 
     async with asyncio.timeout(60):
         while len(stored(state_dir / "store.db")) < 60:
