@@ -32,11 +32,10 @@ def read(world: World, turns: LiveTurns | None = None, canary: Canary | None = N
 @pytest.mark.both_stores
 def test_an_outage_of_both_arms_counts_in_both(world: World) -> None:
     """500 sessions, a quarter the canary's: each of its turns fails, and its fallback fails too."""
-    for number in range(500):
-        if number % 4 == 0:
-            world.serve(f"s{number}", fallback_from=CANARY, propensity=0.75, **FAILED)
-        else:
-            world.serve(f"s{number}", propensity=0.75, **FAILED)
+    with world.together():
+        for number in range(500):
+            due = CANARY if number % 4 == 0 else ""
+            world.serve(f"s{number}", fallback_from=due, propensity=0.75, **FAILED)
 
     live = read(world)
 
