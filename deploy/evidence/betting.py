@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
 
 FRACTIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5)
 """Bets as fractions of the one that could lose everything. Small ones suit small effects."""
@@ -69,7 +71,7 @@ def bet(bets: Bets, value: float, mean: float) -> Bets:
     return _grown(bets, [math.log1p(fraction * gain) for fraction in FRACTIONS])
 
 
-def bet_on_arm(bets: Bets, canary: bool, odds: float, beliefs: Sequence[float]) -> Bets:
+def bet_on_arm(bets: Bets, canary: bool, odds: float, beliefs: tuple[float, ...]) -> Bets:
     """Return the state after one unit of which the arm is seen.
 
     canary: True when the canary met it. odds: of that, the largest under the null hypothesis, above
@@ -77,13 +79,20 @@ def bet_on_arm(bets: Bets, canary: bool, odds: float, beliefs: Sequence[float]) 
     evidence of odds that are too large they are above 1. Each gambler's wealth is the likelihood
     ratio of the belief against the null hypothesis.
     """
+    return _grown(bets, _log_factors(canary, odds, beliefs))
+
+
+@lru_cache(maxsize=64)
+def _log_factors(canary: bool, odds: float, beliefs: tuple[float, ...]) -> tuple[float, ...]:
+    """The logarithm of what each gambler's wealth is multiplied by. Kept: most units of a ramp have
+    one of a few odds."""
     share = odds / (1.0 + odds)
     scales = [1.0 + (belief - 1.0) * share for belief in beliefs]
     if canary:
         factors = [belief / scale for belief, scale in zip(beliefs, scales, strict=True)]
     else:
         factors = [1.0 / scale for scale in scales]
-    return _grown(bets, [math.log(factor) for factor in factors])
+    return tuple([math.log(factor) for factor in factors])
 
 
 def begin(gamblers: int, *, kept: float = 0.0) -> Bets:
@@ -110,8 +119,13 @@ def pay_out(bets: Bets, among: int) -> Bets:
     *gamblers, kept = bets.log_wealth
     part = 0.5 / (bets.observations + 1 + SLOWNESS)
     more = kept + math.log(part / among)
-    paid = (_log_sum(one, more) for one in gamblers[-among:])
-    return replace(bets, log_wealth=(*gamblers[:-among], *paid, kept + math.log1p(-part)))
+    paid = [_log_sum(one, more) for one in gamblers[-among:]]
+    return Bets(
+        log_wealth=(*gamblers[:-among], *paid, kept + math.log1p(-part)),
+        observations=bets.observations,
+        peak=bets.peak,
+        peak_at=bets.peak_at,
+    )
 
 
 def _log_sum(one: float, other: float) -> float:
@@ -120,7 +134,9 @@ def _log_sum(one: float, other: float) -> float:
 
 
 def _grown(bets: Bets, log_factors: Sequence[float]) -> Bets:
-    wealth = tuple(log + factor for log, factor in zip(bets.log_wealth, log_factors, strict=True))
+    if len(bets.log_wealth) != len(log_factors):
+        raise ValueError(f"{len(bets.log_wealth)} gamblers cannot make {len(log_factors)} bets")
+    wealth = tuple(map(add, bets.log_wealth, log_factors))
     observations, log_e = bets.observations + 1, log_mean_exp(wealth)
     higher = log_e > bets.peak
     return Bets(
@@ -134,7 +150,7 @@ def _grown(bets: Bets, log_factors: Sequence[float]) -> Bets:
 def log_mean_exp(logs: tuple[float, ...]) -> float:
     """Return the logarithm of the mean of exp(logs), without overflow. logs: at least one."""
     most = max(logs)
-    return most + math.log(sum(math.exp(one - most) for one in logs) / len(logs))
+    return most + math.log(sum([math.exp(one - most) for one in logs]) / len(logs))
 
 
 def threshold(level: float) -> float:

@@ -33,6 +33,7 @@ LONG_SHARE = 0.05
 """Share of the replies that take longer than a long one."""
 _GROWTH = 1.25
 """Reply times are counted in classes, each so many times as long as the one before."""
+_LOG_GROWTH = math.log(_GROWTH)
 _SHORTEST_S = 0.1
 _UNSEEN = 5
 """Replies as long as the whole wait that each arm begins with: nothing is known of it yet. With
@@ -95,7 +96,8 @@ class InOrder:
         late = stored_at - started_at > max(self._grace_s, COMMIT_S)
         at = counts_at(started_at, stored_at, self._grace_s)
         at += self._lag_s(turn, started_at, took_s)
-        heapq.heappush(self._held, (at, started_at, place, replace(turn, late=late)))
+        turn = replace(turn, late=True) if late else turn
+        heapq.heappush(self._held, (at, started_at, place, turn))
 
     def take(self, now: float) -> Iterator[Turn]:
         """Yield the turns that have waited long enough, in their order. now: Unix seconds; every
@@ -127,4 +129,4 @@ def counts_at(started_at: float, stored_at: float, grace_s: float) -> float:
 
 
 def _class_of(took_s: float) -> int:
-    return math.ceil(math.log(max(took_s, _SHORTEST_S)) / math.log(_GROWTH))
+    return math.ceil(math.log(max(took_s, _SHORTEST_S)) / _LOG_GROWTH)

@@ -319,15 +319,24 @@ class InTurn:
             schedule.stop()
 
 
-def start_clock(
-    settings: Settings, database: Database, *schedules: Schedule
-) -> BackgroundScheduler:
+class Clock(BackgroundScheduler):  # type: ignore[misc]  # apscheduler is not typed
+    """APScheduler, which waits for its jobs when it stops. Its own wait holds the lock of the job
+    stores, and a tick that then looks for its schedule waits for that lock: neither would end."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        executors = list(self._executors.values())
+        super().shutdown(wait=False)
+        for one in executors:
+            one.shutdown(wait)
+
+
+def start_clock(settings: Settings, database: Database, *schedules: Schedule) -> Clock:
     """Start APScheduler, which calls the schedules from its own thread.
 
     schedules: one for each line of adapters.
     Raises: SettingsError when `learner.cron` is no cron expression.
     """
-    clock = BackgroundScheduler(timezone=UTC)
+    clock = Clock(timezone=UTC)
     turns = InTurn(schedules)
     restores = [
         keep_turns(clock, settings.of_line(one.line), database, one.turn) for one in schedules

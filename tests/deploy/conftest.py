@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,6 +135,7 @@ class World:
     approval: Approval = field(default_factory=Approval)
     """Settings of the approval service."""
     exchanges: int = 0
+    _batch: Session | None = None
     line: Line = field(default_factory=lambda: Line(name=MODEL))
     """Whose adapters and canaries it is about."""
 
@@ -281,7 +283,7 @@ class World:
             fallback_from=fallback_from,
             selection="held_out" if held_out else "new",
         )
-        with self.database.write() as session:
+        with self._writing() as session:
             session.add(row)
             session.flush()
             count(session, "consume", "stored")
@@ -301,9 +303,28 @@ class World:
                 )
         return exchange_id
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is served meanwhile is stored in one transaction, as ingest stores a batch."""
+        with self.database.write() as session:
+            self._batch = session
+            try:
+                yield
+            finally:
+                self._batch = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        if self._batch is not None:
+            yield self._batch
+            return
+        with self.database.write() as session:
+            yield session
+
     def hold_out(self, sessions: int) -> None:
-        for number in range(sessions):
-            self.serve(f"held-{number}", held_out=True)
+        with self.together():
+            for number in range(sessions):
+                self.serve(f"held-{number}", held_out=True)
 
     def promote(self, name: str) -> None:
         """Take a registered adapter through a canary that passes, without the controller."""

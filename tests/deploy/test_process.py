@@ -188,14 +188,17 @@ def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
     assert broken not in vllm.loads
 
 
-def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path) -> None:
+def test_a_taken_port_is_one_line_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deploy.__main__ import main
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with control(write_config(tmp_path, admin={"port": port})) as process:
-            _, errors = process.communicate(timeout=60)
+        code = main(["--config", str(write_config(tmp_path, admin={"port": port}))])
 
-    assert process.returncode == 1
-    assert errors.strip().splitlines()[-1] == (
+    assert code == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
         f"sidecar control: cannot listen on 127.0.0.1:{port} (Address already in use); "
         "set admin.port"
     )

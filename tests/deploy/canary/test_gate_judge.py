@@ -53,10 +53,10 @@ class PickyJudge(FakeJudge):
         return await super().complete(messages, schema)
 
 
-async def play(world: World, controller: Controller, ticks: int) -> None:
+async def play(world: World, controller: Controller, ticks: int, *, every_s: float = 1.0) -> None:
     for _ in range(ticks):
         await controller.tick()
-        world.clock.now += 1.0
+        world.clock.now += every_s
 
 
 @pytest.mark.parametrize(("error", "reason"), OWN_FAULTS)
@@ -132,14 +132,14 @@ async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_
     world.judge = judge
     controller = world.controller()
 
-    await play(world, controller, 100)
+    await play(world, controller, 34, every_s=3.0)
 
     assert world.canary(name).reason == f"gate waits: {error}"
     assert world.comparisons() == []
     assert judge.asked <= 2 * 8, "after longer and longer waits"
 
     judge.texts = ()
-    await play(world, controller, 70)
+    await play(world, controller, 24, every_s=3.0)
     assert world.canary(name).phase == "ramping"
 
 

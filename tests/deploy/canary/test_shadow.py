@@ -68,9 +68,10 @@ async def play(world: World, gate: Gate, ticks: int, *, traffic: str = "", first
 
 def serve(world: World, name: str, number: int, **reply: Any) -> None:
     """One session of the canary and four of the champion, as a weight of 20% gives."""
-    world.serve(f"c{number}", adapter=name, arm="canary", **reply)
-    for other in range(4):
-        world.serve(f"b{number}-{other}")
+    with world.together():
+        world.serve(f"c{number}", adapter=name, arm="canary", **reply)
+        for other in range(4):
+            world.serve(f"b{number}-{other}")
 
 
 def anchored(world: World, adapter: str) -> None:
@@ -298,7 +299,7 @@ async def test_a_judge_that_is_away_holds_the_promotion_and_its_clock(world: Wor
     assert world.canary(name).reason == "the evidence waits: judge is down"
 
     world.judge.away = False
-    await play(world, gate, 100, traffic=name)
+    await play(world, gate, 45, traffic=name)
 
     assert world.canary(name).phase == "promoted"
 
@@ -402,7 +403,7 @@ async def test_an_equal_candidate_is_not_rolled_back_when_vllm_fails_both_arms_a
         return await sample(request)
 
     world.sampler.sample = fail_often  # type: ignore[method-assign]
-    await play(world, world.gate(), 120, traffic=name)
+    await play(world, world.gate(), 60, traffic=name)
 
     evidence = world.evidence(name)["quality"]
     assert evidence["lost"] > 10

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from pydantic import SecretStr
@@ -46,11 +46,26 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def calibrate(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run the command. Returns: exit code, standard output, standard error."""
-    process = start(folder, *arguments)
-    out, errors = process.communicate()
-    return process.returncode, out, errors
+class Calibrate(Protocol):
+    """Runs the command. Returns: exit code, standard output, standard error."""
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def calibrate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Calibrate:
+    """Run the command in this process: LiteLLM takes 3 s of CPU to load, here once for all."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["judge", "calibrate", *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
 
 
 def named(judges: ScriptedJudges, *names: str) -> list[str]:
@@ -61,9 +76,10 @@ def test_the_figures_tell_the_judges_apart(judges: ScriptedJudges, tmp_path: Pat
     who = named(judges, "honest", "biased", "random", "rubbish")
     options = ("--passes", "2", "--limit", str(GROUPS), "--out", "made/here", "-o", "json")
 
-    code, out, errors = calibrate(tmp_path, *who, *options)
+    process = start(tmp_path, *who, *options)
+    out, errors = process.communicate()
 
-    assert code == 0, errors
+    assert process.returncode == 0, errors
     found = json.loads(out)
     honest, biased, random, rubbish = found["judges"]
     assert (found["groups"], found["passes"], found["repeats"]) == (GROUPS, 2, 2)
@@ -97,7 +113,7 @@ def test_the_figures_tell_the_judges_apart(judges: ScriptedJudges, tmp_path: Pat
 
 
 def test_what_was_paid_for_is_not_asked_again_but_for_the_repeats(
-    judges: ScriptedJudges, tmp_path: Path
+    judges: ScriptedJudges, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     Database(f"sqlite:///{tmp_path}/store.db").upgrade()
     (tmp_path / "sidecar.toml").write_text(f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n')
@@ -105,7 +121,7 @@ def test_what_was_paid_for_is_not_asked_again_but_for_the_repeats(
 
     def run(*more: str) -> tuple[int, dict[str, Any]]:
         before = len(judges.models)
-        code, out, errors = calibrate(tmp_path, *options, *more)
+        code, out, errors = calibrate(*options, *more)
         assert code == 0, errors
         return len(judges.models) - before, json.loads(out)["judges"][0]
 
@@ -120,14 +136,14 @@ def test_what_was_paid_for_is_not_asked_again_but_for_the_repeats(
 
 
 def test_one_pass_leaves_the_bias_in_the_scores_and_rubrics_stand_side_by_side(
-    judges: ScriptedJudges, tmp_path: Path
+    judges: ScriptedJudges, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     for name in ("plain", "strict"):
         (tmp_path / name).write_text(f"Be {name}.")
     rubrics = ("--rubric", "plain", "--rubric", "strict")
 
     code, out, errors = calibrate(
-        tmp_path, *named(judges, "biased"), *rubrics, "--passes", "1", "-o", "json"
+        *named(judges, "biased"), *rubrics, "--passes", "1", "--limit", str(GROUPS), "-o", "json"
     )
 
     assert code == 0, errors
@@ -140,8 +156,10 @@ def test_one_pass_leaves_the_bias_in_the_scores_and_rubrics_stand_side_by_side(
     assert plain["flips"] is None  # no order is reversed
 
 
-def test_a_judge_that_cannot_be_reached_ends_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    code, out, errors = calibrate(tmp_path, "--judge", "hosted_vllm/gone@http://127.0.0.1:9/v1")
+def test_a_judge_that_cannot_be_reached_ends_with_one_line_and_exit_code_1(
+    calibrate: Calibrate,
+) -> None:
+    code, out, errors = calibrate("--judge", "hosted_vllm/gone@http://127.0.0.1:9/v1")
 
     assert code == 1
     counts = re.findall(r"(\d+) runs failed: (\w+)", out)

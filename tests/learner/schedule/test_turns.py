@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 from learner.schedule.cron import read_cron
 from learner.schedule.job_store import latest_missed
+from learner.schedule.loop import Clock
 from learner.schedule.turns import keep_turns
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
@@ -296,3 +297,25 @@ def test_a_clock_that_stops_meanwhile_stores_and_tells_nothing(
         made.restore()
 
     assert (logs, stored(database)) == ([], None)
+
+
+def test_a_stop_waits_for_a_tick_that_looks_for_its_schedule_meanwhile() -> None:
+    clock, begun, found = Clock(timezone=UTC), threading.Event(), list[object]()
+
+    def tick() -> None:
+        begun.set()
+        deadline = time.monotonic() + 60
+        while clock.running and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)  # the stop waits for this tick now
+        found.append(clock.get_job("none"))
+
+    clock.add_job(tick)
+    clock.start()
+    assert begun.wait(60)
+    stop = threading.Thread(target=clock.shutdown, daemon=True)
+    stop.start()
+    stop.join(20)
+
+    assert not stop.is_alive()
+    assert found == [None]
