@@ -10,8 +10,8 @@ DeployError
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
 ├── EngineError (ConnectionError)       vLLM refused or did not answer: try again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
-    ├── AlteredAdapterError             its files were changed after registration: not loaded
-    └── UnreadableAdapterError          its files are gone, or cannot be opened: restore them
+    └── NotAsRegisteredError            its files are gone, or cannot be opened: restore them
+        └── AlteredAdapterError         its files were changed after registration: not loaded
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class InvalidAdapterError(DeployError, ValueError):
     """The adapter folder fails validation and must never be served."""
 
 
-class AlteredAdapterError(InvalidAdapterError):
+class NotAsRegisteredError(InvalidAdapterError):
+    """Files of the adapter are missing, or cannot be opened. It says nothing of those that were
+    registered, so it bans nothing."""
+
+
+class AlteredAdapterError(NotAsRegisteredError):
     """The files of the adapter changed after it was registered."""
-
-
-class UnreadableAdapterError(InvalidAdapterError):
-    """Files of the adapter are missing, or cannot be opened. What was registered may be good."""
 
 
 def error_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ writers (`transitions`, `rollback`) change the row.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -140,6 +140,11 @@ def version_of(adapter: str) -> str:
     """`v12` of `<model>--v12-<digest>`; another name as it is. Pure."""
     match = _VERSION.fullmatch(adapter)
     return match[1] if match else adapter
+
+
+def comes_next(state: str, step: int, steps: Sequence[int]) -> str:
+    """Say what follows a step of a canary (0 is the first): the promotion or the next one. Pure."""
+    return "promotion" if state == "ramping" and step + 1 >= len(steps) else "next step"
 
 
 def nobody_has(adapter: str, loaded: Iterable[Collection[str] | None]) -> bool:

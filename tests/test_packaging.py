@@ -87,6 +87,29 @@ def installed_torch(folder: Path, index_has: str) -> tuple[list[str], str]:
     return (folder / "asked").read_text().splitlines(), done.stdout
 
 
+@pytest.mark.parametrize(("uv", "asked"), [(None, "pip"), ("false", "pip"), ("true", "uv")])
+def test_the_setup_goes_on_with_pip_where_there_is_no_uv_or_uv_fails(
+    tmp_path: Path, uv: str | None, asked: str
+) -> None:
+    for name, code in (("env/bin/python", "true"), *([(".cache/uv/bin/uv", uv)] if uv else ())):
+        command = tmp_path / name
+        command.parent.mkdir(parents=True)
+        command.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/{command.name}.asked\n{code}\n')
+        command.chmod(0o755)
+    setup = (ROOT / "scripts" / "setup").read_text()
+    function = setup[setup.index("install_locked() {") :].split("\n}\n", 1)[0] + "\n}\n"
+
+    subprocess.run(
+        ["bash", "-c", f"set -eu; {function} install_locked env lock.txt"], check=True, cwd=tmp_path
+    )
+
+    said = {one.name: one.read_text().strip() for one in tmp_path.glob("*.asked")}
+    assert ("uv.asked" in said) == (uv is not None)
+    assert said.get("python.asked") == (
+        "-m pip install -q --no-compile --no-deps -r lock.txt" if asked == "pip" else None
+    )
+
+
 def test_the_setup_asks_the_ordinary_index_alone(tmp_path: Path) -> None:
     """First the CPU build, then the plain one with a line that says what it costs."""
     for script in (ROOT / "scripts").iterdir():

@@ -23,19 +23,12 @@ from deploy.engine.checked_load import load_checked
 from deploy.engine.probe import Liveness, compare
 from deploy.engine.served import Agreement, compare_served, read_probe_file
 from deploy.engine.vllm_control import AdapterControl
-from deploy.errors import (
-    AlteredAdapterError,
-    EngineError,
-    InvalidAdapterError,
-    UnreadableAdapterError,
-)
+from deploy.errors import EngineError, InvalidAdapterError, NotAsRegisteredError
 from deploy.records import AdapterVersion
 from deploy.registry.canary_rule import LoadEvidence
 
 log = structlog.get_logger()
 
-NOT_THE_REGISTERED = (AlteredAdapterError, UnreadableAdapterError)
-"""Errors that say nothing of the files that were registered: they ban nothing."""
 Facts = dict[str, Any]
 """Evidence as JSON, keyed as in the canary's `evidence` object."""
 
@@ -80,7 +73,7 @@ async def load_everywhere(
     try:
         await validate()
     except InvalidAdapterError as error:
-        altered = isinstance(error, NOT_THE_REGISTERED)
+        altered = isinstance(error, NotAsRegisteredError)
         return LoadEvidence(invalid=f"invalid: {error}", altered=altered), {}
     outcomes = await asyncio.gather(
         *(_load(url, replicas[url], names, version, model) for url, names in up.items())
@@ -140,7 +133,7 @@ async def _load(
         liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
         agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
-        altered = isinstance(error, NOT_THE_REGISTERED)
+        altered = isinstance(error, NotAsRegisteredError)
         return _Outcome(replica=url, invalid=f"invalid: {error}", altered=altered)
     except EngineError as error:
         log.warning("adapter_load_failed", adapter=version.name, replica=url, reason=str(error))

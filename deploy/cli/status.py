@@ -23,7 +23,7 @@ from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.outside.hooks import HookTold, hook_lines
 from deploy.cli.times import shown_age, shown_time
-from deploy.records import LEARNER_AWAY_S, nobody_has
+from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has
 from learner.resume.rule import was_stopped
 from sidecar.plurals import counted
 
@@ -240,8 +240,7 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
     if canary.reason:
         yield f"  Reason: {canary.reason}"
     if canary.next_step_earliest_at is not None and canary.next_step_earliest_at > now:
-        last = canary.state == "ramping" and canary.step + 1 >= len(canary.steps)
-        what = "Promotion" if last else "Next step"
+        what = comes_next(canary.state, canary.step, canary.steps).capitalize()
         yield f"  {what}: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 

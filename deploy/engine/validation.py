@@ -21,7 +21,7 @@ from deploy.engine.base_modules import read_base
 from deploy.engine.lora_weights import check_against_base, check_matrices, read_matrices
 from deploy.engine.safetensors_file import first_non_finite, read_tensors
 from deploy.engine.strict_json import shown
-from deploy.errors import AlteredAdapterError, InvalidAdapterError, UnreadableAdapterError
+from deploy.errors import AlteredAdapterError, InvalidAdapterError, NotAsRegisteredError
 from learner.adapter_folder import (
     CARD,
     CONFIG,
@@ -103,7 +103,7 @@ def check_digest(path: Path, digest: str) -> tuple[Mark, ...]:
     """Compare the digest of a folder with the registered one (SHA-256, hex).
 
     Returns: the folder's marks, which reveal a later change (`folder_marks`).
-    Raises: AlteredAdapterError when the digests differ, UnreadableAdapterError when files are
+    Raises: AlteredAdapterError when the digests differ, NotAsRegisteredError when files are
         missing or cannot be opened, OSError when the disk fails.
     """
     if not path.is_absolute():
@@ -126,7 +126,7 @@ def _translated(path: Path, error: OSError) -> Exception:
         return error
     name = error.filename if isinstance(error.filename, str) else str(path)
     # A registered file is never a symbolic link: somebody replaced it.
-    kind = AlteredAdapterError if error.errno == errno.ELOOP else UnreadableAdapterError
+    kind = AlteredAdapterError if error.errno == errno.ELOOP else NotAsRegisteredError
     return kind(f"{_plain(name)}: cannot be read ({error.strerror})")
 
 

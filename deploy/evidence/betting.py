@@ -84,8 +84,8 @@ def bet_on_arm(bets: Bets, canary: bool, odds: float, beliefs: tuple[float, ...]
 
 @lru_cache(maxsize=64)
 def _log_factors(canary: bool, odds: float, beliefs: tuple[float, ...]) -> tuple[float, ...]:
-    """The logarithm of what each gambler's wealth is multiplied by. Kept: most units of a ramp have
-    one of a few odds."""
+    """Return the logarithms of what each gambler's wealth is multiplied by. Kept, because most
+    units of a ramp have one of a few odds."""
     share = odds / (1.0 + odds)
     scales = [1.0 + (belief - 1.0) * share for belief in beliefs]
     if canary:

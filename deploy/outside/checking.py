@@ -151,9 +151,9 @@ class MetricChecks:
             count(session, STAGE, check.outcome)
             kept = {one: asdict(state) for one, state in states.items()}
             canaries.add_evidence(row, metrics=kept)
-        # A warning when it begins; a dry run that fails for days would say so every minute.
-        begins = (before.errors if check.outcome == "error" else before.failures) == 0
         if check.outcome in ("error", "failing"):
+            # A warning when it begins; a dry run that fails for days would say so every minute.
+            begins = (before.errors if check.outcome == "error" else before.failures) == 0
             (log.warning if begins else log.info)(
                 "metric_checked",
                 metric=name,

@@ -17,7 +17,7 @@ class KnownBase:
 
     weights: BaseSize
     config: Any  # of transformers, not typed
-    """Of its text model."""
+    """The config of the base's text model."""
     sizes: Sizes
 
 

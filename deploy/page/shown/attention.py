@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
-from deploy.page.shown.words import percent, short
-from deploy.records import LEARNER_AWAY_S, nobody_has
+from deploy.page.shown.words import champion_of, percent, short
+from deploy.records import LEARNER_AWAY_S
 from ingest.judge_watch.advice import advice_on
 from sidecar.hiding import hide_in_url
 from sidecar.plurals import counted
@@ -99,8 +99,7 @@ def _other_lines(status: StatusOut) -> Iterator[Need]:
 
 def _engine(status: StatusOut) -> Iterator[Need]:
     replicas = status.engine.replicas
-    champion = status.champion if status.routing is None else status.routing.champion
-    nobody = nobody_has(champion, (None if one.away else one.loaded for one in replicas.values()))
+    champion, missing = champion_of(status)
     for url, replica in replicas.items():
         shown = hide_in_url(url)
         if replica.away is not None:
@@ -118,7 +117,7 @@ def _engine(status: StatusOut) -> Iterator[Need]:
                 what=f"vLLM at {shown} refuses {short(name)}",
                 why=why,
                 to_do="Correct vLLM's flags or the adapter, or roll back: users get the base model."
-                if name == champion and nobody
+                if name == champion and missing
                 else "Correct vLLM's flags or the adapter; another version answers meanwhile.",
                 link="/adapters",
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock
-from deploy.records import nobody_has, version_of
+from deploy.records import comes_next, nobody_has, version_of
 from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
@@ -37,15 +37,21 @@ def serves_since(champion: str, newest: Iterable[AuditOut]) -> float | None:
     return None
 
 
+def champion_of(status: StatusOut) -> tuple[str, bool]:
+    """Return whom the routing table names as champion, and whether no vLLM has loaded it."""
+    champion = status.champion if status.routing is None else status.routing.champion
+    replicas = status.engine.replicas.values()
+    return champion, nobody_has(champion, (None if one.away else one.loaded for one in replicas))
+
+
 def headline(
     status: StatusOut, since: float | None, waits: str, now: float, next_step_at: float | None
 ) -> str:
     """Say in one sentence what users get. waits: what the step waits for; empty: the clock."""
-    champion = status.champion if status.routing is None else status.routing.champion
+    champion, missing = champion_of(status)
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
-    replicas = status.engine.replicas.values()
-    if nobody_has(champion, (None if one.away else one.loaded for one in replicas)):
+    if missing:
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
     canary = status.canary
     waiting = status.queued
@@ -64,9 +70,8 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
     if canary.state == "gating":
         return f"{name} is at the gate and gets no users yet"
     parts = [f"{name} gets {percent(canary.weight_bp)}"]
-    last = canary.step + 1 >= len(canary.steps)
     if next_step_at is not None and next_step_at > now:
-        what = "promotion" if last else "next step"
+        what = comes_next(canary.state, canary.step, canary.steps)
         parts.append(f"{what} {clock(next_step_at, now)} UTC at the earliest")
     if waits:
         parts.append(f"waits for {waits}")

@@ -182,7 +182,6 @@ async def test_a_dry_run_is_stored_and_gates_nothing(world: World) -> None:
     assert world.canary(name).metrics["errors"].failures == 1
 
 
-@pytest.mark.both_stores
 async def test_a_metric_that_goes_on_failing_is_warned_of_when_it_begins(world: World) -> None:
     measured(world, "dry_run")
     ramping(world, world.register(1))
@@ -200,6 +199,7 @@ async def test_a_metric_that_goes_on_failing_is_warned_of_when_it_begins(world: 
     ]
 
 
+@pytest.mark.both_stores
 async def test_after_its_promotion_a_guardrail_still_takes_it_back(world: World) -> None:
     measured(world)
     first, name, next_one = world.register(1), world.register(2), world.register(3)

@@ -72,10 +72,9 @@ class Recorder(BaseHTTPRequestHandler):
         return None
 
 
-@contextlib.contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve on loopback. Yields: the address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -83,12 +82,6 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[str]:
-    with serving(Vllm) as address:
-        yield address
 
 
 def free_port() -> int:
@@ -202,69 +195,20 @@ class Service:
 
     folder: Path
     up: Up
-    start: Callable[[], Up]
-    """Start another one like it."""
     run: Callable[..., Up]
-    note: Path
-    """What the user's modules write when they are run."""
-    asked: list[str]
-    """Requests to the proxy of the environment."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A `sidecar up` that was killed, and the one after it, which ended."""
-
-    left: int
-    """A process that the kill left, by its id."""
-    up: Up
-    code: int
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, vllm: str) -> Iterator[Service]:
-    """One for all tests that change nothing of it: a start is seven processes and 8 s of CPU. Its
-    folder holds a user's own modules, and its environment names a proxy."""
+    """One for all tests that change nothing of it: a start is six processes."""
     folder = tmp_path_factory.mktemp("service")
     write_settings(
-        folder,
-        vllm,
-        proxy={"port": 0, "host": "::1", "workers": 2},
-        admin={"port": free_port(), "host": "::1"},
-        learner={"poll_s": 0.1},
-        telemetry={"otlp_endpoint": f"{vllm}/v1/traces"},
+        folder, vllm, proxy={"port": 0, "host": "::1"}, admin={"port": free_port(), "host": "::1"}
     )
-    note = hide_modules(folder)
-    with serving(Recorder) as proxy, commands(folder) as run:
-        named = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-        nobody = {"NO_PROXY": "", "no_proxy": ""}
-        start = partial(run, "up", **dict.fromkeys(named, proxy), **nobody)
-        up = start()
+    with commands(folder) as run:
+        up = run("up")
         up.said(r"^sidecar ready: ")
-        yield Service(folder, up, start, run, note, Recorder.asked)
-
-
-@pytest.fixture(scope="module")
-def ended(service: Service) -> Ended:
-    """Kill the service, start it again, have the learner run, and stop it: for the last tests."""
-    first = service.up
-    left = first.child_pid("ingest")
-    os.kill(left, signal.SIGSTOP)  # it cannot end by itself
-    first.process.kill()
-    first.ended()
-
-    second = service.start()
-    second.said(rf"^sidecar waiting for `sidecar ingest` \(pid {left}\) to end")
-    os.kill(left, signal.SIGCONT)
-    ready = second.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
-    httpx.get(f"{ready[1]}/v1/models", trust_env=False)
-    database = Database(f"sqlite:///{service.folder}/.sidecar/store.db")
-    with database.write() as session:
-        set_flag(session, REQUESTED_FLAG, "1", now=time.time())
-    database.close()
-    until(lambda: "run_ended" in log_of(service.folder, "learn"))
-    second.process.send_signal(signal.SIGTERM)
-    return Ended(left, second, second.ended())
+        yield Service(folder, up, run)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
@@ -308,6 +252,26 @@ def has_logged(folder: Path, name: str, event: str) -> bool:
     return event in log_of(folder, name)
 
 
+def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, proxy={"workers": 2}, learner={"poll_s": 0.1})
+    note = hide_modules(tmp_path)
+
+    up = run("up")
+    up.said(r"^sidecar ready: ")
+    database = Database(f"sqlite:///{tmp_path}/.sidecar/store.db")
+    with database.write() as session:
+        set_flag(session, REQUESTED_FLAG, "1", now=time.time())
+    database.close()
+    until(lambda: "run_ended" in log_of(tmp_path, "learn"))
+    up.process.send_signal(signal.SIGTERM)
+
+    assert up.ended() == 0
+    assert not note.exists(), note.read_text()
+    assert "process_died" not in up.text
+
+
 def test_an_empty_entry_of_the_python_path_runs_nothing_of_a_users_in_the_command(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
@@ -341,6 +305,30 @@ def test_the_working_folder_stays_on_the_path_only_where_it_was_named(
     path = ["/bin", "/here", "/x", "", "/lib"]
 
     assert without_working_folder(path, python_path, "/here", own) == left
+
+
+def test_no_request_to_this_machine_goes_through_the_environments_proxy(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, telemetry={"otlp_endpoint": f"{vllm}/v1/traces"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as recorder:
+        thread = threading.Thread(target=recorder.serve_forever)
+        thread.start()
+        try:
+            proxy = f"http://127.0.0.1:{recorder.server_port}"
+            named = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+            nobody = {"NO_PROXY": "", "no_proxy": ""}
+            up = run("up", **dict.fromkeys(named, proxy), **nobody)
+            ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
+            httpx.get(f"{ready[1]}/v1/models", trust_env=False)
+            up.process.send_signal(signal.SIGTERM)
+            code = up.ended()
+        finally:
+            recorder.shutdown()
+            thread.join()
+
+    assert code == 0
+    assert Recorder.asked == []
 
 
 def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
@@ -381,17 +369,45 @@ def test_a_vllm_that_is_not_ours_is_refused_where_ours_shall_listen(
     assert "sidecar ready" not in up.text
 
 
+def test_after_a_kill_it_waits_for_what_is_left_and_starts(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    first = run("up")
+    first.said(r"^sidecar ready: ")
+    left = first.child_pid("ingest")
+    os.kill(left, signal.SIGSTOP)  # it cannot end by itself
+    first.process.kill()
+    first.ended()
+
+    second = run("up")
+    second.said(rf"^sidecar waiting for `sidecar ingest` \(pid {left}\) to end")
+    os.kill(left, signal.SIGCONT)
+    second.said(r"^sidecar ready: ")
+
+    assert not is_alive(left)
+    assert second.child_pid("ingest") != left
+
+
 @pytest.mark.parametrize("name", ["proxy", "admin"])
 def test_a_port_that_somebody_else_serves_is_named_and_never_called_ready(
     tmp_path: Path, run: Callable[..., Up], vllm: str, name: str
 ) -> None:
     # What stands there answers 200 to everything, /readyz too.
     taken = int(vllm.rpartition(":")[2])
-    with serving(Vllm) as other:
-        write_settings(tmp_path, other, **{name: {"port": taken}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        write_settings(
+            tmp_path,
+            f"http://127.0.0.1:{other.server_port}",
+            **{name: {"port": taken}},
+        )
 
         up = run("up")
         code = up.ended()
+        other.shutdown()
+        thread.join()
 
     assert code == 1
     assert up.lines == [
@@ -496,28 +512,3 @@ def test_a_process_that_must_be_alone_is_refused_beside_up(service: Service) -> 
         said = f"`sidecar {one}` runs already (pid {service.up.child_pid(one)})"
         assert said in seconds[one].lines[-1]
         assert "Traceback" not in seconds[one].text
-
-
-# -- last: these end the service
-
-
-def test_after_a_kill_it_waits_for_what_is_left_and_starts(service: Service, ended: Ended) -> None:
-    assert not is_alive(ended.left)
-    assert ended.up.child_pid("ingest") != ended.left
-    assert ended.code == 0
-    assert "process_died" not in service.up.text + ended.up.text
-
-
-def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
-    service: Service, ended: Ended
-) -> None:
-    assert ended.code == 0
-    assert {one.name for one in service.folder.iterdir()} >= {"deploy", "ingest.py", "typing.py"}
-    assert not service.note.exists(), service.note.read_text()
-
-
-def test_no_request_to_this_machine_goes_through_the_environments_proxy(
-    service: Service, ended: Ended
-) -> None:
-    assert ended.code == 0
-    assert service.asked == []

@@ -198,7 +198,7 @@ class Process:
 def test_kafka_loses_and_doubles_nothing_when_all_processes_are_killed(
     broker: Broker, tmp_path: Path
 ) -> None:
-    count, callers = 300, 12
+    count, callers = 600, 12
     url = broker.new_url()
     (tmp_path / "sidecar.toml").write_text(
         f'state_dir = "{tmp_path}/state"\n[serving]\nupstreams = ["http://127.0.0.1:9"]\n'

@@ -428,11 +428,11 @@ def test_a_judge_that_rewards_length_is_held_and_an_honest_one_is_not(
 ) -> None:
     """A judge whose scores follow length by 0.8: each version answers 1.22 times as long as the one
     before. Two runs train; the third is held, at 1.54 times the length. A judge without the taste
-    is not held in 4 runs."""
+    is not held in 6 runs."""
     assert settings.watch == Watch()
     world = _World(database, put_group, scored_group, answer, taste=taste)
 
-    trained = runs_until_held(world, start, fake_trainer, most=4)
+    trained = runs_until_held(world, start, fake_trainer, most=6)
 
     assert trained == held_after
     with database.read() as session:
