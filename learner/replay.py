@@ -32,6 +32,7 @@ from learner.runs.material import noise_of_json
 from learner.runs.runs import check_parent
 from learner.runs.selection import select_by
 from learner.runs.train import Trainer
+from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
@@ -86,7 +87,7 @@ def replay(
             recipe = _recipe(session, settings, reference)
         stream.write(
             f"replaying run {recipe.run_id}, which made {recipe.adapter}: "
-            f"{len(recipe.groups)} groups, from {recipe.parent.name}\n"
+            f"{counted(len(recipe.groups), 'group')}, from {recipe.parent.name}\n"
         )
         with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
             outcome = trainer(recipe.settings).train(_job(recipe, Path(folder)))

@@ -51,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     options = parser.parse_args(argv)
     machine = results.machine()
+    machine["options"] = {
+        name: value
+        for name, value in sorted(vars(options).items())
+        if name not in ("task", "kind", "out")
+    }
     plan = Plan(
         rounds=options.rounds,
         groups=options.groups,
@@ -59,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         learner=Learner(steps=options.steps, learning_rate=options.rate, pack_tokens=2048),
     )
     played: list[Played] = []
+    rows: list[results.Row] = []
     missing: dict[str, str] = {}
     for name in options.task or TASKS:
         try:
@@ -72,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 played.append(play(task, kind, seed, plan, folder))
-                print(f"  {row(played[-1])}", file=sys.stderr, flush=True)
-    rows = [row(one) for one in played]
+                rows.append(row(played[-1]))
+                print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     print(results.table(rows, list(rows[0]) if rows else []))
     targets = [one for name in options.task or TASKS for one in _targets(name, played, missing)]
     print(f"\n{results.targets_table(targets)}")
@@ -143,6 +149,12 @@ def _targets(name: str, played: Sequence[Played], missing: dict[str, str]) -> li
             lost[1] if lost else None,
             0.0,
             f"gain {lost[0]:+.3f} ({lost[1]:+.3f} to {lost[2]:+.3f})" if lost else why,
+        ),
+        results.at_most(
+            f"{name}, null: upper end of its interval over the lower end of the real runs'",
+            lost[2] / found[1] if lost and found and found[1] > 0 else None,
+            1.0,
+            "the two intervals lie apart" if lost and found else why,
         ),
         results.at_most(
             f"{name}, null: update over that of the real runs",

@@ -13,6 +13,7 @@ from deploy.records import AdapterState, Canary
 from deploy.registry import transitions
 from deploy.registry.canary_rule import Decision, Hold, Move
 from sidecar.backoff import Backoff
+from sidecar.plurals import counted
 from sidecar.store.database import count
 
 MAX_TICK_ERRORS = 5
@@ -40,10 +41,11 @@ def record(session: Session, canary: Canary, error: Exception, *, now: float) ->
         decision = Hold(reason=f"try {tries} of {MAX_TICK_ERRORS}: {reason}", stops_clock=True)
     else:
         state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
+        in_a_row = counted(tries, "try", "tries")
         decision = Move(
             to="rolled_back",
             candidate_state=state,
-            reason=f"{tries} tries in a row ended with an error, the last with {reason}",
+            reason=f"{in_a_row} in a row ended with an error, the last with {reason}",
         )
     evidence = {"tick_errors": {"count": tries, "at": now, "last": reason}}
     applied = transitions.apply(session, canary, decision, evidence=evidence, now=now, ban=False)

@@ -26,6 +26,8 @@ from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
 
 FORMATS = ("text", "json")
+MAX_REASON = 2_000
+"""Characters; as the admin API takes (`deploy.admin.changes.bodies`), which loads slowly."""
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Base of the CLI library's usage errors, which has no public name."""
 
@@ -44,9 +46,12 @@ def _known_format(value: str) -> str:
     return value
 
 
-def _no_blank_reason(value: str | None) -> str | None:
+def _usable_reason(value: str | None) -> str | None:
     if value is not None and not value.strip():
         raise typer.BadParameter("is blank; say why, in a word at least", param_hint="--reason")
+    if value is not None and len(value) > MAX_REASON:
+        what = f"has {len(value):,} characters; at most {MAX_REASON:,} are kept"
+        raise typer.BadParameter(what, param_hint="--reason")
     return value
 
 
@@ -60,10 +65,8 @@ Output = Annotated[
         help="text or json",
     ),
 ]
-GivenReason = Annotated[str, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")]
-Reason = Annotated[
-    str | None, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")
-]
+GivenReason = Annotated[str, typer.Option(callback=_usable_reason, help="why; kept in the audit")]
+Reason = Annotated[str | None, typer.Option(callback=_usable_reason, help="why; kept in the audit")]
 
 
 def say(line: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sidecar.plurals import counted
+
 Outcome = Literal["ok", "failing", "no_data", "error"]
 Mode = Literal["dry_run", "signal", "guardrail"]
 KEPT = 20
@@ -111,7 +113,8 @@ def away(metrics: Mapping[str, MetricState]) -> str | None:
     """Return in words which metric cannot be asked, or None. It holds, and proves nothing."""
     for name, state in metrics.items():
         if state.mode != "dry_run" and state.is_away and state.last is not None:
-            return f"metric {name} gave no answer {state.errors} times in a row: {state.last.why}"
+            tries = counted(state.errors, "time")
+            return f"metric {name} gave no answer {tries} in a row: {state.last.why}"
     return None
 
 
@@ -137,4 +140,4 @@ def _beyond(state: MetricState) -> str:
         for word, limit in (("below", state.min), ("above", state.max))
         if limit is not None
     ]
-    return f"{shown} is {' or '.join(limits)} in {state.failures} checks in a row"
+    return f"{shown} is {' or '.join(limits)} in {counted(state.failures, 'check')} in a row"

@@ -229,7 +229,9 @@ def _after_loading(evidence: LoadEvidence) -> Decision:
     if evidence.invalid is not None:
         return _reject(evidence.invalid, bans=not evidence.altered)
     if evidence.load_failures >= MAX_LOAD_FAILURES:
-        return _reject(f"vLLM failed to load it {evidence.load_failures} times: {evidence.away}")
+        return _reject(
+            f"vLLM failed to load it {counted(evidence.load_failures, 'time')}: {evidence.away}"
+        )
     if evidence.live:
         return Move(to="gating", candidate_state="gating", reason="loaded and live")
     return Hold(reason=f"waiting for vLLM: {evidence.away}", stops_clock=True)

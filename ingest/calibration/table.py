@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ingest.calibration.agreement import Interval
 from ingest.calibration.summary import Summary
+from sidecar.plurals import counted
 
 Cell = Callable[[Summary], str]
 Row = tuple[str, Cell]
@@ -54,7 +55,7 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
             if one.replayed
         ),
         *(
-            f"{column} {failure.count} runs failed: {failure.reason}"
+            f"{column} {counted(failure.count, 'run')} failed: {failure.reason}"
             + (f": {failure.example}" if failure.example else "")
             for column, one in named
             for failure in one.failures

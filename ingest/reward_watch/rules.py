@@ -30,6 +30,7 @@ from ingest.reward_watch.statistics import (
     z_of,
 )
 from ingest.reward_watch.traits import KINDS, Kind
+from sidecar.plurals import counted
 from sidecar.settings import Watch
 
 Check = Literal[Kind, "length", "judge_alone"]
@@ -134,11 +135,13 @@ def _few(line: Line, name: str, limits: Watch) -> str:
         return f"what was known of {name} was damaged, and its answers are deleted"
     answers = profile.answers if profile is not None else 0
     if profile is not None and answers >= limits.min_answers:
+        sessions = counted(profile.sessions, "session")
         return (
-            f"the {answers} known answers of {name} are of {profile.sessions} sessions, at least "
+            f"the {answers} known answers of {name} are of {sessions}, at least "
             f"{LEAST_SESSIONS} are needed: the answers of one session resemble each other"
         )
-    return f"{answers} answers of {name} are known, watch.min_answers is {limits.min_answers}"
+    known = counted(answers, "known answer")
+    return f"{name} has {known}, watch.min_answers is {limits.min_answers}"
 
 
 def _rates(line: Line, limits: Watch) -> Iterator[Result]:

@@ -24,6 +24,7 @@ from ingest.ruler.judge import Judge
 from ingest.ruler.material import UnreadableGroupError, read_material
 from ingest.ruler.ruler import JudgeCall, Judgement, merge_identical, score_answers
 from ingest.verifiers.rewarding import Rewarding
+from sidecar.plurals import counted
 from sidecar.settings import Judge as JudgeSettings
 
 UNREADABLE = "unreadable"
@@ -157,7 +158,7 @@ async def judge_group(
         # Nothing to compare: the scores would be equal whatever the judge says.
         if told_apart:
             return Scored(judgement=_even(len(group.answers)))
-        return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
+        return SetAside(reason=IDENTICAL, detail=counted(len(group.answers), "answer"), asked=False)
     try:
         judgement = await score_answers(
             judge,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ingest.ruler.ruler import Judgement
+from sidecar.plurals import counted
 from sidecar.visible import visible
 
 
@@ -15,7 +16,8 @@ def verdict_lines(judgement: Judgement) -> Iterator[str]:
     """
     calls = judgement.calls
     models = ", ".join(dict.fromkeys(call.judge_model for call in calls))
-    yield visible(f"judge {models}: {len(judgement.scores)} trajectories, {len(calls)} calls")
+    judged = counted(len(judgement.scores), "trajectory", "trajectories")
+    yield visible(f"judge {models}: {judged}, {counted(len(calls), 'call')}")
     order = sorted(range(len(judgement.scores)), key=lambda at: -judgement.scores[at])
     for at in order:
         first, *more = judgement.explanations[at].split("\n")
@@ -31,4 +33,4 @@ def verdict_lines(judgement: Judgement) -> Iterator[str]:
     tokens = sum((one.prompt_tokens or 0) + (one.completion_tokens or 0) for one in replies)
     costs = [one.cost_usd for one in replies if one.cost_usd is not None]
     priced = f", ${sum(costs):.4f}" if len(costs) == len(replies) else ""
-    yield f"  {tokens} tokens, {sum(one.seconds for one in replies):.1f} s{priced}"
+    yield f"  {counted(tokens, 'token')}, {sum(one.seconds for one in replies):.1f} s{priced}"

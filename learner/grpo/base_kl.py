@@ -24,6 +24,7 @@ from learner.policy.adapter_io import sampled_by
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import Pack
 from learner.records import Fault, Parent, Silent, TrainingGroup, TrainingJob
+from sidecar.plurals import counted
 from sidecar.records import BASE
 
 SAMPLED_ANSWERS = 8
@@ -133,7 +134,7 @@ def require_near(away: BaseKl | None, job: TrainingJob, *, steps: int) -> None:
             "the limit if its answers are good"
         )
     raise DivergedError(
-        f"after {steps} steps the policy is {found}: it is not published; lower "
+        f"after {counted(steps, 'step')} the policy is {found}: it is not published; lower "
         "learner.learning_rate or learner.steps, or raise the limit if such answers are good"
     )
 

@@ -56,6 +56,7 @@ from learner.records import (
     TrainingJob,
     TrainingOutcome,
 )
+from sidecar.plurals import counted
 from sidecar.settings import Learner
 
 log = structlog.get_logger()
@@ -69,7 +70,7 @@ class _GroupsFailed(Exception):
     """Some groups of a step failed; the step's result is discarded."""
 
     def __init__(self, faults: dict[str, Fault]) -> None:
-        super().__init__(f"{len(faults)} groups failed")
+        super().__init__(f"{counted(len(faults), 'group')} failed")
         self.faults = faults
 
 

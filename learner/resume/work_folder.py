@@ -48,16 +48,19 @@ class WorkFolder:
         *,
         token: str = "",
         check: Callable[[], None] = lambda: None,
+        discarded: Callable[[], None] = lambda: None,
     ) -> None:
         """token: of the process that works in it.
         check: called before a checkpoint takes effect. Raises RunStoppedError when the run is
             another process's by now.
+        discarded: called when the checkpoints turned out to be of no use.
         """
         self.run_id = run_id
         self.path = adapters_dir.resolve() / f"{PREFIX}{run_id}"
         self.adapter = self.path / f"{_ADAPTER}{token[:_TOKEN]}"
         self._unfinished = self.path / f"{_UNFINISHED}{token[:_TOKEN]}"
         self._check = check
+        self._discarded = discarded
 
     def make(self) -> None:
         """Create the folder if it is not there. Raises: OSError."""
@@ -121,6 +124,7 @@ class WorkFolder:
         log.warning("checkpoint_discarded", folder=str(newest), why=why)
         for one in self._checkpoints():
             remove_folder(one)
+        self._discarded()
 
     def _keep(self, fill: Callable[[Path], None]) -> None:
         before = list(self._checkpoints())

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -96,6 +97,25 @@ def leave(
         return how
     log.warning("run_left", run_id=work.run_id, why=why)
     return how
+
+
+def begin_again(
+    database: Database, run_id: str, deaths: list[dict[str, Any]], *, token: str
+) -> None:
+    """Record that a resumed run starts from its first step: its checkpoint was of no use.
+
+    deaths: of the run, as its row has them; the last one's step becomes 0. token: of this process.
+    """
+    if not deaths:
+        return
+    deaths[-1] = {**deaths[-1], "step": 0}
+    try:
+        with database.write() as session:
+            if holds(session, run_id, token):
+                session.get_one(RunRow, run_id).deaths = list(deaths)
+    except StoreError as error:
+        # The lineage has it right; only the row still names the step.
+        log.warning("restart_not_recorded", run_id=run_id, error=str(error))
 
 
 def sweep(database: Database, adapters_dir: Path, model: str, *, now: float) -> None:

@@ -227,7 +227,8 @@ def _why_dropped(
     """Return the reason why a group is dropped, and its details; None when it is not."""
     prompt, rewards = len(scored.group.prompt_token_ids), scored.rewards
     if len(rewards) < 2:
-        return "too_few_answers", f"it has {len(rewards)} answers, and a comparison needs 2"
+        has = "1 answer" if rewards else "no answer"
+        return "too_few_answers", f"it has {has}, and a comparison needs 2"
     answers = list(zip(scored.group.answers, masks, strict=True))
     trainable = [answer for answer, mask in answers if not mask]
     if len(trainable) < MIN_TRAINABLE:

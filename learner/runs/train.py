@@ -37,7 +37,7 @@ from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder
 from learner.runs import source
 from learner.runs.blame import blame_for_error
 from learner.runs.hold import check_hold
-from learner.runs.interrupted import keeping_steps, leave, sweep, take_back
+from learner.runs.interrupted import begin_again, keeping_steps, leave, sweep, take_back
 from learner.runs.material import Material, claim, gather, gather_again, leave_out, prints
 from learner.runs.origins import write_documents
 from learner.runs.publish import (
@@ -373,11 +373,13 @@ class Run:
         """Return this run's folder, and remove those of runs that will not go on."""
         line, adapters_dir = self._settings.line.name, self._settings.learner.adapters_dir
         sweep(self._database, adapters_dir.resolve(), line, now=self._clock())
+        run_id, deaths, token = self.run_id, self.deaths, self._holder.token
         work = WorkFolder(
             adapters_dir,
-            self.run_id,
-            token=self._holder.token,
+            run_id,
+            token=token,
             check=lambda: _check_lease(heartbeat),  # a stop costs no step that is done
+            discarded=lambda: begin_again(self._database, run_id, deaths, token=token),
         )
         work.make()
         take_back(self._database, work)

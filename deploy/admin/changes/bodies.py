@@ -10,13 +10,15 @@ from deploy.admin.out import Out
 from deploy.registry.rollback import RollbackResult
 
 NO_REASON = "no reason given"
+MAX_REASON = 2_000
+"""Characters."""
 
 
 class ReasonIn(BaseModel):
     # Strict: `true` is not a version, and a number is not a reason.
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reason: str = Field(default=NO_REASON, max_length=2_000)
+    reason: str = Field(default=NO_REASON, max_length=MAX_REASON)
 
 
 class RollbackIn(ReasonIn):

@@ -18,6 +18,8 @@ import pytest
 from alembic.config import Config
 from sqlalchemy import inspect
 
+from deploy.admin.changes import bodies
+from deploy.cli import output
 from deploy.cli.main import main
 from deploy.registry import transitions
 from sidecar.store.database import MIGRATIONS, Database
@@ -426,6 +428,16 @@ def test_a_blank_reason_is_bad_use(
     assert "'--reason': is blank; say why" in capsys.readouterr().err.replace(
         "--reason:", "'--reason':"
     )
+
+
+@pytest.mark.parametrize("command", ["rollback", "rollback --offline", "canary abort"])
+def test_a_reason_longer_than_the_api_takes_is_bad_use(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([*command.split(), "--reason", "x" * (bodies.MAX_REASON + 1)]) == 2
+
+    assert "has 2,001 characters; at most 2,000 are kept" in capsys.readouterr().err
+    assert output.MAX_REASON == bodies.MAX_REASON
 
 
 @pytest.mark.parametrize("command", ["", "canary"])

@@ -19,6 +19,7 @@ from ingest.reward_watch.profile import (
 )
 from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, Gain, Line, Verdict, assess
 from ingest.reward_watch.traits import KINDS
+from sidecar.plurals import counted
 from sidecar.settings import Watch
 from support.watch_traffic import USUAL, Behaviour, simulate, simulate_rate
 
@@ -120,7 +121,7 @@ def test_without_a_reference_only_most_of_the_answers_hold() -> None:
         return assess(Line(champion="v2", parent="v1", profiles=profiles), LIMITS)
 
     assert alone(0.3).findings == ()
-    assert "10 answers of v1" in alone(0.3).unknown["refusal"]
+    assert "v1 has 10 known answers" in alone(0.3).unknown["refusal"]
     (finding,) = alone(0.7).findings
     assert (finding.check, finding.reference) == ("refusal", "")
 
@@ -274,7 +275,7 @@ def test_the_answers_of_few_sessions_are_not_compared(sessions: int) -> None:
     found = checked(now)
 
     assert found.findings == ()
-    assert f"answers of v2 are of {sessions} sessions" in found.unknown["refusal"]
+    assert f"answers of v2 are of {counted(sessions, 'session')}," in found.unknown["refusal"]
     assert checked(msgspec.structs.replace(now, sessions=LEAST_SESSIONS)).checks == {"refusal"}
 
 

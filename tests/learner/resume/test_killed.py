@@ -19,6 +19,7 @@ from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.files.checkpoint import TENSORS
 from learner.resume.holder import present_holder
+from learner.resume.rule import resumed_words
 from learner.resume.work_folder import STATE, WorkFolder
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
@@ -154,6 +155,8 @@ def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
     assert start(settings, "r2")["code"] == 0
 
     assert left_by(settings) == left_by(whole)
+    (row,) = runs(settings)
+    assert resumed_words(row.deaths) == "resumed before its first step"
 
 
 @pytest.mark.timeout(300)

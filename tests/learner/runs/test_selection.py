@@ -143,7 +143,7 @@ def test_each_useless_group_is_dropped_for_its_reason(
         "greedy": "too_few_trainable",
     }
     assert selection.texts == {
-        "alone": "it has 1 answers, and a comparison needs 2",
+        "alone": "it has 1 answer, and a comparison needs 2",
         "nan": "the score of answer 1 is nan; 1 of 2 answers can be trained on; "
         "masked: 1 non_finite_score",
         "flat": "least 0.0200 (learner.min_spread)",
