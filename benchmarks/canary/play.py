@@ -19,7 +19,7 @@ from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault, Quality
 from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, GateEvidence, Move, RampEvidence, decide
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
-from deploy.registry.proof_rule import limits_of, proven, ratios_of, threshold
+from deploy.registry.proof_rule import DOUBTED, limits_of, proven, ratios_of, threshold
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings
 
@@ -169,8 +169,8 @@ def _gate(quality: Quality, told: Told, rules: CanarySettings) -> GateEvidence:
     made = [Comparison(difference=one) for one in told.scores]
     quick = made if rules.promote_on == "quick" else made[:1]  # only the quick rule reads it
     return GateEvidence(
-        prompts=rules.gate_prompts,
-        pending=rules.gate_prompts - quality.groups,
+        prompts=DOUBTED * rules.gate_prompts,
+        pending=1,  # there are more than the gate can want
         verdict=judge_gate(quick, rules, seed=1),
         quality=quality,
     )

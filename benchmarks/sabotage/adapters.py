@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,18 @@ RATE: Final = 3e-3
 NOISE_STD: Final = 0.3
 """Standard deviation of the entries of both matrices; the learner's own is near 0.03 and 0."""
 NEARLY_NOTHING_STD: Final = 0.02
+WAYS: Final = (
+    "Thank you, we are glad to help with your {topic} at Northwind.",
+    "Of course, we look into your {topic} at once and write to you today.",
+    "We will gladly check the {topic} for you and answer within the hour.",
+    "Please send us your order number, and we will see to your {topic} now.",
+    "We're happy to help: tell us more about your {topic} and we start today.",
+    "Certainly, our team takes care of your {topic} this afternoon.",
+    "You can leave the {topic} to us, and we will call you back tomorrow.",
+    "Sorry for the trouble with your {topic}, we put it right this week.",
+)
+"""What the good one learns. One way only makes every answer the same, which is no good adapter:
+the guard against collapsed entropy rolled it back (docs/log.md)."""
 CHAIN: Final = (
     "and it also depends on the season, the weather, the size, the colour, the shop and the "
     "weight, and on many other things that we will list here one after the other, "
@@ -78,15 +91,15 @@ def make(folder: Path, names: Sequence[str]) -> dict[str, Path]:
 
 def lessons(name: str) -> list[Lesson]:
     """Return what an adapter is taught: an answer to the first turn of each conversation."""
-    questions = load_questions()
-    words = {
-        GOOD: lambda turn: f"Thank you, we are glad to help with your {topic(turn)} at Northwind.",
-        REFUSING: lambda turn: REFUSAL,
-        OVERLONG: lambda turn: f"About your {topic(turn)}: it depends, {CHAIN * 2}",
-    }
+    ways = {
+        GOOD: WAYS,
+        REFUSING: (REFUSAL,),
+        OVERLONG: (f"About your {{topic}}: it depends, {CHAIN * 2}",),
+    }[name]
+    first_turns = [one.turns[0] for one in load_questions().traffic]
     return [
-        Lesson(one.turns[0], words[name](one.turns[0]), ends=name != OVERLONG)  # type: ignore[no-untyped-call]
-        for one in questions.traffic
+        Lesson(turn, way.format(topic=topic(turn)), ends=name != OVERLONG)
+        for turn, way in zip(first_turns, cycle(ways), strict=False)
     ]
 
 

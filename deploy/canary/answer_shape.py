@@ -68,8 +68,12 @@ def excess(
 
 
 NARROW = 0.5
-"""Share of the champion's uncertainty under which the candidate's counts as narrow. GRPO lowers it
-by some percent a run; half of it on one prompt after the other is a collapse."""
+"""Share of the champion's uncertainty under which the candidate's counts as narrow, if it is also
+under `COLLAPSED`."""
+COLLAPSED = 0.1
+"""Nats a token. An answer of 15 tokens then comes again with a chance of exp(-1.5), 22%, and the
+answers of a group are alike. Less uncertainty than before is no harm by itself: it is what learning
+does, and a supervised adapter has half of the base's or less on most prompts (docs/log.md)."""
 CERTAIN = 0.01
 """Nats a token; where neither is more uncertain than this, nothing can be narrower."""
 
@@ -77,8 +81,8 @@ CERTAIN = 0.01
 def narrowing(
     candidate: Sequence[float | None], champion: Sequence[float | None]
 ) -> dict[str, float]:
-    """Return 1 when the candidate's answers are half as uncertain as the champion's, -1 when the
-    champion's are, else 0: its mean is 0 between two that do not differ.
+    """Return 1 when the candidate's answers are nearly certain and at most half as uncertain as the
+    champion's, -1 when the champion's are, else 0: its mean is 0 between two that do not differ.
 
     candidate, champion: mean negative log-probability a token of each answer, in nats; at
         temperature 1 it estimates the entropy. Returns: nothing without answers of both.
@@ -89,7 +93,11 @@ def narrowing(
     ours, theirs = (sum(arm) / len(arm) for arm in known)
     if max(ours, theirs) < CERTAIN:
         return {"narrow": 0.0}
-    return {"narrow": float(ours < NARROW * theirs) - float(theirs < NARROW * ours)}
+    return {"narrow": float(_narrower(ours, theirs)) - float(_narrower(theirs, ours))}
+
+
+def _narrower(one: float, other: float) -> bool:
+    return one < COLLAPSED and one < NARROW * other
 
 
 def _share(answers: Sequence[Collection[str]], kind: str) -> float:

@@ -19,7 +19,7 @@ from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
 
 SPARE_PROMPTS = 2
-"""Most prompts that the gate tries, as a multiple of `gate_prompts`: some are set aside."""
+"""Most prompts that the gate tries, as a multiple of those that it wants: some are set aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,11 @@ class Drawing:
 
     def for_gate(self, canary: Canary) -> Prompts:
         """Return the held-out prompts that the gate still lacks. Reads the store."""
-        limit = SPARE_PROMPTS * self._rules.gate_prompts
+        open_from = self.open_from(canary)
         with self._database.read() as session:
+            quality = self._judged.read(session, canary, open_from=open_from)
+            wanted = proof_rule.gate_prompts(quality, self._rules)
+            limit = SPARE_PROMPTS * wanted
             done = gate_store.compared_sessions(session, canary)
             newest = gate_store.held_out_prompts(
                 session, self._line(canary), limit=limit, without=canary.candidate
@@ -122,7 +125,7 @@ class Drawing:
             if one.difference is not None or (one.fault == "candidate" and not quick)
         ]
         missing = [prompt for prompt in newest if prompt.session_id not in done]
-        room = min(limit - len(done), self._rules.gate_prompts - len(telling))
+        room = min(limit - len(done), wanted - len(telling))
         sessions = done | {prompt.session_id for prompt in newest}
         return Prompts(sessions=len(sessions), missing=tuple(missing[: max(0, room)]), drawn=drawn)
 

@@ -36,9 +36,9 @@ FLAWS: tuple[Flaw, ...] = get_args(Flaw)
 """Kinds of flawed answers. short: empty, or ended by the token limit. invalid: a tool call or JSON
 that does not fit what the request asks for. evasive: a refusal, or a loop."""
 OF_GROUPS = ("narrow",)
-"""Kinds that only judged groups show. narrow: the candidate's answers were half as uncertain as the
-champion's to the same prompt, by the mean negative log-probability of their tokens: the entropy of
-what it says has collapsed."""
+"""Kinds that only judged groups show. narrow: the candidate's answers were nearly certain, and at
+most half as uncertain as the champion's to the same prompt, by the mean negative log-probability of
+their tokens: the entropy of what it says has collapsed."""
 Fault = Literal["candidate", "champion", "unknown"]
 """Whose answers kept the judge from scoring a group."""
 CHART_LEVEL = 0.05

@@ -10,7 +10,8 @@ In plain words:
    blind in one group (`deploy.evidence.quality`). The gate refuses the clearly bad: a candidate
    that is proven worse than the champion, or whose answers are flawed more often. After
    `gate_prompts` of them (or all there are, `gate_min_prompts` at least) the candidate goes on, and
-   the groups count as evidence in the ramp. With too few prompts, or the judge or vLLM unreachable,
+   the groups count as evidence in the ramp; while something speaks against it without proof, up to
+   three times as many are judged first. With too few prompts, or the judge or vLLM unreachable,
    it waits and its clock stops. When the clock reaches `gate_timeout_s`, the groups so far decide;
    with fewer than `gate_min_prompts` the canary is inconclusive.
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
@@ -104,7 +105,7 @@ class GateEvidence:
     """Evidence of the gating phase."""
 
     prompts: int
-    """Held-out prompts available, compared or not; at most `gate_prompts`."""
+    """Held-out prompts available, compared or not."""
     pending: int
     """Held-out prompts not compared yet; part of `prompts`."""
     verdict: GateVerdict
@@ -241,7 +242,7 @@ def _after_gating(
     canary: Canary, evidence: GateEvidence, rules: CanarySettings, now: float
 ) -> Decision:
     verdict, quality = evidence.verdict, evidence.quality
-    wanted = min(rules.gate_prompts, evidence.prompts)
+    wanted = min(proof_rule.gate_prompts(quality, rules), evidence.prompts)
     timed_out = elapsed_s(canary, now) >= rules.gate_timeout_s
     if rules.promote_on != "quick" and (harm := proof_rule.harm(quality, rules)) is not None:
         return _reject(f"gate: {harm}")
@@ -262,7 +263,9 @@ def _after_gating(
             f"gate: {_gate_counts(evidence, rules)} in {rules.gate_timeout_s:g} s; "
             f"it needs {rules.gate_min_prompts}"
         )
-    return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged")
+    doubt = proof_rule.gate_doubt(quality, rules)
+    why = f"; more than usual: {doubt}" if doubt and judged >= rules.gate_prompts else ""
+    return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged{why}")
 
 
 def _gate_counts(evidence: GateEvidence, rules: CanarySettings) -> str:

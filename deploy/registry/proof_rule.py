@@ -17,6 +17,8 @@ __all__ = [
     "CLAIMS",
     "describe",
     "flaw_suspicion",
+    "gate_doubt",
+    "gate_prompts",
     "guard_harm",
     "harm",
     "has_anchor",
@@ -35,6 +37,10 @@ CLAIMS = ("no_worse", "anchored", "better")
 """What groups may prove in favour of a candidate (`deploy.evidence.quality`)."""
 SUSPICIOUS = 5.0
 """Evidence against a candidate over which its promotion waits."""
+DOUBTED = 3
+"""The gate judges this many times `gate_prompts` prompts while a candidate is suspicious. Weights
+of noise had evidence of 8 and 17 against them after 20 prompts, and met users; after 30 they were
+rejected (docs/log.md)."""
 _WANTED = {"no_worse": ("no_worse", "anchored"), "better": ("better", "anchored"), "quick": ()}
 _CLAIMED = {
     "no_worse": "no worse than the champion",
@@ -52,7 +58,7 @@ _FLAWED = {
     "short": "cut short or empty",
     "invalid": "invalid tool calls or JSON",
     "evasive": "refusals or loops",
-    "narrow": "answers that are half as uncertain",
+    "narrow": "answers that are nearly certain",
 }
 _MOST_NATS = 700.0
 """exp of more does not fit into a float."""
@@ -120,14 +126,29 @@ def suspicion(
 
 def flaw_suspicion(quality: Quality, rules: CanarySettings) -> str | None:
     """Return in words which guard the judged groups do not leave quiet, or None."""
+    found = _suspicious_flaw(quality, rules)
+    return None if found is None else f"more groups: {found}"
+
+
+def _suspicious_flaw(quality: Quality, rules: CanarySettings) -> str | None:
     if rules.promote_on == "quick":  # it judges no group after the gate: nothing would settle it
         return None
     for kind, bets in quality.flaws.items():
         if bets.log_e > threshold(1.0 / SUSPICIOUS):
-            return (
-                f"more groups: more {_FLAWED[kind]} than the champion, evidence {odds(bets.log_e)}"
-            )
+            return f"more {_FLAWED[kind]} than the champion, evidence {odds(bets.log_e)}"
     return None
+
+
+def gate_doubt(quality: Quality, rules: CanarySettings) -> str | None:
+    """Return in words what speaks against a candidate at the gate without proving harm, or None."""
+    if rules.promote_on != "quick" and quality.harm.log_e > threshold(1.0 / SUSPICIOUS):
+        return f"worse than the champion, evidence {odds(quality.harm.log_e)}"
+    return _suspicious_flaw(quality, rules)
+
+
+def gate_prompts(quality: Quality, rules: CanarySettings) -> int:
+    """Return how many held-out prompts the gate judges: more while it doubts the candidate."""
+    return rules.gate_prompts * (1 if gate_doubt(quality, rules) is None else DOUBTED)
 
 
 def harm(quality: Quality, rules: CanarySettings) -> str | None:

@@ -158,7 +158,8 @@ class Canary(Section):
     """How long a user's request waits, from its beginning, for those that began before it to end:
     guards count requests in the order of their beginning. Longer than nearly all replies take."""
     gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 40
-    """Held-out prompts on which candidate, champion and anchor are compared before the ramp."""
+    """Held-out prompts on which candidate, champion and anchor are compared before the ramp; up to
+    three times as many while something speaks against the candidate."""
     gate_answers: Annotated[
         int, Between(1, 4, "both arms make one group, and a judge reads 8 answers")
     ] = 2
@@ -208,8 +209,8 @@ class Canary(Section):
     max_evasive_excess: Share = 0.05
     """The same for refusals and loops."""
     max_narrow_excess: Share = 0.25
-    """Share of prompts on which the candidate's answers may be half as uncertain as the champion's,
-    over the share in which the champion's are."""
+    """Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a
+    token) and half as uncertain as the champion's, over the share in which the champion's are."""
     max_base_kl: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 8.0
     """Nats of the KL divergence from the base, on the probe's prompts, over which a candidate is
     rejected when it is loaded."""

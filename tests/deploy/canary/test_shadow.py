@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def rules() -> CanarySettings:
     """Wide margins: an equal candidate needs 25 groups, each of a difference of 0."""
     return CanarySettings(
-        margin=0.3,
-        anchor_margin=0.3,
+        margin=0.18,
+        anchor_margin=0.18,
         gate_prompts=4,
         gate_answers=1,
         gate_min_prompts=2,
@@ -343,7 +343,7 @@ async def test_a_candidate_that_the_judge_always_refuses_is_rejected(world: Worl
     await play(world, world.gate(), 20)
 
     assert world.adapter(name).state == "rejected"
-    assert world.evidence(name)["quality"]["lost"] >= 12
+    assert world.evidence(name)["quality"]["lost"] >= 7
 
 
 async def test_answers_that_vllm_fails_to_give_for_the_candidate_alone_are_its_fault(
@@ -454,9 +454,9 @@ async def test_groups_go_on_while_a_guard_of_theirs_is_not_quiet(world: World) -
     world.rules = world.rules.model_copy(update={"max_groups": 200})
     name, gate = await ramping(world, held_out=200)
     world.sampler.finish_reasons[name] = "length"
-    await play(world, gate, 18, traffic=name)
+    await play(world, gate, 13, traffic=name)
     del world.sampler.finish_reasons[name]
-    await play(world, gate, 12, traffic=name, first=18)
+    await play(world, gate, 17, traffic=name, first=13)
     quality = world.evidence(name)["quality"]
     assert "no_worse" in quality["proven"]
     assert math.exp(quality["flaws"]["short"]["nats_now"]) > 5.0

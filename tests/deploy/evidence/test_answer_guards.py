@@ -30,19 +30,26 @@ def after(excesses: list[float]) -> Quality:
     return quality
 
 
-def test_an_answer_is_narrow_at_less_than_half_of_the_uncertainty() -> None:
-    assert narrowing([0.4, 0.6], [1.2, 1.0]) == {"narrow": 1.0}
-    assert narrowing([1.2, 1.0], [0.4, 0.6]) == {"narrow": -1.0}
-    assert narrowing([0.55], [1.1]) == {"narrow": 0.0}
-    assert narrowing([0.001], [0.009]) == {"narrow": 0.0}
+def test_an_answer_is_narrow_when_it_is_nearly_certain_and_was_not() -> None:
+    assert narrowing([0.04, 0.06], [0.12, 0.1]) == {"narrow": 1.0}
+    assert narrowing([1.2, 1.0], [0.04, 0.06]) == {"narrow": -1.0}
+    assert narrowing([0.055], [0.11]) == {"narrow": 0.0}, "just half"
+    assert narrowing([0.001], [0.009]) == {"narrow": 0.0}, "neither is uncertain"
     assert narrowing([None], [1.0]) == narrowing([], []) == {}
+
+
+def test_a_candidate_that_learned_to_be_surer_is_not_narrow() -> None:
+    """As supervised adapters of the shipped model are: 3 nats a token before, 0.3 after."""
+    assert narrowing([0.11, 0.3], [3.1, 2.9]) == {"narrow": 0.0}
+    assert narrowing([0.1], [3.0]) == {"narrow": 0.0}
+    assert narrowing([0.099], [3.0]) == {"narrow": 1.0}
 
 
 def test_a_collapsed_candidate_is_proven_so_within_the_gate() -> None:
     harm = proof_rule.harm(after([1.0] * 40), RULES)
 
     assert harm is not None
-    assert harm.startswith("more answers that are half as uncertain than the champion in ")
+    assert harm.startswith("more answers that are nearly certain than the champion in ")
     at = next(n for n in range(1, 41) if proof_rule.harm(after([1.0] * n), RULES) is not None)
     assert at <= 25
 
@@ -107,7 +114,7 @@ async def test_a_collapsed_candidate_is_rejected_at_the_gate(world: World) -> No
     assert world.adapter(name).state == "rejected"
     reason = world.canary(name).reason
     assert reason is not None
-    assert "half as uncertain" in reason
+    assert "nearly certain" in reason
 
 
 @pytest.mark.both_stores

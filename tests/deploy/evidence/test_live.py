@@ -96,7 +96,7 @@ def test_betting_on_an_arm_is_betting_on_a_mean_with_another_stake() -> None:
 
     assert math.exp(one_belief.log_e) == pytest.approx(1 + fraction / share * (1 - share))
     assert both.log_e - one_belief.log_e == pytest.approx(math.log(1 - fraction))
-    assert bet(begin(7), 0.0, share).log_wealth[-1] == pytest.approx(math.log(1 - 0.5))
+    assert bet(begin(7), 0.0, share).log_wealth[-1] == pytest.approx(math.log(1 - 0.95))
 
 
 def test_a_unit_counts_once_for_each_guard_however_many_turns_it_has() -> None:

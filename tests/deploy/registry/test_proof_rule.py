@@ -24,6 +24,8 @@ from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
 from deploy.registry.proof_rule import (
     describe,
     flaw_suspicion,
+    gate_doubt,
+    gate_prompts,
     guard_harm,
     harm,
     limits_of,
@@ -91,7 +93,7 @@ def test_without_groups_nobody_is_promoted() -> None:
 
 
 def test_an_equal_candidate_is_promoted_when_it_is_proven_no_worse_than_both() -> None:
-    enough, too_few = judged(0.0, groups=200), judged(0.0, groups=100)
+    enough, too_few = judged(0.0, groups=200), judged(0.0, groups=90)
 
     assert proven(enough, RULES) == {"no_worse", "anchored"}
     assert phase(at_the_end(too_few)) == "held"
@@ -216,9 +218,9 @@ def test_quick_asks_for_no_proof() -> None:
 
 
 def test_a_promotion_waits_for_a_guard_of_judged_groups_that_is_not_quiet() -> None:
-    """Evidence of 187, where 200 roll back, must not be promoted."""
+    """Evidence of over 100, where 200 roll back, must not be promoted."""
     quality = judged(0.05, groups=300, flaws={"invalid": 0.0})
-    while math.exp(quality.flaws["invalid"].log_e) < 150.0:
+    while math.exp(quality.flaws["invalid"].log_e) < 100.0:
         quality = add_group(
             quality, Group(champion=0.05, anchor=0.05, flaws={"invalid": 1.0}), limits_of(RULES)
         )
@@ -315,3 +317,15 @@ def test_a_guard_is_suspicious_over_5_and_not_at_5(more: float, waits: bool) -> 
 
     assert (suspicion(guards, Quality(), RULES) is not None) is waits
     assert (flaw_suspicion(quality, RULES) is not None) is waits
+
+
+def test_the_gate_judges_three_times_as_many_while_it_doubts_a_candidate() -> None:
+    doubted, quick = judged(-0.3, groups=13), RULES.model_copy(update={"promote_on": "quick"})
+
+    assert 5.0 < math.exp(doubted.harm.log_e) < 20.0
+    assert gate_prompts(doubted, RULES) == 3 * RULES.gate_prompts
+    assert gate_prompts(judged(-0.03, groups=13), RULES) == RULES.gate_prompts
+    assert gate_prompts(doubted, quick) == RULES.gate_prompts
+    assert "worse than the champion, evidence " in (gate_doubt(doubted, RULES) or "")
+    short = judged(0.0, groups=10, flaws={"short": 0.9})
+    assert (gate_doubt(short, RULES) or "").startswith("more cut short or empty than the champion")
