@@ -454,9 +454,9 @@ async def test_groups_go_on_while_a_guard_of_theirs_is_not_quiet(world: World) -
     world.rules = world.rules.model_copy(update={"max_groups": 200})
     name, gate = await ramping(world, held_out=200)
     world.sampler.finish_reasons[name] = "length"
-    await play(world, gate, 13, traffic=name)
+    await play(world, gate, 9, traffic=name)
     del world.sampler.finish_reasons[name]
-    await play(world, gate, 17, traffic=name, first=13)
+    await play(world, gate, 21, traffic=name, first=9)
     quality = world.evidence(name)["quality"]
     assert "no_worse" in quality["proven"]
     assert math.exp(quality["flaws"]["short"]["nats_now"]) > 5.0
