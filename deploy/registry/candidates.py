@@ -10,6 +10,8 @@ was aborted, superseded or replaced. What joined the queue is looked at again wh
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
@@ -127,7 +129,7 @@ def _newest_waiting(session: Session, model: str, now: float) -> AdapterVersion 
     for version in versions.versions(session, model, state="registered"):
         if queued is not None and version.name == queued.candidate:
             continue
-        fallen = _rolled_back_ancestor(session, version)
+        fallen = _rolled_back_ancestor(session, model, version)
         if fallen is not None:
             _retire(session, version, f"descends from {fallen}, which was rolled back", now)
         elif newest is not None:
@@ -146,7 +148,7 @@ def _begin_queued(
     """
     why = _refused(session, model, row.candidate)
     if why is None and canaries.entry(row, "queued").get("by") == audit.CONTROL:
-        fallen = _rolled_back_ancestor(session, versions.find(session, row.candidate))
+        fallen = _rolled_back_ancestor(session, model, versions.find(session, row.candidate))
         why = f"descends from {fallen}, which was rolled back" if fallen is not None else None
     if why is not None:
         waiting.withdraw(session, row, reason=why, now=now, actor=audit.CONTROL)
@@ -172,7 +174,7 @@ def _refused(session: Session, model: str, name: str) -> str | None:
         return why
     if (why := versions.reason_removed(session, name)) is not None:
         return why
-    parents = [one.name for one in versions.ancestors(session, name)[1:]]
+    parents = [one.name for one in _doubtful(session, model, name)[1:]]
     if (banned := bans.banned_ancestor(session, parents)) is not None:
         return f"{name} descends from {banned}, which is banned"
     if version.forgotten_at is not None:
@@ -180,9 +182,19 @@ def _refused(session: Session, model: str, name: str) -> str | None:
     return None
 
 
-def _rolled_back_ancestor(session: Session, version: AdapterVersion) -> str | None:
-    chain = versions.ancestors(session, version.name)
+def _rolled_back_ancestor(session: Session, model: str, version: AdapterVersion) -> str | None:
+    chain = _doubtful(session, model, version.name)
     return next((one.name for one in chain if one.state == "rolled_back"), None)
+
+
+def _doubtful(session: Session, model: str, name: str) -> list[AdapterVersion]:
+    """List a version and its ancestors down to the champion, which is left out.
+
+    All users have the champion, so what it descends from speaks against none of its descendants.
+    """
+    champion = versions.champion(session, model)
+    chain = versions.ancestors(session, name)
+    return list(takewhile(lambda one: one.name != champion, chain))
 
 
 def _retire(session: Session, version: AdapterVersion, reason: str, now: float) -> None:

@@ -6,7 +6,9 @@ that was champion is marked `rolled_back`, its files are banned
 (`deploy.registry.history.bans`), and no descendant of it gets a canary. A candidate that users had
 met (`ramping`) is banned with it. One that was still loading or at the gate is not, because nothing
 was decided about it: its canary ends as by an abort. The learner is paused until an operator
-resumes it: what it learned last was taken from the users, and somebody should look why.
+resumes it: what it learned last was taken from the users, and somebody should look why. A rollback
+to a descendant of the champion undoes an earlier one: the champion is retired, and neither marked
+nor banned, because the target has learned from it.
 Its next run starts from the new champion, with that version's own optimiser state, which stands
 beside its weights. A rollback that names a banned version lifts its ban.
 
@@ -23,6 +25,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from deploy.errors import TransitionError
+from deploy.records import AdapterState
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import flags
@@ -103,13 +106,17 @@ def roll_back_in(
     if target != before:
         versions.refuse_removed(session, target)
     met = _met_by_users(session, model)
+    undoes = versions.descends_from(session, model, target, before)
     ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
-    moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
+    left: AdapterState = "retired" if undoes else "rolled_back"
+    moved = _move_aliases(
+        session, model, before, target, left=left, reason=reason, actor=actor, now=now
+    )
     table = routing_writer.write(session, model, now=now)
     changed = moved or ended is not None
     banned: tuple[str, ...] = ()
     if changed:
-        lost = [*([before] if moved else []), *met] if ban else []
+        lost = [*([before] if moved and not undoes else []), *met] if ban else []
         banned = tuple(
             name for name in lost if bans.ban(session, name, now=now, actor=actor, reason=reason)
         )
@@ -174,13 +181,14 @@ def _move_aliases(
     before: str,
     target: str,
     *,
+    left: AdapterState,
     reason: str,
     actor: str,
     now: float,
 ) -> bool:
     if before == target:
         return False
-    versions.set_state(session, before, "rolled_back", reason)
+    versions.set_state(session, before, left, reason)
     versions.set_state(session, target, "champion", f"rollback: {reason}")
     for alias in ("champion", "previous"):
         versions.move_alias(

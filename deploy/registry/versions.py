@@ -177,6 +177,18 @@ def ancestors(session: Session, name: str) -> list[AdapterVersion]:
     return chain
 
 
+def descends_from(session: Session, model: str, name: str, ancestor: str) -> bool:
+    """Return True when a version was trained from `ancestor`, or from one that was. False for the
+    base on either side. Reads names alone, so a damaged row hides only what is behind it."""
+    known = select(AdapterRow.name, AdapterRow.parent).where(AdapterRow.model == model)
+    parents = {row.name: row.parent for row in session.execute(known)}
+    for _ in range(len(parents)):
+        name = parents.pop(name, BASE)
+        if name in (BASE, ancestor):
+            return name != BASE
+    return False
+
+
 def has_been_champion(session: Session, name: str) -> bool:
     """Return True for the base and for a version that a canary promoted."""
     if name == BASE:

@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.registry import transitions
+from deploy.registry import transitions, versions
+from deploy.registry.history import bans
 from deploy.registry.rollback import rollback
 from ingest.errors import (
     AdapterGoneError,
@@ -154,6 +155,41 @@ async def test_a_child_of_a_rolled_back_adapter_is_not_tried(world: World) -> No
 
     assert world.adapter(child).state == "retired"
     assert world.adapter(child).reason == f"descends from {bad}, which was rolled back"
+
+
+@pytest.mark.both_stores
+async def test_learning_goes_on_from_a_champion_whose_rollback_was_taken_back(
+    world: World,
+) -> None:
+    first = world.register(1)
+    world.promote(first)
+    second = world.register(2, parent=first, values=(0.3, 0.1))
+    world.promote(second)
+    for to in ("previous", second):
+        rollback(world.database, "m", to=to, reason="a mistake", actor="me", now=1.0)
+    child = world.register(3, parent=second, values=(0.2, 0.2))
+
+    await tick(world)
+
+    assert world.canary(child).active
+
+
+async def test_learning_goes_on_from_a_champion_below_which_one_was_rolled_back(
+    world: World,
+) -> None:
+    """As stores are in which a rollback was taken back before the first one was left unmarked."""
+    first = world.register(1)
+    world.promote(first)
+    second = world.register(2, parent=first, values=(0.3, 0.1))
+    world.promote(second)
+    with world.database.write() as session:
+        versions.set_state(session, first, "rolled_back", "long ago")
+        bans.ban(session, first, now=1.0, actor="me", reason="long ago")
+    child = world.register(3, parent=second, values=(0.2, 0.2))
+
+    await tick(world)
+
+    assert world.canary(child).active
 
 
 async def test_an_invalid_adapter_is_rejected_and_never_loaded(world: World) -> None:

@@ -123,8 +123,10 @@ def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, .
     third = served[2]
     roll_back(world)
 
-    assert roll_back(world, third).after == third
+    undone = roll_back(world, third)
+    assert (undone.after, undone.banned) == (third, ())
     assert world.adapter(third).state == "champion"
+    assert world.adapter(served[1]).state == "retired", "the champion has learned from it"
 
 
 @pytest.mark.both_stores
