@@ -232,7 +232,11 @@ class Controller:
         open_from, rules = self._gate.open_from(canary), self._rules
         with self._database.read() as session:
             counts = ramp_counts.count_ramp(
-                session, canary, step_min_exchanges=rules.step_min_exchanges, line=self._line
+                session,
+                canary,
+                step_min_exchanges=rules.step_min_exchanges,
+                step_min_sessions=rules.step_min_sessions,
+                line=self._line,
             )
             quality = self._judged.read(session, canary, open_from=open_from)
             live, behind = self._turns.read(session, canary, self._clock())

@@ -35,7 +35,7 @@ def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> Facts:
     return {
         "sessions": {"canary": live.canary_units, "champion": live.champion_units},
         "behind": behind,
-        "unread": live.unread,
+        "forgotten": live.forgotten,
         "late": dict(live.late),
         "split": _claim(live.split, rules.split_level),
         **{kind: _guard(kind, state, rules) for kind, state in live.guards.items()},

@@ -103,7 +103,8 @@ class LiveTurns:
 
         now: Unix seconds. Returns: the state, and True while more waits to be read from the store.
         """
-        of = (canary.canary_id, canary.salt, canary.ramp_began_at)
+        # Not by its beginning, which follows a clock that is set back: what was counted stays.
+        of = (canary.canary_id, canary.salt, canary.ramp_after_seq)
         if of != self._of:
             self._of, self._mark = of, canary.ramp_after_seq
             self._live = Live(ratios_of(self._rules))

@@ -52,6 +52,10 @@ CHAMPION_WINDOW = 4 * WINDOW
 """The champion answers more: at a weight of 5% this covers 100 of the candidate's exchanges."""
 PAGE = 250
 """Exchanges read by one query: a step that has just begun needs few."""
+SESSIONS_PAGE = 2_000
+MOST_FOR_SESSIONS = 40_000
+"""Exchanges of the candidate that are read for the sessions of a step: 20 of 2,000 requests each.
+Fewer are known where a session has more."""
 NOT_FOUND = 404
 """Status of a reply when vLLM lost the adapter and no other adapter could answer."""
 
@@ -99,11 +103,17 @@ _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
 def count_ramp(
-    session: Session, canary: Canary, *, step_min_exchanges: int, line: Line | None = None
+    session: Session,
+    canary: Canary,
+    *,
+    step_min_exchanges: int,
+    step_min_sessions: int = 0,
+    line: Line | None = None,
 ) -> RampEvidence:
     """Return both arms' counts in the present step of a ramping canary, as progress and for the
     reader: what they prove is `deploy.canary.live_turns`.
 
+    step_min_sessions: so many sessions are looked for, beyond the newest exchanges too.
     line: the canary's; None: the default one of a model without others.
     """
     line = line or Line(name=canary.model)
@@ -136,9 +146,30 @@ def count_ramp(
         champion=_counts(session, beside, text_edge),
         champion_before=_counts(session, earlier, _text_edge(earlier)),
         seen=len(_turns(answered)),
-        sessions=len({one.session_key for one in answered}),
+        sessions=_sessions(session, canary, candidate, window, step_min_sessions),
         missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, answered)),
     )
+
+
+def _sessions(
+    session: Session, canary: Canary, newest: Sequence[Seen], window: int, wanted: int
+) -> int:
+    """Return the sessions that the candidate answered in the step; of more than `wanted` some.
+
+    newest: its newest exchanges, up to `window`. A few long sessions fill them.
+    """
+    found, read, page = set[str](), len(newest), list(newest)
+    size = window
+    while True:
+        inside = [one for one in page if _is_in_step(one, canary)]
+        found |= {one.session_key for one in inside}
+        enough = len(found) >= wanted or read >= MOST_FOR_SESSIONS
+        if enough or len(page) < size or not inside:
+            return len(found)
+        size = SESSIONS_PAGE
+        before = page[-1].seq
+        page = _newest(session, canary, canary.candidate, "canary", size, before_seq=before)
+        read += len(page)
 
 
 def _is_in_step(one: Seen, canary: Canary) -> bool:

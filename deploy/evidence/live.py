@@ -25,6 +25,7 @@ Source of the guards: Lindon and Malek, "Anytime-valid inference for multinomial
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -50,7 +51,8 @@ such harm hardly sooner, and harm from the beginning later (docs/log.md)."""
 UNEVEN = (0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """Multiples of the odds of the weight that the gamblers of the mismatch believe in."""
 MOST_UNITS = 200_000
-"""Units that are remembered; later ones are counted as `unread`. So many decide any comparison."""
+"""Units that are remembered. Beyond it the one that was met longest ago is forgotten, and counts as
+a new one if it comes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,8 @@ class Live:
     def __init__(self, ratios: Mapping[str, float]) -> None:
         """ratios: guard -> how many times the champion's rate is accepted, at least 1."""
         self._ratios = ratios
-        self._met: dict[int, int] = {}
-        """Hash of a unit -> bit mask of the guards that counted it."""
+        self._met: OrderedDict[int, int] = OrderedDict()
+        """Hash of a unit -> bit mask of the guards that counted it; the one met last at the end."""
         self.guards: dict[str, GuardState] = {kind: GuardState() for kind in GUARDS}
         self.split = begin(len(UNEVEN))
         """Against "units are split by the weight"."""
@@ -98,8 +100,8 @@ class Live:
         self.champion_units = 0
         self.late = {"canary": 0, "champion": 0}
         """Turns that took so long that later ones were counted before them."""
-        self.unread = 0
-        """Turns of units beyond `MOST_UNITS`."""
+        self.forgotten = 0
+        """Units beyond `MOST_UNITS`."""
 
     def read(self, turns: Iterable[Turn]) -> None:
         """Read turns in the order of their beginning. One whose arm was certain says nothing."""
@@ -116,15 +118,14 @@ class Live:
         self.late["canary" if turn.canary else "champion"] += turn.late
         # Two units with one hash would count as one: among 200,000, once in a billion ramps.
         unit = hash(turn.unit)
-        met = self._met.get(unit)
+        met = self._met.pop(unit, None)
         first = met is None
         if met is None:
-            if len(self._met) >= MOST_UNITS:
-                self.unread += 1
-                return
             met = 0
-            self._met[unit] = met
             self._split(turn)
+            if len(self._met) >= MOST_UNITS:
+                self._met.popitem(last=False)
+                self.forgotten += 1
         for place, kind in enumerate(GUARDS):
             if kind in turn.bad and not met & (1 << place):
                 met |= 1 << place

@@ -183,14 +183,18 @@ class Canary(Section):
     """Share of groups that the judge cannot score, through nobody's fault, over which the others
     prove nothing."""
     steps: tuple[
-        Annotated[int, Between(100, 10_000, "basis points: 100 is 1 %, 10000 every session")], ...
+        Annotated[
+            int,
+            Between(100, 9_000, "basis points; beyond 90 % too few stay with the champion"),
+        ],
+        ...,
     ] = (2_000, 5_000)
     """Weights of the ramp, in basis points; the candidate is promoted after the last step."""
     step_min_s: Annotated[float, Between(0, 2_592_000, "up to a month", "s")] = 60.0
     """Shortest step; not over `step_max_s`."""
     step_min_exchanges: Count = 20
     """Canary exchanges that a step must see."""
-    step_min_sessions: Annotated[int, Between(1, 500, "so many are looked at")] = 20
+    step_min_sessions: Annotated[int, Between(1, 500, "more take days")] = 20
     """Sessions of the canary that a step must see."""
     step_max_s: Annotated[
         float, Between(1, 31_536_000, "a shorter step sees nobody, a longer one never ends", "s")

@@ -148,13 +148,19 @@ def test_the_split_notices_one_in_ten_units_lost_by_an_arm() -> None:
     assert max(peak(0.5) for _ in range(5)) < math.log(100)
 
 
-def test_units_beyond_the_limit_are_counted_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_limit_the_unit_met_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A guard that sees no new session would be blind from then on."""
     monkeypatch.setattr(module, "MOST_UNITS", 2)
+    met = (turn("a", True), turn("b", False), turn("a", True, "failed"), turn("c", True, "cut"))
 
-    live = after(turn("a", True), turn("b", False), turn("c", True), turn("a", True, "failed"))
+    live = after(*met, turn("a", True, "failed"))
 
-    assert (live.canary_units, live.champion_units, live.unread) == (1, 1, 1)
-    assert live.guards["failed"].canary == 1
+    assert (live.canary_units, live.champion_units, live.forgotten) == (2, 1, 1)
+    assert (live.guards["failed"].canary, live.guards["cut"].canary) == (1, 1)
+    again = after(*met, turn("b", False))
+    assert (again.champion_units, again.forgotten) == (2, 2)
 
 
 def test_turns_read_at_once_or_one_by_one_give_the_same_state_to_the_last_bit() -> None:
