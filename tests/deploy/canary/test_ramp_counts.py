@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.canary import ramp_counts
 from deploy.canary.gate_store import held_out_prompts
 from deploy.canary.ramp_counts import asks_for_one, count_ramp
 from deploy.records import Canary
@@ -386,3 +387,28 @@ def test_only_chat_requests_feed_the_gate(world: World) -> None:
         prompts = held_out_prompts(session, Line(name="m"), limit=10)
 
     assert [prompt.exchange_id for prompt in prompts] == [kept]
+
+
+@pytest.mark.both_stores
+def test_a_step_sees_its_sessions_beyond_the_newest_exchanges(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve sessions of 40 requests, one after the other, of which the newest 90 are looked at."""
+    monkeypatch.setattr(ramp_counts, "WINDOW", 90)
+    monkeypatch.setattr(ramp_counts, "SESSIONS_PAGE", 100)
+    world.clock.now = 990.0
+    world.serve("before the step", adapter=CANARY, arm="canary")
+    world.clock.now = 1_010.0
+    with world.together():
+        for number in range(12):
+            for _ in range(40):
+                world.serve(f"s{number}", adapter=CANARY, arm="canary")
+
+    def sessions(wanted: int) -> int:
+        with world.database.read() as session:
+            found = count_ramp(session, ramping(), step_min_exchanges=3, step_min_sessions=wanted)
+        return found.sessions
+
+    assert (sessions(2), sessions(5), sessions(100)) == (3, 5, 12)
+    monkeypatch.setattr(ramp_counts, "MOST_FOR_SESSIONS", 100)
+    assert sessions(100) == 5, "so much is read and no more"
