@@ -190,6 +190,7 @@ def test_a_killed_run_goes_on_from_its_last_step(start: Start, world: World) -> 
     (death,) = row.deaths
     assert (row.status, row.run_id, death["step"], death["steps"]) == ("finished", "r1", 2, 3)
     assert [step["step"] for step in row.metrics] == [1, 2, 3]
+    assert [step["left_out"] for step in row.metrics] == [{"groups.drift": 1}] * 3
 
 
 def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
