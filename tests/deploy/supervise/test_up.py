@@ -108,7 +108,8 @@ def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:
         "serving": {"upstreams": [vllm], "model": "m"},
         "proxy": {"port": free_port()},
         "admin": {"port": free_port()},
-        "learner": {"pack_tokens": 2048},  # else `learn` first loads torch, to measure
+        # Else `learn` first loads torch, to measure, and is not started where there is no peft.
+        "learner": {"pack_tokens": 2048, "schedule": "manual"},
     }
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
@@ -268,9 +269,7 @@ def has_logged(folder: Path, name: str, event: str) -> bool:
 def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
-    write_settings(
-        tmp_path, vllm, proxy={"workers": 2}, learner={"poll_s": 0.1, "schedule": "manual"}
-    )
+    write_settings(tmp_path, vllm, proxy={"workers": 2}, learner={"poll_s": 0.1})
     note = hide_modules(tmp_path)
 
     up = run("up")
@@ -373,7 +372,7 @@ def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
 def test_without_the_learners_packages_it_says_so_once_and_the_others_work(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
-    write_settings(tmp_path, vllm)
+    write_settings(tmp_path, vllm, learner={"schedule": "groups"})
     lacking = tmp_path / "lacking"
     lacking.mkdir()
     (lacking / "sitecustomize.py").write_text(WITHOUT_PEFT)
