@@ -53,6 +53,7 @@ def _main(argv: list[str] | None) -> int:
     from learner.distributed.place import given_place
     from learner.once import run_once, with_pack_tokens
     from learner.patience import when_unlocked
+    from learner.ready import why_no_packages
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
     from learner.schedule.measuring import measuring
@@ -71,6 +72,12 @@ def _main(argv: list[str] | None) -> int:
     try:
         settings = load_settings(args.config)
         settings = settings.of_line(settings.line_named(args.project))
+        trains = args.once or args.measure or args.replay is not None
+        lacks = why_no_packages(scheduled=not trains)
+        # Where another machine learns, the schedule only waits, and a run asked of it says this.
+        if lacks and (trains or settings.learner.schedule != "manual"):
+            sys.stderr.write(f"learner: {lacks}\n")
+            return 1
         configure_logging(settings.telemetry, "learn")
         place = given_place(os.environ) if args.once else None
         settings = as_launched(settings, place)
@@ -101,7 +108,8 @@ def _main(argv: list[str] | None) -> int:
                         trainer=trainer,
                     ),
                 )
-            measured = nullcontext() if settings.learner.pack_tokens else measuring(args.config)
+            told = bool(settings.learner.pack_tokens) or bool(lacks)
+            measured = nullcontext() if told else measuring(args.config)
             with only_one(settings.state_dir, "learn"), measured:
                 return run_schedule(
                     settings, database, args.config, clock=time.time, stopping=stopping

@@ -28,7 +28,7 @@ PROBE = "probe.json"
 """The learner's log-probabilities after fixed prompts (`learner.probe_file`). Versions of older
 releases have none."""
 CURVES = "curves.png"
-"""The figures of the run's steps, drawn where matplotlib is installed."""
+"""The figures of the run's steps, drawn by matplotlib, of the extra `learner`."""
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """Members of the config with the ranks and alphas of single layers, where they differ from `r` and

@@ -14,15 +14,25 @@ PACKAGES = ("torch", "transformers", "peft", "safetensors")
 EMPTY = "it is empty; name the folder or hub name of the weights that vLLM serves"
 
 
+def why_no_packages(*, scheduled: bool = True) -> str:
+    """Say which packages of a run are not installed, and what to do; "" when all are there.
+
+    Imports nothing. scheduled: the schedule wants them, not a person who asks for one run.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if not missing:
+        return ""
+    elsewhere = ', or set learner.schedule = "manual" where another machine learns'
+    return (
+        f"{', '.join(missing)} cannot be imported; run `pip install '.[learner]'` in the folder "
+        f"that the sidecar was installed from{elsewhere if scheduled else ''}"
+    )
+
+
 def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield (setting, what is wrong and what to do). Loads no weights, and downloads nothing."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        yield (
-            "learner.schedule",
-            f"{', '.join(missing)} cannot be imported; install learning-sidecar[learner], or set "
-            'learner.schedule = "manual" where another machine learns',
-        )
+    if lacks := why_no_packages():
+        yield "learner.schedule", lacks
         return
     if why := why_no_export(settings.learner.export):
         yield "learner.export", why

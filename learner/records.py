@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -130,6 +130,9 @@ class StepMetrics:
     """`computed_tokens` over `seconds`."""
     masked_answers: int = 0
     """Answers of the step's groups that have no part in the loss."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """`answers.REASON` -> how many of `masked_answers`; `groups.REASON` -> groups that the trainer
+    has left out of the run by the time of this step."""
     masked_tokens: int = 0
     """Tokens of trainable answers that a mask of the server touched: they have no part in the loss,
     and are not counted in `tokens`."""
@@ -146,6 +149,13 @@ class StepMetrics:
     """Weight of that divergence in the step's loss: `learner.kl_coef` over the budget, else 0."""
     peak_memory_bytes: int = 0
     """Peak of the process so far; on a GPU, of what torch holds there."""
+
+    @property
+    def flat(self) -> dict[str, float | None]:
+        """Each figure by name, for those who take single numbers: `left_out.REASON` is one."""
+        figures = asdict(self)
+        left_out = figures.pop("left_out")
+        return {**figures, **{f"left_out.{reason}": n for reason, n in left_out.items()}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +304,8 @@ class TrainingJob:
     """Group id -> least spread of its rewards, score units, by the noise of its judge."""
     samplers: Mapping[str, Parent] = field(default_factory=dict)
     """Registered adapters, other than the parent and the base, that sampled some of the groups."""
+    masked: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """Group id -> index of an answer that came not trainable -> why; no weight depends on it."""
     report: Callable[[str], None] = lambda place: None
     """Called with the id of the group that is computed next, and with "" outside any group. If the
     run is killed, the group that was reported last is blamed."""

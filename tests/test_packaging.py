@@ -58,13 +58,24 @@ def test_the_releases_of_litellm_that_were_compromised_are_refused() -> None:
     assert {"!=1.82.7", "!=1.82.8"} <= {str(one) for one in litellm.specifier}
 
 
+def test_the_learners_matplotlib_is_that_of_the_tests() -> None:
+    """The tests draw too, also where the learner's libraries are not installed."""
+    drawn = {
+        extra: [one for one in EXTRAS[extra] if one.startswith("matplotlib")]
+        for extra in ("learner", "dev")
+    }
+
+    assert drawn["learner"] == drawn["dev"]
+    assert len(drawn["dev"]) == 1
+
+
 def test_the_learners_libraries_are_ranges_and_the_engine_is_one_minor_version() -> None:
     operators = {
         one.name: {part.operator for part in one.specifier}
         for one in map(Requirement, EXTRAS["learner"])
     }
 
-    assert set(operators) == {"torch", "transformers", "peft", "safetensors"}
+    assert set(operators) == {"torch", "transformers", "peft", "safetensors", "matplotlib"}
     assert set(map(frozenset, operators.values())) == {frozenset({">=", "<"})}
     assert EXTRAS["engine-gpu"] == ["vllm>=0.32,<0.33"]
 

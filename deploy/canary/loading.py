@@ -40,7 +40,7 @@ class _Outcome:
     replica: str
     liveness: Liveness | None = None
     agreement: Agreement | None = None
-    """None where the version has no `probe.json`, or is not live."""
+    """None where the version never had a `probe.json`, or is not live."""
     invalid: str | None = None
     altered: bool = False
     """`invalid` is about other bytes than were registered, or none."""
@@ -153,7 +153,8 @@ async def _ask_agreement(
 ) -> Agreement | None:
     """Compare the served log-probabilities with the learner's; None without its `probe.json`.
 
-    Raises: InvalidAdapterError when that file cannot be read; EngineError.
+    Raises: InvalidAdapterError when that file cannot be read, or is not the one that the lineage
+        names; EngineError.
     """
     trained = await asyncio.to_thread(read_probe_file, Path(version.path))
     if trained is None:

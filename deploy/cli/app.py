@@ -99,15 +99,26 @@ def configure(
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
     from deploy.preflight.settings_check import advice, checked_settings
+    from deploy.supervise.processes import plan
     from deploy.supervise.supervisor import Supervisor
+    from learner.ready import why_no_packages
     from sidecar.logs import configure_logging
 
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
+    # It would end at once, five times, and take the proxy with it: users' traffic needs no learner.
+    lacks = why_no_packages() if settings.learner.schedule != "manual" else ""
+    if lacks:
+        note(f"warning: `sidecar learn` is not started, all others are: {lacks}")
     configure_logging(settings.telemetry, "up")
     config = context.obj.resolve() if context.obj is not None else None
-    supervisor = Supervisor(settings, config, announce=lambda line: say(f"sidecar {line}"))
+    supervisor = Supervisor(
+        settings,
+        config,
+        announce=lambda line: say(f"sidecar {line}"),
+        specs=plan(settings, config, without={"learn"} if lacks else ()),
+    )
     raise typer.Exit(supervisor.run())
 
 

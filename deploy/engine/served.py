@@ -12,13 +12,15 @@ Two versions that are closer to each other than that are not told apart.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.engine.probe import Probe, has_impossible
-from deploy.errors import InvalidAdapterError
-from learner.adapter_folder import PROBE, open_file, open_folder
+from deploy.errors import AlteredAdapterError, InvalidAdapterError, NotAsRegisteredError
+from learner.adapter_folder import LINEAGE, PROBE, open_file, open_folder
 from learner.probe_file import MAX_BYTES, ProbeFile, read_probe
 
 EFFECT_SHARE = 0.25
@@ -44,17 +46,53 @@ class Agreement:
 
 
 def read_probe_file(folder: Path) -> ProbeFile | None:
-    """Read the `probe.json` of an adapter's folder; None where there is none.
+    """Read the `probe.json` of an adapter's folder; None where there is none and the lineage names
+    none, as of an adapter that was imported.
 
-    Raises: InvalidAdapterError when it cannot be read.
+    The lineage names the file's digest; `validate_folder` compares the lineage's own with the
+    audit. Raises: NotAsRegisteredError when a file is gone or cannot be opened, AlteredAdapterError
+    when it is another than the lineage names, InvalidAdapterError when it is no such file.
     """
     try:
-        with open_folder(folder) as descriptor, open_file(descriptor, PROBE) as file:
-            return read_probe(file.read(MAX_BYTES + 1))
+        with open_folder(folder) as descriptor:
+            named = _named_digest(descriptor)
+            try:
+                with open_file(descriptor, PROBE) as file:
+                    content = file.read(MAX_BYTES + 1)
+            except FileNotFoundError as error:
+                if named is None:
+                    return None
+                raise NotAsRegisteredError(
+                    f"{PROBE}: is gone, and {LINEAGE} names it: it cannot be told whether vLLM "
+                    "serves what was trained; restore the file"
+                ) from error
+    except OSError as error:
+        raise NotAsRegisteredError(f"{PROBE}: {error}") from error
+    if named is not None and hashlib.sha256(content).hexdigest() != named:
+        raise AlteredAdapterError(
+            f"{PROBE}: was changed after it was registered: {LINEAGE} names another digest"
+        )
+    try:
+        return read_probe(content)
+    except ValueError as error:
+        raise InvalidAdapterError(f"{PROBE}: {error}") from error
+
+
+def _named_digest(folder: int) -> str | None:
+    """Return the SHA-256 (hex) of `probe.json` by the lineage; None where it names none.
+
+    Raises: NotAsRegisteredError when the lineage is damaged; OSError.
+    """
+    try:
+        with open_file(folder, LINEAGE) as file:
+            lineage = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise InvalidAdapterError(f"{PROBE}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise NotAsRegisteredError(f"{LINEAGE}: cannot be read ({error})") from error
+    algorithm = lineage.get("algorithm") if isinstance(lineage, dict) else None
+    named = algorithm.get("probe_sha256") if isinstance(algorithm, dict) else None
+    return named if isinstance(named, str) else None
 
 
 def compare_served(trained: ProbeFile, served: Probe, *, effect: float = 0.0) -> Agreement:

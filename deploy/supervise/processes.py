@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +48,14 @@ class ProcessSpec:
     """True for the sidecar's own processes, which report when they are ready."""
 
 
-def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
+def plan(
+    settings: Settings, config: Path | None, *, without: Container[str] = ()
+) -> list[ProcessSpec]:
     """Every child of `sidecar up`, in the order of starting; the engine only if there is a command
-    for it."""
+    for it.
+
+    without: names of `MODULES` that cannot work on this machine and are not started.
+    """
     specs = []
     if settings.engine.command:
         specs.append(
@@ -60,6 +65,7 @@ def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
     specs += [
         ProcessSpec(name=name, command=own_python(module, *arguments), tells_ready=True)
         for name, module in MODULES.items()
+        if name not in without
     ]
     return specs
 

@@ -35,6 +35,7 @@ class _Work:
     quiet: int
     least_spread: Mapping[str, float]
     samplers: Mapping[str, Parent]
+    masked: Mapping[str, Mapping[int, str]]
 
 
 class RankedTrainer:
@@ -56,6 +57,7 @@ class RankedTrainer:
             quiet=job.quiet,
             least_spread=job.least_spread,
             samplers=job.samplers,
+            masked=job.masked,
         )
         with self._connect() as exchange:
             exchange.from_first(work)
@@ -88,6 +90,7 @@ def work(connect: Callable[[], AbstractContextManager[Exchange]], place: Place) 
             quiet=found.quiet,
             least_spread=found.least_spread,
             samplers=found.samplers,
+            masked=found.masked,
         )
         _train(job, exchange, place)
     log.info("rank_done", rank=place.rank)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from learner.grpo.advantages import spread
+from learner.grpo.checks import Checked
 from learner.grpo.objective import PackSums
 from learner.grpo.optimizer import Update
 from learner.policy.packing import Pack
 from learner.ranks import Ranks
-from learner.records import StepMetrics, TrainingGroup
+from learner.records import CheckedAnswers, Fault, StepMetrics, TrainingGroup, TrainingJob
+
+UNTOLD = "untold"
+"""In place of the reason of an answer that came not trainable, and no reason with it."""
 
 
 @dataclass(slots=True)
@@ -93,8 +98,27 @@ def step_metrics(
         ),
         answer_tokens=sum(len(row.token_ids) for row in rows if row.trainable) / answers,
         drift=sums.drift / sums.tokens,
+        kl_coef=sums.kl_coef,
         peak_memory_bytes=peak_memory_bytes,
     )
+
+
+def left_out(
+    groups: Sequence[TrainingGroup], job: TrainingJob, checked: Checked, faults: Mapping[str, Fault]
+) -> dict[str, int]:
+    """Count what has no part in a step, by reason, as `StepMetrics.left_out` has it. Pure.
+
+    groups: of the step. faults: group id -> why the trainer left it out so far.
+    """
+    found: Counter[str] = Counter()
+    for group in groups:
+        decided = checked.answers.get(group.group_id, CheckedAnswers()).left_out
+        before = job.masked.get(group.group_id, {})
+        for place, row in enumerate(group.rows):
+            if not row.trainable:
+                found[f"answers.{decided.get(place) or before.get(place) or UNTOLD}"] += 1
+    found.update(f"groups.{fault.reason}" for fault in faults.values())
+    return dict(sorted(found.items()))
 
 
 def peak_memory(device: torch.device) -> int:

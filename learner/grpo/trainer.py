@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -39,7 +39,7 @@ from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.signal import signal
 from learner.grpo.start import with_start
-from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
+from learner.grpo.step_sums import StepSums, left_out, peak_memory, step_metrics
 from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
@@ -303,9 +303,9 @@ def _steps(
             done = step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
             if away is not None:
                 done = replace(done, kl_base=away.nats, kl_base_tokens=away.tokens)
-            done = replace(done, kl_coef=sums.kl_coef)
-            span.set_attributes(asdict(done))
-        log.info("step_done", **asdict(done))
+            done = replace(done, left_out=left_out(dealt, job, kept.checked, kept.faults))
+            span.set_attributes({k: v for k, v in done.flat.items() if v is not None})
+        log.info("step_done", **done.flat)
         job.watch.step(done)
         kept = kept.after_step(parameters, optimizer.state, done)
         keep(kept, job)

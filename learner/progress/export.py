@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -90,7 +89,7 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
     """Return the figures of a step that are finite numbers, by name. Pure."""
     return {
         PREFIX + name: float(value)
-        for name, value in asdict(metrics).items()
+        for name, value in metrics.flat.items()
         if name != "step" and isinstance(value, int | float) and math.isfinite(value)
     }
 

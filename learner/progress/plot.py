@@ -24,7 +24,7 @@ COLORS = ("#1f6f8b", "#c8553d")
 def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
     """Write a PNG with the figures of a run's steps, the first step first.
 
-    Raises: ImportError without matplotlib, which the product does not need; OSError.
+    Raises: ImportError without matplotlib, which the extra `learner` installs; OSError.
     """
     from matplotlib.figure import Figure  # without pyplot: no backend is chosen
 

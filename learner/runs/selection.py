@@ -57,11 +57,16 @@ class Selection:
     """group id -> reason"""
     texts: Mapping[str, str]
     """group id -> details of the reason"""
-    masked_answers: Mapping[str, int]
-    """reason -> number of answers of the taken groups that are left out of the loss"""
+    masks: Mapping[str, Mapping[int, str]]
+    """group id -> index of an answer -> why it is left out of the loss; of the taken groups"""
     gates: Mapping[str, SpreadGate]
     """group id -> the least spread that its scores had to have; of taken groups, and of those
     dropped for their spread"""
+
+    @property
+    def masked_answers(self) -> Mapping[str, int]:
+        """Reason -> number of answers of the taken groups that are left out of the loss."""
+        return Counter(why for of_group in self.masks.values() for why in of_group.values())
 
     @property
     def quiet(self) -> int:
@@ -109,7 +114,7 @@ def select_groups(
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
     texts: dict[str, str] = {}
-    masked: Counter[str] = Counter()
+    masked: dict[str, Mapping[int, str]] = {}
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
@@ -131,12 +136,12 @@ def select_groups(
         if group is None:
             continue
         groups.append(group)
-        masked.update(why for why in masks if why)
+        masked[group.group_id] = {place: why for place, why in enumerate(masks) if why}
     return Selection(
         groups=tuple(groups),
         dropped=dropped,
         texts=texts,
-        masked_answers=dict(masked),
+        masks=masked,
         gates=gates,
     )
 

@@ -231,6 +231,7 @@ class Run:
                 quiet=material.selection.quiet,
                 least_spread=material.selection.least_spread,
                 samplers=material.samplers,
+                masked=material.selection.masks,
                 report=lambda place: report_place(database, run_id, place, token=token),
                 watch=observe(
                     self._settings,

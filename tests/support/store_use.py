@@ -523,7 +523,7 @@ class _Trainer:
             raise self._error
         (job.folder / CONFIG).write_text("{}")
         (job.folder / WEIGHTS).write_bytes(b"weights")
-        numbers = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
+        numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
         job.watch.begin_steps()
         job.watch.step(StepMetrics(**numbers))
         return TrainingOutcome(

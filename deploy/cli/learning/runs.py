@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,6 +176,25 @@ def step_lines(steps: Sequence[Figures]) -> Iterator[str]:
     for one in steps:
         cells = (_cell(one.get(COLUMNS[name][0]), COLUMNS[name][1]) for name in shown)
         yield f"{one.get('step', '?'):>5}" + "".join(f"{text:>{WIDTH}}" for text in cells)
+    for out, alike in groupby(steps, lambda one: left_out_words(one.get("left_out"))):
+        numbers = [one.get("step", "?") for one in alike]
+        more = f"s {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f" {numbers[0]}"
+        if out:
+            yield f"step{more} left out: {out}"
+
+
+def left_out_words(found: object) -> str:
+    """Say what a step left out, by reason; "" when nothing. found: JSON of the admin API. Pure."""
+    if not isinstance(found, dict):  # of an older version, or damaged
+        return ""
+    from sidecar.plurals import counted
+
+    words = []
+    for key, number in found.items():
+        what, _, reason = key.partition(".")
+        if what in ("answers", "groups") and isinstance(number, int):
+            words.append(f"{counted(number, what.removesuffix('s'))} {reason}")
+    return ", ".join(words)
 
 
 def _cell(value: object, form: Callable[[Any], str]) -> str:

@@ -36,7 +36,7 @@ def save(
 
 
 def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
-    """Draw the steps where matplotlib is installed. A plot that fails costs the plot (logged)."""
+    """Draw the steps. Without matplotlib, and where it fails, there is no plot (logged)."""
     try:
         plot.draw(
             [asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps"

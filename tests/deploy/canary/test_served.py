@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from learner.adapter_folder import PROBE
+from learner.adapter_folder import LINEAGE, PROBE, file_digest
 from learner.probe_file import ProbeFile, render_probe
-from sidecar.store.models import CanaryRow
+from sidecar.store.models import BannedDigestRow, CanaryRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -80,6 +82,64 @@ async def test_a_damaged_probe_file_is_an_invalid_folder(world: World) -> None:
 
     assert world.adapter(name).state == "rejected"
     assert "invalid: probe.json" in (world.canary(name).reason or "")
+
+
+def with_lineage(world: World) -> tuple[str, Path]:
+    """A version whose lineage names its `probe.json`. Returns: its name and its folder."""
+    name = with_probe(world)
+    folder = Path(world.adapter(name).path)
+    algorithm = {"probe_sha256": file_digest(folder / PROBE)}
+    (folder / LINEAGE).write_text(json.dumps({"algorithm": algorithm}))
+    return name, folder
+
+
+async def test_a_version_with_the_file_that_its_lineage_names_goes_on(world: World) -> None:
+    name, _ = with_lineage(world)
+    world.control.strays = 0.0625
+
+    await world.controller().tick()
+
+    assert world.canary(name).phase == "gating"
+    assert evidence_of(world)["served"]["same"] is True
+
+
+async def test_a_version_whose_named_file_is_gone_is_rejected_and_not_banned(world: World) -> None:
+    name, folder = with_lineage(world)
+    (folder / PROBE).unlink()
+
+    await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    assert "invalid: probe.json: is gone" in (world.canary(name).reason or "")
+    assert world.rows(BannedDigestRow) == []
+
+
+async def test_a_version_whose_named_file_was_changed_is_rejected_and_not_banned(
+    world: World,
+) -> None:
+    """The changed file allows 50 times the difference; both files can be read."""
+    name, folder = with_lineage(world)
+    world.control.strays = 0.25
+    (folder / PROBE).write_text(render_probe(replace(TRAINED, tolerance=5.0)))
+
+    await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    assert "invalid: probe.json: was changed" in (world.canary(name).reason or "")
+    assert world.rows(BannedDigestRow) == []
+    assert "served" not in evidence_of(world)
+
+
+async def test_an_imported_version_whose_lineage_names_no_file_is_not_asked(world: World) -> None:
+    name = world.register(1)
+    lineage = {"imported": {"from": "/mine"}, "algorithm": {"rank": 8, "alpha": 16}}
+    (Path(world.adapter(name).path) / LINEAGE).write_text(json.dumps(lineage))
+    world.control.strays = 5.0
+
+    await world.controller().tick()
+
+    assert world.canary(name).phase == "gating"
+    assert "served" not in evidence_of(world)
 
 
 async def test_an_older_version_without_the_file_is_not_asked(world: World) -> None:

@@ -39,6 +39,25 @@ def test_a_table_of_steps_has_the_figures_that_are_known() -> None:
     assert line.split() == ["1", "0.500", "-0.25000", "-", "12.50%", "1,234", "2,500", "MB"]
 
 
+def test_what_a_step_left_out_is_said_below_the_table() -> None:
+    left_out = {"answers.top_p": 1, "answers.drift": 2, "groups.no_spread": 1, "more": "x"}
+
+    of_all = {"groups.no_spread": 1}
+    steps: tuple[object, ...] = (left_out, of_all, of_all, {}, "damaged")
+
+    lines = list(
+        step_lines(
+            [{**FIGURES, "step": number, "left_out": one} for number, one in enumerate(steps, 1)]
+        )
+    )
+
+    assert lines[6:] == [
+        "step 1 left out: 1 answer top_p, 2 answers drift, 1 group no_spread",
+        "steps 2 to 3 left out: 1 group no_spread",
+    ]
+    assert "left" not in lines[0]
+
+
 @pytest.mark.parametrize(
     ("schedule", "run", "said"),
     [

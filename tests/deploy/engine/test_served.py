@@ -8,8 +8,8 @@ import pytest
 
 from deploy.engine.probe import Probe
 from deploy.engine.served import compare_served, read_probe_file
-from deploy.errors import InvalidAdapterError
-from learner.adapter_folder import PROBE
+from deploy.errors import InvalidAdapterError, NotAsRegisteredError
+from learner.adapter_folder import LINEAGE, PROBE
 from learner.probe_file import ProbeFile, render_probe
 
 TRAINED = ProbeFile(
@@ -84,6 +84,23 @@ def test_a_log_probability_that_is_no_number_is_refused() -> None:
 
 def test_a_folder_without_the_file_has_nothing_to_compare(tmp_path: Path) -> None:
     assert read_probe_file(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "lineage", ["[]", "{}", '{"algorithm": 3}', '{"algorithm": {"probe_sha256": null}}']
+)
+def test_a_lineage_that_names_no_file_asks_for_none(tmp_path: Path, lineage: str) -> None:
+    (tmp_path / LINEAGE).write_text(lineage)
+
+    assert read_probe_file(tmp_path) is None
+
+
+def test_a_damaged_lineage_is_not_the_registered_one(tmp_path: Path) -> None:
+    (tmp_path / PROBE).write_text(render_probe(TRAINED))
+    (tmp_path / LINEAGE).write_text("{")
+
+    with pytest.raises(NotAsRegisteredError, match=r"lineage.json: cannot be read"):
+        read_probe_file(tmp_path)
 
 
 def test_the_file_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ def test_plan_attaches_to_a_foreign_vllm_by_default() -> None:
     assert names == ["proxy", "ingest", "score", "learn", "control"]
 
 
+def test_plan_leaves_out_what_cannot_work_here() -> None:
+    names = [spec.name for spec in plan(Settings(), None, without={"learn"})]
+
+    assert names == ["proxy", "ingest", "score", "control"]
+
+
 def test_plan_starts_our_own_engine_first_and_hands_the_file_to_ours_alone() -> None:
     settings = Settings(engine={"command": ["vllm", "serve"], "env": {"A": "1"}})
 

@@ -39,6 +39,19 @@ SIDECAR = Path(sys.executable).with_name("sidecar")
 USERS_OWN = ("ingest", "sidecar", "learner", "deploy", "json", "structlog", "httpx", "typing")
 """Modules of ours, of the standard library and of our dependencies that a user's files hide."""
 
+WITHOUT_PEFT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "peft" else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+"""A `sitecustomize.py` of a Python that has no peft."""
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -95,7 +108,8 @@ def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:
         "serving": {"upstreams": [vllm], "model": "m"},
         "proxy": {"port": free_port()},
         "admin": {"port": free_port()},
-        "learner": {"pack_tokens": 2048},  # else `learn` first loads torch, to measure
+        # Else `learn` first loads torch, to measure, and is not started where there is no peft.
+        "learner": {"pack_tokens": 2048, "schedule": "manual"},
     }
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
@@ -353,6 +367,39 @@ def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
     assert [pid for pid in pids if is_alive(int(pid))] == []
     assert "firewall" not in up.text
     assert "sidecar ready" not in up.text
+
+
+def test_without_the_learners_packages_it_says_so_once_and_the_others_work(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, learner={"schedule": "groups"})
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / "sitecustomize.py").write_text(WITHOUT_PEFT)
+
+    up = run("up", PYTHONPATH=f"{lacking}:{OWN_PATH}")
+    ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
+    served = httpx.get(f"{ready[1]}/v1/models", trust_env=False).status_code
+    alone = run("learn", PYTHONPATH=f"{lacking}:{OWN_PATH}")
+    code = alone.ended()
+    up.process.send_signal(signal.SIGTERM)
+
+    what = "peft cannot be imported; run `pip install '.[learner]'`"
+    assert up.ended() == 0
+    assert served == 200
+    assert (
+        up.text.count(f"sidecar: warning: `sidecar learn` is not started, all others are: {what}")
+        == 1
+    )
+    assert re.findall(r"process_started\s+name=(\w+)", up.text) == [
+        "proxy",
+        "ingest",
+        "score",
+        "control",
+    ]
+    assert "process_died" not in up.text
+    assert (code, len(alone.lines)) == (1, 1)
+    assert alone.text.startswith(f"learner: {what}")
 
 
 def test_a_vllm_that_is_not_ours_is_refused_where_ours_shall_listen(

@@ -180,6 +180,32 @@ def test_a_step_has_its_masked_answers_length_drift_and_memory(
     assert second.peak_memory_bytes > 10_000_000
 
 
+def test_a_step_says_what_it_left_out_by_reason(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner, row: MakeRow
+) -> None:
+    """Two answers came masked, one of them without a reason; the check leaves one more out, and a
+    group; the other step has groups of its own, and knows of that group too."""
+    foreign = (48, 48)  # outside of the vocabulary
+    more = (row((30,), trainable=False), row((31,), trainable=False), row(foreign))
+    one = on_policy({GOOD: 0.5, BAD: -0.5})
+    one = replace(one, rows=(*one.rows, *more), scores=(1.0, 0.0, 0.5, 0.5, 0.5))
+    sound = replace(on_policy({GOOD: 0.5, BAD: -0.5}), group_id="sound")
+    bad = replace(sound, group_id="bad", prompt_token_ids=foreign)
+    settings = learner_settings.model_copy(update={"steps": 2})
+    job = replace(job_of([one, sound, bad], settings), masked={one.group_id: {2: "top_p"}})
+
+    outcome, _ = run_steps(policy, job)
+
+    of_groups = {"groups.token_out_of_vocabulary": 1}
+    of_answers = {
+        "answers.token_out_of_vocabulary": 1,
+        "answers.top_p": 1,
+        "answers.untold": 1,
+    }
+    assert [step.left_out for step in outcome.metrics] == [of_answers | of_groups, of_groups]
+    assert outcome.metrics[0].masked_answers == 3
+
+
 def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(
     policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:

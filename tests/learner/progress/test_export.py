@@ -27,7 +27,10 @@ from learner.progress.export import (
 from learner.records import StepMetrics
 from sidecar.settings import Learner
 
-NUMBERS: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 0.5)
+NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(StepMetrics.__dataclass_fields__, 0.5),
+    "left_out": {},
+}
 
 
 def a_step(number: int, **changes: Any) -> StepMetrics:
@@ -92,6 +95,13 @@ def test_figures_that_are_no_number_are_left_out() -> None:
 
     assert found["learner/groups"] == 4.0
     assert not {"learner/loss", "learner/kl_base", "learner/step"} & found.keys()
+
+
+def test_what_a_step_left_out_is_one_number_for_each_reason() -> None:
+    found = figures_of(a_step(1, left_out={"answers.top_p": 2, "groups.drift": 1}))
+
+    counts = {name: value for name, value in found.items() if "left_out" in name}
+    assert counts == {"learner/left_out.answers.top_p": 2.0, "learner/left_out.groups.drift": 1.0}
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
@@ -17,7 +18,10 @@ from sidecar.store.database import Database
 from sidecar.store.models import RunRow, RunStepRow
 from support.clock import Clock
 
-NUMBERS = dict.fromkeys(StepMetrics.__dataclass_fields__, 0.0)
+NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(StepMetrics.__dataclass_fields__, 0.0),
+    "left_out": {},
+}
 
 
 @dataclass
@@ -40,8 +44,8 @@ class Kept:
         self.steps.append(metrics.step)
 
 
-def a_step(number: int, **changes: float) -> StepMetrics:
-    return StepMetrics(**{**NUMBERS, "step": number, **changes})  # type: ignore[arg-type]
+def a_step(number: int, **changes: Any) -> StepMetrics:
+    return StepMetrics(**{**NUMBERS, "step": number, **changes})
 
 
 def two_stages() -> list[Stage]:
@@ -126,6 +130,17 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
         (step,) = session.scalars(select(RunStepRow)).all()
         assert (step.step, step.at) == (1, clock.now)
         assert (step.body["reward_mean"], step.body["loss"]) == (0.75, 0.0)
+
+
+def test_what_a_step_left_out_is_stored_with_it(database: Database, clock: Clock) -> None:
+    a_run(database)
+    left_out = {"answers.top_p": 2, "groups.drift": 1}
+
+    StoredRun(database, "r1", clock=clock).keep_step(a_step(1, left_out=left_out))
+
+    with database.read() as session:
+        (body,) = session.scalars(select(RunStepRow.body)).all()
+    assert body["left_out"] == left_out
 
 
 def test_a_figure_that_is_no_number_is_null(database: Database, clock: Clock) -> None:

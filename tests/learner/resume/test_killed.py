@@ -3,6 +3,7 @@ had."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,19 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import select
+from safetensors import safe_open
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.files.checkpoint import TENSORS
+from learner.grpo.files.optimizer_file import HEAD
 from learner.resume.holder import present_holder
 from learner.resume.rule import resumed_words
 from learner.resume.work_folder import STATE, WorkFolder
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, GroupRow, RunRow, RunStepRow
+from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow, RunStepRow
 
 if TYPE_CHECKING:
     from tests.learner.resume.conftest import Start, World
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(1800)
 """A run takes two seconds of CPU, and half a minute beside a load of 25."""
 SEED = 3
+STEPS_OF_BOTH = 1 + 3 + 3
+"""Steps behind the moments of a version and its child: a supervised one, three, and three."""
 EVERYWHERE = (
     "claimed",
     "check",
@@ -126,6 +131,54 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_weights(
         assert found.run_id == ("r1" if begun else "r2"), name
 
 
+def make_parent(start: Start, settings: Settings) -> None:
+    """Train a version, make it the champion, and give the groups back to be trained on again."""
+    assert start(settings, "r0")["code"] == 0
+    database = Database(settings.store.url)
+    with database.write() as session:
+        name = session.scalars(select(AdapterRow.name)).one()
+        session.add(AliasRow(model="m", alias="champion", adapter=name, generation=1))
+        given_back = {"status": "scored", "run_id": None, "reason": None, "detail": None}
+        session.execute(update(GroupRow).values(**given_back))
+    database.close()
+
+
+def made_by(settings: Settings, run_id: str) -> tuple[str, str, str | None, int]:
+    """Return the digests of a run's version and of its moments, the parent's, and their steps."""
+    database = Database(settings.store.url)
+    with database.read() as session:
+        rows = {row.run_id: row for row in session.scalars(select(AdapterRow))}
+    database.close()
+    made = rows[run_id]
+    before = next((row.digest for row in rows.values() if row.name == made.parent), None)
+    moments = Path(made.path) / OPTIMIZER
+    with safe_open(moments, framework="pt") as file:
+        steps = json.loads(file.metadata()[HEAD])["steps"]
+    return folder_digest(Path(made.path)), file_digest(moments), before, steps
+
+
+def test_a_killed_run_of_a_parent_goes_on_with_the_parents_moments_or_its_own(
+    start: Start, world: World
+) -> None:
+    """Its first step goes on from the parent's, a later one from the checkpoint's."""
+    whole = world("whole")
+    make_parent(start, whole)
+    assert start(whole, "r1")["code"] == 0
+    expected = made_by(whole, "r1")
+    assert expected[2:] == (made_by(whole, "r0")[0], STEPS_OF_BOTH)
+    for step in (1, 3):
+        settings = world(f"killed at {step}")
+        make_parent(start, settings)
+        assert start(settings, "r1", kill_at=("step", step))["signal"] == signal.SIGKILL
+
+        assert start(settings, "r2")["code"] == 0
+
+        (*_, row) = runs(settings)
+        assert row.deaths is not None
+        assert (row.run_id, row.deaths[0]["step"]) == ("r1", step - 1)
+        assert made_by(settings, "r1") == expected, step
+
+
 def test_a_killed_run_goes_on_from_its_last_step(start: Start, world: World) -> None:
     settings = world("one")
     start(settings, "r1", kill_at=("step", 3))
@@ -137,6 +190,7 @@ def test_a_killed_run_goes_on_from_its_last_step(start: Start, world: World) -> 
     (death,) = row.deaths
     assert (row.status, row.run_id, death["step"], death["steps"]) == ("finished", "r1", 2, 3)
     assert [step["step"] for step in row.metrics] == [1, 2, 3]
+    assert [step["left_out"] for step in row.metrics] == [{"groups.drift": 1}] * 3
 
 
 def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(

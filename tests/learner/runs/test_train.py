@@ -397,6 +397,7 @@ def test_masked_answers_are_counted_by_reason(
     put_group: PutGroup,
     scored_group: MakeScoredGroup,
     answer: MakeAnswer,
+    fake_trainer: FakeTrainer,
 ) -> None:
     answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
     put_group(scored_group([0.0, 1.0, 0.5], group_id="a", answers=answers))
@@ -416,6 +417,8 @@ def test_masked_answers_are_counted_by_reason(
     (damaged,) = (group for group in groups if group["group_id"] == "c")
     assert damaged["scores"] == [0.0, 1.0, None]
     assert damaged["masked"] == [None, None, "non_finite_score"]
+    (job,) = fake_trainer.jobs
+    assert job.masked == {"a": {0: "top_p"}, "b": {}, "c": {2: "non_finite_score"}}
 
 
 def test_what_the_check_decided_is_counted_and_in_the_lineage(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
+from learner.adapter_folder import CURVES, OPTIMIZER, file_digest, folder_digest
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
+from learner.progress.plot import draw  # before a fixture puts a stub in its place
 from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
 from sidecar.settings import Settings
@@ -111,6 +114,42 @@ def test_the_same_groups_and_seed_give_the_same_adapter(
         digests.add(folder_digest(tmp_path / name))
 
     assert len(digests) == 1
+
+
+def test_the_figures_of_a_run_are_drawn_beside_the_adapter(
+    tiny_base: Path,
+    settings: Settings,
+    tmp_path: Path,
+    group: MakeGroup,
+    row: MakeRow,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.progress.plot.draw", draw)
+    base = load_policy(str(tiny_base), Parent(name="base"), settings.learner)
+    (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
+    with torch.no_grad():
+        first, second = base.logprobs(pack)[0].split([2, 1])
+    rows = [
+        row((3, 4), 0.5, logprobs=first.tolist()),
+        row((5,), -0.5, logprobs=second.tolist()),
+    ]
+
+    with capture_logs() as logs:
+        GrpoTrainer().train(
+            TrainingJob(
+                base_model_path=str(tiny_base),
+                parent=Parent(name="base"),
+                groups=(group((1, 2), rows),),
+                settings=settings.learner,
+                folder=tmp_path,
+                check_stop=lambda: None,
+            )
+        )
+
+    content = (tmp_path / CURVES).read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", content[16:24]) == (1100, 770), "10 x 7 inches at 110 dots"
+    assert "no_curves" not in [entry["event"] for entry in logs]
 
 
 def test_the_moments_are_beside_the_adapter_and_go_on_in_the_next_run(

@@ -12,7 +12,15 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from learner.errors import CheckpointError
-from learner.grpo.files.checkpoint import FORMAT, resumed, set_random
+from learner.grpo.checks import Checked
+from learner.grpo.files.checkpoint import (
+    FORMAT,
+    Snapshot,
+    load_snapshot,
+    resumed,
+    save_snapshot,
+    set_random,
+)
 from learner.records import Parent, TrainingJob
 from learner.resume.work_folder import STATE, WorkFolder
 from sidecar.settings import Learner
@@ -57,6 +65,52 @@ def test_a_damaged_checkpoint_is_discarded(tmp_path: Path, text: str) -> None:
 
     assert [entry["event"] for entry in logs] == ["checkpoint_discarded"]
     assert work.newest() is None
+
+
+def job_in(folder: Path) -> TrainingJob:
+    return TrainingJob(
+        base_model_path="",
+        parent=Parent(name="base"),
+        groups=(),
+        settings=Learner(),
+        folder=folder,
+        check_stop=lambda: None,
+    )
+
+
+BEGUN = Snapshot(checked=Checked(groups=(), faults={}, drift=None, answers={}), faults={})
+
+
+def test_random_numbers_go_on_where_the_checkpoint_was_written(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    torch.rand(5)  # somewhere in the sequence, not at its seed
+    save_snapshot(BEGUN, job_in(tmp_path), tmp_path)
+    expected = torch.rand(3)
+    torch.rand(2)
+
+    _, states = load_snapshot(tmp_path, job_in(tmp_path), {})
+    set_random(states)
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_random_numbers_of_each_card_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [torch.full((16,), 4, dtype=torch.uint8), torch.full((16,), 9, dtype=torch.uint8)]
+    told: dict[int, list[int]] = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, number: told.update({number: state.tolist()})
+    )
+    save_snapshot(BEGUN, job_in(tmp_path), tmp_path)
+
+    _, states = load_snapshot(tmp_path, job_in(tmp_path), {})
+    set_random(states)
+
+    assert told == {0: [4] * 16, 1: [9] * 16}
 
 
 def test_random_numbers_go_on_where_they_were_also_with_fewer_cards(

@@ -1,0 +1,99 @@
+"""A machine without the learner's packages: the process says so at its start and trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from learner import ready
+from learner.__main__ import main
+from learner.schedule import loop, measuring
+
+WHAT = (
+    "learner: torch, peft cannot be imported; run `pip install '.[learner]'` in the folder that "
+    "the sidecar was installed from"
+)
+ELSEWHERE = ', or set learner.schedule = "manual" where another machine learns'
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the process started, on a machine that lacks two packages."""
+    begun: list[str] = []
+
+    def schedule(*_given: object, **_named: object) -> int:
+        begun.append("schedule")
+        return 0
+
+    def measure(_config: object) -> nullcontext[None]:
+        begun.append("measuring")
+        return nullcontext()
+
+    monkeypatch.setattr(
+        ready, "find_spec", lambda name: None if name in ("torch", "peft") else name
+    )
+    monkeypatch.setattr(loop, "run_schedule", schedule)
+    monkeypatch.setattr(measuring, "measuring", measure)
+    monkeypatch.setattr("sidecar.logs.configure_logging", lambda *_: None)
+    return begun
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Write settings with this schedule. Returns: the words that name them."""
+
+    def write(schedule: str) -> list[str]:
+        file = tmp_path / "sidecar.toml"
+        file.write_text(
+            f'state_dir = "{tmp_path}"\n[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
+            f'[learner]\nschedule = "{schedule}"\n'
+        )
+        return ["--config", str(file)]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule", "then"),
+    [
+        ([], "groups", ELSEWHERE),
+        (["--once"], "groups", ""),
+        (["--once"], "manual", ""),
+        (["--measure"], "groups", ""),
+        (["--replay", "v1"], "manual", ""),
+    ],
+)
+def test_missing_packages_are_said_in_one_line_and_nothing_starts(
+    words: list[str],
+    schedule: str,
+    then: str,
+    config: Callable[[str], list[str]],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main([*config(schedule), *words])
+
+    assert code == 1
+    assert capsys.readouterr().err == f"{WHAT}{then}\n"
+    assert started == []
+    assert not (tmp_path / "store.db").exists()
+
+
+def test_a_schedule_by_hand_goes_on_and_measures_nothing(
+    config: Callable[[str], list[str]], started: list[str]
+) -> None:
+    """Another machine learns; a run asked of this one says what it lacks."""
+    assert main(config("manual")) == 0
+    assert started == ["schedule"]
+
+
+def test_unsound_settings_are_told_before_missing_packages(
+    config: Callable[[str], list[str]], started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*config("sometimes"), "--once"]) == 2
+    assert "learner.schedule" in capsys.readouterr().err
+    assert started == []
