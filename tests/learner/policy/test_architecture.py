@@ -81,6 +81,20 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8,
+        },
+    ),
     "lfm2": (
         "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
