@@ -67,8 +67,9 @@ def test_values_entropies_and_gradients_are_those_of_the_plain_form(
 @pytest.mark.parametrize("of_hidden", [torch.bfloat16, torch.float32])
 def test_a_head_of_bf16_weights_is_computed_in_fp32(of_hidden: torch.dtype) -> None:
     """Against float64. Logits of bf16 that are cast to fp32 are wrong by a hundred times more."""
-    head, hidden, targets, temperatures = drawn(softcap=None, scale=1.0, bias=True)
-    head = Head(weight_VH=head.weight_VH.bfloat16(), bias_V=head.bias_V.bfloat16())
+    drawn_head, hidden, targets, temperatures = drawn(softcap=None, scale=1.0, bias=True)
+    weight, bias = drawn_head.weight_VH.bfloat16(), drawn_head.bias_V.bfloat16()
+    head = Head(weight_VH=weight, bias_V=bias)
     hidden = hidden.detach().to(of_hidden).requires_grad_()
     weights = torch.linspace(-1, 2, N)
 
@@ -76,7 +77,7 @@ def test_a_head_of_bf16_weights_is_computed_in_fp32(of_hidden: torch.dtype) -> N
     (gradient,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
 
     exact = hidden.detach().double().requires_grad_()
-    logits = exact @ head.weight_VH.double().t() + head.bias_V.double()
+    logits = exact @ weight.double().t() + bias.double()
     told = torch.log_softmax(logits / temperatures.double()[:, None], dim=-1)
     expected = told.gather(-1, targets[:, None])[:, 0]
     (expected_gradient,) = torch.autograd.grad((expected * weights.double()).sum(), exact)
