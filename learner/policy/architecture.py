@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Form = Literal["segments", "varlen", "dense"]
+Form = Literal["segments", "varlen", "paths", "dense"]
 """How attention over a pack is computed (`learner.policy.attention.segments`)."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -84,8 +84,8 @@ def prepare(
 ) -> bool:
     """Switch checkpointing on if the setting says so, or if the longest pack needs it.
 
-    longest: tokens. gathered: most keys that the form `varlen` copies for a pack. share: of the
-    card, that this process may take. Returns: whether it is on.
+    longest: tokens. gathered: most keys that the forms `varlen` and `paths` copy for a pack. share:
+    of the card, that this process may take. Returns: whether it is on.
     """
     free = within_share(policy.device, free_bytes(policy.device), share)
     plain, saving = estimate(policy, longest, gathered)
@@ -122,12 +122,17 @@ def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, 
     """
     base = policy.model.get_base_model()
     masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
-    grouped = takes_grouped_heads()
-    model = sizes(base.config.get_text_config(), masks=masks, grouped=grouped)
+    config = base.config.get_text_config()
+    model = sizes(
+        config,
+        masks=masks,
+        eager=getattr(config, "_attn_implementation", "") == "eager",
+        grouped=policy.form != "paths" and takes_grouped_heads(),
+    )
     halves = next(base.parameters()).dtype != torch.float32
     number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
     cuda = policy.device.type == "cuda"
-    copied = gathered if policy.form == "varlen" else 0
+    copied = gathered if policy.form in ("varlen", "paths") else 0
     plain, saving = (
         pack_bytes(model, tokens, number_bytes=number, checkpointing=twice, gathered=copied)
         for twice in (False, True)

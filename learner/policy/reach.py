@@ -82,10 +82,13 @@ def reach(
     """Measure the memory, and return the longest inputs; None where too little is known.
 
     answers: of a group (`groups.size`).
-    No attention mask of all pairs is counted: models that need one reach less far, and what does
-    not fit is left out (`out_of_memory`).
+    Masks of all pairs of tokens, and their scores, are counted for models that are known to need
+    them by their config. Where a form turns out to be none for a device only once a model is loaded
+    (`learner.policy.attention.check`), what does not fit is left out (`out_of_memory`).
     """
-    base = known_base(base_model_path, grouped=takes_grouped_heads())
+    autocast = wants_autocast(settings.precision, device)
+    # In fp32 a card takes the form `paths`, which copies keys for each query of a group.
+    base = known_base(base_model_path, grouped=autocast and takes_grouped_heads())
     room = room_of(device, settings.memory_fraction)
     if base is None or room is None:
         return None
@@ -95,7 +98,7 @@ def reach(
         room.budget,
         rank=settings.rank,
         cuda=device.type == "cuda",
-        autocast=wants_autocast(settings.precision, device),
+        autocast=autocast,
         checkpointing=settings.checkpointing != "off",
         answers=answers,
     )

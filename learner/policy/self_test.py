@@ -2,8 +2,8 @@
 
 The config says which models can be packed, but a new architecture may say it in a way that nobody
 knew. So two short answers of drawn tokens are computed both ways. A model whose pack differs, or
-cannot be computed, gets a dense mask; if that is no better, it is computed in rows; one whose rows
-differ too is refused.
+cannot be computed, gets attention by paths, and if that is no better a dense mask; if that is not,
+it is computed in rows; one whose rows differ too is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from learner.records import TrainableRow, TrainingGroup
 
 log = structlog.get_logger()
 
+PATHS: Form = "paths"
 DENSE: Form = "dense"
 SELF_TEST = "self-test"
 """Id of the drawn group."""
@@ -58,7 +59,8 @@ def checked(policy: Policy, model_name: str, parent: str = "") -> Policy:
         raise ParentError(_not_finite(policy, group, model_name, parent))
     first = ""
     if policy.shape.packs:
-        for form in dict.fromkeys((policy.form, DENSE)):
+        others = () if policy.form == DENSE else (PATHS,)  # the model takes other forms
+        for form in dict.fromkeys((policy.form, *others, DENSE)):
             policy = replace(policy, form=form)
             first = _fault(policy, group, expected, limit)
             if not first:

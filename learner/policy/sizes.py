@@ -16,6 +16,9 @@ KEPT_BF16_BYTES = 2.5
 """Bytes of a kept number where the weights are bf16. It is over 2 because the inputs of each LoRA
 are copied and the norms of queries and keys work in fp32: measured 2.47 with Qwen3-8B's proportions
 and 2.24 with Llama's, as the slope of autograd's saved tensors over the length of a pack."""
+KEPT_SCORES = 3
+"""Numbers that a head of attention by a model's own code keeps for each pair of tokens, at most:
+Gemma2's keeps 2 in fp32 and 8 bytes in bf16, gpt-oss's 1 (measured, docs/log.md, 2026-11-27)."""
 KEPT_BY_ALLOCATOR = 1.8
 """Growth of the process over what autograd keeps, with the default thresholds of glibc's malloc."""
 ON_CUDA = 1.15
@@ -45,9 +48,13 @@ class Sizes:
     """Width of the MLP; of the chosen experts together."""
     masks: int = 0
     """Dense attention masks of a pack."""
+    scores: int = 0
+    """Numbers that a layer keeps for each pair of tokens, where the model's own code computes its
+    attention; a kernel keeps none."""
     repeats: int = 1
-    """How often the form `varlen` copies each key: once for each query of its group where the
-    kernel takes as many heads of keys as of queries (torch 2.11), else once."""
+    """How often the forms `varlen` and `paths` copy each key: once for each query of its group
+    where the kernel takes as many heads of keys as of queries (`paths`, or `varlen` with torch
+    2.11), else once."""
 
     @property
     def kept_in_layer(self) -> int:
@@ -58,12 +65,14 @@ class Sizes:
 def sizes(
     config: Any,  # Any: a config of transformers, not typed
     *,
-    masks: int = 1,
+    masks: int = 0,
+    eager: bool = False,
     grouped: bool = True,
 ) -> Sizes:
     """Read the sizes from a text model's config. Raises: AttributeError when one is missing.
 
-    grouped: the kernel of the form `varlen` takes fewer heads of keys than of queries.
+    eager: the model's own code computes its attention. grouped: the kernel of the form in use takes
+        fewer heads of keys than of queries.
     """
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -77,6 +86,7 @@ def sizes(
         keys=of_keys * width,
         inner=inner * experts,
         masks=masks,
+        scores=KEPT_SCORES * heads if eager else 0,
         repeats=1 if grouped else heads // of_keys,
     )
 
@@ -92,8 +102,9 @@ def pack_bytes(
     inputs, whole = model.layers * model.hidden, model.layers * model.kept_in_layer
     kept = inputs + model.kept_in_layer if checkpointing else whole
     copies = 2 * model.keys * model.repeats * gathered * (1 if checkpointing else model.layers)
-    masks = model.masks * tokens * tokens
-    return int((tokens * kept + copies + masks) * number_bytes) + 2 * CHUNK_BYTES
+    of_pairs = model.masks + model.scores * (1 if checkpointing else model.layers)
+    pairs = of_pairs * tokens * tokens
+    return int((tokens * kept + copies + pairs) * number_bytes) + 2 * CHUNK_BYTES
 
 
 def with_allocator(pack: int, *, cuda: bool, checkpointing: bool) -> int:

@@ -27,8 +27,9 @@ HEADS, KEY_HEADS = 4, 2
 LENGTHS = (19, 7, 1, 5, 33)
 """Tokens of a prompt, of two turns, and of two answers behind them."""
 WINDOW = 6
-FORMS: dict[str, Form] = {"cpu": "segments", "cuda": "varlen"}
-"""By type of device. Others take the dense form, for which nothing has to be checked."""
+FORMS: dict[str, tuple[Form, ...]] = {"cpu": ("segments",), "cuda": ("varlen", "paths")}
+"""By type of device, the fastest first. Others take the dense form, for which nothing has to be
+checked."""
 
 
 def use_form(
@@ -53,22 +54,32 @@ def use_form(
 
 
 def choose_form(device: torch.device, dtype: torch.dtype, width: int) -> tuple[Form, str]:
-    """Return the form, and why it is the dense one; empty where it is not.
+    """Return the form, and why it is not a faster one; empty where it is the fastest.
 
     dtype: of queries and keys. width: of a head.
     """
-    form = FORMS.get(device.type)
-    if form is None:
+    forms = FORMS.get(device.type, ())
+    if not forms:
         return "dense", f"there is no other form for {device.type}"
+    refused: list[str] = []
+    for form in forms:
+        if not (why := _fault(form, device, dtype, width)):
+            return form, "; ".join(refused)
+        refused.append(why)
+    return "dense", "; ".join(refused)
+
+
+def _fault(form: Form, device: torch.device, dtype: torch.dtype, width: int) -> str:
+    """Return what is wrong with a form on this device; empty when it is right."""
     limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
     for window in (None, WINDOW):
         try:
             found = difference(form, device, dtype, width, window)
         except (RuntimeError, TypeError, ImportError, AttributeError, ValueError) as error:
-            return "dense", f"{form} cannot be computed here: {one_line(error)}"
+            return f"{form} cannot be computed here: {one_line(error)}"
         if not found <= limit:
-            return "dense", f"{form} differs by {found:.2g} from torch's own attention"
-    return form, ""
+            return f"{form} differs by {found:.2g} from torch's own attention"
+    return ""
 
 
 def difference(

@@ -1,6 +1,6 @@
 """Attention over the segments of a pack, without a mask of all its tokens.
 
-A pack is a trie of segments in pre-order (`learner.policy.attention.trie`). Three forms compute it:
+A pack is a trie of segments in pre-order (`learner.policy.attention.trie`). Four forms compute it:
 
 `segments`, on a CPU: each segment's own tokens attend to themselves, causally, and all tokens below
     it attend to it without a mask: one call of torch's flash kernel each. The parts of a token's
@@ -8,11 +8,14 @@ A pack is a trie of segments in pre-order (`learner.policy.attention.trie`). Thr
     for each part with the joined values: nothing is masked, copied or computed for nothing.
 `varlen`, on CUDA: each segment's queries attend to the gathered keys above them and to their own,
     causally, aligned at the end, in one call of `torch.nn.attention.varlen.varlen_attn`.
+`paths`, on CUDA where `varlen` refuses, which takes half precision and heads of one width alone:
+    one call of `scaled_dot_product_attention` for each segment, with the same keys, and causal as
+    `causal_lower_right` says it, which torch's kernel without a mask takes in fp32 too.
 `dense`: one [T, T] mask that is added to the scores, for every other device and for models whose
     attention is not torch's (`learner.policy.logprobs`).
 
-Layers with a window that is shorter than the pack get, in the first form, blocks of queries with
-the keys in their reach and a mask of that size.
+Layers with a window that is shorter than the pack get, in the forms `segments` and `paths`, blocks
+of queries with the keys in their reach and a mask of that size.
 Sources: the trick of gathered keys is TRL's (`trl/experimental/async_grpo/packing.py`, Apache-2.0);
 joining by log-sum-exp: FlashAttention-2, arXiv:2307.08691.
 """
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -73,6 +77,9 @@ class Plan:
     windows: Mapping[str, int | None]
     """By type of layer; None: the layer sees all, or its window is not shorter than the pack."""
     gathered: Gathered | None = None
+    paths: tuple[Tensor, ...] = ()
+    """In the form `paths`: of each segment, the indices into T of the tokens above it and its own.
+    """
     blocks: Mapping[int, tuple[Block, ...]] = field(default_factory=dict)
     """By window."""
 
@@ -96,7 +103,12 @@ def plan(
         return Plan(segments=segments, windows=short, gathered=_gather(segments, device))
     used = {window for window in short.values() if window is not None}
     blocks = {window: _blocks(segments, window, device, dtype) for window in used}
-    return Plan(segments=segments, windows=short, blocks=blocks)
+    paths: tuple[Tensor, ...] = ()
+    if form == "paths":
+        paths = tuple(
+            torch.tensor(_path(segments, number), device=device) for number in range(len(segments))
+        )
+    return Plan(segments=segments, windows=short, paths=paths, blocks=blocks)
 
 
 def segment_attention(
@@ -124,8 +136,12 @@ def segment_attention(
     window = trie.window_of(module)
     if trie.gathered is not None:
         return varlen(query, key, value, trie.gathered, scaling, window)[None], None
+    if trie.paths:
+        key, value = (_for_each_query(one, query.shape[1]) for one in (key, value))
     if window is not None:
         out = _windowed(query, key, value, trie.blocks[window], scaling)
+    elif trie.paths:
+        out = by_paths(query, key, value, trie.segments, trie.paths, scaling)
     else:
         out = by_segments(query, key, value, trie.segments, scaling)
     return out.transpose(1, 2).contiguous(), None
@@ -142,6 +158,36 @@ def by_segments(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found: Tensor = _BySegments.apply(query, key, value, tuple(segments), scale)  # type: ignore[no-untyped-call]
     return found
+
+
+def by_paths(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    paths: Sequence[Tensor],
+    scaling: float | None,
+) -> Tensor:
+    """[1, heads, T, width of a value]: the form `paths`. There are as many heads of keys and values
+    as of queries; the kernel without a mask takes no fewer."""
+    parts = []
+    for one, path_K in zip(segments, paths, strict=True):
+        # A segment that nothing is above is its own path, which needs no copy.
+        own = slice(one.start, one.stop)
+        alone = len(path_K) == one.length
+        keys, values = (
+            each[:, :, own] if alone else each.index_select(2, path_K) for each in (key, value)
+        )
+        parts.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, own],
+                keys,
+                values,
+                attn_mask=causal_lower_right(one.length, len(path_K)),
+                scale=scaling,
+            )
+        )
+    return torch.cat(parts, dim=2)
 
 
 def varlen(
@@ -203,6 +249,11 @@ def dense_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:
 def added_mask(mask_QK: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [Q, K] of this type: 0 where a token may attend, minus infinity where it may not."""
     return torch.zeros_like(mask_QK, dtype=dtype).masked_fill(~mask_QK, -torch.inf)
+
+
+def _for_each_query(heads_of_keys: Tensor, heads: int) -> Tensor:
+    times = heads // heads_of_keys.shape[1]
+    return heads_of_keys if times == 1 else heads_of_keys.repeat_interleave(times, 1)
 
 
 def _in_one_type(*tensors: Tensor) -> list[Tensor]:

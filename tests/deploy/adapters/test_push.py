@@ -246,6 +246,19 @@ def test_a_projects_line_has_a_registered_model_of_its_own_in_mlflow(
         open_mirror("mlflow:http://t", "a/b-shop").push(Path(version.path), version, ())
 
 
+def test_a_registered_model_that_names_no_line_takes_versions(
+    shop: Shop, mlflow: FakeMlflow
+) -> None:
+    """An older release made such models."""
+    shop.add("one")
+    version = shop.version(1)
+    mlflow.models["a-b"] = {}
+
+    open_mirror("mlflow:http://t", "a/b").push(Path(version.path), version, ())
+
+    assert [one.tags["sidecar.version"] for one in mlflow.versions] == ["1"]
+
+
 @pytest.mark.filterwarnings("ignore")  # of a package whose version is not pinned
 @pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="needs mlflow: pip install mlflow"

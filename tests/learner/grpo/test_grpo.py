@@ -446,6 +446,18 @@ def test_a_group_whose_spread_was_that_of_a_drifting_answer_counts_as_quiet(
     assert outcome.algorithm["quiet_groups"] == 3
 
 
+def test_the_algorithm_names_the_rank_and_alpha_that_the_adapter_has(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
+) -> None:
+    """Not those of the settings, which said 16 where 4 was real."""
+    other = learner_settings.model_copy(update={"rank": 16, "alpha": 32})
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(2)]
+
+    outcome, _ = run_steps(policy, job_of(groups, other))
+
+    assert (outcome.algorithm["rank"], outcome.algorithm["alpha"]) == (4, 8)
+
+
 def test_the_algorithm_names_ranks_of_single_modules_and_the_gpu(
     policy: Policy,
     on_policy: OnPolicy,

@@ -93,10 +93,12 @@ def job_of(
 
 
 def groups_of(
-    answers: Sequence[tuple[int, ...]], row: MakeRow, group: MakeGroup
+    answers: Sequence[tuple[int, ...]],
+    row: MakeRow,
+    group: MakeGroup,
+    advantages: tuple[float, ...] = (0.5, 0.3, -0.3, -0.5),
 ) -> list[TrainingGroup]:
     """Six groups of these answers, whose log-probabilities the trainer computes."""
-    advantages = (0.5, 0.3, -0.3, -0.5)
     rows = [
         replace(row(ids, advantage, logprobs=(0.0,) * len(ids)), recorded=False)
         for ids, advantage in zip(answers, advantages, strict=True)
@@ -118,6 +120,34 @@ def test_rounding_of_gradients_that_cancel_moves_nothing(
     assert all(one.update_norm > 0.01 for one in useful.metrics)
 
 
+@pytest.mark.parametrize("loss", ["dppo_tv", "grpo"])
+def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
+    loss: str,
+    tiny_base: Path,
+    row: MakeRow,
+    group: MakeGroup,
+    learner_settings: Learner,
+) -> None:
+    """Through the whole trainer: checks, loss, signal and optimiser, three steps of two groups.
+
+    With the reference at 0.25, 0.5 counts as 0.25, so a bound of the update is 50 times smaller.
+    """
+    settings = learner_settings.model_copy(update={"steps": 3, "warmup_steps": 0, "loss": loss})
+    answers = [(5, 6, 7, 8), (9, 10, 11, 12), (5, 14, 15, 16), (17, 18, 19, 20)]
+
+    def moved(size: float) -> list[float]:
+        used = groups_of(answers, row, group, (size, size, -size, -size))
+        policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+        outcome, _ = run_steps(policy, job_of(used, settings))
+        return [one.update_norm for one in outcome.metrics]
+
+    strong, weak = moved(0.5), moved(0.005)
+
+    assert len(strong) == len(weak) == 3
+    assert all(one > 0.1 for one in strong), "a run that does not move shows nothing"
+    assert 0 < sum(weak) <= sum(strong) / 10
+
+
 def test_a_run_that_leaves_the_base_fails_in_words(
     policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
 ) -> None:
@@ -136,7 +166,7 @@ def test_the_last_step_is_measured_too(
         update={"steps": 1, "warmup_steps": 0, "learning_rate": 1.0, "kl_limit": 0.5}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
-    with pytest.raises(DivergedError, match="after 1 steps"):
+    with pytest.raises(DivergedError, match="after 1 step the"):
         run_steps(policy, job_of(groups_of(answers, row, group), settings))
 
 

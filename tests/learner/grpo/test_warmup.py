@@ -81,6 +81,25 @@ def test_it_makes_the_best_answers_likelier_step_by_step(
     assert len(outcome.metrics) == 1
 
 
+def test_its_steps_are_as_long_as_the_learning_rate_says(
+    tiny_base: Path, scored: TrainingGroup, learner_settings: Learner
+) -> None:
+    """A tenth of the rate gains a tenth in the first step. Its own are all that is measured."""
+    gained = []
+    for rate in (1e-3, 1e-4):
+        settings = learner_settings.model_copy(
+            update={"warmup": 2, "max_drift": 10.0, "learning_rate": rate, "warmup_steps": 0}
+        )
+        policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+        outcome, _ = run_steps(policy, job_of(scored, settings))
+        warmed = outcome.algorithm["warmup_nats"]
+        assert isinstance(warmed, list)
+        gained.append(warmed[0] - warmed[1])
+
+    assert gained[1] > 0
+    assert gained[0] == pytest.approx(10 * gained[1], rel=0.3)
+
+
 class Planned(Silent):
     """Keeps what it was told of the supervised steps."""
 

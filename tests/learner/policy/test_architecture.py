@@ -81,6 +81,20 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8,
+        },
+    ),
     "lfm2": (
         "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
@@ -108,6 +122,8 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Models that our kernels, or any mask of a pack, cannot compute: the self-test finds out."""
 IN_ONE_PACK = {*PACKED, "deepseek_v3"}
+FORMS = {"gemma2": "dense", "gpt-oss": "dense", "deepseek_v3": "paths"}
+"""Of attention, where it is not the CPU's own."""
 
 
 def saved(folder: Path, name: str, changes: dict[str, Any]) -> Path:
@@ -175,6 +191,8 @@ def test_answers_are_computed_as_the_model_computes_a_row(
     found, expected = ours(policy, answers), own(policy, answers)
 
     assert policy.shape.packs == (family in IN_ONE_PACK), policy.shape.why
+    if family in IN_ONE_PACK:
+        assert policy.form == FORMS.get(family, "segments")
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     weights = torch.linspace(-1, 1, len(found))
     (found * weights).sum().backward()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
 
 from learner.policy.architecture import Form
 from learner.policy.attention import check as attention_check
@@ -33,10 +34,11 @@ CPU = torch.device("cpu")
         st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), min_size=1, max_size=7
     ),
     window=st.sampled_from([None, 1, 3, 8]),
+    form=st.sampled_from(["segments", "paths"]),
     block=st.sampled_from([1, 2, 256]),
 )
-def test_segments_of_drawn_tries_equal_a_dense_mask(
-    rows: list[tuple[int, ...]], window: int | None, block: int
+def test_segments_and_paths_of_drawn_tries_equal_a_dense_mask(
+    rows: list[tuple[int, ...]], window: int | None, form: Form, block: int
 ) -> None:
     segments = fold(rows).segments
     length = max(one.last for one in segments)
@@ -48,7 +50,7 @@ def test_segments_of_drawn_tries_equal_a_dense_mask(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK", block)
-        how = plan(segments, {"": window}, "segments", CPU, torch.float32)
+        how = plan(segments, {"": window}, form, CPU, torch.float32)
         found, _ = segment_attention(None, query, key, value, None, trie=how)
 
     expected = dense(query, key, value, segments, window)
@@ -68,6 +70,57 @@ def test_a_scale_is_the_models_own() -> None:
     # a width of 8 divides by its root unless a scale is given
     expected = dense(query * 0.5 * 8**0.5, key, value, segments, None).transpose(1, 2)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_paths_take_values_of_another_width_and_a_scale() -> None:
+    """As the heads of DeepSeek V3; torch's flash kernel on a CPU takes one width alone."""
+    segments, length = drawn_segments(), drawn_segments()[0].last
+    draw = torch.Generator().manual_seed(4)
+    query, key, value = (
+        torch.randn(1, heads, length, width, generator=draw).requires_grad_()
+        for heads, width in ((4, 12), (2, 12), (2, 8))
+    )
+    how = plan(segments, {"": None}, "paths", CPU, torch.float32)
+
+    found, _ = segment_attention(None, query, key, value, None, trie=how, scaling=0.5)
+
+    expected = dense(query * 0.5 * 12**0.5, key, value, segments, None)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    weights = torch.randn(found.shape, generator=draw)
+    ours = torch.autograd.grad(found, (query, key, value), weights)
+    theirs = torch.autograd.grad(expected, (query, key, value), weights)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_paths_give_torch_no_mask_and_as_many_heads_of_keys_as_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that its kernel without a mask may take the call: it takes no fewer heads."""
+    asked: list[tuple[Any, int, int]] = []
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Any, **others: Any) -> Tensor:
+        asked.append((type(attn_mask), key.shape[1], value.shape[1]))
+        return query
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
+    segments = drawn_segments()
+    query, key, value = (torch.randn(1, heads, segments[0].last, 8) for heads in (4, 2, 2))
+    how = plan(segments, {"": None}, "paths", CPU, torch.float32)
+
+    segment_attention(None, query, key, value, None, trie=how)
+
+    assert asked == [(CausalBias, 4, 4)] * len(segments) != []
+
+
+def test_a_card_takes_paths_where_its_fastest_form_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here `varlen_attn` refuses a CPU, as it refuses fp32 on a card."""
+    monkeypatch.setattr(attention_check, "FORMS", {"cpu": attention_check.FORMS["cuda"]})
+
+    form, why = choose_form(CPU, torch.float32, 16)
+
+    assert form == "paths"
+    assert why.startswith("varlen cannot be computed here: ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,7 +192,7 @@ def test_a_kernel_that_aligns_otherwise_or_fails_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    forms: dict[str, Form] = {"cpu": "varlen"}
+    forms: dict[str, tuple[Form, ...]] = {"cpu": ("varlen",)}
     monkeypatch.setattr(attention_check, "FORMS", forms)
 
     form, said = choose_form(CPU, torch.float32, 16)

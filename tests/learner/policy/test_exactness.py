@@ -61,9 +61,11 @@ def loss_and_gradients(
     return loss.detach(), gradients(policy), sum(len(pack.input_ids) for pack in packs)
 
 
-@pytest.mark.parametrize("answers", [2, 5, 16])
+@pytest.mark.parametrize(
+    ("form", "answers"),
+    [*((form, number) for form in ("segments", "dense") for number in (2, 5, 16)), ("paths", 5)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("form", ["segments", "dense"])
 def test_a_pack_equals_one_row_for_each_answer(
     form: Form,
     family: str,

@@ -64,6 +64,32 @@ def test_values_entropies_and_gradients_are_those_of_the_plain_form(
     assert not entropies.requires_grad
 
 
+@pytest.mark.parametrize("of_hidden", [torch.bfloat16, torch.float32])
+def test_a_head_of_bf16_weights_is_computed_in_fp32(of_hidden: torch.dtype) -> None:
+    """Against float64. Logits of bf16 that are cast to fp32 are wrong by a hundred times more."""
+    drawn_head, hidden, targets, temperatures = drawn(softcap=None, scale=1.0, bias=True)
+    weight, bias = drawn_head.weight_VH.bfloat16(), drawn_head.bias_V.bfloat16()
+    head = Head(weight_VH=weight, bias_V=bias)
+    hidden = hidden.detach().to(of_hidden).requires_grad_()
+    weights = torch.linspace(-1, 2, N)
+
+    logprobs, entropies = target_logprobs(head, hidden, targets, temperatures)
+    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
+
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ weight.double().t() + bias.double()
+    told = torch.log_softmax(logits / temperatures.double()[:, None], dim=-1)
+    expected = told.gather(-1, targets[:, None])[:, 0]
+    (expected_gradient,) = torch.autograd.grad((expected * weights.double()).sum(), exact)
+    assert (logprobs.dtype, entropies.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=0)
+    expected_entropies = -(told.exp() * told).sum(-1)
+    torch.testing.assert_close(entropies.double(), expected_entropies, atol=1e-4, rtol=0)
+    # a gradient has the type of the hidden states: it is rounded to it once
+    rounded = 2**-8 if of_hidden == torch.bfloat16 else 0.0
+    torch.testing.assert_close(gradient.double(), expected_gradient, atol=1e-4, rtol=rounded)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     head, hidden, targets, temperatures = drawn(softcap=3.0, scale=0.5, bias=True)
 

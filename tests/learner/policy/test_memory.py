@@ -213,6 +213,31 @@ def test_the_keys_that_attention_copies_count_in_the_form_that_copies_them(polic
     assert after[1] == before[1] + 2 * model.keys * 5_000_000 * 4
 
 
+def test_paths_copy_a_key_for_each_query_of_its_group(policy: Policy) -> None:
+    """The tiny base has 4 heads of queries, of 8 numbers, and 2 of keys."""
+    copying = replace(policy, form="paths")
+
+    before, after = estimate(copying, 1_000), estimate(copying, 1_000, 5_000_000)
+
+    assert before == estimate(policy, 1_000, 5_000_000)
+    assert before[1] is not None
+    assert after[1] == before[1] + 2 * 32 * 5_000_000 * 4
+
+
+def test_the_scores_of_a_models_own_attention_count_in_each_layer_that_keeps_them() -> None:
+    own, tokens = replace(SMOLLM2, scores=2), 1_000
+
+    def more(*, checkpointing: bool) -> int:
+        with_scores, without = (
+            pack_bytes(one, tokens, number_bytes=4.0, checkpointing=checkpointing)
+            for one in (own, SMOLLM2)
+        )
+        return with_scores - without
+
+    assert more(checkpointing=True) == 2 * tokens * tokens * 4
+    assert more(checkpointing=False) == 30 * 2 * tokens * tokens * 4
+
+
 @pytest.mark.parametrize(
     ("setting", "free", "on"),
     [

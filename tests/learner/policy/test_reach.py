@@ -15,12 +15,14 @@ from learner.errors import ParentError
 from learner.once import with_pack_tokens
 from learner.policy import reach as of_reach
 from learner.policy.adapter_io import load_policy
+from learner.policy.known import known_base
 from learner.policy.reach import Reach, longest_input, reach
 from learner.policy.room import Room, check_room
 from learner.policy.sizes import CHUNK_BYTES, Sizes
 from learner.records import Parent
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database, get_flag, set_flag
+from tests.learner.policy.test_architecture import PACKED, saved
 
 CPU = torch.device("cpu")
 QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
@@ -72,6 +74,55 @@ def test_no_model_is_trained_beyond_its_positions(
 
     monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**9, free=10**6, share=1))
     assert reach(str(tiny_base), learner_settings, CPU, answers=8) == Reach(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "masks", "scores"), [("llama", 0, 0), ("gemma2", 2, 12), ("gpt-oss", 2, 12)]
+)
+def test_masks_and_scores_of_all_pairs_count_where_the_models_own_code_attends(
+    family: str, masks: int, scores: int, tmp_path: Path
+) -> None:
+    """Two types of layers have a mask each; 4 heads keep 3 numbers of a pair."""
+    known = known_base(str(saved(tmp_path, *PACKED[family])))
+
+    assert known is not None
+    assert (known.sizes.masks, known.sizes.scores) == (masks, scores)
+
+
+def test_such_a_model_reaches_less_far(
+    tmp_path: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 million tokens that fit without, 12 numbers of a pair leave some thousand."""
+    monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**11, free=10**11, share=1))
+    name, changes = PACKED["gemma2"]
+    capped = saved(tmp_path / "capped", name, {**changes, "max_position_embeddings": 10**6})
+    plain = saved(tmp_path / "plain", "Llama", {"max_position_embeddings": 10**6})
+
+    found, other = (reach(str(one), learner_settings, CPU, answers=8) for one in (capped, plain))
+
+    assert found is not None
+    assert other is not None
+    assert other.holds == 10**6
+    assert 2_000 < found.holds < 60_000
+
+
+def test_a_card_in_fp32_counts_the_keys_that_paths_copy(
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`learner_settings` asks for fp32; 4 heads of queries share 2 of keys."""
+    asked: list[bool] = []
+
+    def known(path: str, *, grouped: bool) -> None:
+        asked.append(grouped)
+
+    monkeypatch.setattr(of_reach, "takes_grouped_heads", lambda: True)
+    monkeypatch.setattr(of_reach, "known_base", known)
+    monkeypatch.setattr(of_reach, "room_of", lambda *_: None)
+    half = learner_settings.model_copy(update={"precision": "bfloat16"})
+    for settings in (learner_settings, half):
+        reach(str(tiny_base), settings, torch.device("cuda"), answers=8)
+
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])
