@@ -100,5 +100,31 @@ def _narrower(one: float, other: float) -> bool:
     return one < COLLAPSED and one < NARROW * other
 
 
+LONG = 2.0
+"""Times the champion's length over which the candidate's answers count as long. What a run adds is
+some percent; twice the length is what rewards for length do (docs/canary.md)."""
+LEAST_MORE = 16.0
+"""Tokens, in the mean, by which long answers are longer: two words in place of one are no harm."""
+
+
+def lengthening(
+    candidate: Sequence[int | None], champion: Sequence[int | None]
+) -> dict[str, float]:
+    """Return 1 when the candidate's answers are more than twice as long as the champion's, -1 when
+    the champion's are, else 0: its mean is 0 between two that do not differ.
+
+    candidate, champion: tokens of each answer. Returns: nothing without answers of both.
+    """
+    known = [[one for one in arm if one is not None] for arm in (candidate, champion)]
+    if not all(known):
+        return {}
+    ours, theirs = (sum(arm) / len(arm) for arm in known)
+    return {"long": float(_longer(ours, theirs)) - float(_longer(theirs, ours))}
+
+
+def _longer(one: float, other: float) -> bool:
+    return one > LONG * other and one - other >= LEAST_MORE
+
+
 def _share(answers: Sequence[Collection[str]], kind: str) -> float:
     return sum(kind in flaws for flaws in answers) / len(answers)

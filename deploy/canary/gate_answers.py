@@ -44,6 +44,7 @@ class Answered:
     finish_reason: str | None
     nats: float | None = None
     """Mean negative log-probability of its tokens; None where it is not known."""
+    tokens: int | None = None
 
 
 class ArmFailedError(SamplingError):
@@ -115,6 +116,7 @@ class FreshAnswers:
                 message=json.loads(answer.message),
                 finish_reason=answer.finish_reason,
                 nats=-sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None,
+                tokens=len(answer.token_ids),
             )
             for (arm, adapter), answer in zip(asked, sampled, strict=True)
             if isinstance(answer, SampledAnswer)
@@ -176,6 +178,7 @@ def as_rows(
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
             "nats": one.nats,
+            "tokens": one.tokens,
             "flaws": sorted(flaws_of(one.message, one.finish_reason, request)),
             "score": scores[place] if scores else None,
             "disagreement": apart.by_answer[place] if apart is not None else None,

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
-from deploy.canary.answer_shape import excess, narrowing
+from deploy.canary.answer_shape import excess, lengthening, narrowing
 from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison, judge_name
@@ -322,7 +322,11 @@ def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         arm: [one.get("nats") for one in answers if one["arm"] == arm]
         for arm in ("candidate", "champion")
     }
-    return excess(**flaws) | narrowing(**nats)
+    tokens = {
+        arm: [one.get("tokens") for one in answers if one["arm"] == arm]
+        for arm in ("candidate", "champion")
+    }
+    return excess(**flaws) | narrowing(**nats) | lengthening(**tokens)
 
 
 def _difference(stored: object) -> float | None:

@@ -17,7 +17,7 @@ equal adapters get lost equally often, and counted for one arm only they would l
 says nothing in favour of the candidate, and neither does a group that nobody's answers lost: what
 cannot be compared is no merit of the candidate. Both are counted as `unknown`.
 
-`flaws` are four more e-processes, one for each kind of flaw that needs no judge (`FLAWS` and
+`flaws` are five more e-processes, one for each kind of flaw that needs no judge (`FLAWS` and
 `OF_GROUPS`): against "the
 candidate's share of such answers exceeds the champion's by no more than its limit".
 """
@@ -35,10 +35,11 @@ Flaw = Literal["short", "invalid", "evasive"]
 FLAWS: tuple[Flaw, ...] = get_args(Flaw)
 """Kinds of flawed answers. short: empty, or ended by the token limit. invalid: a tool call or JSON
 that does not fit what the request asks for. evasive: a refusal, or a loop."""
-OF_GROUPS = ("narrow",)
+OF_GROUPS = ("narrow", "long")
 """Kinds that only judged groups show. narrow: the candidate's answers were nearly certain, and at
 most half as uncertain as the champion's to the same prompt, by the mean negative log-probability of
-their tokens: the entropy of what it says has collapsed."""
+their tokens: the entropy of what it says has collapsed. long: they were more than twice as long, in
+tokens. A judge that likes long answers sees no fault in it."""
 Fault = Literal["candidate", "champion", "unknown"]
 """Whose answers kept the judge from scoring a group."""
 CHART_LEVEL = 0.05

@@ -59,6 +59,7 @@ _FLAWED = {
     "invalid": "invalid tool calls or JSON",
     "evasive": "refusals or loops",
     "narrow": "answers that are nearly certain",
+    "long": "answers of twice the length",
 }
 _MOST_NATS = 700.0
 """exp of more does not fit into a float."""
@@ -76,6 +77,7 @@ def limits_of(rules: CanarySettings) -> Limits:
             "invalid": _under_one(rules.max_invalid_excess),
             "evasive": _under_one(rules.max_evasive_excess),
             "narrow": _under_one(rules.max_narrow_excess),
+            "long": _under_one(rules.max_long_excess),
         },
     )
 

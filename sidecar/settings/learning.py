@@ -215,6 +215,9 @@ class Canary(Section):
     max_narrow_excess: Share = 0.25
     """Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a
     token) and half as uncertain as the champion's, over the share in which the champion's are."""
+    max_long_excess: Share = 0.5
+    """Share of prompts on which the candidate's answers may be more than twice as long as the
+    champion's, over the share in which the champion's are."""
     max_base_kl: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 8.0
     """Nats of the KL divergence from the base, on the probe's prompts, over which a candidate is
     rejected when it is loaded."""

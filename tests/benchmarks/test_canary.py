@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from benchmarks.canary.traffic import (
     requests,
     took_s,
 )
-from deploy.evidence import in_order
+from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
 from sidecar.settings import Canary as CanarySettings
 
@@ -139,7 +140,12 @@ def test_requests_that_count_in_the_order_of_their_ends_are_noticed(
 ) -> None:
     busy = partial(limits.busy, most_turns=1, bad_share=0.2)
     right = false_rollbacks(lambda rules, seed: busy(rules, seed=seed), 8)
-    monkeypatch.setattr(in_order, "counts_at", lambda started_at, stored_at, grace_s: stored_at)
+    add = InOrder.add
+
+    def add_at_its_end(order: InOrder, turn: Turn, **times: Any) -> None:
+        add(order, turn, **(times | {"started_at": times["stored_at"], "took_s": 0.0}))
+
+    monkeypatch.setattr(InOrder, "add", add_at_its_end)
 
     assert (
         right

@@ -16,7 +16,7 @@ class FakeSampler:
     """Answers by a script of texts, errors, or functions of the request, over and over.
 
     Without a script it answers "answer 0", "answer 1" and so on. What `errors`, `texts`,
-    `finish_reasons` and `logprobs` (of five tokens) hold for a model name comes before the script.
+    `finish_reasons` and `logprobs` (of each token) hold for a model name comes before the script.
     """
 
     def __init__(self, *script: Step, prompt_token_ids: tuple[int, ...] = (1, 9, 9, 4)) -> None:
@@ -47,13 +47,14 @@ class FakeSampler:
         finally:
             self.in_flight -= 1
         model = request.upstream_model
+        logprobs = self.logprobs.get(model, (-0.1, -0.2, -0.3, -0.4, -0.5))
         return SampledAnswer(
             message=json.dumps(
                 {"role": "assistant", "content": self._text(number, request)}
             ).encode(),
             finish_reason=self.finish_reasons.get(model, "stop"),
-            token_ids=(7, 8, 9, 10, 2),
-            logprobs=self.logprobs.get(model, (-0.1, -0.2, -0.3, -0.4, -0.5)),
+            token_ids=(*range(7, 6 + len(logprobs)), 2),
+            logprobs=logprobs,
             prompt_token_ids=self.prompt_token_ids,
             model=model,
         )

@@ -27,6 +27,7 @@ CLAIMS = {
     "flaws invalid": "guard: more invalid answers in judged groups",
     "flaws evasive": "guard: more evasive answers in judged groups",
     "flaws narrow": "guard: more narrow answers in judged groups",
+    "flaws long": "guard: more answers of twice the length in judged groups",
 }
 """Last two parts of an e-value's path -> what it is evidence for; another one keeps its path."""
 MOST_ROWS = 300

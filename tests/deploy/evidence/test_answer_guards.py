@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.canary.answer_shape import fits_format, narrowing
+from deploy.canary.answer_shape import fits_format, lengthening, narrowing
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry import proof_rule
 from sidecar.settings import Canary as CanarySettings
@@ -136,3 +136,28 @@ async def test_live_replies_that_break_the_schema_of_their_request_roll_back(
 
     assert world.canary(name).phase == "rolled_back"
     assert "does not fit the request" in (world.canary(name).reason or "")
+
+
+def test_an_answer_is_long_at_more_than_twice_the_length() -> None:
+    assert lengthening([100, 120], [50, 50]) == {"long": 1.0}
+    assert lengthening([50], [101]) == {"long": -1.0}
+    assert lengthening([100], [50]) == {"long": 0.0}, "just twice"
+    assert lengthening([15], [2]) == {"long": 0.0}, "13 tokens more"
+    assert lengthening([18], [2]) == {"long": 1.0}
+    assert lengthening([None], [2]) == lengthening([], []) == {}
+
+
+async def test_a_candidate_that_says_twice_as_much_is_rejected_at_the_gate(world: World) -> None:
+    """The judge finds no fault in it."""
+    name = world.register(1)
+    world.rules = world.rules.model_copy(
+        update={"promote_on": "no_worse", "gate_prompts": 40, "gate_min_prompts": 40}
+    )
+    world.sampler.logprobs[name] = (-1.0,) * 60
+    world.hold_out(40)
+
+    for _ in range(40):
+        await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    assert "more answers of twice the length than" in (world.canary(name).reason or "")
