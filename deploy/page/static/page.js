@@ -17,13 +17,21 @@ function drawLines(lines, ink) {
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
+    const taken = [];
     for (const line of lines) {
       const y = Math.round(chart.valToPos(line.y, "y", true));
       ctx.beginPath();
       ctx.moveTo(bbox.left, y);
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
-      ctx.fillText(line.label, bbox.left + bbox.width - 4, y - 2);
+      // A name that would stand on another one goes to its left.
+      let x = bbox.left + bbox.width - 4;
+      const width = ctx.measureText(line.label).width;
+      const covered = () => taken.find((one) =>
+        Math.abs(one.y - y) < 14 * devicePixelRatio && x > one.left && x - width < one.right);
+      for (let other = covered(); other; other = covered()) x = other.left - 12 * devicePixelRatio;
+      taken.push({ left: x - width, right: x, y });
+      ctx.fillText(line.label, x, y - 2);
     }
     ctx.restore();
   };
@@ -96,6 +104,61 @@ function sayOffline(away) {
   const banner = document.getElementById("offline");
   if (banner) banner.hidden = !away;
 }
+
+// Changes of `old` only what differs from `next`: what is the same stays the same element, so focus and selection stay, and a
+// screen reader is told of nothing that is as it was. Children are found again by their id, those without one by their place.
+function morph(old, next) {
+  if (old.isEqualNode(next)) return;
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    old.nodeValue = next.nodeValue;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!next.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of next.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  const wanted = new Set([...next.children].map((one) => one.id).filter(Boolean));
+  const named = new Map([...old.children].filter((one) => wanted.has(one.id)).map((one) => [one.id, one]));
+  let at = old.firstChild;
+  for (const child of [...next.childNodes]) {
+    const same = named.get(child.id);
+    if (same && same.nodeName === child.nodeName) {
+      // What stands before it is taken out, not the other way round: an element that moves loses the focus.
+      if (same.parentNode !== old) old.insertBefore(same, at);
+      else {
+        while (at !== same) {
+          const passed = at;
+          at = at.nextSibling;
+          passed.remove();
+        }
+        at = same.nextSibling;
+      }
+      morph(same, child);
+    } else if (at && !child.id && !at.id && at.nodeName === child.nodeName) {
+      const before = at;
+      at = at.nextSibling;
+      morph(before, child);
+    } else old.insertBefore(child, at);
+  }
+  while (at) {
+    const last = at;
+    at = at.nextSibling;
+    last.remove();
+  }
+}
+
+// The swap `morph` of htmx. The focus goes to the content when what had it is gone.
+htmx.defineExtension("morph", {
+  isInlineSwap: (style) => style === "morph",
+  handleSwap: (style, target, fragment) => {
+    if (style !== "morph" || !fragment.firstElementChild) return false;
+    const focused = target.contains(document.activeElement) ? document.activeElement : null;
+    morph(target, fragment.firstElementChild);
+    if (focused && document.activeElement !== focused) {
+      const again = (focused.id && document.getElementById(focused.id)) || document.getElementById("main");
+      again.focus({ preventScroll: true });
+    }
+    return [target];
+  },
+});
 
 // Only a page that is looked at holds a connection: a browser opens six to a host, and shares them among its windows.
 function watchChanges() {
