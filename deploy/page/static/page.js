@@ -6,32 +6,39 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Thresholds go over the whole width, each with its name.
-function drawLines(lines, ink) {
+// Thresholds of bars go over the whole width, each with its name. A name that would stand on another one goes to its left.
+function drawLines(lines, ink, paper) {
   return (chart) => {
-    const { ctx, bbox } = chart;
+    const { ctx, bbox } = chart, unit = devicePixelRatio;
+    const placed = lines.map((line) => ({ label: line.label, y: Math.round(chart.valToPos(line.y, "y", true)) }));
     ctx.save();
-    ctx.strokeStyle = ctx.fillStyle = ink;
-    ctx.lineWidth = devicePixelRatio;
-    ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.strokeStyle = ink;
+    ctx.lineWidth = unit;
+    ctx.setLineDash([6 * unit, 4 * unit]);
+    ctx.font = `${12 * unit}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
-    const taken = [];
-    for (const line of lines) {
-      const y = Math.round(chart.valToPos(line.y, "y", true));
+    for (const { y } of placed) {
       ctx.beginPath();
       ctx.moveTo(bbox.left, y);
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
-      // A name that would stand on another one goes to its left.
-      let x = bbox.left + bbox.width - 4;
-      const width = ctx.measureText(line.label).width;
+    }
+    const taken = [];
+    for (const { label, y } of placed) {
+      const width = ctx.measureText(label).width;
+      let right = bbox.left + bbox.width - 4 * unit;
       const covered = () => taken.find((one) =>
-        Math.abs(one.y - y) < 14 * devicePixelRatio && x > one.left && x - width < one.right);
-      for (let other = covered(); other; other = covered()) x = other.left - 12 * devicePixelRatio;
-      taken.push({ left: x - width, right: x, y });
-      ctx.fillText(line.label, x, y - 2);
+        Math.abs(one.y - y) < 15 * unit && right > one.left && right - width < one.right);
+      for (let other = covered(); other; other = covered()) right = other.left - 12 * unit;
+      taken.push({ left: right - width, right, y });
+      // The line of another threshold may go through it.
+      ctx.fillStyle = paper;
+      ctx.globalAlpha = 0.85;
+      ctx.fillRect(right - width - 2 * unit, y - 15 * unit, width + 4 * unit, 14 * unit);
+      ctx.globalAlpha = 1;
+      ctx.fillStyle = ink;
+      ctx.fillText(label, right, y - unit);
     }
     ctx.restore();
   };
@@ -77,6 +84,11 @@ function drawChart(figure) {
     }
     return drawn;
   });
+  // On curves a name would cover what it is compared with: there a threshold is a curve of the legend.
+  const thresholds = bars ? [] : given.lines;
+  const level = ["--soft", "--red", "--orange", "--green"].map(color);
+  const constant = thresholds.map((one, i) => (
+    { label: one.label, stroke: level[i % 4], width: 1.5, dash: [6, 4], points: { show: false } }));
   new uPlot(
     {
       width: Math.max(260, place.clientWidth),
@@ -86,12 +98,12 @@ function drawChart(figure) {
         y: { distr: given.log ? 3 : 1, range: () => range },
       },
       cursor: { show: false },
-      legend: { show: series.length > 1, live: false },
-      series: [{ label: given.xLabel }, ...series],
+      legend: { show: series.length + constant.length > 1, live: false },
+      series: [{ label: given.xLabel }, ...constant, ...series],
       axes: [xAxis, yAxis],
-      hooks: { draw: [drawLines(given.lines, ink)] },
+      hooks: { draw: bars ? [drawLines(given.lines, ink, color("--paper"))] : [] },
     },
-    [given.x, ...given.series.map((one) => one.y)],
+    [given.x, ...thresholds.map((one) => given.x.map(() => one.y)), ...given.series.map((one) => one.y)],
     place,
   );
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.canary.approving import with_approval
+from deploy.cli.status import status_lines
 from deploy.evidence.approval import Approval
 from deploy.evidence.outside import Check, MetricState, add_check
 from deploy.evidence.quality import Group, Quality, add_group
@@ -205,6 +206,10 @@ async def test_while_vllm_loads_a_candidate_its_canary_says_so_and_since_when(
     assert "vLLM loads it since 12:00 UTC" in page
     assert "v1 is being loaded into vLLM since 12:00 UTC." in first
     assert "vLLM loads it" in listed
+    told = status_lines((await browser.get("/admin/v1/status")).json(), world.clock.now)
+    assert told is not None
+    place = next(i for i, line in enumerate(told) if f"{name} is loading since" in line)
+    assert told[place + 1] == "  Reason: vLLM loads it"
 
 
 def test_a_card_is_the_same_one_when_only_its_numbers_change() -> None:
