@@ -106,8 +106,9 @@ def _held(canary: CanaryOut) -> Iterator[Need]:
             else "It goes on when the service allows it; a denial ends the trial.",
             link=link,
         )
-    silent = any(one.outcome == "error" and one.errors >= one.errs_at for one in canary.metrics)
-    if STANDS.match(reason) and not silent:  # a metric without an answer has a card of its own
+    silent = {one.name for one in canary.metrics if one.outcome == "error"}
+    has_card = any(f" stands: metric {one} " in reason for one in silent)
+    if STANDS.match(reason) and not has_card:
         yield Need(
             level="act",
             what=f"The ramp of {name} stands at {percent(canary.weight_bp)}",

@@ -17,7 +17,7 @@ from deploy.page.shown.attention import Need, needs
 from deploy.page.shown.words import headline, waits_for
 from deploy.records import LOADS, Canary
 from deploy.registry import transitions
-from deploy.registry.canary_rule import ArmCounts, Decision, RampEvidence, decide
+from deploy.registry.canary_rule import ArmCounts, Decision, Move, RampEvidence, decide
 from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Approval as ApprovalSettings
 from sidecar.settings import Canary as CanarySettings
@@ -121,6 +121,9 @@ def test_a_metric_without_an_answer_has_one_card() -> None:
     assert reason.startswith("step 1 stands: metric errors gave no answer")
     assert [one.what for one in found] == ["The metric errors gives no answer"]
     assert "stands: metric errors gave no answer" in said(reason, metrics=[metric])
+    split = "step 1 stands: sessions are not split by the weight; look for a proxy"
+    both = {one.what for one in cards(split, metrics=[metric])}
+    assert both == {"The metric errors gives no answer", "The ramp of v3 stands at 50%"}
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,9 @@ def test_a_move_that_waits_for_its_approval_is_in_the_headline_and_among_the_nee
 
 def held_back(one: Canary) -> str:
     """The reason of a canary whose next move waits for the approval service."""
+    move = Move(to="ramping", candidate_state="ramping", reason="gate: no harm shown")
     if one.phase == "ramping":
-        move = held(judged(*[0.5] * 60))
-    else:
-        move = replace(held(judged(*[0.5] * 60)), to="ramping")  # type: ignore[call-arg]
+        move = Move(to="promoted", candidate_state="champion", reason="passed the one step")
     asks = ApprovalSettings(url="http://127.0.0.1:1/", before=("ramp", "promotion"))
     return with_approval(one, move, asks, NOON).decision.reason
 
