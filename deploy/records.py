@@ -36,6 +36,8 @@ Phase = Literal[
 _VERSION = re.compile(r".+--(v\d+)-[0-9a-f]{12}")
 LEARNER_AWAY_S = 180.0
 """A learner that told nothing for so long is away: it tells its decision every minute."""
+LOADS = "vLLM loads it"
+"""A canary's reason until vLLM has answered for the first time."""
 ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import RedirectResponse, Response
 
@@ -29,6 +30,7 @@ from deploy.page.ask import ProblemError
 from deploy.page.desk import Asked, Desk, View
 from deploy.page.door import SESSION
 from deploy.page.first_reply import FirstReply, Took, first_reply, proxies_took
+from deploy.page.shown.changes import names_in
 from deploy.page.shown.times import clock
 from deploy.page.shown.words import short
 from sidecar.errors import StoreError
@@ -106,22 +108,27 @@ def changing_views(desk: Desk) -> dict[str, View]:
         return RedirectResponse(asked.link("/rollback/last"), status_code=303)
 
     async def last(asked: Asked) -> Response:
-        """The last rollback, and what has been seen of it; a part of a page when htmx asks."""
+        """The last rollback, and what has been seen of it; a part of a page when htmx asks, and 204
+        when that part has not changed."""
         row = await _last_rollback(asked)
         if row is None:
             raise ProblemError(404, "No rollback", "none is among the newest rows of the audit")
         status = await asked.ask.get(StatusOut, "status")
         first, took = await asyncio.to_thread(_measure, desk, asked.line, row)
         part = asked.request.headers.get("hx-request") == "true"
-        return desk.html(
-            asked,
-            "rollback_seen.html" if part else "rolled_back.html",
-            done=None,
-            row=row,
-            first=first,
-            took=took,
-            engine=status.engine,
-        )
+        values: dict[str, Any] = {
+            "done": None,
+            "row": row,
+            "banned": names_in(row.after.get("banned")),
+            "first": first,
+            "took": took,
+            "engine": status.engine,
+        }
+        tag = desk.tag(asked, "rollback_seen.html", **values)
+        if part and asked.query.get("tag") == tag:
+            return Response(status_code=204)
+        template = "rollback_seen.html" if part else "rolled_back.html"
+        return desk.html(asked, template, tag=tag, **values)
 
     async def canary(asked: Asked) -> Response:
         canary_id, action = asked.part("canary_id"), asked.part("action")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -114,6 +115,11 @@ class Desk:
             },
         )
         return HTMLResponse(text, status_code=code)
+
+    def tag(self, asked: Asked, template: str, **values: Any) -> str:
+        """Name what a part of a page shows, so that an unchanged one is not sent again."""
+        shown = self.html(asked, template, tag="", **values)
+        return hashlib.sha256(bytes(shown.body)).hexdigest()[:16]
 
     def ask_as(self, request: Request, grant: Grant, line: Line) -> Ask:
         """The admin API with what this grant may do, about a line of adapters."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
 from deploy.admin.auth import Grant
 from deploy.admin.evidence.out import EvidenceOut
@@ -18,7 +17,7 @@ from deploy.page.desk import Asked, Desk, View
 from deploy.page.shown.attention import Need, needs
 from deploy.page.shown.changes import KEPT_S, Change, Looked, changes, is_of_line, read_looked
 from deploy.page.shown.traffic import ArmRow, Sight, arm_rows, lost_captures, sights
-from deploy.page.shown.words import headline, serves_since, step_waits_for
+from deploy.page.shown.words import headline, serves_since, waits_for
 from sidecar.routing.table import is_adapter_name
 
 LOOKED: Final = "sidecar_admin_looked"
@@ -100,7 +99,7 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     candidates = {one.canary_id: one.candidate for one in canaries.items}
     waits = ""
     if status.canary is not None:
-        waits = step_waits_for(status.canary, evidence, desk.context.rules)
+        waits = waits_for(status.canary, evidence, desk.context.rules)
     lost_now = max(0, lost - looked.lost_before)
     rows = [row for row in audit.items if is_of_line(row, asked.line, candidates)]
     return Overview(
@@ -134,10 +133,7 @@ def _show(desk: Desk, asked: Asked, template: str, found: Overview, tag: str) ->
 
 
 def _tag(desk: Desk, asked: Asked, found: Overview) -> str:
-    """Name what the live part shows, so that an unchanged one is not sent again."""
-    shown = _show(desk, asked, "live.html", found, "")
-    assert isinstance(shown, HTMLResponse)
-    return hashlib.sha256(bytes(shown.body)).hexdigest()[:16]
+    return desk.tag(asked, "live.html", found=found, live_s=LIVE_S)
 
 
 def _remember(response: Response, looked: Looked) -> None:

@@ -23,7 +23,7 @@ from deploy.admin.models import (
 from deploy.admin.out import FunnelOut
 from deploy.page.desk import Asked, Desk, View
 from deploy.page.overview import read_figures
-from deploy.page.shown.charts import difference_chart, run_charts
+from deploy.page.shown.charts import Compared, difference_chart, run_charts
 from deploy.page.shown.proof import evidence_rows, proof_chart
 
 SHOWN = 50
@@ -47,8 +47,17 @@ def record_views(desk: Desk) -> dict[str, View]:
             told = await asked.ask.get(EvidenceOut, "canaries", canary_id, "evidence")
         difference = None
         if told is not None:
-            margin = float(desk.context.rules.gate_margin)
-            difference = difference_chart((c.difference for c in told.comparisons), margin)
+            rules, quality = desk.context.rules, figures.get("quality")
+            ends = quality if isinstance(quality, dict) else {}
+            difference = difference_chart(
+                (
+                    Compared(place=c.place, difference=c.difference, fault=c.fault)
+                    for c in told.comparisons
+                ),
+                rules.gate_margin if rules.promote_on == "quick" else rules.margin,
+                made=told.comparisons_made,
+                whole=(ends.get("low"), ends.get("high")),
+            )
         return desk.html(
             asked,
             "canary.html",
@@ -56,7 +65,7 @@ def record_views(desk: Desk) -> dict[str, View]:
             etag=etag,
             proof=proof_chart(figures),
             difference=difference,
-            rows=evidence_rows(figures),
+            rows=evidence_rows(figures, asked.now),
             told=told,
         )
 

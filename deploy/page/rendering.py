@@ -14,7 +14,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from deploy.page.shown import changes, times, words
-from deploy.records import comes_next
+from deploy.records import LOADS, comes_next
 from ingest.verifiers.records import check_words
 from sidecar.hiding import hide_in_url
 from sidecar.plurals import counted
@@ -82,7 +82,7 @@ class Templates:
             check=check_words,
             commands=commands_as_code,
         )
-        self._environment.globals.update(static=self._static, comes_next=comes_next)
+        self._environment.globals.update(static=self._static, comes_next=comes_next, loads=LOADS)
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """values: have `now`, Unix seconds."""

@@ -345,9 +345,14 @@ def _after_ramping(
 
 def _seen(evidence: RampEvidence, rules: CanarySettings, between: str, *, seen: int) -> str:
     """Say what the step has seen of what it asks for. between: what joins the two."""
-    exchanges = counted(rules.step_min_exchanges, "exchange")
-    sessions = counted(rules.step_min_sessions, "session")
-    return f"{seen} of {exchanges}{between}{evidence.sessions} of {sessions}"
+    exchanges = _of(seen, rules.step_min_exchanges, "exchange")
+    return f"{exchanges}{between}{_of(evidence.sessions, rules.step_min_sessions, 'session')}"
+
+
+def _of(number: int, wanted: int, word: str) -> str:
+    if number > wanted:
+        return f"{counted(number, word)} ({wanted} needed)"
+    return f"{number} of {counted(wanted, word)}"
 
 
 def _unseen(canary: Canary, evidence: RampEvidence, rules: CanarySettings) -> str | None:

@@ -16,7 +16,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.records import ACTIVE_PHASES, AdapterState, Canary, Phase
+from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase
 from deploy.registry import audit, canaries, routing_writer, versions, waiting
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
@@ -45,7 +45,7 @@ def begin(
         row = waiting.new_row(model=model, candidate=candidate, now=now)
         session.add(row)
     row.champion = versions.champion(session, model)
-    row.state, row.reason = "loading", None
+    row.state, row.reason = "loading", LOADS
     row.created_at = row.step_started_at = now
     row.generation = 1 if before is None else before.generation + 1
     anchor = versions.aliases_of(session, model).get("anchor", BASE)
@@ -142,7 +142,7 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
         raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
     tripped = before.taken_out or canaries.breaker_trip(session, before)
     row.paused = False
-    row.reason = None
+    row.reason = LOADS if before.phase == "loading" else None
     row.generation = before.generation + 1
     if tripped is not None:
         # A new salt: a breaker trip excludes the old salt for good.

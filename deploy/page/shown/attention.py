@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock, length
-from deploy.page.shown.words import champion_of, percent, short
+from deploy.page.shown.words import APPROVAL, STANDS, champion_of, percent, short
 from deploy.records import LEARNER_AWAY_S
 from ingest.judge_watch.advice import advice_on
 from sidecar.hiding import hide_in_url
@@ -30,6 +32,13 @@ class Need:
     """A page with more; empty: none."""
     of_line: bool = True
     """The page is about the line of adapters that is looked at; False: `link` is whole."""
+
+    @property
+    def key(self) -> str:
+        """Stays while the same thing needs somebody, also when its numbers change: the browser
+        finds the card again by it."""
+        same = re.sub(r"(?<=\bfor )[0-9]+ \w+|^[0-9,]+ \w+", "", self.what)
+        return hashlib.sha256(same.encode(errors="replace")).hexdigest()[:12]
 
 
 def needs(
@@ -70,6 +79,8 @@ def _canary(status: StatusOut, newest: CanaryOut | None) -> Iterator[Need]:
             to_do="Resume or abort it: it decides nothing by itself.",
             link=f"/canaries/{canary.canary_id}",
         )
+    elif canary is not None:
+        yield from _held(canary)
     if canary is None and newest is not None and newest.state == "inconclusive":
         yield Need(
             level="look",
@@ -77,6 +88,33 @@ def _canary(status: StatusOut, newest: CanaryOut | None) -> Iterator[Need]:
             why=newest.reason or "",
             to_do="The champion stayed. More traffic or more held-out prompts would tell.",
             link=f"/canaries/{newest.canary_id}",
+        )
+
+
+def _held(canary: CanaryOut) -> Iterator[Need]:
+    """Yield what holds a trial until a person or another service does something."""
+    reason, name = canary.reason or "", short(canary.candidate)
+    link = f"/canaries/{canary.canary_id}"
+    approval = canary.approval
+    if approval is not None and approval.answer != "allow" and reason.startswith(APPROVAL):
+        yield Need(
+            level="look" if approval.answer == "asked" else "act",
+            what=f"The {approval.before} of {name} waits for the approval service",
+            why=reason,
+            to_do="Look at the service, and at [approval] in the settings; it is asked again."
+            if approval.answer == "error"
+            else "It goes on when the service allows it; a denial ends the trial.",
+            link=link,
+        )
+    silent = {one.name for one in canary.metrics if one.outcome == "error"}
+    has_card = any(f" stands: metric {one} " in reason for one in silent)
+    if STANDS.match(reason) and not has_card:
+        yield Need(
+            level="act",
+            what=f"The ramp of {name} stands at {percent(canary.weight_bp)}",
+            why=reason,
+            to_do="It goes on when that is over. Abort it if users should not have it meanwhile.",
+            link=link,
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut
 from deploy.page.shown.words import percent, short
+from deploy.registry.audit import CONTROL
 from sidecar.lines import Line, learner_of, line_of_adapter
 
 AWAY_S = 15 * 60.0
@@ -76,7 +77,10 @@ def changes(rows: Iterable[AuditOut], candidates: Mapping[str, str], since: floa
 
     rows: the newest first. candidates: canary id -> its candidate.
     """
-    return [one for row in rows if row.at > since for one in _of(row, candidates)]
+    found = [row for row in rows if row.at > since]
+    # Written right behind the end of the canary: where that one is listed, the rollback is too.
+    undone = {row.before.get("canary") for row in found if row.action == "rollback"}
+    return [one for row in found for one in _of(row, candidates, undone)]
 
 
 def is_of_line(row: AuditOut, line: Line, candidates: Mapping[str, str]) -> bool:
@@ -96,7 +100,10 @@ def is_of_line(row: AuditOut, line: Line, candidates: Mapping[str, str]) -> bool
     return True
 
 
-def _of(row: AuditOut, candidates: Mapping[str, str]) -> Iterator[Change]:
+def _of(
+    row: AuditOut, candidates: Mapping[str, str], undone: Container[object]
+) -> Iterator[Change]:
+    """undone: ids of canaries that a rollback ended."""
     candidate = short(candidates.get(row.subject, row.subject))
     texts = {
         "canary.promoted": ("good", f"{candidate} was promoted"),
@@ -121,6 +128,9 @@ def _of(row: AuditOut, candidates: Mapping[str, str]) -> Iterator[Change]:
         at = f" at {percent(gave)}" if had and isinstance(gave, int) else ""
         text = f"{candidate} was rolled back{at}" if had else f"{candidate} was rejected"
         kind = "bad"
+        if row.subject in undone or row.actor != CONTROL:  # no verdict on the candidate
+            who = "the rollback" if row.subject in undone else row.actor
+            kind, text = "plain", f"the trial of {candidate}{at} was ended by {who}"
     elif row.action == "rollback":
         before, after = short(row.before.get("champion")), short(row.after.get("champion"))
         kind, text = "bad", f"rollback from {before} to {after}"
@@ -144,6 +154,13 @@ def differences(row: AuditOut) -> str:
     return "; ".join(found)
 
 
+def names_in(value: object) -> list[str]:
+    """Return the names of adapters of an audit row, which keeps several as one text."""
+    if isinstance(value, str):
+        return value.split(", ")
+    return list(map(str, value)) if isinstance(value, list) else []
+
+
 def _said(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -151,4 +168,4 @@ def _said(name: str, value: object) -> str:
         return "none"
     if name.endswith("_bp") and isinstance(value, int | float):
         return percent(value)
-    return short(value)
+    return ", ".join(map(short, names_in(value))) or str(value)

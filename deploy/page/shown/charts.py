@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.evidence.interval import EMPTY, bounds, observe
+from deploy.evidence.quality import CHART_LEVEL
+
 MOST_POINTS = 2_000
 """A longer series is thinned out: no screen shows more."""
 
@@ -103,20 +106,64 @@ def run_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
     return found
 
 
-def difference_chart(differences: Iterable[float | None], margin: float) -> Chart | None:
-    """The mean judged difference after each comparison; None without any."""
-    known = [one for one in differences if one is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One judged prompt of a canary, as far as the chart needs it."""
+
+    place: int | None
+    """Its number in the order in which it counts; None in comparisons of older versions."""
+    difference: float | None
+    """The candidate's mean score minus the champion's, -1..1; None: not scored."""
+    fault: str | None
+    """Whose answers kept it from being scored."""
+
+    @property
+    def counts_as(self) -> float | None:
+        """What the interval takes it for (`deploy.evidence.quality.add_group`); None: nothing."""
+        return {"candidate": -1.0, "champion": 1.0}.get(self.fault or "", self.difference)
+
+
+def difference_chart(
+    compared: Iterable[Compared], margin: float, *, made: int, whole: tuple[object, object]
+) -> Chart | None:
+    """The mean judged difference after each comparison, in the order in which they count, with the
+    interval that holds at every look; None without any.
+
+    margin: loss that is accepted. made: number of all comparisons, of which these may be the
+    newest. whole: the interval over all of them, which the evidence has.
+    """
+    ordered = sorted(compared, key=lambda one: -1 if one.place is None else one.place)
+    known = [(i, one) for i, one in enumerate(ordered, start=1) if one.counts_as is not None]
     if not known:
         return None
-    means, total = [], 0.0
-    for place, one in enumerate(known, start=1):
-        total += one
-        means.append(total / place)
+    # An interval over a part of them would not be the one that the canary is judged by.
+    cut = made > len(ordered)
+    x, means, lows, highs = [], [], [], []
+    total, sequence = 0.0, EMPTY
+    for number_of, (i, one) in enumerate(known, start=1):
+        value = one.counts_as or 0.0
+        total += value
+        sequence = observe(sequence, (1.0 + value) / 2.0, CHART_LEVEL)
+        low, high = bounds(sequence, CHART_LEVEL)
+        x.append(float(i if one.place is None else one.place))
+        means.append(total / number_of)
+        lows.append(2.0 * low - 1.0)
+        highs.append(2.0 * high - 1.0)
+    lines = [Line(label="equal", y=0.0), Line(label=f"margin {-margin:g}", y=-margin)]
+    title = "Judged score of the candidate minus the champion's, mean so far"
+    if cut:
+        title += f": only the newest {len(ordered)} of {made} comparisons"
+        for word, end in zip(("low", "high"), map(number, whole), strict=True):
+            if end is not None:
+                lines.append(Line(label=f"{word} end of the interval, by all {made}", y=end))
+    series = {"mean difference": means}
+    if not cut:
+        series |= {"low end of the interval": lows, "high end of the interval": highs}
     step = max(1, math.ceil(len(known) / MOST_POINTS))
     return Chart(
-        title="Judged score of the candidate minus the champion's, mean so far",
+        title=title,
         x_label="comparison",
-        x=tuple(float(i + 1) for i in range(0, len(known), step)),
-        series={"mean difference": tuple(means[::step])},
-        lines=(Line(label="equal", y=0.0), Line(label="margin", y=-margin)),
+        x=tuple(x[::step]),
+        series={label: tuple(values[::step]) for label, values in series.items()},
+        lines=tuple(lines),
     )

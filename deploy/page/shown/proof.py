@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deploy.page.shown.charts import Chart, Line, number
+from deploy.page.shown.times import clock
+from deploy.page.shown.words import percent
 
 CLAIMS = {
     "quality no worse": "no worse than the champion",
@@ -34,13 +36,15 @@ MOST_ROWS = 300
 MOST_DEPTH = 4
 _LONGEST = 500
 """Characters of a text that are shown."""
+_FIRST_TIME = 1e9
+"""2001 in Unix seconds: what is less is no time of a canary."""
 
 
-def evidence_rows(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
+def evidence_rows(evidence: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
     """Return (name, value) of every figure, reason and list, names as paths: `gate / scored`."""
     found = []
     for path, value in _leaves(evidence, (), 0):
-        found.append((" / ".join(path), _text(value)))
+        found.append((" / ".join(map(_words, path)), _text(path[-1], value, now)))
         if len(found) == MOST_ROWS:
             break
     return found
@@ -49,19 +53,48 @@ def evidence_rows(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _leaves(value: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping) and depth < MOST_DEPTH:
         for name, inner in value.items():
-            yield from _leaves(inner, (*path, str(name).replace("_", " ")), depth + 1)
+            yield from _leaves(inner, (*path, str(name)), depth + 1)
     elif value is not None and value != {} and value != []:
         yield path, value
 
 
-def _text(value: Any) -> str:
+def _words(name: str) -> str:
+    """A name of the evidence as words; the unit of a weight stands at its value."""
+    return name.removesuffix("_bp").replace("_", " ")
+
+
+def _text(name: str, value: Any, now: float, depth: int = 0) -> str:
+    """name: the last part of the value's path, which tells times and weights from other numbers."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
+    if value is None:
+        return "none"
+    if isinstance(value, int | float):
+        return _number(name, value, now)
+    if depth >= MOST_DEPTH:
+        return "more, which is not shown"
+    if isinstance(value, Mapping):
+        parts = (
+            f"{_words(str(key))} {_text(str(key), inner, now, depth + 1)}"
+            for key, inner in value.items()
+            if inner not in (None, "", {}, [])
+        )
+        return ", ".join(parts)[:_LONGEST]
     if isinstance(value, list):
-        return ", ".join(_text(one) for one in value)[:_LONGEST]
+        between = "; " if any(isinstance(one, Mapping) for one in value) else ", "
+        return between.join(_text(name, one, now, depth + 1) for one in value)[:_LONGEST]
     return str(value)[:_LONGEST]
+
+
+def _number(name: str, value: float, now: float) -> str:
+    if name == "steps" or name.endswith("_bp"):
+        return percent(value)
+    # A count of groups ends with `_at` too (`reached_at`), and none is as large as a time.
+    if (name in ("at", "since") or name.endswith("_at")) and value >= _FIRST_TIME:
+        return f"{clock(value, now)} UTC"
+    if name in ("at", "known_at") and value == 0.0:
+        return "never"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def proof_chart(evidence: Mapping[str, Any]) -> Chart | None:

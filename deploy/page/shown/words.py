@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.page.shown.times import clock
-from deploy.records import comes_next, nobody_has, version_of
+from deploy.records import LOADS, comes_next, nobody_has, version_of
 from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
+
+STANDS = re.compile(r"step [0-9]+ stands\b")
+"""How the reason of a ramp begins that something holds (`deploy.registry.canary_rule`)."""
+APPROVAL = "waits for the approval service"
+_SAYS_WHAT_IT_WAITS_FOR = re.compile(
+    rf"step [0-9]+ (stands|waits)\b|the evidence waits|{APPROVAL}|"
+    r"(the one step|all [0-9]+ steps) passed; waits|try [0-9]+ of"
+)
+"""How a canary's reason begins that says what the ramp waits for; others say how it got there."""
 
 
 def short(adapter: object) -> str:
@@ -47,7 +57,7 @@ def champion_of(status: StatusOut) -> tuple[str, bool]:
 def headline(
     status: StatusOut, since: float | None, waits: str, now: float, next_step_at: float | None
 ) -> str:
-    """Say in one sentence what users get. waits: what the step waits for; empty: the clock."""
+    """Say in one sentence what users get. waits: what the canary waits for; empty: the clock."""
     champion, missing = champion_of(status)
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
@@ -66,19 +76,43 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
     if canary.paused:
         return f"{name} is paused at {percent(canary.weight_bp)}"
     if canary.state == "loading":
-        return f"{name} is being loaded into vLLM"
+        since = clock(canary.step_started_at, now)
+        doing = f"{name} is being loaded into vLLM since {since} UTC"
+        return f"{doing}, {waits}" if waits else doing
     if canary.state == "gating":
-        return f"{name} is at the gate and gets no users yet"
+        doing = f"{name} is at the gate and gets no users yet"
+        return f"{doing}, {waits}" if waits else doing
     parts = [f"{name} gets {percent(canary.weight_bp)}"]
     if next_step_at is not None and next_step_at > now:
         what = comes_next(canary.state, canary.step, canary.steps)
         parts.append(f"{what} {clock(next_step_at, now)} UTC at the earliest")
     if waits:
-        parts.append(f"waits for {waits}")
+        parts.append(waits)
     return ", ".join(parts)
 
 
-def step_waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
+def waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
+    """Say what a canary waits for, but the clock: its own reason, as short as a headline has to be,
+    or what its step has not seen yet. Empty: nothing that is known."""
+    reason = canary.reason or ""
+    if canary.state == "loading":
+        return "" if reason in ("", LOADS) else _first_part(reason)
+    if canary.state == "gating":
+        if not reason.startswith(("gate", APPROVAL, "try ")):
+            return ""  # how it came to the gate
+        told = _first_part(reason.removeprefix("gate: "))
+        return f"the {told}" if told.startswith("gate ") else told
+    if canary.state == "ramping" and _SAYS_WHAT_IT_WAITS_FOR.match(reason):
+        return _first_part(reason.replace(" passed; waits", " passed, waits", 1))
+    left = _step_lacks(canary, evidence, rules)
+    return f"waits for {left}" if left else ""
+
+
+def _first_part(reason: str) -> str:
+    return reason.partition("; ")[0]
+
+
+def _step_lacks(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
     """Say how many replies, and sessions where the settings ask for them, the step still needs."""
     if canary.state != "ramping" or canary.step_waived:
         return ""

@@ -6,24 +6,39 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Thresholds go over the whole width, each with its name.
-function drawLines(lines, ink) {
+// Thresholds of bars go over the whole width, each with its name. A name that would stand on another one goes to its left.
+function drawLines(lines, ink, paper) {
   return (chart) => {
-    const { ctx, bbox } = chart;
+    const { ctx, bbox } = chart, unit = devicePixelRatio;
+    const placed = lines.map((line) => ({ label: line.label, y: Math.round(chart.valToPos(line.y, "y", true)) }));
     ctx.save();
-    ctx.strokeStyle = ctx.fillStyle = ink;
-    ctx.lineWidth = devicePixelRatio;
-    ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.strokeStyle = ink;
+    ctx.lineWidth = unit;
+    ctx.setLineDash([6 * unit, 4 * unit]);
+    ctx.font = `${12 * unit}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
-    for (const line of lines) {
-      const y = Math.round(chart.valToPos(line.y, "y", true));
+    for (const { y } of placed) {
       ctx.beginPath();
       ctx.moveTo(bbox.left, y);
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
-      ctx.fillText(line.label, bbox.left + bbox.width - 4, y - 2);
+    }
+    const taken = [];
+    for (const { label, y } of placed) {
+      const width = ctx.measureText(label).width;
+      let right = bbox.left + bbox.width - 4 * unit;
+      const covered = () => taken.find((one) =>
+        Math.abs(one.y - y) < 15 * unit && right > one.left && right - width < one.right);
+      for (let other = covered(); other; other = covered()) right = other.left - 12 * unit;
+      taken.push({ left: right - width, right, y });
+      // The line of another threshold may go through it.
+      ctx.fillStyle = paper;
+      ctx.globalAlpha = 0.85;
+      ctx.fillRect(right - width - 2 * unit, y - 15 * unit, width + 4 * unit, 14 * unit);
+      ctx.globalAlpha = 1;
+      ctx.fillStyle = ink;
+      ctx.fillText(label, right, y - unit);
     }
     ctx.restore();
   };
@@ -69,6 +84,11 @@ function drawChart(figure) {
     }
     return drawn;
   });
+  // On curves a name would cover what it is compared with: there a threshold is a curve of the legend.
+  const thresholds = bars ? [] : given.lines;
+  const level = ["--soft", "--red", "--orange", "--green"].map(color);
+  const constant = thresholds.map((one, i) => (
+    { label: one.label, stroke: level[i % 4], width: 1.5, dash: [6, 4], points: { show: false } }));
   new uPlot(
     {
       width: Math.max(260, place.clientWidth),
@@ -78,12 +98,12 @@ function drawChart(figure) {
         y: { distr: given.log ? 3 : 1, range: () => range },
       },
       cursor: { show: false },
-      legend: { show: series.length > 1, live: false },
-      series: [{ label: given.xLabel }, ...series],
+      legend: { show: series.length + constant.length > 1, live: false },
+      series: [{ label: given.xLabel }, ...constant, ...series],
       axes: [xAxis, yAxis],
-      hooks: { draw: [drawLines(given.lines, ink)] },
+      hooks: { draw: bars ? [drawLines(given.lines, ink, color("--paper"))] : [] },
     },
-    [given.x, ...given.series.map((one) => one.y)],
+    [given.x, ...thresholds.map((one) => given.x.map(() => one.y)), ...given.series.map((one) => one.y)],
     place,
   );
 }
@@ -96,6 +116,61 @@ function sayOffline(away) {
   const banner = document.getElementById("offline");
   if (banner) banner.hidden = !away;
 }
+
+// Changes of `old` only what differs from `next`: what is the same stays the same element, so focus and selection stay, and a
+// screen reader is told of nothing that is as it was. Children are found again by their id, those without one by their place.
+function morph(old, next) {
+  if (old.isEqualNode(next)) return;
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    old.nodeValue = next.nodeValue;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!next.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of next.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  const wanted = new Set([...next.children].map((one) => one.id).filter(Boolean));
+  const named = new Map([...old.children].filter((one) => wanted.has(one.id)).map((one) => [one.id, one]));
+  let at = old.firstChild;
+  for (const child of [...next.childNodes]) {
+    const same = named.get(child.id);
+    if (same && same.nodeName === child.nodeName) {
+      // What stands before it is taken out, not the other way round: an element that moves loses the focus.
+      if (same.parentNode !== old) old.insertBefore(same, at);
+      else {
+        while (at !== same) {
+          const passed = at;
+          at = at.nextSibling;
+          passed.remove();
+        }
+        at = same.nextSibling;
+      }
+      morph(same, child);
+    } else if (at && !child.id && !at.id && at.nodeName === child.nodeName) {
+      const before = at;
+      at = at.nextSibling;
+      morph(before, child);
+    } else old.insertBefore(child, at);
+  }
+  while (at) {
+    const last = at;
+    at = at.nextSibling;
+    last.remove();
+  }
+}
+
+// The swap `morph` of htmx. The focus goes to the content when what had it is gone.
+htmx.defineExtension("morph", {
+  isInlineSwap: (style) => style === "morph",
+  handleSwap: (style, target, fragment) => {
+    if (style !== "morph" || !fragment.firstElementChild) return false;
+    const focused = target.contains(document.activeElement) ? document.activeElement : null;
+    morph(target, fragment.firstElementChild);
+    if (focused && document.activeElement !== focused) {
+      const again = (focused.id && document.getElementById(focused.id)) || document.getElementById("main");
+      again.focus({ preventScroll: true });
+    }
+    return [target];
+  },
+});
 
 // Only a page that is looked at holds a connection: a browser opens six to a host, and shares them among its windows.
 function watchChanges() {

@@ -116,6 +116,75 @@ def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_th
 
 
 @needs_browser
+def test_names_of_thresholds_that_are_close_do_not_cover_each_other(
+    world: World, window: Chromium, told: str
+) -> None:
+    with world.database.write() as session:
+        row = next(one for one in session.query(CanaryRow) if one.state == "ramping")
+        guards = {
+            **row.evidence["guards"],
+            "short": {"nats": 0.0, "threshold": 200.0},
+            "invalid": {"nats": 0.0, "threshold": 220.0},
+        }
+        row.evidence = {**row.evidence, "guards": guards}
+    window.look(width=1280, scheme="light")
+    window.open(f"{told}/canaries/{on_trial(world)}")
+
+    boxes = window.run(
+        "const boxes = [], draw = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+        "  const width = this.measureText(text).width;"
+        "  if (text.startsWith('proven')) boxes.push([text, x - width, x, y]);"
+        "  draw.apply(this, arguments);"
+        "};"
+        "drawCharts(); return new Promise((done) => setTimeout(() => done(boxes), 300))"
+    )
+
+    assert [one[0] for one in boxes] == [f"proven at {n}" for n in (20, 100, 200, 220)]
+    covered = [
+        (one[0], other[0])
+        for i, one in enumerate(boxes)
+        for other in boxes[:i]
+        if one[1] < other[2] and other[1] < one[2] and abs(one[3] - other[3]) < 12
+    ]
+    assert covered == []
+
+
+@needs_browser
+def test_on_a_phone_no_word_is_broken_and_no_version_is_cut_off(
+    world: World, window: Chromium, told: str
+) -> None:
+    check = {"at": world.clock.now, "outcome": "ok", "value": 1.0, "why": ""}
+    metric = {"mode": "signal", "max": 20.0, "history": [check], "known_at": world.clock.now}
+    with world.database.write() as session:
+        row = next(one for one in session.query(CanaryRow) if one.state == "ramping")
+        row.evidence = {**row.evidence, "metrics": {"error_share": metric}}
+    window.look(width=390, scheme="light")
+
+    window.open(f"{told}/canaries/{on_trial(world)}")
+    lines = window.run(
+        "const range = document.createRange();"
+        "range.selectNodeContents(document.querySelector('#outside ~ .wide tbody th'));"
+        "return range.getClientRects().length"
+    )
+    window.open(f"{told}/rollback")
+    room = window.run(
+        "const select = document.getElementById('to'), text = document.createElement('span');"
+        "text.style.font = getComputedStyle(select).font; text.style.whiteSpace = 'nowrap';"
+        "document.body.append(text);"
+        "return [...select.options].map((one) => {"
+        "  text.textContent = one.text; return select.clientWidth - 40 - text.offsetWidth })"
+    )
+    said = window.run("return document.getElementById('to').getAttribute('aria-describedby')")
+    shown = window.find("#loaded").text
+
+    assert lines == 1
+    assert min(room[:2]) > 0, "without what was taken away"
+    assert "v1, the one before: loaded on" in shown
+    assert said == "loaded"
+
+
+@needs_browser
 def test_a_rollback_is_made_by_keyboard_alone(world: World, window: Chromium, told: str) -> None:
     window.look(width=1280, scheme="light")
     window.open(f"{told}/rollback")

@@ -117,7 +117,7 @@ async def test_a_visitor_who_was_away_sees_what_happened_meanwhile_and_no_more(
     assert "Nothing was promoted, rolled back or rejected." in quiet
     assert "v2 was rejected" not in found
     assert "rollback from v3 to v1 : replies got worse (token:0badcafe)" in found
-    assert "v5 was rolled back at 20% : rollback: replies got worse" in found
+    assert "the trial of v5 at 20% was ended by the rollback : rollback: replies got worse" in found
 
 
 async def test_what_was_seen_late_in_a_second_is_gone_at_once_and_what_follows_is_not(

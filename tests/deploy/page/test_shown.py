@@ -14,12 +14,12 @@ from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, StatusOut
 from deploy.admin.out import FunnelOut, ScheduleOut, StageOut
 from deploy.funnel.pile_up import PileUp
 from deploy.page.shown.attention import needs
-from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, read_looked
-from deploy.page.shown.charts import MOST_POINTS, difference_chart, run_charts
+from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, names_in, read_looked
+from deploy.page.shown.charts import MOST_POINTS, run_charts
 from deploy.page.shown.proof import MOST_ROWS, evidence_rows, proof_chart
 from deploy.page.shown.times import clock, iso, length, short_length
 from deploy.page.shown.traffic import lost_captures, sights
-from deploy.page.shown.words import headline, share, short, step_waits_for
+from deploy.page.shown.words import headline, share, short, waits_for
 from sidecar.settings import Canary as CanarySettings
 
 NOON = 1_767_268_800.0
@@ -119,13 +119,13 @@ def test_lengths_have_whole_units_and_measurements_their_own() -> None:
         (None, "", "v2 serves since 11:00 UTC. No candidate is being tried."),
         (
             {},
-            "7 sessions",
+            "waits for 7 sessions",
             "v3 gets 20%, next step 13:00 UTC at the earliest, waits for 7 sessions.",
         ),
         ({"step": 1, "weight_bp": 5_000}, "", "v3 gets 50%, promotion 13:00 UTC at the earliest."),
         ({"next_step_earliest_at": NOON}, "", "v3 gets 20%."),
-        ({"paused": True}, "7 sessions", "v3 is paused at 20%."),
-        ({"state": "loading"}, "", "v3 is being loaded into vLLM."),
+        ({"paused": True}, "waits for 7 sessions", "v3 is paused at 20%."),
+        ({"state": "loading"}, "", "v3 is being loaded into vLLM since 12:00 UTC."),
         ({"state": "gating"}, "", "v3 is at the gate and gets no users yet."),
     ],
 )
@@ -185,10 +185,10 @@ def test_a_step_waits_for_the_replies_that_it_lacks() -> None:
     sessions = getattr(rules, "step_min_sessions", None)
     also = "" if sessions is None else f"{sessions} sessions and "
 
-    assert step_waits_for(canary(), evidence, rules) == "7 replies"
-    assert step_waits_for(canary(), whole, rules) == ""
-    assert step_waits_for(canary(), {"step_1": "damaged"}, rules) == f"{also}20 replies"
-    assert step_waits_for(canary(state="gating"), evidence, rules) == ""
+    assert waits_for(canary(), evidence, rules) == "waits for 7 replies"
+    assert waits_for(canary(), whole, rules) == ""
+    assert waits_for(canary(), {"step_1": "damaged"}, rules) == f"waits for {also}20 replies"
+    assert waits_for(canary(state="gating"), evidence, rules) == ""
 
 
 def test_a_visit_ends_when_its_visitor_was_away() -> None:
@@ -253,11 +253,29 @@ def test_changes_name_the_candidate_and_tell_a_rejection_from_a_rollback() -> No
 
     found = changes(rows, {"c1": V3}, NOON - 10.0)
 
-    assert [one.text for one in found] == [
-        "rollback from v3 to v2",
-        "v3 was rolled back at 20%",
-        "v3 was rejected",
-        "v3 was promoted",
+    assert [(one.kind, one.text) for one in found] == [
+        ("bad", "rollback from v3 to v2"),
+        ("bad", "v3 was rolled back at 20%"),
+        ("bad", "v3 was rejected"),
+        ("good", "v3 was promoted"),
+    ]
+
+
+def test_a_trial_that_a_person_ended_is_no_verdict_on_the_candidate() -> None:
+    gate, ramp = {"phase": "gating", "weight_bp": 0}, {"phase": "ramping", "weight_bp": 2_000}
+    rows = [
+        audit("rollback", before={"champion": V2, "canary": "c1"}, after={"champion": "base"}),
+        audit("canary.rolled_back", before=gate, reason="rollback: replies got worse"),
+        audit("canary.rolled_back", subject="c2", actor="token:0badcafe", before=ramp),
+        audit("canary.rolled_back", subject="c3", actor="ann", before=gate, reason="rollback: no"),
+    ]
+
+    found = changes(rows, {"c1": V3, "c2": V2, "c3": V3}, 0.0)
+
+    assert [(one.kind, one.text) for one in found[1:]] == [
+        ("plain", "the trial of v3 was ended by the rollback"),
+        ("plain", "the trial of v2 at 20% was ended by token:0badcafe"),
+        ("plain", "the trial of v3 was ended by ann"),
     ]
 
 
@@ -269,6 +287,15 @@ def test_an_audit_row_says_what_it_changed() -> None:
     )
 
     assert differences(row) == "weight: 0% → 20%; phase: gating → ramping; paused: yes"
+
+
+def test_an_audit_row_names_several_versions_each_in_short() -> None:
+    joined = audit("rollback", before={"banned": None}, after={"banned": f"{V2}, {V3}"})
+    listed = audit("rollback", after={"banned": [V2, V3]})
+
+    assert differences(joined) == differences(listed) == "banned: v2, v3"
+    assert names_in(f"{V2}, {V3}") == names_in([V2, V3]) == [V2, V3]
+    assert names_in(None) == []
 
 
 def test_a_share_is_whole_only_when_nothing_is_missing() -> None:
@@ -335,11 +362,12 @@ def test_evidence_of_any_shape_becomes_rows_and_not_too_many() -> None:
         deep = {"x": deep}
     wide = {f"k{number}": number for number in range(2 * MOST_ROWS)}
 
-    rows = evidence_rows({"gate": {"passed": True, "low": 0.123456, "none": None}, "deep": deep})
+    gate = {"passed": True, "low": 0.123456, "none": None}
+    rows = evidence_rows({"gate": gate, "deep": deep}, NOON)
 
     assert rows[:2] == [("gate / passed", "yes"), ("gate / low", "0.1235")]
     assert len(rows[2][1]) <= 500
-    assert len(evidence_rows(wide)) == MOST_ROWS
+    assert len(evidence_rows(wide, NOON)) == MOST_ROWS
 
 
 def test_curves_leave_out_what_no_step_has_and_thin_out_what_is_long() -> None:
@@ -352,15 +380,6 @@ def test_curves_leave_out_what_no_step_has_and_thin_out_what_is_long() -> None:
     assert charts[0].series == {"mean reward": (0.1, 0.2, 0.3, 0.4)}
     assert charts[0].rows()[0] == ("1", "0.1")
     assert len(long[0].x) == MOST_POINTS
-
-
-def test_the_judged_difference_is_the_mean_so_far() -> None:
-    found = difference_chart([0.2, None, -0.1, 0.5], 0.05)
-
-    assert found is not None
-    assert found.series["mean difference"] == pytest.approx((0.2, 0.05, 0.2))
-    assert [(line.label, line.y) for line in found.lines] == [("equal", 0.0), ("margin", -0.05)]
-    assert difference_chart([None], 0.05) is None
 
 
 def test_a_paused_learner_and_one_that_is_away_need_somebody() -> None:

@@ -251,7 +251,7 @@ def test_the_last_step_promotes(rules: CanarySettings) -> None:
 def test_a_hold_in_the_ramp_says_weight_and_progress(rules: CanarySettings) -> None:
     decision = decide(RAMPING, ramp(arm(2), arm(9)), rules, 101)
 
-    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 of 1 session")
+    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 sessions (1 needed)")
 
 
 @pytest.mark.parametrize(
