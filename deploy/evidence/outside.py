@@ -140,4 +140,5 @@ def _beyond(state: MetricState) -> str:
         for word, limit in (("below", state.min), ("above", state.max))
         if limit is not None
     ]
-    return f"{shown} is {' or '.join(limits)} in {counted(state.failures, 'check')} in a row"
+    are = "is" if len(values) == 1 else "are"
+    return f"{shown} {are} {' or '.join(limits)} in {counted(state.failures, 'check')} in a row"

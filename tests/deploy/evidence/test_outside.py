@@ -59,7 +59,7 @@ def test_the_limits_themselves_are_good_and_nothing_is_no_failure(
 def test_a_guardrail_breaks_at_its_third_failure_in_a_row_and_says_what_it_saw() -> None:
     assert broken_guardrail({"errors": after("failing", "failing")}) is None
     assert broken_guardrail({"errors": after("failing", "failing", "failing")}) == (
-        "guardrail errors: 0.5, 0.5, 0.5 is above 0.1 in 3 checks in a row"
+        "guardrail errors: 0.5, 0.5, 0.5 are above 0.1 in 3 checks in a row"
     )
 
 

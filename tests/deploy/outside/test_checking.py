@@ -86,7 +86,7 @@ async def test_a_guardrail_rolls_back_at_its_third_failure_in_a_row(world: World
     ended, why = await decided(world, name)
 
     assert (held, ended) == ("ramping", "rolled_back")
-    assert why == "guardrail errors: 0.5, 0.6, 0.7 is above 0.1 in 3 checks in a row"
+    assert why == "guardrail errors: 0.5, 0.6, 0.7 are above 0.1 in 3 checks in a row"
     assert {one.adapter for _, one in source.asked} == {name}
     state = world.canary(name).metrics["errors"]
     assert [one.value for one in state.history] == [0.5, 0.05, 0.5, 0.6, 0.7]
