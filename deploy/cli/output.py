@@ -79,7 +79,18 @@ def say_json(value: Any) -> None:  # Any: JSON
 
     Bytes, which a damaged row of the store may hold, are printed as text.
     """
-    print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"), flush=True)
+    _print_json(value, indent=2)
+
+
+def say_json_line(value: Any) -> None:  # Any: JSON
+    """Print JSON as `say_json` does, on one line: for a command that prints one record after the
+    other."""
+    _print_json(value, indent=None)
+
+
+def _print_json(value: Any, *, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent, default=str)
+    print(text.replace("\x7f", "\\u007f"), flush=True)
 
 
 def note(text: str) -> None:

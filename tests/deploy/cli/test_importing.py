@@ -221,3 +221,26 @@ def test_the_command_says_what_the_learner_would_refuse(
     assert code == 0, said.err
     assert "adapter: m--v1-" in said.out
     assert "runs refuse it as their parent until learner.rank = 4 (now 8)" in said.err
+
+
+def test_logs_of_a_command_go_to_stderr_so_that_its_json_can_be_read(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "empty\x1b[31m"
+    base.mkdir()
+    write_adapter(tmp_path / "mine", config={"base_model_name_or_path": "m"})
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "m"\nbase_model_path = {json.dumps(str(base))}\n'
+        f'[store]\nurl = "{world.database.url}"\n'
+        f'[learner]\nadapters_dir = "{tmp_path}/adapters"\n'
+    )
+    words = ("adapters", "import", str(tmp_path / "mine"), "--reason", "x", "-o", "json")
+
+    code = main(["--config", str(config), *words])
+
+    said = capsys.readouterr()
+    assert code == 0, said
+    assert json.loads(said.out)["version"] == 1
+    assert "base_not_readable" in said.err
+    assert "\x1b" not in said.err

@@ -240,6 +240,7 @@ RECORD = {
         "canary promote c1",
         "canary abort c1",
         "canary wait c1",
+        "canary watch c1",
     ],
 )
 @pytest.mark.parametrize("as_items", [False, True])
