@@ -22,7 +22,6 @@ from deploy.admin.filters import (
     refuse_unknown,
 )
 from deploy.admin.json import read_stored
-from deploy.admin.lines.subjects import projects_of
 from deploy.admin.models import (
     AnswerOut,
     AuditOut,
@@ -37,6 +36,7 @@ from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import DamagedRecordError, UnknownRecordError
+from deploy.registry.history.subjects import subjects_of
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_explanation
@@ -152,13 +152,11 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
-            projects = projects_of(session, rows)
+            subjects = subjects_of(session, rows)
         return page_of(
             rows,
             limit,
-            show=lambda row: AuditOut.model_validate(row).model_copy(
-                update={"project": projects[row.seq]}
-            ),
+            show=lambda row: AuditOut.of(row, subjects[row.seq]),
             name=lambda row: f"audit {row.seq}",
             cursor=lambda row: encode_cursor(row.seq),
         )

@@ -17,7 +17,7 @@ from deploy.admin.models import AdapterOut, CanaryOut
 from deploy.admin.problems import ConflictError
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.registry import canaries, candidates, transitions, versions
+from deploy.registry import canaries, candidates, versions
 from deploy.registry.history import bans
 from sidecar.records import BASE
 
@@ -44,7 +44,6 @@ def begin_router(context: AdminContext) -> APIRouter:
         the one that waits (`state` is `queued`)."""
         reason, model = not_blank(asked.reason), context.line_of(project)
         with database.write() as session:
-            active = canaries.active(session, model)
             try:
                 canary = candidates.start(
                     session,
@@ -56,8 +55,8 @@ def begin_router(context: AdminContext) -> APIRouter:
                     reason=reason,
                 )
             except TransitionError as error:
-                allowed = [] if active is None else transitions.allowed_actions(active)
-                raise ConflictError(str(error), allowed) from error
+                # What a running canary would allow is no answer: this version may not be tried.
+                raise ConflictError(str(error), []) from error
         told = "canary_queued" if canary.phase == "queued" else "canary_began"
         log.info(told, canary=canary.canary_id, candidate=canary.candidate, actor=actor)
         context.on_change()

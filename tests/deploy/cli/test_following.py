@@ -120,7 +120,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "sidecar.toml"
     path.write_text(f'state_dir = "{tmp_path}/state"\n[serving]\nmodel = "m"\n')
     monkeypatch.setattr(following, "EVERY_S", 0.0)
-    yield path
+    return path
 
 
 def test_each_change_is_a_line_and_the_end_is_the_exit_code(

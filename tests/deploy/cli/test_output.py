@@ -136,6 +136,31 @@ def test_adapters_audit_and_runs_are_tables_that_fit_a_terminal() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("subject", "project", "shown"),
+    [
+        ("m--v1-0a0b0c0d0e0f", None, "v1"),
+        ("m@@shop--v1-0a0b0c0d0e0f", "shop", "v1 of shop"),
+        (32 * "e", "shop", "eeeeeeee of shop"),
+        ("m@@shop", "shop", "m of shop"),
+        ("learner of shop", "shop", "learner of shop"),
+        ("learner", None, "learner"),
+    ],
+)
+def test_the_audit_says_whose_line_a_change_is_of_and_that_its_times_are_utc(
+    subject: str, project: str | None, shown: str
+) -> None:
+    change = {
+        "seq": 1, "at": NOW, "actor": "me", "action": "x", "subject": subject,
+        "project": project, "reason": "why",
+    }  # fmt: skip
+
+    heads, line = audit_table([change], NOW)
+
+    assert heads.split("  ")[1].strip() == "at (UTC)"
+    assert [cell.strip() for cell in line.split("  ") if cell][4:] == [shown, "why"]
+
+
 def test_a_listing_of_another_version_is_printed_by_its_fields(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
