@@ -158,6 +158,8 @@ def _problem(reply: httpx.Response, *, has_token: bool) -> str:
         )
     if reply.status_code == 401:
         return _token_problem(has_token)
-    allowed = problem.get("allowed_actions")
-    hint = f"; allowed now: {', '.join(allowed)}" if allowed else ""
-    return f"{problem.get('title', reply.status_code)}: {problem.get('detail', '')}{hint}"
+    allowed = [str(one) for one in problem.get("allowed_actions") or []]
+    detail = str(problem.get("detail", ""))
+    told = all(one in detail for one in allowed)
+    hint = "" if told else f"; allowed now: {', '.join(allowed)}"
+    return f"{problem.get('title', reply.status_code)}: {detail}{hint}"

@@ -90,7 +90,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             statement = statement.where(GroupRow.status == status)
         if reason is not None:
             statement = statement.where(GroupRow.reason == reason)
-        statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
+        statement = newest_first(
+            statement, "groups", limit=limit, cursor=cursor, key={GroupRow.seq: int}
+        )
         with database.read() as session:
             rows = session.scalars(statement).all()
         return page_of(
@@ -98,7 +100,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=lambda row: GroupOut(**_group(row)),
             name=lambda row: f"group {row.group_id}",
-            cursor=lambda row: encode_cursor(row.seq),
+            cursor=lambda row: encode_cursor("groups", row.seq),
         )
 
     @router.get("/groups/{group_id}")
@@ -129,7 +131,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[RunOut]:
         statement = select(RunRow).where(RunRow.model == context.line_of(project))
         key = {RunRow.started_at: float, RunRow.run_id: str}
-        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
+        statement = newest_first(statement, "runs", limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
         return page_of(
@@ -137,7 +139,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=run_out,
             name=lambda row: f"run {row.run_id}",
-            cursor=lambda row: encode_cursor(row.started_at, row.run_id),
+            cursor=lambda row: encode_cursor("runs", row.started_at, row.run_id),
         )
 
     @router.get("/exchanges/{exchange_id}")
@@ -148,7 +150,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
         statement = newest_first(
-            select(AuditRow), limit=limit, cursor=cursor, key={AuditRow.seq: int}
+            select(AuditRow), "audit", limit=limit, cursor=cursor, key={AuditRow.seq: int}
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
@@ -158,7 +160,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=lambda row: AuditOut.of(row, subjects[row.seq]),
             name=lambda row: f"audit {row.seq}",
-            cursor=lambda row: encode_cursor(row.seq),
+            cursor=lambda row: encode_cursor("audit", row.seq),
         )
 
 
@@ -176,7 +178,7 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
             statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == stored)
             key = {ExchangeRow.seq: int}
             rows = session.execute(
-                newest_first(statement, limit=limit, cursor=cursor, key=key)
+                newest_first(statement, "session", limit=limit, cursor=cursor, key=key)
             ).all()
             if not rows and cursor is None:
                 raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
@@ -185,7 +187,7 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
                 limit,
                 show=TurnOut.model_validate,
                 name=lambda row: f"exchange {row.exchange_id}",
-                cursor=lambda row: encode_cursor(row.seq),
+                cursor=lambda row: encode_cursor("session", row.seq),
             )
             with naming(f"what was told of session {stored}"):
                 return SessionOut(

@@ -28,7 +28,6 @@ from deploy.registry.history import bans
 from deploy.registry.learner import flags
 from sidecar.store.database import Database, count
 
-
 NEWEST = 3
 """Former champions that a refusal names."""
 

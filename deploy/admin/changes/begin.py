@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import structlog
 from fastapi import APIRouter, Depends, Response
-from pydantic import Field
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import ReasonIn
+from deploy.admin.changes.bodies import ReasonIn, VersionRef
 from deploy.admin.changes.conditions import not_blank, reason_in
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
@@ -25,7 +22,7 @@ log = structlog.get_logger()
 
 
 class StartIn(ReasonIn):
-    version: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
+    version: VersionRef
     """A version, a full name or an alias."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_a_line_has_time_version_state_step_share_and_reason() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "sidecar.toml"
     path.write_text(f'state_dir = "{tmp_path}/state"\n[serving]\nmodel = "m"\n')
     monkeypatch.setattr(following, "EVERY_S", 0.0)

@@ -21,6 +21,21 @@ def run(folder: Path, server: OutsideServer, *words: str) -> int:
     return main(["--config", str(config), "hooks", "test", *words])
 
 
+def test_a_secret_that_is_not_set_is_asked_for_where_the_command_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOOK_KEY", raising=False)
+
+    with outside_server() as server:
+        code = run(tmp_path, server, "ops")
+
+    assert code == 1
+    assert capsys.readouterr().err == (
+        "sidecar: ops: environment variable HOOK_KEY is not set here; set it to the secret for the "
+        "process that sends this, control or a command\n"
+    )
+
+
 def test_each_receiver_is_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,8 +308,9 @@ def test_a_version_that_never_passed_a_canary_is_refused(
 ) -> None:
     world.register(4)
 
-    with pytest.raises(TransitionError, match="has never been champion"):
+    with pytest.raises(TransitionError, match="has never been champion") as refused:
         roll_back(world, "4")
+    assert str(refused.value).endswith(f"roll back to previous, base, {served[1]}, {served[0]}")
     assert world.table().champion == served[2]
 
 
