@@ -179,7 +179,7 @@ def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
 
 
 def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
-    """Indented `key: value` lines; lists and objects below their key."""
+    """Indented `key: value` lines; lists and objects below their key, each item after a dash."""
     pad = "  " * indent
     lines: list[str] = []
     repeated = {sibling(key) for key in block}
@@ -191,7 +191,8 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{pad}{key}:")
             for item in value:
-                lines += _lines(item, now, indent + 1)
+                first, *rest = _lines(item, now, indent + 2) or [f"{pad}    -"]
+                lines += [f"{pad}  - {first[len(pad) + 4 :]}", *rest]
         else:
             lines.append(f"{pad}{key}: {_shown(key, value, now)}")
     return lines

@@ -52,6 +52,20 @@ def test_an_empty_line_stands_between_two_records_of_a_listing() -> None:
     assert found_lines(listing, NOW) == ["name: a", "", "name: b", "after:", "  paused: no"]
 
 
+def test_each_item_of_a_list_in_a_record_begins_with_a_dash() -> None:
+    record = {"metrics": [{"name": "a", "of": [{"x": 1}]}, {"name": "b", "why": "-"}], "end": 1}
+
+    assert found_lines(record, NOW) == [
+        "metrics:",
+        "  - name: a",
+        "    of:",
+        "      - x: 1",
+        "  - name: b",
+        "    why: -",
+        "end: 1",
+    ]
+
+
 def test_an_empty_listing_says_none() -> None:
     assert found_lines({"items": []}, NOW) == ["none"]
 
