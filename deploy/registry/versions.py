@@ -200,8 +200,8 @@ def former_champions(session: Session, model: str, most: int) -> list[str]:
             AdapterRow.state != "rolled_back",
             AdapterRow.name != champion(session, model),
         )
-        .group_by(CanaryRow.candidate)
-        .order_by(func.max(CanaryRow.ended_at).desc())
+        .group_by(CanaryRow.candidate, AdapterRow.version)
+        .order_by(func.max(CanaryRow.ended_at).desc(), AdapterRow.version.desc())
         .limit(most)
     )
     return list(session.scalars(statement))

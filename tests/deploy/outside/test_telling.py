@@ -167,6 +167,7 @@ async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> N
     assert (told.state.delivered, told.state.dead, told.state.error) == (3, 0, "")
 
 
+@pytest.mark.both_stores
 async def test_an_event_says_whose_line_it_is_of_and_which_adapter_a_canary_tries(
     told: Told, world: World
 ) -> None:

@@ -303,6 +303,7 @@ def test_a_blob_as_the_champions_name_holds_up_no_rollback(
     assert (world.table().canary, world.table().champion) == (None, served[0])
 
 
+@pytest.mark.both_stores
 def test_a_version_that_never_passed_a_canary_is_refused(
     world: World, served: tuple[str, ...]
 ) -> None:
