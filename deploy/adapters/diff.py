@@ -123,6 +123,8 @@ def _lines(diff: AdapterDiff) -> Iterator[str]:
 
 def _descent_words(diff: AdapterDiff) -> str:
     found = diff.descent
+    if diff.a == diff.b:
+        return "Descent: A and B are the same version"
     if found.common == diff.a:
         return f"Descent: B descends from A, {counted(found.steps_b, 'version')} later"
     if found.common == diff.b:

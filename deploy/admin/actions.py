@@ -14,13 +14,12 @@ from fastapi import APIRouter, Body, Depends, Response
 from deploy.admin.auth import Caller
 from deploy.admin.changes.bodies import NO_REASON, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, reason_in
+from deploy.admin.changes.targets import may_be_named
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
 from deploy.admin.learning.learner import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
-from deploy.admin.problems import (
-    ConflictError,
-)
+from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming
 from deploy.admin.wire.scopes import PREFIX
 from deploy.engine.reconcile import EngineView
@@ -60,15 +59,19 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
         The routing table changes at once and does not wait for vLLM: control loads the target
         afterwards, and until then the base answers in its place, as `note` says.
         """
-        wanted = asked or RollbackIn()
-        result = rollback(
-            context.database,
-            context.line_of(project),
-            to=str(wanted.to),
-            reason=not_blank(wanted.reason),
-            actor=actor,
-            now=context.clock(),
-        )
+        wanted, line = asked or RollbackIn(), context.line_of(project)
+        try:
+            result = rollback(
+                context.database,
+                line,
+                to=str(wanted.to),
+                reason=not_blank(wanted.reason),
+                actor=actor,
+                now=context.clock(),
+            )
+        except TransitionError as error:
+            with context.database.read() as session:
+                raise ConflictError(str(error), may_be_named(session, line)) from error
         context.on_change()
         note = until_loaded(result.after, context.engine)
         log.info(

@@ -8,7 +8,7 @@ Handlers that use the store run in threads, so that a slow one delays no other.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Depends, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -27,6 +27,7 @@ from deploy.admin.context import AdminContext
 from deploy.admin.json import AsciiJSONResponse
 from deploy.admin.learning.runs import run_router
 from deploy.admin.metrics import StoreCollector, render
+from deploy.admin.out import Out
 from deploy.admin.reads import read_router
 from deploy.admin.reception import Reception
 from deploy.admin.records import record_router
@@ -36,6 +37,10 @@ from sidecar.plurals import counted
 from sidecar.store.models import RoutingRow
 
 VERSION = "0.1.0"
+NO_TABLE = (
+    "the store has no routing table yet: the control that acts writes it at its start; look at its "
+    "log, and whether store.url and serving.model are those of that control"
+)
 
 
 def create_app(context: AdminContext) -> FastAPI:
@@ -84,6 +89,23 @@ def create_routes(context: AdminContext) -> FastAPI:
     return app
 
 
+class ReadyOut(Out):
+    """Whether this control can be asked; what is not known is left out."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | None = None
+    """Why it is not ready."""
+    engine: str | None = None
+    """`ok`, or why no vLLM is reachable."""
+    loops: dict[str, str] | None = None
+    """Loop of control -> `ok`, or how often it failed in a row."""
+
+
+def _readiness(found: ReadyOut) -> JSONResponse:
+    status = 200 if found.status == "ready" else 503
+    return JSONResponse(found.model_dump(exclude_none=True), status_code=status)
+
+
 def _add_probes(app: FastAPI, context: AdminContext) -> None:
     collector = StoreCollector(
         context.database,
@@ -100,7 +122,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         """Answer as long as the process does."""
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses={200: {"model": ReadyOut}, 503: {"model": ReadyOut}})
     def readyz() -> JSONResponse:
         """Ready when the store answers and holds a routing table.
 
@@ -113,17 +135,20 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
                     select(RoutingRow.generation).where(RoutingRow.model == context.model)
                 )
         except StoreError as error:
-            return JSONResponse({"status": "not ready", "reason": str(error)}, status_code=503)
+            return _readiness(ReadyOut(status="not ready", reason=str(error)))
         ready = table is not None
-        body = {
-            "status": "ready" if ready else "not ready",
-            "engine": context.engine.away or "ok",
-            "loops": {
-                name: f"failed {counted(view.failures, 'time')} in a row" if view.failures else "ok"
-                for name, view in context.loops().items()
-            },
+        loops = {
+            name: f"failed {counted(view.failures, 'time')} in a row" if view.failures else "ok"
+            for name, view in context.loops().items()
         }
-        return JSONResponse(body, status_code=200 if ready else 503)
+        return _readiness(
+            ReadyOut(
+                status="ready" if ready else "not ready",
+                reason=None if ready else NO_TABLE,
+                engine=context.engine.away or "ok",
+                loops=loops,
+            )
+        )
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(_caller: Caller) -> Response:

@@ -26,6 +26,11 @@ OF_A_LINE = frozenset({"status", "funnel", "watch", "learner", "adapters", "alia
 """Resources that each line of adapters has."""
 LISTED_OF_A_LINE = frozenset({"canaries", "runs", "groups"})
 """Resources that are listed for each line; one of them is named by an id that all lines share."""
+PROBLEM = "urn:learning-sidecar:problem:"
+"""How the type of each error of the admin API begins (`deploy.admin.problems`, which loads
+slowly)."""
+SHOWN = 100
+"""Characters of another service's reply that an error repeats."""
 PAGE_ITEMS = 200
 """Items of one request: the most that the admin API gives."""
 
@@ -109,8 +114,18 @@ class AdminClient:
                 "`sidecar doctor` and `sidecar rollback --offline` work without it"
             ) from error
         if not reply.is_success:
-            raise AdminApiError(f"admin API: {_problem(reply)}")
+            has_token = "authorization" in self._headers
+            raise AdminApiError(f"admin API: {_problem(reply, has_token=has_token)}")
         return reply
+
+
+def _token_problem(has_token: bool) -> str:
+    if has_token:
+        return (
+            f"it does not know the token in {TOKEN_VARIABLE}; set that to one whose digest is in "
+            "control's admin.tokens"
+        )
+    return f"it wants a token; set {TOKEN_VARIABLE} to one whose digest is in admin.tokens"
 
 
 def is_of_a_line(path: Sequence[str]) -> bool:
@@ -128,13 +143,23 @@ def _read(reply: httpx.Response) -> Any:  # Any: JSON
         ) from error
 
 
-def _problem(reply: httpx.Response) -> str:
+def _problem(reply: httpx.Response, *, has_token: bool) -> str:
     if reply.is_redirect:
         return f"{reply.status_code}, a redirect: not followed; check admin.host and admin.port"
     try:
         problem = dict(reply.json())
     except (ValueError, TypeError):
-        return f"{reply.status_code} {reply.text[:200]}"
-    allowed = problem.get("allowed_actions")
-    hint = f"; allowed now: {', '.join(allowed)}" if allowed else ""
-    return f"{problem.get('title', reply.status_code)}: {problem.get('detail', '')}{hint}"
+        problem = {}
+    if not str(problem.get("type", "")).startswith(PROBLEM):
+        said = f"{reply.status_code} {reply.text[:SHOWN]}".rstrip()
+        return (
+            f"what answers at {reply.url} is not it ({said}); check admin.host and admin.port: "
+            "they must be those of control"
+        )
+    if reply.status_code == 401:
+        return _token_problem(has_token)
+    allowed = [str(one) for one in problem.get("allowed_actions") or []]
+    detail = str(problem.get("detail", ""))
+    told = all(one in detail for one in allowed)
+    hint = "" if told else f"; allowed now: {', '.join(allowed)}"
+    return f"{problem.get('title', reply.status_code)}: {detail}{hint}"

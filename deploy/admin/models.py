@@ -29,7 +29,9 @@ from deploy.admin.out import (
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.canary_rule import step_least_s
+from deploy.registry.history.subjects import Subject
 from sidecar.settings import Canary as CanarySettings
+from sidecar.store.models import AuditRow
 
 T = TypeVar("T")
 
@@ -295,9 +297,17 @@ class AuditOut(Out):
     subject: str
     project: str | None = None
     """Whose line of adapters it is about; null: the default line, or none."""
+    candidate: str | None = None
+    """The adapter that the canary tries; null: it is about no canary."""
     before: dict[str, Any]
     after: dict[str, Any]
     reason: str
+
+    @classmethod
+    def of(cls, row: AuditRow, about: Subject) -> AuditOut:
+        return cls.model_validate(row).model_copy(
+            update={"project": about.project, "candidate": about.candidate}
+        )
 
 
 class LearnerOut(Out):

@@ -298,7 +298,7 @@ class Problem(BaseModel):
     detail: str
     instance: str
     allowed_actions: list[str] = Field(default_factory=list)
-    """Actions that are allowed in the present state."""
+    """Actions that the present state allows; of a rollback or an alias, what it may name."""
 
 
 class FindingOut(Out):

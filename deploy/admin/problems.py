@@ -92,6 +92,10 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     TooManyStreamsError: (503, "too-many-streams", "Too many streams are open"),
     StoreError: (503, "store-away", "The store cannot be reached"),
 }
+EITHER = frozenset({"constrained-str", "constrained-int"})
+"""How pydantic calls the kinds of a value that may be a name or a number
+(`deploy.admin.changes.bodies.VersionRef`), in the place of an error."""
+WANTED = "is no version; send its number, or a name of at most 255 characters"
 _BY_STATUS = {404: "no-such-path", 405: "no-such-method", 422: "bad-request"}
 
 
@@ -155,14 +159,19 @@ async def _on_scope(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if request.method not in allowed_methods(_path(request)):  # `evidence` is no action
+        return await _on_http(request, HTTPException(405, "Method Not Allowed"))
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    place = [str(part) for part in first["loc"]]
+    said = str(first["msg"])
+    if place[-1] in EITHER:
+        place, said = place[:-1], WANTED
     return problem(
         _path(request),
         status=422,
         slug="bad-request",
         title="The request cannot be read",
-        detail=f"{where}: {first['msg']}",
+        detail=f"{'.'.join(place)}: {said}",
     )
 
 

@@ -206,7 +206,7 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
             refuse_unknown("state", state, ADAPTER_STATES)
             statement = statement.where(AdapterRow.state == state)
         statement = newest_first(
-            statement, limit=limit, cursor=cursor, key={AdapterRow.version: int}
+            statement, "adapters", limit=limit, cursor=cursor, key={AdapterRow.version: int}
         )
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
@@ -218,7 +218,7 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=lambda row: AdapterOut.of(versions.to_version(row), aliases, loaded, banned),
             name=lambda row: f"adapter {row.name}",
-            cursor=lambda row: encode_cursor(row.version),
+            cursor=lambda row: encode_cursor("adapters", row.version),
         )
 
     @router.get("/adapters/{version}")
@@ -244,7 +244,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[CanaryOut]:
         statement = select(CanaryRow).where(CanaryRow.model == context.line_of(project))
         key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
-        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
+        statement = newest_first(statement, "canaries", limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
         return page_of(
@@ -252,7 +252,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=lambda row: CanaryOut.of(canaries.to_canary(row), context.rules),
             name=lambda row: f"canary {row.canary_id}",
-            cursor=lambda row: encode_cursor(row.created_at, row.canary_id),
+            cursor=lambda row: encode_cursor("canaries", row.created_at, row.canary_id),
         )
 
     @router.get("/canaries/{canary_id}")

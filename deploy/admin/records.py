@@ -22,7 +22,6 @@ from deploy.admin.filters import (
     refuse_unknown,
 )
 from deploy.admin.json import read_stored
-from deploy.admin.lines.subjects import projects_of
 from deploy.admin.models import (
     AnswerOut,
     AuditOut,
@@ -37,6 +36,7 @@ from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import DamagedRecordError, UnknownRecordError
+from deploy.registry.history.subjects import subjects_of
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_explanation
@@ -90,7 +90,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             statement = statement.where(GroupRow.status == status)
         if reason is not None:
             statement = statement.where(GroupRow.reason == reason)
-        statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
+        statement = newest_first(
+            statement, "groups", limit=limit, cursor=cursor, key={GroupRow.seq: int}
+        )
         with database.read() as session:
             rows = session.scalars(statement).all()
         return page_of(
@@ -98,7 +100,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=lambda row: GroupOut(**_group(row)),
             name=lambda row: f"group {row.group_id}",
-            cursor=lambda row: encode_cursor(row.seq),
+            cursor=lambda row: encode_cursor("groups", row.seq),
         )
 
     @router.get("/groups/{group_id}")
@@ -129,7 +131,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[RunOut]:
         statement = select(RunRow).where(RunRow.model == context.line_of(project))
         key = {RunRow.started_at: float, RunRow.run_id: str}
-        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
+        statement = newest_first(statement, "runs", limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
         return page_of(
@@ -137,7 +139,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             limit,
             show=run_out,
             name=lambda row: f"run {row.run_id}",
-            cursor=lambda row: encode_cursor(row.started_at, row.run_id),
+            cursor=lambda row: encode_cursor("runs", row.started_at, row.run_id),
         )
 
     @router.get("/exchanges/{exchange_id}")
@@ -148,19 +150,17 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
         statement = newest_first(
-            select(AuditRow), limit=limit, cursor=cursor, key={AuditRow.seq: int}
+            select(AuditRow), "audit", limit=limit, cursor=cursor, key={AuditRow.seq: int}
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
-            projects = projects_of(session, rows)
+            subjects = subjects_of(session, rows)
         return page_of(
             rows,
             limit,
-            show=lambda row: AuditOut.model_validate(row).model_copy(
-                update={"project": projects[row.seq]}
-            ),
+            show=lambda row: AuditOut.of(row, subjects[row.seq]),
             name=lambda row: f"audit {row.seq}",
-            cursor=lambda row: encode_cursor(row.seq),
+            cursor=lambda row: encode_cursor("audit", row.seq),
         )
 
 
@@ -178,7 +178,7 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
             statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == stored)
             key = {ExchangeRow.seq: int}
             rows = session.execute(
-                newest_first(statement, limit=limit, cursor=cursor, key=key)
+                newest_first(statement, "session", limit=limit, cursor=cursor, key=key)
             ).all()
             if not rows and cursor is None:
                 raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
@@ -187,7 +187,7 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
                 limit,
                 show=TurnOut.model_validate,
                 name=lambda row: f"exchange {row.exchange_id}",
-                cursor=lambda row: encode_cursor(row.seq),
+                cursor=lambda row: encode_cursor("session", row.seq),
             )
             with naming(f"what was told of session {stored}"):
                 return SessionOut(

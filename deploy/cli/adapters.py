@@ -68,7 +68,13 @@ def _seconds(at: str) -> float:
         raise typer.BadParameter(
             "is no time; write one such as 2026-03-01T09:30Z", param_hint="--at"
         ) from error
-    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    at_s = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    if at_s < 0:
+        raise typer.BadParameter(
+            "is before 1970, when nothing was champion; write a time such as 2026-03-01T09:30Z",
+            param_hint="--at",
+        )
+    return at_s
 
 
 @adapters_app.command("alias")

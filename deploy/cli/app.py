@@ -213,7 +213,11 @@ def rollback(
     project: Project = None,
     output: Output = "text",
 ) -> None:
-    """Give the traffic back to an older adapter. Takes effect on the next request."""
+    """Give the traffic back to an older adapter. Takes effect on the next request.
+
+    It bans the files of the adapter that it takes away, and of a candidate that users had met, and
+    pauses the learner: `sidecar adapters allow` and `sidecar learner resume` undo that. A ban of
+    the version that it goes back to is lifted."""
     if offline:
         with _without_collection():
             _roll_back_offline(context, to, reason, project, output)

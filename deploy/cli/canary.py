@@ -1,16 +1,26 @@
-"""`sidecar canary`: see a canary, steer it by hand, or wait for its end."""
+"""`sidecar canary`: see a canary, steer it by hand, follow it, or wait for its end."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deploy.cli.context import Project, admin_client
-from deploy.cli.output import Output, Reason, note, print_found, say, say_json
+from deploy.cli.following.canary import (
+    EXITS,
+    Changes,
+    has_ended,
+    interrupt_raises,
+    looks,
+    progress_line,
+)
+from deploy.cli.output import Output, Reason, note, print_found, say, say_json, say_json_line
 from deploy.errors import DeployError, UnknownCanaryError
+from deploy.iso_times import with_siblings
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -20,11 +30,11 @@ canary_app = typer.Typer(
 )
 CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
 NEEDS_ETAG = ("resume", "promote", "skip-step")
-WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3, "withdrawn": 3}
 NEWEST = 20
 """Canaries among which the newest one is looked for that is or was tried: others may wait."""
 NOT_ASKED = 4
 TIMED_OUT = 124
+INTERRUPTED = 130
 
 
 def _newest_canary(client: AdminClient) -> dict[str, Any]:
@@ -155,28 +165,67 @@ def canary_wait(
     project: Project = None,
 ) -> None:
     """Wait for a canary to end; the exit code says how. 4: no admin API, or no such canary."""
+
+    def tell(found: Mapping[str, Any]) -> None:
+        if not has_ended(found):
+            return
+        if output == "json":
+            say_json(found)
+        else:
+            say(f"{found.get('canary_id')}: {found['state']}: {found.get('reason') or ''}")
+
+    _follow(context, canary, timeout_s, project, tell)
+
+
+@canary_app.command("watch")
+def canary_watch(
+    context: typer.Context,
+    canary: CanaryId = "",
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", help="seconds; default: until it ends")
+    ] = None,
+    output: Output = "text",
+    project: Project = None,
+) -> None:
+    """Follow a canary until it ends: a line for each change, and one a minute without any.
+
+    The exit code is that of `sidecar canary wait`; Ctrl-C ends it with 130, and the canary goes
+    on. With `-o json` each line is an object, `seen_at` says when."""
+    changes = Changes()
+
+    def tell(found: Mapping[str, Any]) -> None:
+        if not changes.is_told(found, time.monotonic()):
+            return
+        now = time.time()
+        if output == "json":
+            say_json_line(with_siblings({"seen_at": now, **found}))
+        else:
+            say(progress_line(found, now))
+
     try:
-        code = _wait(admin_client(context, project), canary, timeout_s, output)
+        with interrupt_raises():
+            _follow(context, canary, timeout_s, project, tell)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _follow(
+    context: typer.Context,
+    canary: str,
+    timeout_s: float | None,
+    project: str | None,
+    tell: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Tell each look at a canary until it ends. Raises: typer.Exit, with the code that says how."""
+    try:
+        client = admin_client(context, project)
+        name = canary or str(_newest_canary(client)["canary_id"])
+        for found in looks(client, name, timeout_s):
+            tell(found)
+            if has_ended(found):
+                raise typer.Exit(EXITS[found["state"]])
     except DeployError as error:  # exit 1 would say that the canary was rolled back
         note(str(error))
-        code = NOT_ASKED
-    raise typer.Exit(code)
-
-
-def _wait(client: AdminClient, canary: str, timeout_s: float, output: str) -> int:
-    name = canary or str(_newest_canary(client)["canary_id"])
-    deadline = time.monotonic() + timeout_s
-    while True:  # one that has ended is told with a timeout of 0 too
-        found = client.get("/canaries", name)
-        if found["state"] in WAIT_EXITS:
-            if output == "json":
-                say_json(found)
-            else:
-                say(f"{name}: {found['state']}: {found.get('reason') or ''}")
-            return WAIT_EXITS[found["state"]]
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        time.sleep(min(1.0, left))
+        raise typer.Exit(NOT_ASKED) from error
     note(f"canary {name} has not ended after {timeout_s:g} s; `sidecar canary get` says why")
-    return TIMED_OUT
+    raise typer.Exit(TIMED_OUT)

@@ -1,8 +1,8 @@
 """The entry of the `sidecar` command: what a run of it prints and returns when it fails.
 
-Exit codes: 0 done, 1 failed, 2 bad use, 130 interrupted; `canary wait`: 0 promoted, 1 rolled back,
-3 inconclusive, 4 not answered, 124 timed out. An error is one line on stderr: what, why, what to
-do. The commands are in `deploy.cli.app`.
+Exit codes: 0 done, 1 failed, 2 bad use, 130 interrupted; `canary wait` and `watch`: 0 promoted,
+1 rolled back, 3 inconclusive, 4 not answered, 124 timed out. An error is one line on stderr: what,
+why, what to do. The commands are in `deploy.cli.app`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from __future__ import annotations
 import deploy.cli.own_path  # noqa: F401 - first: it decides where the other imports come from
 
 # isort: split
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from io import TextIOWrapper
+from types import ModuleType
+from typing import Any
 
 from sidecar.processes.interrupt import one_line_at_interrupt
 
@@ -58,6 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
         for line in text.split("\n"):
             say(line)
         return 0
+    _log_to_stderr()
     try:
         code = whole_command()(args=list(arguments), prog_name="sidecar", standalone_mode=False)
     except USAGE_ERROR as error:
@@ -70,6 +77,69 @@ def _run(arguments: Sequence[str]) -> int:
         note(str(error))
         return 1
     return code if isinstance(code, int) else 0  # a command's `typer.Exit` is returned
+
+
+def _log_to_stderr() -> None:
+    """Send log events to stderr: stdout has what was asked for, which a program may read.
+
+    structlog writes to stdout until it is told otherwise. Most commands load it, which takes 0.1 s
+    of CPU; a rollback does not, so it is told when it is loaded. A command that runs a process sets
+    its logs up by the settings afterwards (`sidecar.logs`).
+    """
+    if "structlog" in sys.modules:
+        _configure_structlog()
+    elif not any(isinstance(one, _StructlogFinder) for one in sys.meta_path):
+        sys.meta_path.insert(0, _StructlogFinder())
+
+
+class _StructlogFinder(MetaPathFinder):
+    """Configures structlog as soon as somebody has imported it."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "structlog":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_configure(module: ModuleType) -> None:
+            load(module)
+            _configure_structlog()
+
+        spec.loader.exec_module = load_and_configure  # type: ignore[method-assign]
+        return spec
+
+
+def _configure_structlog() -> None:
+    import structlog
+
+    def shown(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
+        from sidecar.visible import visible
+
+        return {
+            key: visible(value) if isinstance(value, str) else value for key, value in event.items()
+        }
+
+    def lines(*_: object) -> Any:
+        from sidecar.logs import Lines  # not before the first event: its own import may go on
+
+        return Lines(stderr)
+
+    stderr = sys.stderr
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            shown,
+            structlog.dev.ConsoleRenderer(colors=False),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=lines,
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,18 @@ def say_json(value: Any) -> None:  # Any: JSON
 
     Bytes, which a damaged row of the store may hold, are printed as text.
     """
-    print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"), flush=True)
+    _print_json(value, indent=2)
+
+
+def say_json_line(value: Any) -> None:  # Any: JSON
+    """Print JSON as `say_json` does, on one line: for a command that prints one record after the
+    other."""
+    _print_json(value, indent=None)
+
+
+def _print_json(value: Any, *, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent, default=str)
+    print(text.replace("\x7f", "\\u007f"), flush=True)
 
 
 def note(text: str) -> None:
@@ -168,7 +179,7 @@ def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
 
 
 def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
-    """Indented `key: value` lines; lists and objects below their key."""
+    """Indented `key: value` lines; lists and objects below their key, each item after a dash."""
     pad = "  " * indent
     lines: list[str] = []
     repeated = {sibling(key) for key in block}
@@ -180,7 +191,8 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{pad}{key}:")
             for item in value:
-                lines += _lines(item, now, indent + 1)
+                first, *rest = _lines(item, now, indent + 2) or [f"{pad}    -"]
+                lines += [f"{pad}  - {first[len(pad) + 4 :]}", *rest]
         else:
             lines.append(f"{pad}{key}: {_shown(key, value, now)}")
     return lines

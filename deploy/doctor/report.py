@@ -72,7 +72,9 @@ def _plain(stage: Stage) -> dict[str, Any]:  # Any: JSON
 def _stage(stage: Stage) -> str:
     ended, waiting = sum(stage.ended.values()), sum(stage.waiting.values())
     line = f"{stage.name:<9} {stage.entered:>8,}  {stage.passed:>9,} {ended:>6,} {waiting:>8,}"
-    why = [*_most(stage.ended), *(f"waiting: {one}" for one in _most(stage.waiting))]
+    # Records that only wait have no reason but that: "117 waiting".
+    waits = (one if one.endswith(" waiting") else f"waiting: {one}" for one in _most(stage.waiting))
+    why = [*_most(stage.ended), *waits]
     if stage.unreported:
         why.append(f"{stage.unreported:,} not told of yet by a proxy")
     return f"{line}  {stage.unit}; passed: {stage.passed_as}" + (

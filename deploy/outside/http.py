@@ -145,5 +145,8 @@ def secret_of(name: str, environment: Mapping[str, str] | None = None) -> str:
         return ""
     value = (os.environ if environment is None else environment).get(name, "").strip()
     if not value:
-        raise OutsideError(f"environment variable {name} is not set; give control the secret in it")
+        raise OutsideError(
+            f"environment variable {name} is not set here; set it to the secret for the process "
+            "that sends this, control or a command"
+        )
     return value

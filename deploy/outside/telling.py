@@ -31,6 +31,7 @@ from deploy.iso_times import iso
 from deploy.outside.http import OutsideError, Poster, secret_of
 from deploy.outside.signing import key_of, signed_headers
 from deploy.outside.turns import end_turns
+from deploy.registry.history.subjects import NOTHING, Subject, subjects_of
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify
 from sidecar.store.database import DAMAGE, Database, count, get_flag, set_flag
@@ -88,6 +89,7 @@ class Event:
     reason: str
     before: Mapping[str, Any]
     after: Mapping[str, Any]
+    about: Subject = NOTHING
 
     def body(self, model: str) -> bytes:
         """Return the JSON that is posted; the same for each try."""
@@ -96,6 +98,8 @@ class Event:
             "model": model,
             "at": self.at,
             "subject": self.subject,
+            "project": self.about.project,
+            "candidate": self.about.candidate,
             "actor": self.actor,
             "reason": self.reason,
             "before": dict(self.before),
@@ -258,8 +262,10 @@ class Hooks:
         statement = select(AuditRow).where(AuditRow.seq > after).order_by(AuditRow.seq)
         found: list[Event] = []
         with self._database.read() as session:
-            for row in session.scalars(statement.limit(BATCH)):
-                event = _event(row)
+            rows = session.scalars(statement.limit(BATCH)).all()
+            subjects = subjects_of(session, rows)
+            for row in rows:
+                event = _event(row, subjects[row.seq])
                 # A row of the future is of a clock that was set back since: it is old enough.
                 if event.type is not None and 0.0 <= self._clock() - event.at < SETTLE_S:
                     break
@@ -291,7 +297,7 @@ def read_states(session: Session, names: Collection[str]) -> dict[str, HookState
     return {name: state for name, state in found if state is not None}
 
 
-def _event(row: AuditRow) -> Event:
+def _event(row: AuditRow, about: Subject) -> Event:
     try:
         return Event(
             seq=row.seq,
@@ -302,6 +308,7 @@ def _event(row: AuditRow) -> Event:
             reason=str(row.reason),
             before=dict(row.before),
             after=dict(row.after),
+            about=about,
         )
     except DAMAGE as error:
         log.error("hook_event_damaged", seq=row.seq, why=f"{type(error).__name__}: {error}")

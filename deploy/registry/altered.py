@@ -21,32 +21,30 @@ log = structlog.get_logger()
 
 ACTION = "adapter.altered"
 RESTORED = "adapter.sound"
-NEWEST = 100
-"""Audit rows of an adapter in which its last alteration is looked for: each replica has its own."""
 
 
 def record_altered(database: Database, name: str, *, replica: str, reason: str, now: float) -> None:
     """Write the audit row and the count, and end the adapter's canary. Raises: StoreError.
 
-    One row for each alteration: a control that is started again and finds the same one adds none.
+    One row for each alteration: a control that is started again and finds the same one adds none,
+    nor does another replica, which reads the same folder.
     """
     log.error("adapter_altered", adapter=name, replica=replica, reason=reason)
     with database.write() as session:
-        told = _newest(session, name, replica)
-        if told is not None and (told.action, told.reason) == (ACTION, reason):
-            return
+        told = _newest(session, name)
         version = versions.find(session, name)
-        count(session, "adapter", "altered")
-        audit.record(
-            session,
-            now=now,
-            actor=audit.CONTROL,
-            action=ACTION,
-            subject=name,
-            before={"digest": version.digest},
-            after={"loaded": False, "replica": replica},
-            reason=reason,
-        )
+        if told is None or (told.action, told.reason) != (ACTION, reason):
+            count(session, "adapter", "altered")
+            audit.record(
+                session,
+                now=now,
+                actor=audit.CONTROL,
+                action=ACTION,
+                subject=name,
+                before={"digest": version.digest},
+                after={"loaded": False, "replica": replica},
+                reason=reason,
+            )
         canary = canaries.active(session, version.model)
         if canary is None or canary.candidate != name:
             return
@@ -56,10 +54,12 @@ def record_altered(database: Database, name: str, *, replica: str, reason: str, 
 
 
 def record_restored(database: Database, name: str, *, replica: str, now: float) -> None:
-    """Write that the registered files are back, if the audit says of this replica that they were
-    altered. Raises: StoreError."""
+    """Write that the registered files are back, if the audit says last that they were altered.
+
+    Raises: StoreError.
+    """
     with database.read() as session:
-        told = _newest(session, name, replica)
+        told = _newest(session, name)
     if told is None or told.action != ACTION:
         return
     with database.write() as session:
@@ -75,9 +75,12 @@ def record_restored(database: Database, name: str, *, replica: str, now: float) 
         )
 
 
-def _newest(session: Session, name: str, replica: str) -> AuditRow | None:
-    rows = session.scalars(
-        select(AuditRow).where(AuditRow.subject == name).order_by(AuditRow.seq.desc()).limit(NEWEST)
+def _newest(session: Session, name: str) -> AuditRow | None:
+    """Return what was last told of the adapter's files."""
+    of_files = AuditRow.action.in_((ACTION, RESTORED))
+    return session.scalar(
+        select(AuditRow)
+        .where(AuditRow.subject == name, of_files)
+        .order_by(AuditRow.seq.desc())
+        .limit(1)
     )
-    ours = (row for row in rows if row.action in (ACTION, RESTORED))
-    return next((row for row in ours if (row.after or {}).get("replica") == replica), None)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from sidecar.store.models import AuditRow
@@ -63,6 +64,12 @@ def record(
             reason=reason,
         )
     )
+
+
+def first_reason(session: Session, action: str, subject: str) -> str | None:
+    """Return why an action was first taken on a subject; None: the trail does not have it."""
+    found = select(AuditRow.reason).where(AuditRow.subject == subject, AuditRow.action == action)
+    return session.scalar(found.order_by(AuditRow.seq).limit(1))
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from deploy.evidence.live import GUARDS
 from deploy.records import AdapterVersion
-from deploy.registry import canaries, versions
+from deploy.registry import audit, canaries, versions
 from deploy.registry.gate_rule import judge_name
 from sidecar.plurals import counted
 from sidecar.records import BASE
@@ -104,6 +104,8 @@ class LineageStep:
     adapter: AdapterVersion
     run: LineageRun | None
     canary: LineageCanary | None
+    origin: str | None
+    """Why it was registered: an import says from which folder. None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,10 @@ def trace_lineage(session: Session, model: str, reference: str) -> Lineage:
     name = versions.resolve(session, model, reference)
     steps = tuple(
         LineageStep(
-            adapter=version, run=_run(session, version), canary=_canary(session, version.name)
+            adapter=version,
+            run=_run(session, version),
+            canary=_canary(session, version.name),
+            origin=audit.first_reason(session, "adapter.registered", version.name),
         )
         for version in versions.ancestors(session, name)
     )
@@ -132,7 +137,8 @@ def render_lineage(lineage: Lineage) -> str:
     lines = [f"{lineage.name} of {lineage.model}"]
     for step in lineage.steps:
         lines += ["", *_render_adapter(step.adapter)]
-        lines += _render_run(step.run) if step.run is not None else ["  no training run recorded"]
+        none = f"  no training run recorded{f'; {step.origin}' if step.origin else ''}"
+        lines += _render_run(step.run) if step.run is not None else [none]
         lines += _render_canary(step.canary) if step.canary is not None else ["  no canary yet"]
     # Reasons hold text of people and judges: no character of it may end a line or move the cursor.
     return "\n".join(visible(line) for line in [*lines, "", f"base: {lineage.model}"])
@@ -307,7 +313,7 @@ def _render_canary(canary: LineageCanary) -> list[str]:
     evidence = canary.evidence
     if canary.damaged:
         lines.append("    evidence: damaged in the store")
-    lines += _render_evidence("probe", evidence, _render_probe)
+    lines += _render_evidence("probe", evidence, lambda probe: f"probe {probe['reason']}")
     lines += _render_evidence("gate", evidence, _render_gate)
     if evidence.get("gate"):
         lines += [f"    gate judged by {judge}" for judge in canary.gate_judges]
@@ -339,10 +345,6 @@ def _render_evidence(
         return [f"    {render(found)}"]
     except (KeyError, TypeError, ValueError, AttributeError):
         return [f"    {key.replace('_', ' ')}: damaged in the store"]
-
-
-def _render_probe(probe: dict[str, Any]) -> str:
-    return f"probe {probe['reason']}"
 
 
 def _render_gate(gate: dict[str, Any]) -> str:

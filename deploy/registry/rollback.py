@@ -31,6 +31,9 @@ from deploy.registry.history import bans
 from deploy.registry.learner import flags
 from sidecar.store.database import Database, count
 
+NEWEST = 3
+"""Former champions that a refusal names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackResult:
@@ -100,8 +103,8 @@ def roll_back_in(
     target = versions.resolve(session, model, to)
     if not versions.has_been_champion(session, target):
         raise TransitionError(
-            f"{target} has never been champion; roll back to previous, base or a version that "
-            "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
+            f"{target} has never been champion; roll back to previous, base"
+            + "".join(f", {one}" for one in versions.former_champions(session, model, NEWEST))
         )
     if target != before:
         versions.refuse_removed(session, target)

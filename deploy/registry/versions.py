@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection
 from typing import cast
 
-from sqlalchemy import or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError, UnknownAdapterError
@@ -197,6 +197,26 @@ def has_been_champion(session: Session, name: str) -> bool:
         CanaryRow.candidate == name, CanaryRow.state == "promoted"
     )
     return session.scalar(statement.limit(1)) is not None
+
+
+def former_champions(session: Session, model: str, most: int) -> list[str]:
+    """Return the newest promoted versions that are neither champion nor rolled back, and whose
+    folder is there; at most `most`."""
+    statement = (
+        select(CanaryRow.candidate)
+        .join(AdapterRow, AdapterRow.name == CanaryRow.candidate)
+        .where(
+            CanaryRow.model == model,
+            CanaryRow.state == "promoted",
+            AdapterRow.removed_at.is_(None),
+            AdapterRow.state != "rolled_back",
+            AdapterRow.name != champion(session, model),
+        )
+        .group_by(CanaryRow.candidate, AdapterRow.version)
+        .order_by(func.max(CanaryRow.ended_at).desc(), AdapterRow.version.desc())
+        .limit(most)
+    )
+    return list(session.scalars(statement))
 
 
 def reason_removed(session: Session, name: str) -> str | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
-from pydantic import Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.admin.auth import Caller, caller
-from deploy.admin.changes.bodies import ReasonIn
+from deploy.admin.changes.bodies import ReasonIn, VersionRef
 from deploy.admin.changes.conditions import IfMatch, check_match, not_blank
+from deploy.admin.changes.targets import may_be_named
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
 from deploy.admin.models import Page
@@ -27,7 +27,9 @@ from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import TransitionError
 from deploy.registry import versions
 from deploy.registry.history import aliases as history
+from deploy.registry.history import bans
 from deploy.registry.rollback import roll_back_in
+from sidecar.records import BASE
 from sidecar.routing.table import is_generation
 from sidecar.store.models import AliasRow
 
@@ -36,7 +38,7 @@ At = Annotated[float | None, Query(ge=0, le=2**53, allow_inf_nan=False)]
 
 
 class AliasIn(ReasonIn):
-    adapter: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
+    adapter: VersionRef
     """"base", a version, a full name or another alias."""
 
 
@@ -60,7 +62,7 @@ def alias_router(context: AdminContext) -> APIRouter:
             len(rows),
             show=AliasOut.model_validate,
             name=lambda row: f"alias {row.alias}",
-            cursor=lambda row: encode_cursor(row.alias),
+            cursor=lambda row: encode_cursor("aliases", row.alias),
         )
 
     @router.get("/aliases/{name}")
@@ -88,16 +90,10 @@ def alias_router(context: AdminContext) -> APIRouter:
         with database.write() as session:
             check_match(if_match, _etag_in(session, model, name))
             target = versions.resolve(session, model, to)
-            if not versions.has_been_champion(session, target):
-                raise TransitionError(f"{target} has never been champion: no canary passed it")
-            if name == "anchor":
-                versions.refuse_removed(session, target)
-            if name == "champion":
-                roll_back_in(session, model, to=target, reason=reason, actor=actor, now=now)
-            else:
-                versions.move_alias(
-                    session, model=model, alias=name, to=target, now=now, actor=actor, reason=reason
-                )
+            try:
+                _move(session, model, name, target, now=now, actor=actor, reason=reason)
+            except TransitionError as error:
+                raise ConflictError(str(error), _may_hold(session, model, name)) from error
             session.flush()
             found = _read(session, model, name)
         context.on_change()
@@ -105,6 +101,29 @@ def alias_router(context: AdminContext) -> APIRouter:
         return found
 
     return router
+
+
+def _move(
+    session: Session, model: str, name: str, to: str, *, now: float, actor: str, reason: str
+) -> None:
+    """Raises: TransitionError."""
+    if not versions.has_been_champion(session, to):
+        raise TransitionError(f"{to} has never been champion: no canary passed it")
+    if name == "champion":
+        roll_back_in(session, model, to=to, reason=reason, actor=actor, now=now)
+        return
+    versions.refuse_removed(session, to)
+    if to != BASE and (why := bans.reason_of(session, model, versions.find(session, to).digest)):
+        raise TransitionError(f"{to} cannot be what candidates are held to: {why}")
+    versions.move_alias(
+        session, model=model, alias=name, to=to, now=now, actor=actor, reason=reason
+    )
+
+
+def _may_hold(session: Session, model: str, name: str) -> list[str]:
+    """Return what an alias could be pointed at instead."""
+    now = [versions.champion(session, model)] if name == "anchor" else []
+    return list(dict.fromkeys([*now, *may_be_named(session, model)]))
 
 
 def _read(session: Session, model: str, name: str) -> AliasOut:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import structlog
 from fastapi import APIRouter, Depends, Response
-from pydantic import Field
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import ReasonIn
+from deploy.admin.changes.bodies import ReasonIn, VersionRef
 from deploy.admin.changes.conditions import not_blank, reason_in
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
@@ -17,7 +14,7 @@ from deploy.admin.models import AdapterOut, CanaryOut
 from deploy.admin.problems import ConflictError
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.registry import canaries, candidates, transitions, versions
+from deploy.registry import canaries, candidates, versions
 from deploy.registry.history import bans
 from sidecar.records import BASE
 
@@ -25,7 +22,7 @@ log = structlog.get_logger()
 
 
 class StartIn(ReasonIn):
-    version: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
+    version: VersionRef
     """A version, a full name or an alias."""
 
 
@@ -44,7 +41,6 @@ def begin_router(context: AdminContext) -> APIRouter:
         the one that waits (`state` is `queued`)."""
         reason, model = not_blank(asked.reason), context.line_of(project)
         with database.write() as session:
-            active = canaries.active(session, model)
             try:
                 canary = candidates.start(
                     session,
@@ -56,8 +52,8 @@ def begin_router(context: AdminContext) -> APIRouter:
                     reason=reason,
                 )
             except TransitionError as error:
-                allowed = [] if active is None else transitions.allowed_actions(active)
-                raise ConflictError(str(error), allowed) from error
+                # What a running canary would allow is no answer: this version may not be tried.
+                raise ConflictError(str(error), []) from error
         told = "canary_queued" if canary.phase == "queued" else "canary_began"
         log.info(told, canary=canary.canary_id, candidate=canary.candidate, actor=actor)
         context.on_change()

@@ -14,15 +14,22 @@ MAX_REASON = 2_000
 """Characters."""
 
 
+VersionRef = Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
+"""The number of a version, or a name of one. What is neither is told in words (`problems`)."""
+
+
 class ReasonIn(BaseModel):
     # Strict: `true` is not a version, and a number is not a reason.
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reason: str = Field(default=NO_REASON, max_length=MAX_REASON)
+    # A blank one is a problem of its own (`not_blank`): the pattern is for the description alone.
+    reason: str = Field(
+        default=NO_REASON, max_length=MAX_REASON, json_schema_extra={"pattern": r"\S"}
+    )
 
 
 class RollbackIn(ReasonIn):
-    to: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)] = "previous"
+    to: VersionRef = "previous"
     """"previous", "base", a version or a full name."""
 
 

@@ -23,6 +23,7 @@ from deploy.admin.models import AuditOut
 from deploy.admin.problems import TooManyStreamsError
 from deploy.admin.records import damaged
 from deploy.admin.wire.scopes import PREFIX
+from deploy.registry.history.subjects import Subject, subjects_of
 from sidecar.errors import StoreError
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import AuditRow
@@ -81,13 +82,15 @@ async def _stream(context: AdminContext, after: int, for_s: float) -> AsyncItera
 def _read(context: AdminContext, after: int) -> list[tuple[int, str]]:
     statement = select(AuditRow).where(AuditRow.seq > after).order_by(AuditRow.seq).limit(BATCH)
     with context.database.read() as session:
-        return [(row.seq, _event(row)) for row in session.scalars(statement)]
+        rows = session.scalars(statement).all()
+        subjects = subjects_of(session, rows)
+        return [(row.seq, _event(row, subjects[row.seq])) for row in rows]
 
 
-def _event(row: AuditRow) -> str:
+def _event(row: AuditRow, about: Subject) -> str:
     """Format one event. A damaged row is told as such: the stream goes on after it."""
     try:
-        data = AuditOut.model_validate(row).model_dump_json(ensure_ascii=True)
+        data = AuditOut.of(row, about).model_dump_json(ensure_ascii=True)
         action = row.action.encode("ascii", "replace").decode().replace("\n", " ")
     except DAMAGE as error:
         damaged(f"audit {row.seq}", error)  # logs it

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.admin.json import UnreadableError
 from deploy.admin.problems import KeyInUseError, KeyReusedError, refusal
+from deploy.admin.wire.scopes import allowed_methods
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from sidecar.store.models import IdempotentReplyRow
@@ -77,7 +78,7 @@ class Idempotency:
             return
         try:
             key = key_of(scope)
-            if key is None:
+            if key is None or scope["method"] not in allowed_methods(scope["path"]):
                 await self._app(scope, receive, send)
                 return
             body = await _whole_body(receive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends
+from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.changes.champions import former
@@ -25,6 +26,15 @@ class TargetOut(Out):
     """Why its files are banned; null: they are not. A rollback to it lifts the ban."""
     sound: bool
     """False for what was rolled back or is banned: choose it on purpose only."""
+
+
+MOST_NAMED = 10
+"""Adapters that a refusal names."""
+
+
+def may_be_named(session: Session, model: str) -> list[str]:
+    """Return what a refused rollback could go to instead: nothing that was taken away."""
+    return [one.adapter for one in former(session, model) if one.sound][:MOST_NAMED]
 
 
 def target_router(context: AdminContext) -> APIRouter:

@@ -45,7 +45,9 @@ def run_router(context: AdminContext) -> APIRouter:
     def steps(run_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunStepOut]:
         """The steps that are done, the newest first; of a run that failed, those before it did."""
         statement = select(RunStepRow).where(RunStepRow.run_id == run_id)
-        statement = newest_first(statement, limit=limit, cursor=cursor, key={RunStepRow.step: int})
+        statement = newest_first(
+            statement, "steps", limit=limit, cursor=cursor, key={RunStepRow.step: int}
+        )
         with database.read() as session:
             _find(session, model, run_id)
             rows = session.scalars(statement).all()
@@ -54,7 +56,7 @@ def run_router(context: AdminContext) -> APIRouter:
             limit,
             show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
             name=lambda row: f"step {row.step} of run {run_id}",
-            cursor=lambda row: encode_cursor(row.step),
+            cursor=lambda row: encode_cursor("steps", row.step),
         )
 
     return router

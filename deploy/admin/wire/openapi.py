@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from deploy.admin.out import Problem
-from deploy.admin.wire.scopes import NEEDED, OPEN
+from deploy.admin.wire.scopes import NEEDED, OPEN, PREFIX
 
 MEDIA_TYPE = "application/problem+json"
 ANY = (400, 401, 403, 404, 408, 413, 422, 500, 502, 503)
@@ -28,6 +28,34 @@ KEY = {
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
 }
 Json = dict[str, Any]
+ETAGS = frozenset(
+    {("GET", "/learner"), ("POST", "/learner/{action}"), ("POST", "/canaries")}
+    | {("GET", "/canaries/{canary_id}"), ("POST", "/canaries/{canary_id}/{action}")}
+    | {("GET", "/aliases/{name}"), ("PUT", "/aliases/{name}")}
+)
+"""Routes whose reply has the ETag that a change of the same resource sends as If-Match."""
+
+
+def _header(description: str) -> Json:
+    return {"description": description, "schema": {"type": "string"}}
+
+
+REQUEST_ID = _header("The request's own, if it is plain text, else a new one; the audit has it.")
+REPLAYED = _header("`true` when this is the first reply to the same Idempotency-Key.")
+ETAG = _header("Of the state that the reply shows: If-Match of a change. Not weak.")
+LOCATION = _header("The path of the canary.")
+
+
+def _headers(method: str, path: str) -> Json:
+    """Describe the headers of a success."""
+    found = {"x-request-id": REQUEST_ID}
+    if (method, path.removeprefix(PREFIX)) in ETAGS:
+        found["etag"] = ETAG
+    if (method, path) == ("POST", f"{PREFIX}/canaries"):
+        found["location"] = LOCATION
+    if method != "GET":
+        found["idempotency-replayed"] = REPLAYED
+    return found
 
 
 def describe(app: FastAPI) -> Json:
@@ -65,7 +93,12 @@ def _complete(operation: Json, method: str, path: str) -> None:
         statuses = (*statuses, *OF_CHANGES)
         operation.setdefault("parameters", []).append(KEY)
     replies = operation["responses"]
+    for status, reply in replies.items():
+        if status.startswith("2"):
+            reply["headers"] = _headers(method, path)
     for status in statuses:
+        if status != 422 and str(status) in replies:
+            continue  # the route says itself what it answers; of 422 the framework says it
         replies[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},

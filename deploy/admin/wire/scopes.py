@@ -59,7 +59,7 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
 }
 """(method, path template) -> scope."""
 
-_PATTERNS = [(compile_path(path)[0], method) for method, path in NEEDED]
+_PATTERNS = [(compile_path(path)[0], path, method) for method, path in NEEDED]
 
 
 class ScopeError(DeployError, PermissionError):
@@ -82,5 +82,9 @@ def check_scope(method: str, template: str, granted: Collection[AdminScope]) -> 
 
 
 def allowed_methods(path: str) -> list[str]:
-    """List the methods that a path takes, for `Allow`. path: decoded, as in the ASGI scope."""
-    return sorted({method for pattern, method in _PATTERNS if pattern.match(path)})
+    """List the methods that a path takes, for `Allow`. path: decoded, as in the ASGI scope.
+
+    A path that is named itself, such as `.../evidence`, is no `{action}`."""
+    found = [(template, method) for pattern, template, method in _PATTERNS if pattern.match(path)]
+    named = [one for one in found if not one[0].endswith("/{action}")]
+    return sorted({method for _, method in named or found})

@@ -127,7 +127,7 @@ def import_adapter(
                 path=path,
                 now=now,
                 actor=ACTOR,
-                reason=f"imported: {reason}",
+                reason=f"imported from {folder.resolve()}: {reason}",
             )
     finally:
         for one in (work, replaced(work)):

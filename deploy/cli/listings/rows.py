@@ -13,6 +13,7 @@ from deploy.cli.listings.table import WHOLE, table_lines
 from deploy.cli.times import shown_age
 from deploy.iso_times import iso
 from deploy.records import version_of
+from sidecar.lines import learner_of, line_name
 
 Json = Mapping[str, Any]
 _CANARY_ID = re.compile(r"[0-9a-f]{32}")
@@ -56,14 +57,14 @@ def aliases_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list
 
 def audit_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
     """One line a change; `-o json` has before, after, address and request id."""
-    heads = ("seq", "at", "by", "what", "of", "why")
+    heads = ("seq", "at (UTC)", "by", "what", "of", "why")
     rows = [
         (
             str(one["seq"]),
             (iso(one["at"]) or "-")[:16].replace("T", " "),
             str(one["actor"]),
             str(one["action"]),
-            _subject(str(one["subject"])),
+            _subject(str(one["subject"]), one.get("project")),
             str(one["reason"] or "-"),
         )
         for one in items
@@ -89,6 +90,11 @@ def runs_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[st
     return table_lines(heads, rows, width)
 
 
-def _subject(subject: str) -> str:
-    """The first eight characters of a canary's id, the version of an adapter, else all of it."""
-    return subject[:8] if _CANARY_ID.fullmatch(subject) else version_of(subject)
+def _subject(subject: str, project: str | None) -> str:
+    """The first eight characters of a canary's id, the version of an adapter, else all of it; and
+    whose line it is, because each line has a v1."""
+    short = subject[:8] if _CANARY_ID.fullmatch(subject) else version_of(subject)
+    if project is None:
+        return short
+    line = line_name("", project)  # how the name of each model's line of the project ends
+    return short if short == learner_of(line) else f"{short.removesuffix(line)} of {project}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import msgspec
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, note, print_found, say, say_json
+from deploy.cli.output import Output, note, print_as, say, say_json
 from deploy.cli.times import shown_time
 from sidecar.plurals import counted
 
@@ -51,7 +52,16 @@ def hooks_ls(context: typer.Context, output: Output = "text") -> None:
     if output == "text" and not found:
         say("there is no hook; [notify.hooks.NAME] in the settings makes one")
         return
-    print_found({"items": found}, output)
+    print_as({"items": found}, output, lambda: _lines(found))
+
+
+def _lines(found: list[dict[str, object]]) -> list[str]:
+    """Raises: TypeError when a hook is not as this version knows it."""
+    try:
+        hooks = msgspec.convert(found, list[HookTold])
+    except msgspec.ValidationError as error:
+        raise TypeError(str(error)) from error
+    return list(hook_lines(hooks, time.time()))
 
 
 @hooks_app.command("test")
@@ -84,8 +94,6 @@ def hooks_test(
 
 async def _test(settings: Settings, chosen: dict[str, Hook]) -> dict[str, str]:
     """Return why each hook that failed did so."""
-    import time
-
     from deploy.errors import error_line
     from deploy.outside.http import Caller, OutsideError
     from deploy.outside.telling import TEST, Event, Sender

@@ -30,6 +30,7 @@ EXAMPLES: dict[str, str] = {
     "canary abort": 'sidecar canary abort --reason "too long"',
     "canary skip-step": "sidecar canary skip-step",
     "canary wait": "sidecar canary wait --timeout 7200 && echo promoted",
+    "canary watch": "sidecar canary watch",
     "adapters import": 'sidecar adapters import ./my-lora --reason "our SFT"',
     "adapters diff": "sidecar adapters diff v7 champion",
     "adapters export": "sidecar adapters export v7 /tmp/v7.tar",
@@ -77,7 +78,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "sidecar up",
         "sidecar status",
     ),
-    "canary": ("sidecar canary get", 'sidecar canary pause --reason "a sale begins"'),
+    "canary": ("sidecar canary watch", 'sidecar canary pause --reason "a sale begins"'),
     "adapters": ("sidecar adapters ls", "sidecar adapters show v7"),
     "config": ("sidecar config init", "sidecar config check --online"),
     "keys": ("sidecar keys create --project shop --rpm 60", "sidecar keys ls"),
@@ -92,11 +93,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Words of a group of commands -> lines that can be typed."""
 
 USUAL = "0 done, 1 failed, 2 bad use"
+ENDED = (
+    "0 promoted, 1 rolled back or rejected, 2 bad use, 3 inconclusive or withdrawn, "
+    "4 could not ask, 124 timed out"
+)
 EXITS: dict[str, str] = {
     "": f"{USUAL}, 130 interrupted; the help of a command names those that it has besides",
-    "canary": f"{USUAL}; `canary wait` also 3, 4 and 124, which its help explains",
-    "canary wait": "0 promoted, 1 rolled back or rejected, 2 bad use, 3 inconclusive or withdrawn, "
-    "4 could not ask, 124 timed out",
+    "canary": f"{USUAL}; `canary wait` and `canary watch` also 3, 4 and 124, which their help "
+    "explains",
+    "canary wait": ENDED,
+    "canary watch": f"{ENDED}, 130 interrupted",
     "doctor": "0 records come through, 1 something stops them, 2 bad use",
     "learn": "0 done, 1 failed, 2 bad use; with --once also 3 nothing to learn from, 4 held, "
     "5 no room",

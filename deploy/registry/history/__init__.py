@@ -1,1 +1,1 @@
-"""What must not come back, and who held which alias when: append-only."""
+"""What must not come back, who held which alias when, and what the audit is about."""

@@ -144,6 +144,8 @@ def test_diff_says_descent_config_data_and_weights(
     assert shop.run("adapters", "diff", "v2", "v1", "-o", "json") == 0
     found = json.loads(capsys.readouterr().out)
 
+    assert shop.run("adapters", "diff", "1", "1") == 0
+    assert "Descent: A and B are the same version\n" in capsys.readouterr().out
     assert "Descent: B descends from A, 1 version later" in text
     assert "  lora_alpha: 8 in A, 16 in B" in text
     assert "  lr: 0.0001 in A, 0.0002 in B" in text

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import httpx
 import msgspec
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 
 from deploy.admin.actions import until_loaded
+from deploy.admin.paging import encode_cursor
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState
 from deploy.registry import transitions
@@ -30,7 +31,7 @@ from ingest.noise.state import NoiseState, write_noise_state
 from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
 from ingest.verifiers.state import VerifierSeen, write_verifiers
 from sidecar.store.database import compress, count, set_flag
-from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
+from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run
 from support.ingest_kit import make_feedback
 
@@ -325,6 +326,14 @@ async def test_every_listing_pages_to_its_end(world: World, api: Api) -> None:
             if cursor is None:
                 break
         assert len(seen) == len(set(seen)) == total, path
+
+
+async def test_a_cursor_is_of_one_listing(api: Api) -> None:
+    of_audit = encode_cursor("audit", 1)
+
+    assert (await api.get("/audit", cursor=of_audit)).status_code == 200
+    for path, cursor in (("/groups", of_audit), ("/adapters", of_audit), ("/audit", "WzFd")):
+        assert_problem(await api.get(path, cursor=cursor), 400, "bad-cursor")
 
 
 @pytest.mark.parametrize("cursor", ["nonsense", "bm9wZQ==", "WyJhIl0=", "WzEsMl0=", "W3RydWVd"])
@@ -860,6 +869,52 @@ async def test_ready_once_there_is_a_routing_table(api: Api) -> None:
 
     assert reply.status_code == 200
     assert reply.json()["status"] == "ready"
+
+
+async def test_not_ready_says_why_and_as_it_is_described(world: World, api: Api) -> None:
+    with world.database.write() as session:
+        session.execute(delete(RoutingRow))
+
+    reply = await api.client.get("/readyz")
+    document = (await api.client.get("/admin/openapi.json")).json()
+
+    assert (reply.status_code, reply.json()["status"]) == (503, "not ready")
+    assert reply.json()["reason"].startswith("the store has no routing table yet: the control")
+    declared = document["paths"]["/readyz"]["get"]["responses"]
+    assert {status: list(declared[status]["content"]) for status in ("200", "503")} == {
+        "200": ["application/json"],
+        "503": ["application/json"],
+    }
+
+
+async def test_a_refused_rollback_or_alias_says_what_may_be_named(world: World, api: Api) -> None:
+    first, second = world.register(1), world.register(2, values=(0.1, 0.2))
+    world.promote(first)
+    world.promote(second)
+    world.register(3, values=(0.3, 0.4))
+
+    back = await api.post("/rollback", {"to": 3})
+    etag = (await api.get("/aliases/anchor")).headers["etag"]
+    held = await api.client.put(
+        "/admin/v1/aliases/anchor", json={"adapter": 3}, headers={"if-match": etag}
+    )
+
+    assert assert_problem(back, 409, "not-allowed-now")["allowed_actions"] == [first, "base"]
+    assert back.json()["detail"].endswith(f"roll back to previous, base, {first}")
+    assert assert_problem(held, 409, "not-allowed-now")["allowed_actions"] == [
+        second,
+        first,
+        "base",
+    ]
+
+
+@pytest.mark.parametrize("to", [-1, True, 1.5, [], "x" * 256])
+async def test_what_is_no_version_is_told_what_is_wanted(api: Api, to: Any) -> None:
+    reply = await api.post("/rollback", {"to": to})
+
+    assert assert_problem(reply, 422, "bad-request")["detail"] == (
+        "body.to: is no version; send its number, or a name of at most 255 characters"
+    )
 
 
 async def test_a_loop_that_fails_is_shown_and_does_not_take_the_admin_api_away(api: Api) -> None:

@@ -63,6 +63,18 @@ async def test_what_cannot_be_tried_is_a_problem(
     assert (reply.status_code, reply.json()["type"].rsplit(":", 1)[1]) == (status, slug)
 
 
+async def test_the_champion_is_refused_without_what_another_canary_allows(
+    world: World, api: Api
+) -> None:
+    world.promote(world.register(2, values=(0.1, 0.2)))
+    world.ramp(world.register(1))
+
+    reply = await api.post("/canaries", {"version": 2})
+
+    assert (reply.status_code, reply.json()["allowed_actions"]) == (409, [])
+    assert "is champion" in reply.json()["detail"]
+
+
 async def test_a_ban_is_shown_and_lifted(world: World, api: Api) -> None:
     name = world.register(1)
     await api.post("/canaries", {"version": 1})

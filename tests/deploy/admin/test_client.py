@@ -118,6 +118,53 @@ def test_an_error_that_is_no_problem_is_an_error_of_one_line(problem: bytes) -> 
 
 
 @pytest.mark.usefixtures("_token")
+@pytest.mark.parametrize("reply", [b'{"detail": "Not Found"}', b"<html>", b'{"type": {"a": 1}}'])
+def test_another_service_on_the_port_is_named_with_the_settings(reply: bytes) -> None:
+    with server(404, reply) as (port, _), pytest.raises(AdminApiError) as refused:
+        client(port).get("/status")
+
+    assert str(refused.value) == (
+        f"admin API: what answers at http://127.0.0.1:{port}/admin/v1/status is not it "
+        f"(404 {reply.decode()}); check admin.host and admin.port: they must be those of control"
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        ("", "it wants a token; set SIDECAR_ADMIN_TOKEN to one whose digest is in admin.tokens"),
+        (TOKEN, "it does not know the token in SIDECAR_ADMIN_TOKEN; set that to one"),
+    ],
+)
+def test_a_token_that_is_wanted_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, token: str, said: str
+) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_TOKEN", token)
+    problem = b'{"type": "urn:learning-sidecar:problem:unauthorized", "title": "x", "detail": "y"}'
+
+    with server(401, problem) as (port, _), pytest.raises(AdminApiError) as refused:
+        client(port).get("/status")
+
+    assert str(refused.value).startswith(f"admin API: {said}")
+    assert TOKEN not in str(refused.value)
+
+
+@pytest.mark.usefixtures("_token")
+def test_what_is_allowed_is_told_once() -> None:
+    problem = (
+        b'{"type": "urn:learning-sidecar:problem:not-allowed-now", "title": "No", '
+        b'"detail": "go to v1, base", "allowed_actions": [%s]}'
+    )
+    with server(409, problem % b'"v1", "base"') as (port, _), pytest.raises(AdminApiError) as once:
+        client(port).get("/status")
+    with server(409, problem % b'"v1", "v2"') as (port, _), pytest.raises(AdminApiError) as more:
+        client(port).get("/status")
+
+    assert str(once.value) == "admin API: No: go to v1, base"
+    assert str(more.value) == "admin API: No: go to v1, base; allowed now: v1, v2"
+
+
+@pytest.mark.usefixtures("_token")
 def test_what_a_person_typed_stays_one_segment_of_the_path() -> None:
     with server() as (port, seen):
         for typed in ("../audit", "a/b?c#d", "\x1b[31m", "ü"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.admin.changes import events
+from sidecar.lines import Line
 from sidecar.store.models import AuditRow
 
 if TYPE_CHECKING:
@@ -39,6 +40,20 @@ async def test_a_stream_begins_now_or_after_the_last_event_that_was_seen(
     assert [int(one["id"]) for one in found] == [row.seq for row in rows[-2:]]
     assert found[-1]["event"] == "learner.pause"
     assert found[-1]["data"]["reason"] == "caf\u00e9\nnew line"
+
+
+async def test_an_event_has_all_that_the_audit_shows_of_its_row(world: World, api: Api) -> None:
+    world.line = Line(name="m@@shop")
+    name = world.register(1)
+    world.promote(name)
+
+    stream = await api.client.get("/admin/v1/events?for_s=0", headers={"last-event-id": "0"})
+
+    listed = (await api.get("/audit", limit=200)).json()["items"][::-1]
+    found = [one["data"] for one in told(stream.text)]
+    assert found == listed
+    about = {(one["project"], one["candidate"]) for one in found if "canary." in one["action"]}
+    assert about == {("shop", name)}
 
 
 async def test_a_change_during_the_stream_is_told(

@@ -49,6 +49,15 @@ async def test_the_same_key_with_another_request_is_422(api: Api, path: str, bod
     assert reply.json()["type"].endswith(":key-reused")
 
 
+@pytest.mark.parametrize(("path", "status"), [("/status", 405), ("/nowhere", 404)])
+async def test_a_key_changes_no_refusal_of_a_path_or_method(
+    api: Api, path: str, status: int
+) -> None:
+    await api.post(PAUSE, {"reason": "x"}, idempotency_key="k")
+
+    assert (await api.post(path, {}, idempotency_key="k")).status_code == status
+
+
 async def test_an_error_is_not_kept_so_the_request_may_be_made_again(
     world: World, api: Api
 ) -> None:

@@ -50,7 +50,9 @@ def make_hostile(case: Any) -> None:
     if case.path.endswith("/events"):
         case.query = {"for_s": 0}  # else it streams for an hour
     if case.query and "cursor" in case.query:
-        case.query["cursor"] = cursor(next(HOSTILE)).decode()[len("cursor=") :]
+        listing = case.path.rsplit("/", 1)[1]
+        text = next(HOSTILE).replace("[", f'["{listing}",', 1)
+        case.query["cursor"] = cursor(text).decode()[len("cursor=") :]
 
 
 def check(response: Any, case: Any) -> None:

@@ -109,6 +109,15 @@ async def test_a_wrong_method_is_told_all_that_the_path_takes(api: Api) -> None:
     assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
 
 
+@pytest.mark.parametrize("method", ["DELETE", "POST"])
+async def test_the_evidence_is_no_action_of_a_canary(api: Api, method: str) -> None:
+    evidence = await api.client.request(method, "/admin/v1/canaries/x/evidence")
+    action = await api.client.request("DELETE", "/admin/v1/canaries/x/pause")
+
+    assert (evidence.status_code, evidence.headers["allow"]) == (405, "GET")
+    assert (action.status_code, action.headers["allow"]) == (405, "POST")
+
+
 async def test_a_reply_and_the_audit_name_the_request(world: World, api: Api) -> None:
     world.promote(world.register(1))
 
@@ -149,6 +158,27 @@ async def test_the_description_says_scopes_and_the_form_of_errors(api: Api) -> N
     for status in ("400", "403", "409", "412", "422", "428"):
         assert list(back["responses"][status]["content"]) == ["application/problem+json"]
     assert document["paths"]["/healthz"]["get"]["security"] == []
+    paths = document["paths"]
+    headers = {
+        (method, path): set(paths[f"/admin/v1{path}"][method]["responses"][status]["headers"])
+        for method, path, status in (
+            ("get", "/status", "200"),
+            ("get", "/canaries/{canary_id}", "200"),
+            ("post", "/canaries", "201"),
+            ("put", "/aliases/{name}", "200"),
+            ("post", "/rollback", "200"),
+        )
+    }
+    always, change = {"x-request-id"}, {"x-request-id", "idempotency-replayed"}
+    assert list(headers.values()) == [
+        always,
+        {*always, "etag"},
+        {*change, "etag", "location"},
+        {*change, "etag"},
+        change,
+    ]
+    reason = document["components"]["schemas"]["RollbackIn"]["properties"]["reason"]
+    assert (reason["pattern"], reason["maxLength"]) == (r"\S", 2_000)
     session = document["paths"]["/admin/v1/sessions/{session_id}"]["get"]
     assert session["x-scope"] == "content"
     assert "HTTPValidationError" not in document["components"]["schemas"]

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "learn": "tests/learner/test_once.py",
     "doctor": "tests/deploy/doctor",
     "canary wait": "tests/deploy/cli/test_exit_codes.py",
+    "canary watch": "tests/deploy/cli/test_exit_codes.py",
     "keys revoke": "tests/deploy/cli/test_exit_codes.py",
     "adapters push": "tests/deploy/adapters/test_push.py",
     "learner override": "tests/deploy/admin/test_watch.py",
@@ -173,8 +174,14 @@ def test_what_cannot_be_done_ends_with_1_and_says_why(
     assert "Traceback" not in said.out + said.err
 
 
-OTHER_CODES = {"canary wait": 4, "learn": 3, "judge calibrate": 2, "judge sessions": 2}
-"""`canary wait`: 1 says rolled back. `learn --once`: it has nothing to learn from. `judge
+OTHER_CODES = {
+    "canary wait": 4,
+    "canary watch": 4,
+    "learn": 3,
+    "judge calibrate": 2,
+    "judge sessions": 2,
+}
+"""`canary wait`, `watch`: 1 says rolled back. `learn --once`: it has nothing to learn from. `judge
 calibrate`: its file is not there. `judge sessions`: the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
     "learn": ("--once",),
@@ -192,13 +199,14 @@ MISSING: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     ("ends", "code"), [("promoted", 0), ("rolled_back", 1), ("inconclusive", 3), ("", 124)]
 )
+@pytest.mark.parametrize("command", ["wait", "watch"])
 def test_waiting_for_a_canary_tells_how_it_ended(
-    world: World, run: Run, ends: str, code: int
+    world: World, run: Run, command: str, ends: str, code: int
 ) -> None:
     if ends:
         end(world, ends)
 
-    assert run("canary", "wait", "--timeout", "0") == code
+    assert run("canary", command, "--timeout", "0") == code
 
 
 def end(world: World, phase: Any) -> None:

@@ -227,3 +227,11 @@ def test_other_shells_get_a_script(shell: str, words: str) -> None:
     )
 
     assert words in done.stdout
+
+
+def test_the_help_of_a_rollback_says_what_else_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollback", "--help"]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert "bans the files of the adapter that it takes away" in said
+    assert "pauses the learner" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.admin.client import AdminClient
 from deploy.cli.main import main
 from support.outside_server import OutsideServer, outside_server
 
@@ -19,6 +20,21 @@ def run(folder: Path, server: OutsideServer, *words: str) -> int:
         'secret_env = "HOOK_KEY"\n'
     )
     return main(["--config", str(config), "hooks", "test", *words])
+
+
+def test_a_secret_that_is_not_set_is_asked_for_where_the_command_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOOK_KEY", raising=False)
+
+    with outside_server() as server:
+        code = run(tmp_path, server, "ops")
+
+    assert code == 1
+    assert capsys.readouterr().err == (
+        "sidecar: ops: environment variable HOOK_KEY is not set here; set it to the secret for the "
+        "process that sends this, control or a command\n"
+    )
 
 
 def test_each_receiver_is_told_of(
@@ -40,3 +56,25 @@ def test_each_receiver_is_told_of(
     assert found["ops"] == {"taken": True, "error": None}
     assert found["chat"]["taken"] is False
     assert [json.loads(one.body)["type"] for one in server.asked] == ["test"] * 3
+
+
+def test_hooks_are_listed_in_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = {
+        "name": "ops", "tries": 2, "next_at": 1.0, "delivered": 1, "dead": 0, "told_at": None,
+        "error": "status 500", "new": "field",
+    }  # fmt: skip
+    monkeypatch.setattr(AdminClient, "get", lambda *_: {"hooks": [hook]})
+    config = tmp_path / "sidecar.toml"
+    config.write_text('[serving]\nmodel = "m"\n')
+
+    code = main(["--config", str(config), "hooks", "ls"])
+    text = capsys.readouterr().out
+    main(["--config", str(config), "hooks", "ls", "-o", "json"])
+
+    assert code == 0
+    assert text == (
+        "Hook ops: 1 event taken; the last one: never.\n  FAILS (2 times in a row): status 500\n"
+    )
+    assert json.loads(capsys.readouterr().out)["items"][0]["dead"] == 0

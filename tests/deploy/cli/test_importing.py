@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,14 +56,16 @@ async def test_an_import_is_a_version_with_lineage_audit_and_canary(
     (row,) = world.rows(AdapterRow)
     assert (row.state, row.parent, row.run_id) == ("registered", "base", None)
     (audit,) = [one for one in world.rows(AuditRow) if one.action == "adapter.registered"]
-    assert (audit.actor, audit.reason) == (ACTOR, "imported: our SFT")
+    assert (audit.actor, audit.reason) == (ACTOR, f"imported from {folder}: our SFT")
     assert [one.name for one in (made.path.parent).iterdir()] == [made.digest]
 
     await world.controller().tick()
 
     assert world.canary(made.adapter).phase == "gating"
     with world.database.read() as session:
-        assert made.adapter in render_lineage(trace_lineage(session, "m", "1"))
+        shown = render_lineage(trace_lineage(session, "m", "1"))
+    assert made.adapter in shown
+    assert f"  no training run recorded; imported from {folder}: our SFT" in shown.split("\n")
 
 
 @pytest.mark.parametrize("before", ["", "./", "mine/", "./mine/"])
@@ -221,3 +225,34 @@ def test_the_command_says_what_the_learner_would_refuse(
     assert code == 0, said.err
     assert "adapter: m--v1-" in said.out
     assert "runs refuse it as their parent until learner.rank = 4 (now 8)" in said.err
+
+
+def test_logs_of_a_command_go_to_stderr_so_that_its_json_can_be_read(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "empty\x1b[31m"
+    base.mkdir()
+    write_adapter(tmp_path / "mine", config={"base_model_name_or_path": "m"})
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "m"\nbase_model_path = {json.dumps(str(base))}\n'
+        f'[store]\nurl = "{world.database.url}"\n'
+        f'[learner]\nadapters_dir = "{tmp_path}/adapters"\n'
+    )
+    words = ("adapters", "import", str(tmp_path / "mine"), "--reason", "x", "-o", "json")
+    command = ["--config", str(config), *words]
+
+    # In a process of its own, too: structlog is loaded after the command has begun.
+    code = "import sys; from deploy.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
+    )
+    again = main(command)
+
+    said = capsys.readouterr()
+    assert (done.returncode, again) == (0, 1), done.stderr
+    assert json.loads(done.stdout)["version"] == 1
+    assert said.out == ""
+    for err in (done.stderr, said.err):
+        assert "base_not_readable" in err
+        assert "\x1b" not in err

@@ -240,6 +240,7 @@ RECORD = {
         "canary promote c1",
         "canary abort c1",
         "canary wait c1",
+        "canary watch c1",
     ],
 )
 @pytest.mark.parametrize("as_items", [False, True])
@@ -447,3 +448,15 @@ def test_a_command_without_its_subcommand_prints_its_help(
     assert main(command.split()) == 2
 
     assert capsys.readouterr().err.startswith(f"Usage: sidecar {command}".rstrip() + " [OPTIONS]")
+
+
+@pytest.mark.parametrize(
+    ("at", "said"), [("1900-01-01", "is before 1970"), ("yesterday", "is no time")]
+)
+def test_a_time_that_has_no_champion_is_bad_use(
+    config: Path, capsys: pytest.CaptureFixture[str], at: str, said: str
+) -> None:
+    code = main(["--config", str(config), "adapters", "ls", "--at", at])
+
+    assert code == 2
+    assert said in capsys.readouterr().err

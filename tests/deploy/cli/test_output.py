@@ -52,6 +52,20 @@ def test_an_empty_line_stands_between_two_records_of_a_listing() -> None:
     assert found_lines(listing, NOW) == ["name: a", "", "name: b", "after:", "  paused: no"]
 
 
+def test_each_item_of_a_list_in_a_record_begins_with_a_dash() -> None:
+    record = {"metrics": [{"name": "a", "of": [{"x": 1}]}, {"name": "b", "why": "-"}], "end": 1}
+
+    assert found_lines(record, NOW) == [
+        "metrics:",
+        "  - name: a",
+        "    of:",
+        "      - x: 1",
+        "  - name: b",
+        "    why: -",
+        "end: 1",
+    ]
+
+
 def test_an_empty_listing_says_none() -> None:
     assert found_lines({"items": []}, NOW) == ["none"]
 
@@ -134,6 +148,31 @@ def test_adapters_audit_and_runs_are_tables_that_fit_a_terminal() -> None:
     assert runs[1].split() == [
         32 * "d", "interrupted", "1", "min", "ago", "base", "v7", "96", "it", "was", "killed",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("subject", "project", "shown"),
+    [
+        ("m--v1-0a0b0c0d0e0f", None, "v1"),
+        ("m@@shop--v1-0a0b0c0d0e0f", "shop", "v1 of shop"),
+        (32 * "e", "shop", "eeeeeeee of shop"),
+        ("m@@shop", "shop", "m of shop"),
+        ("learner of shop", "shop", "learner of shop"),
+        ("learner", None, "learner"),
+    ],
+)
+def test_the_audit_says_whose_line_a_change_is_of_and_that_its_times_are_utc(
+    subject: str, project: str | None, shown: str
+) -> None:
+    change = {
+        "seq": 1, "at": NOW, "actor": "me", "action": "x", "subject": subject,
+        "project": project, "reason": "why",
+    }  # fmt: skip
+
+    heads, line = audit_table([change], NOW)
+
+    assert heads.split("  ")[1].strip() == "at (UTC)"
+    assert [cell.strip() for cell in line.split("  ") if cell][4:] == [shown, "why"]
 
 
 def test_a_listing_of_another_version_is_printed_by_its_fields(

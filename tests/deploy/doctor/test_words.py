@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.doctor.facts import Facts, StoreFacts
+from deploy.doctor.report import report_lines
 from deploy.doctor.rules import diagnose, waits_for
 from deploy.funnel.read import Funnel
 from deploy.funnel.stages import STAGES, Name, Stage
@@ -53,3 +54,21 @@ def test_what_is_waited_for_agrees_with_its_number() -> None:
     assert waits_for(facts(passed=5, waiting=1)) == (
         "1 scored group for a run (learner.min_groups); 1 waits"
     )
+
+
+def test_records_that_wait_for_no_stated_reason_wait_once() -> None:
+    stage = Stage(
+        name="bus", unit="records", passed_as="stored", entered=120, passed=0,
+        ended={"lost": 2}, waiting={"waiting": 117, "new": 1}, unreported=0,
+    )  # fmt: skip
+    found = Facts(
+        now=1_000.0,
+        settings=Settings(),
+        store=StoreFacts(funnel=Funnel(stages=(stage,), counters={})),
+    )
+
+    lines = [line for line in report_lines(found, []) if line.startswith("bus ")]
+
+    assert [line.partition("stored; ")[2] for line in lines] == [
+        "2 lost, 117 waiting, waiting: 1 new"
+    ]

@@ -75,9 +75,14 @@ def test_foreign_adapters_are_not_touched() -> None:
     assert plan(desired("v1"), "v1", *foreign) == Plan(load=(), unload=())
 
 
-def reconciler(world: World) -> Reconciler:
+def reconciler(world: World, replica: str = "") -> Reconciler:
     return Reconciler(
-        database=world.database, control=world.control, model="m", max_loras=4, clock=world.clock
+        database=world.database,
+        control=world.control,
+        model="m",
+        max_loras=4,
+        clock=world.clock,
+        replica=replica,
     )
 
 
@@ -254,6 +259,25 @@ async def test_an_adapter_altered_on_disk_is_not_loaded_after_a_restart_of_vllm(
     for _ in range(2):
         await reconciler(world).reconcile()  # control was started again
     assert altered_count(world) == len(altered_rows(world)) == 1, "told once"
+
+
+async def test_an_alteration_that_two_replicas_find_is_told_once(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    keepers = [reconciler(world, replica=one) for one in ("http://a", "http://b")]
+    restore = flip_a_bit(world, name)
+
+    for keeper in keepers:
+        await keeper.reconcile()
+    told = world.actions()
+    restore()
+    world.clock.now += ALTERED_RETRY_S
+    for keeper in keepers:
+        await keeper.reconcile()
+
+    assert told.count("adapter.altered") == altered_count(world) == 1
+    assert altered_rows(world)[0][1]["replica"] == "http://a"
+    assert world.actions()[-2:] == ["adapter.altered", "adapter.sound"]
 
 
 async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> None:

@@ -18,6 +18,7 @@ from deploy.outside.http import Caller, OutsideError, Reply
 from deploy.outside.signing import key_of, signed_headers
 from deploy.outside.telling import FLAG, SETTLE_S, Event, Hooks, HookState, Sender, read_state
 from deploy.registry import audit
+from sidecar.lines import Line
 from sidecar.settings import Hook, Notify
 from sidecar.store.database import set_flag
 from sidecar.store.models import CounterRow
@@ -153,6 +154,8 @@ async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> N
         "model": "m",
         "at": 1_010.0,
         "subject": "c1",
+        "project": None,
+        "candidate": None,
         "actor": "control",
         "reason": "it is good",
         "before": {"phase": "gating"},
@@ -162,6 +165,22 @@ async def test_each_event_is_told_once_in_order_with_its_reason(told: Told) -> N
     assert re.fullmatch(f"ops-{body['data']['seq']}-[0-9a-f]{{12}}", headers["webhook-id"])
     assert headers["webhook-timestamp"] == "1020"
     assert (told.state.delivered, told.state.dead, told.state.error) == (3, 0, "")
+
+
+@pytest.mark.both_stores
+async def test_an_event_says_whose_line_it_is_of_and_which_adapter_a_canary_tries(
+    told: Told, world: World
+) -> None:
+    world.line = Line(name="m@@shop")
+    name = world.register(1)
+    world.ramp(name)
+
+    await told.turn()
+
+    found = [(one["type"], one["data"]) for _, one, _ in told.poster.posts]
+    assert [type_ for type_, _ in found if type_ == "canary.ramping"] == ["canary.ramping"]
+    about = {(one["project"], one["candidate"]) for type_, one in found if "canary." in type_}
+    assert about == {("shop", name)}
 
 
 async def test_a_kill_between_the_delivery_and_the_cursor_tells_it_again_by_the_same_id(

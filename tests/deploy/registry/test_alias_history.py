@@ -151,6 +151,24 @@ async def test_the_api_shows_a_time_and_moves_the_anchor_by_its_etag(
     assert world.aliases()["anchor"] == first
 
 
+async def test_a_banned_version_is_no_anchor_until_its_ban_is_lifted(
+    world: World, served: tuple[str, str], api: Any
+) -> None:
+    first, second = served  # the second one was rolled back
+    path, headers = "/admin/v1/aliases/anchor", {"if-match": "*"}
+
+    refused = await api.client.put(path, json={"adapter": second}, headers=headers)
+    await api.post("/adapters/2/allow")
+    allowed = await api.client.put(path, json={"adapter": second}, headers=headers)
+
+    assert refused.status_code == 409
+    said = refused.json()
+    assert said["detail"].startswith(f"{second} cannot be what candidates are held to: these files")
+    assert "`sidecar adapters allow" in said["detail"]
+    assert said["allowed_actions"] == [first, "base"]
+    assert (allowed.status_code, world.aliases()["anchor"]) == (200, second)
+
+
 async def test_the_champion_is_put_by_the_rules_of_a_rollback(
     world: World, served: tuple[str, str], api: Any
 ) -> None:

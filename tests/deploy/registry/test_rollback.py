@@ -305,13 +305,15 @@ def test_a_blob_as_the_champions_name_holds_up_no_rollback(
     assert (world.table().canary, world.table().champion) == (None, served[0])
 
 
+@pytest.mark.both_stores
 def test_a_version_that_never_passed_a_canary_is_refused(
     world: World, served: tuple[str, ...]
 ) -> None:
     world.register(4)
 
-    with pytest.raises(TransitionError, match="has never been champion"):
+    with pytest.raises(TransitionError, match="has never been champion") as refused:
         roll_back(world, "4")
+    assert str(refused.value).endswith(f"roll back to previous, base, {served[1]}, {served[0]}")
     assert world.table().champion == served[2]
 
 
