@@ -31,7 +31,7 @@ from deploy.cli.keys import keys_app
 from deploy.cli.learning.learner import learner_app
 from deploy.cli.learning.runs import runs_app
 from deploy.cli.output import (
-    GivenReason,
+    CutReason,
     Output,
     completed_by,
     note,
@@ -200,7 +200,7 @@ def status(context: typer.Context, project: Project = None, output: Output = "te
 @app.command()
 def rollback(
     context: typer.Context,
-    reason: GivenReason,
+    reason: CutReason,
     to: Annotated[
         str,
         typer.Option(

@@ -55,6 +55,14 @@ def _usable_reason(value: str | None) -> str | None:
     return value
 
 
+def _cut_reason(value: str) -> str:
+    """A rollback is never refused for what somebody pasted."""
+    if len(value) <= MAX_REASON:
+        return _usable_reason(value) or value
+    note(f"--reason: of {len(value):,} characters the first {MAX_REASON - 1:,} are kept")
+    return value[: MAX_REASON - 1] + "…"
+
+
 Output = Annotated[
     str,
     typer.Option(
@@ -66,6 +74,7 @@ Output = Annotated[
     ),
 ]
 GivenReason = Annotated[str, typer.Option(callback=_usable_reason, help="why; kept in the audit")]
+CutReason = Annotated[str, typer.Option(callback=_cut_reason, help="why; kept in the audit")]
 Reason = Annotated[str | None, typer.Option(callback=_usable_reason, help="why; kept in the audit")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from deploy.admin.out import Out
 from deploy.registry.rollback import RollbackResult
@@ -28,7 +28,15 @@ class ReasonIn(BaseModel):
     )
 
 
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"
+
+
 class RollbackIn(ReasonIn):
+    # A rollback is never refused for what somebody pasted: of a longer reason the rest is left out.
+    reason: Annotated[str, AfterValidator(_cut)] = Field(
+        default=NO_REASON, json_schema_extra={"pattern": r"\S"}
+    )
     to: VersionRef = "previous"
     """"previous", "base", a version or a full name."""
 

@@ -153,6 +153,16 @@ async def test_a_blank_reason_is_refused_and_a_missing_one_is_not(
     assert (await api.post(f"/canaries/{canary_id}/pause")).json()["paused"] is True
 
 
+async def test_a_rollback_is_not_refused_for_a_long_reason(world: World, api: Api) -> None:
+    world.promote(world.register(1))
+
+    assert (await api.post("/rollback", {"to": "base", "reason": "x" * 50_000})).status_code == 200
+
+    audit = (await api.get("/audit")).json()["items"]
+    (kept,) = [one["reason"] for one in audit if one["action"] == "rollback"]
+    assert kept == "x" * 1_999 + "…"
+
+
 async def test_status_says_what_serves_and_what_is_on_canary(world: World, api: Api) -> None:
     first = world.register(1)
     world.promote(first)

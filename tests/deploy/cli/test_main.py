@@ -431,7 +431,7 @@ def test_a_blank_reason_is_bad_use(
     )
 
 
-@pytest.mark.parametrize("command", ["rollback", "rollback --offline", "canary abort"])
+@pytest.mark.parametrize("command", ["canary abort", "keys revoke k"])
 def test_a_reason_longer_than_the_api_takes_is_bad_use(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -439,6 +439,25 @@ def test_a_reason_longer_than_the_api_takes_is_bad_use(
 
     assert "has 2,001 characters; at most 2,000 are kept" in capsys.readouterr().err
     assert output.MAX_REASON == bodies.MAX_REASON
+
+
+def test_a_rollback_is_not_refused_for_a_long_reason(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = store_with_adapter(tmp_path)
+    with database.write() as session:
+        session.add(
+            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
+        )
+    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
+
+    assert main([*arguments, "--reason", "x" * 100_000]) == 0
+
+    assert "of 100,000 characters the first 1,999 are kept" in capsys.readouterr().err
+    with database.read() as session:
+        (kept,) = [row.reason for row in session.query(AuditRow) if row.action == "rollback"]
+    assert kept == "x" * 1_999 + "…"
+    database.close()
 
 
 @pytest.mark.parametrize("command", ["", "canary"])
