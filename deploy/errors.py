@@ -8,6 +8,7 @@ DeployError
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
+├── LostLeaseError (ConnectionError)    another control acts: leave the work to it
 ├── EngineError (ConnectionError)       vLLM refused or did not answer: try again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
     └── NotAsRegisteredError            its files are gone, or cannot be opened: restore them
@@ -47,6 +48,10 @@ class TransitionError(DeployError, ValueError):
 
 class StartError(DeployError, RuntimeError):
     """`sidecar up` cannot start, or gives up a process that dies before it becomes ready."""
+
+
+class LostLeaseError(DeployError, ConnectionError):
+    """This control does not hold the lease any more: another one may act."""
 
 
 class EngineError(DeployError, ConnectionError):

@@ -12,8 +12,8 @@ from deploy.canary.gate import Gate
 from deploy.canary.shadow import EVERY_S as SHADOW_S
 from deploy.canary.shadow import Shadow
 from deploy.engine.champion_guard import CHECK_S, ChampionGuard
+from deploy.engine.desired import registered_path
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import registered_path
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl
 from deploy.examiner import examiner_of
@@ -46,12 +46,14 @@ class LineLoops:
         fleet: Fleet,
         outside: Caller,
         on_change: Callable[[], None],
+        *,
+        acts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """settings: of the line."""
+        """settings: of the line. acts: False once another control may act."""
         line = settings.line
         self._of = "" if line.project is None else f" {line.project}"
         self._poll_s = settings.canary.poll_s
-        gate = make_gate(settings, database, sampler, judge)
+        gate = make_gate(settings, database, sampler, judge, acts=acts)
         self.controller = make_controller(settings, database, controls, gate, on_change)
         self._shadow = Shadow(database, gate, line.name)
         self._guard = ChampionGuard(database, line.name, fleet.view, on_change=on_change)
@@ -78,7 +80,12 @@ class LineLoops:
 
 
 def make_gate(
-    settings: Settings, database: Database, sampler: ReplicaSampler, judge: Judge
+    settings: Settings,
+    database: Database,
+    sampler: ReplicaSampler,
+    judge: Judge,
+    *,
+    acts: Callable[[], bool] = lambda: True,
 ) -> Gate:
     """Build the gate of a line, which also judges beside the ramp, from the line's settings."""
     rules = settings.canary
@@ -96,6 +103,7 @@ def make_gate(
         screen=Screen(settings.privacy),
         judge_gives_reward=not examiner_of(settings).own_judge,
         line=settings.line,
+        acts=acts,
     )
 
 

@@ -21,6 +21,7 @@ from deploy.adapters.needed import FolderRule
 from deploy.adapters.prune import Pruner
 from deploy.admin.context import AdminContext
 from deploy.admin.wire.connections import AdminConnection
+from deploy.engine.checked_load import in_folder_thread
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.vllm_control import AdapterControl, VllmControl
@@ -182,6 +183,7 @@ async def _run(
             own=[line.name for line in settings.lines[1:]],
             acts=lambda: lease.acts,
             folder_of=folder_of,
+            changed=changed[url],
         )
         for url, control in replicas.items()
     }
@@ -192,7 +194,15 @@ async def _run(
     outside = Caller()
     tended = [
         LineLoops(
-            settings.of_line(line), database, controls, sampler, judge, fleet, outside, on_change
+            settings.of_line(line),
+            database,
+            controls,
+            sampler,
+            judge,
+            fleet,
+            outside,
+            on_change,
+            acts=lambda: lease.acts,
         )
         for line in settings.lines
     ]
@@ -215,7 +225,7 @@ async def _run(
     async def prune() -> None:
         loaded = frozenset[str]().union(*(one.view.loaded for one in reconcilers.values()))
         now = time.time()
-        done = await asyncio.to_thread(pruner.prune, now=now, actor=audit.CONTROL, loaded=loaded)
+        done = await in_folder_thread(pruner.prune, now=now, actor=audit.CONTROL, loaded=loaded)
         for one in done.fates:
             if one.goes:
                 log.info("adapter_removed", adapter=one.version.name, why=one.why)

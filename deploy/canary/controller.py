@@ -26,7 +26,8 @@ from deploy.canary.gate import Gate
 from deploy.canary.judged import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
-from deploy.engine.reconcile import registered_path
+from deploy.engine.checked_load import in_folder_thread
+from deploy.engine.desired import registered_path
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import error_line
@@ -262,13 +263,13 @@ class Controller:
         if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
             return LoadEvidence(away=loading["reason"], load_failures=failures), {}
         try:
-            path = await asyncio.to_thread(self._folder_of, version.digest, version.path)
+            path = await in_folder_thread(self._folder_of, version.digest, version.path)
         except SharedFolderError as error:  # it may pass, and says nothing of the candidate
             return LoadEvidence(away=error_line(error), load_failures=failures), {}
         version = replace(version, path=path)
 
         async def validate() -> None:
-            await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
+            await in_folder_thread(validate_folder, Path(version.path), registered, self._limits)
 
         evidence, facts = await load_everywhere(
             self._replicas,

@@ -10,6 +10,10 @@ Prompts are drawn in an order that is fixed before they are asked: no further on
 all that were drawn have ended, and `open_from` says which places may not be counted yet. So neither
 the speed nor the failures of an answer decide when it counts.
 
+A batch takes minutes, and another control may take the lease meanwhile (this machine slept, or was
+cut off): it makes the same comparisons. So the lease is asked before each prompt is sampled and
+before each pass of the judge.
+
 A comparison without a usable answer is set aside and counted; so is a prompt that the judge fails
 on repeatedly although it answers the probe. Then `fault` says whose answers were the cause.
 """
@@ -30,6 +34,7 @@ from deploy.canary.gate_answers import Answered, ArmFailedError, FreshAnswers, s
 from deploy.canary.gate_draw import Drawing, Prompts
 from deploy.canary.gate_keeping import SCORED, Ended, Keeper
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.errors import LostLeaseError
 from deploy.evidence.quality import Fault
 from deploy.records import Canary
 from deploy.registry import proof_rule
@@ -64,9 +69,9 @@ WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
 """Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
-_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError)
+_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError, LostLeaseError)
 """Errors that concern no answer: retry later. The reconciler reloads a lost adapter; a budget that
-is spent is renewed."""
+is spent is renewed; another control may have the lease."""
 
 _NO_SCORE = (JudgeUnavailableError, JudgeRefusalError, NotRedactedError, JudgeReplyError)
 """Errors by which the judge gives no score for some answers."""
@@ -118,13 +123,16 @@ class Gate:
         screen: Screen | None = None,
         judge_gives_reward: bool = False,
         line: Line | None = None,
+        acts: Callable[[], bool] = lambda: True,
     ) -> None:
         """line: of the canaries; None: the default one of a model without others.
+        acts: False once another control may act.
         judging: the settings of the gate's judge; each prompt is judged by its project's rubric.
         parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
         None: the default one. judge_gives_reward: the judge also scores the groups that are learned
         from."""
+        self._acts = acts
         self._view = view
         self._judge_gives_reward = judge_gives_reward
         self._keeper = Keeper(
@@ -150,11 +158,15 @@ class Gate:
         """Answered calls by comparison id, also of attempts that failed: they are paid for."""
 
     async def advance(self, canary: Canary) -> GateEvidence:
-        """Make up to `parallel` comparisons of the gate, then sum up all comparisons."""
+        """Make up to `parallel` comparisons of the gate, then sum up all comparisons.
+
+        Raises: LostLeaseError when another control may decide by now.
+        """
         prompts = await asyncio.to_thread(self._drawing.for_gate, canary)
         away: str | None = None
         if prompts.sessions >= self._rules.gate_min_prompts:
             away = await self._make(canary, prompts)
+        self._check_lease()
         return await asyncio.to_thread(self._evidence, canary, away)
 
     async def shadow(self, canary: Canary) -> None:
@@ -271,6 +283,7 @@ class Gate:
         judgement: Judgement | None = None
         fault: Fault | None = None
         try:
+            self._check_lease()
             answered = await self._answers.get(canary, prompt)
             judgement = await self._score(canary, prompt, answered)
         except _AWAY as error:
@@ -308,8 +321,19 @@ class Gate:
     async def _score(
         self, canary: Canary, prompt: HeldOutPrompt, answered: list[Answered], *, part: str = ""
     ) -> Judgement:
-        """Ask the judge. part: names the subset of the answers, when it is one."""
+        """Ask the judge. part: names the subset of the answers, when it is one.
+
+        Raises: LostLeaseError before a call that another control may make; as `score_answers`.
+        """
         calls = self._calls.setdefault(comparison_id(canary, prompt), [])
+        passes, known = self._judging.passes, len(calls)
+
+        def note(call: JudgeCall) -> None:
+            calls.append(call)
+            if sum(one.ok for one in calls[known:]) < passes:  # another call follows
+                self._check_lease()
+
+        self._check_lease()
         with replies_kept_for(prompt.exchange_id):
             return await score_answers(
                 self._judge,
@@ -317,9 +341,9 @@ class Gate:
                 tools=prompt.request.get("tools") or (),
                 answers=[one.message for one in answered],
                 rubric=self._judging.of(prompt.project).rubric,
-                passes=self._judging.passes,
+                passes=passes,
                 seed=seed_of(canary, f"judge\x00{prompt.exchange_id}{part}"),
-                on_call=calls.append,
+                on_call=note,
                 subject=comparison_id(canary, prompt),
                 view=self._view,
                 show_reasoning=self._judging.show_reasoning,
@@ -339,6 +363,8 @@ class Gate:
             try:
                 await self._score(canary, prompt, rest, part=f"\x00without {arm}")
                 works[arm] = True
+            except LostLeaseError:
+                raise
             except _AWAY:
                 return "unknown"
             except _NO_SCORE:
@@ -346,6 +372,10 @@ class Gate:
         if works["candidate"] == works["champion"] or await self._probe() is not None:
             return "unknown"
         return "candidate" if works["candidate"] else "champion"
+
+    def _check_lease(self) -> None:
+        if not self._acts():
+            raise LostLeaseError("this control lost its lease: another one makes the comparisons")
 
     async def _keep(self, canary: Canary, prompt: HeldOutPrompt, ended: Ended) -> None:
         """Store the end of a comparison with all calls that were made for it."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import structlog
 
-from deploy.engine.checked_load import load_checked
-from deploy.engine.probe import Liveness, compare
+from deploy.engine.checked_load import ask_liveness, in_folder_thread, load_checked
+from deploy.engine.probe import Liveness
 from deploy.engine.served import Agreement, compare_served, read_probe_file
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import EngineError, InvalidAdapterError, NotAsRegisteredError
@@ -127,10 +127,7 @@ async def _load(
     try:
         if version.name not in loaded:
             await load_checked(control, version.name, version.path, version.digest)
-        before = await control.probe(model)
-        adapter = await control.probe(version.name)
-        after = await control.probe(model)
-        liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
+        liveness = await ask_liveness(control, version.name, model=model)
         agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
         altered = isinstance(error, NotAsRegisteredError)
@@ -156,7 +153,7 @@ async def _ask_agreement(
     Raises: InvalidAdapterError when that file cannot be read, or is not the one that the lineage
         names; EngineError.
     """
-    trained = await asyncio.to_thread(read_probe_file, Path(version.path))
+    trained = await in_folder_thread(read_probe_file, Path(version.path))
     if trained is None:
         return None
     served = await control.probe(version.name, trained.prompts)

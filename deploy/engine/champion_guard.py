@@ -112,7 +112,10 @@ def _number(text: str) -> float | None:
 
 
 def _nobody_serves(view: EngineView, champion: str) -> bool:
-    """True when some vLLM answers, each that does refuses the champion, and none has it. Pure."""
+    """True when some vLLM answers, each that does refuses the champion, and none has it. Pure.
+
+    One that has it and has not proved it yet may well serve it.
+    """
     up = [one for one in view.replicas.values() if one.away is None]
-    refused = all(champion in one.refused for one in up)
+    refused = all(champion in one.refused and champion not in one.unproven for one in up)
     return refused and nobody_has(champion, (one.loaded for one in up))

@@ -1,72 +1,54 @@
 """Reconcile one vLLM replica's loaded adapters with the store. `fleet` has one for each replica.
 
-A restart of vLLM loses the adapters loaded at run time. So the store says what should be loaded,
-and vLLM is compared with it on a timer and after every change. Wanted are the champion, every
-target of the routing table, `previous` (so that a rollback needs no load) and the candidate once
-its canary has validated it. Other adapters stay while there is capacity: beyond `max_loras` they
-are unloaded, the oldest first, a grace period after they were last wanted, because proxies still
-use them. It is longer while a proxy has not taken the present routing table
-(`deploy.registry.leases.followed`), and while vLLM answers a request with one, or does not tell.
-The store keeps since when nothing wants them, so that a restart begins no grace anew. Adapters that
-this registry does not know are never touched. A control that does not hold the lease only looks.
+A restart of vLLM loses the adapters loaded at run time. So the store says what should be loaded
+(`deploy.engine.desired`), and vLLM is compared with it on a timer and after every change. The
+store keeps since when nothing wants an adapter, so that a restart begins no grace anew; one stays
+also while vLLM answers a request with it, or does not tell. A control that does not hold the lease
+only looks.
+
+A load may take minutes or hang, and people decide meanwhile: before each load and each unload, and
+while a load lasts, the store and the lease are read again. A load that is wanted no more, or less
+urgently than another, is cut off here; vLLM may end it all the same. So an adapter counts as loaded
+only after the comparison of its folder and a probe that began after the load: a vLLM in which it
+has no effect loses it again, and is named. That says nothing of the version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import structlog
-from sqlalchemy.orm import Session
 
-from deploy.engine.checked_load import load_checked
+from deploy.engine.checked_load import (
+    Marks,
+    ask_liveness,
+    check_unchanged,
+    in_folder_thread,
+    load_checked,
+)
+from deploy.engine.desired import DRAIN_S, Desired, Plan, make_plan, read_desired, registered_path
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
-from deploy.registry import canaries, routing_writer, versions
+from deploy.iso_times import iso
 from deploy.registry.altered import record_altered, record_restored
-from deploy.registry.leases.followed import lines_behind
 from deploy.registry.leases.unwanted import keep_since
 from sidecar.errors import StoreError
-from sidecar.records import BASE
 from sidecar.store.database import Database
 
 log = structlog.get_logger()
 
 NOT_ASKED = "not asked yet"
-UNLOAD_GRACE_S = 30.0
-"""How long an adapter is kept after it was last wanted."""
-DRAIN_S = 600.0
-"""How long an adapter may go on answering after its grace: as long as the proxy waits for vLLM. As
-long it stays for a proxy that follows an older table: one that is gone never takes another."""
 ALTERED_RETRY_S = 30.0
-"""Interval for reading an altered folder again: an operator may have restored it, and hashing it at
-every pass would keep a core busy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Desired:
-    """Adapters of all lines that the store wants loaded, with what a load needs."""
-
-    wanted: tuple[str, ...]
-    """Names to load, the most urgent first."""
-    paths: Mapping[str, str]
-    """Name -> folder of every version that is wanted or loaded, the oldest first."""
-    rejected: frozenset[str]
-    """Adapters that never had traffic and never will: they need no grace period."""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Name -> registered digest, of the same versions."""
-    followed: frozenset[str] = frozenset()
-    """Those that a proxy may still send users to, because it follows an older table. None that was
-    rolled back: such a proxy should rather ask for the next adapter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    load: tuple[str, ...]
-    unload: tuple[str, ...]
+"""Interval for trying again an adapter whose folder was altered, which an operator may have
+restored, or that had no effect in this vLLM: hashing at every pass would keep a core busy."""
+LOOK_S = 2.0
+"""Interval of reading the desired state during a load; a change made by this control is seen at
+once."""
+LONG_S = 10.0
+"""A load that takes longer is told. A sound one takes a second."""
 
 
 @dataclass(slots=True)
@@ -76,88 +58,22 @@ class EngineView:
     away: str | None = NOT_ASKED
     loaded: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
-    """Wanted adapters that vLLM refuses -> reason."""
+    """Wanted adapters that vLLM refuses or takes long to load, or without an effect in it ->
+    reason."""
+    unproven: frozenset[str] = frozenset()
+    """Adapters that it lists and that have not passed the probe after their load, or whose load
+    takes long: nobody knows yet whether it serves them."""
+    loading: str = ""
+    """The adapter that it is being given now; empty: none."""
+    loading_since: float = 0.0
+    """Unix seconds."""
     replicas: dict[str, EngineView] = field(default_factory=dict)
     """Views of the replicas by base URL; set only in the combined view."""
 
 
-def make_plan(
-    desired: Desired,
-    loaded: Collection[str],
-    *,
-    max_loras: int,
-    unwanted_since: Mapping[str, float],
-    now: float,
-) -> Plan:
-    """Plan the changes in vLLM. Pure.
-
-    loaded: every adapter that vLLM lists, also those that are not ours.
-    unwanted_since: Unix seconds, for each of our adapters that is loaded and not wanted.
-    """
-    load = tuple(name for name in desired.wanted if name not in loaded)
-    spare = [name for name in desired.paths if name in loaded and name not in desired.wanted]
-    rejected = [name for name in spare if name in desired.rejected]
-    kept = [name for name in spare if name not in desired.rejected]
-    excess = len(desired.wanted) + len(kept) - max_loras
-    due = [
-        name
-        for name in kept
-        if now - unwanted_since.get(name, now)
-        >= (DRAIN_S if name in desired.followed else UNLOAD_GRACE_S)
-    ]
-    return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
-
-
-def read_desired(
-    database: Database, model: str, loaded: Collection[str] = (), *, own: Sequence[str] = ()
-) -> Desired:
-    """Read from the store which adapters should be loaded.
-
-    model: name of the default line. own: names of the other lines.
-    loaded: what vLLM lists; of the registered versions, only these and the wanted ones are read,
-        also of a line that the settings do not name any more: it is unloaded by and by.
-    """
-    with database.read() as session:
-        # The most urgent of each line before the less urgent of any.
-        ranked = list(zip_longest(*(_names(session, line) for line in (model, *own))))
-        names = [name for rank in ranked for some in rank for name in some or ()]
-        wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
-        registered = versions.named(session, model, {*wanted, *loaded})
-        spare = [one for one in registered if one.name not in wanted]
-        behind = lines_behind(session) if spare else frozenset()
-    return Desired(
-        wanted=wanted,
-        paths={one.name: one.path for one in reversed(registered)},
-        rejected=frozenset(one.name for one in registered if one.state == "rejected"),
-        digests={one.name: one.digest for one in registered},
-        followed=frozenset(
-            one.name for one in spare if one.model in behind and one.state != "rolled_back"
-        ),
-    )
-
-
-def registered_path(_digest: str, path: str) -> str:
-    """Return the path that the registry has: every machine sees the same folder there."""
-    return path
-
-
-def _names(session: Session, line: str) -> list[list[str]]:
-    """Return the adapters that a line wants, "base" among them, the most urgent first."""
-    aliases = versions.aliases_of(session, line)
-    table = routing_writer.current(session, line)
-    canary = canaries.active(session, line)
-    tried = canary if canary is not None and canary.phase != "loading" else None
-    return [
-        [aliases.get("champion", BASE)],
-        [] if table is None else [table.champion, table.canary or BASE],
-        [] if tried is None else [tried.candidate],
-        [aliases.get("previous", BASE)],
-        [] if tried is None else [tried.anchor],  # the last: users do not wait for it
-    ]
-
-
 class Reconciler:
-    """Reconciles one replica. It remembers only since when adapters are altered, or drain."""
+    """Reconciles one replica. It remembers which loads it began and has not proved, and since when
+    adapters are unsound, or drain."""
 
     def __init__(
         self,
@@ -171,11 +87,13 @@ class Reconciler:
         clock: Callable[[], float] = time.time,
         acts: Callable[[], bool] = lambda: True,
         folder_of: Callable[[str, str], str] = registered_path,
+        changed: asyncio.Event | None = None,
     ) -> None:
-        """model: name of the default line. own: names of the other lines.
+        """model: name of the default line, and of the base. own: names of the other lines.
         replica: base URL of the replica. acts: False while another control does.
         folder_of: (digest, registered path) -> folder on this machine; it may fetch it, and raises
             LearnerError or OSError.
+        changed: set when somebody changed the desired state.
         """
         self._log = log.bind(replica=replica)
         self._database = database
@@ -191,34 +109,121 @@ class Reconciler:
         """Adapter -> since when it is to be unloaded and still answers, in Unix seconds."""
         self._asked_room = False
         """Its `--max-loras` is known to be enough, or was told."""
-        self._altered_at: dict[str, float] = {}
-        """Adapter -> when its folder was last found altered, in Unix seconds."""
+        self._unsound_at: dict[str, float] = {}
+        """Adapter -> when its folder was last found altered, or the adapter without an effect, in
+        Unix seconds."""
+        self._loaded: set[str] = set()
+        """What vLLM lists, as far as is known."""
+        self._unproven: dict[str, tuple[str, Marks]] = {}
+        """Adapter whose load was begun here -> folder and marks; until it passed the probe."""
+        self._changed = changed or asyncio.Event()
         self.view = EngineView()
 
     async def reconcile(self) -> Plan:
         """Reconcile once. Never raises for vLLM: errors are logged and kept in `view`."""
         try:
-            loaded = await self._control.loaded()
+            self._loaded = set(await self._control.loaded())
         except EngineError as error:
             self._say_away(str(error))
             return Plan(load=(), unload=())
         self._say_back()
+        self._show()
         await self._ask_room()
         if not self._acts():
-            self.view.loaded = loaded
             return Plan(load=(), unload=())
-        desired = await asyncio.to_thread(
-            read_desired, self._database, self._model, loaded, own=self._own
-        )
-        loaded -= await self._unload_altered(loaded)
-        plan = await asyncio.to_thread(self._plan, desired, loaded)
-        done = [name for name in plan.load if await self._load(name, desired)]
-        done = await self._listed(done)
-        busy = await self._busy(plan.unload, desired.rejected)
-        gone = [name for name in plan.unload if name not in busy and await self._unload(name)]
-        self.view.loaded = (loaded | set(done)) - set(gone)
+        for unsound in sorted(self._loaded & self._unsound_at.keys()):
+            await self._unload(unsound)
+        desired = await self._read_desired()
+        missing = (await asyncio.to_thread(self._plan, desired)).load
+        tried: set[str] = set()
+        while self._acts() and (name := self._next(desired, tried)) is not None:
+            if await self._bring_unless_overtaken(name, desired, tried):
+                tried.add(name)
+            self._show()
+            desired = await self._read_desired()
+        unload = (await asyncio.to_thread(self._plan, desired)).unload
+        busy = await self._busy(unload, desired.rejected)
+        for spare in unload:
+            if spare not in busy and await self._still_goes(spare):
+                await self._unload(spare)
+        self._show()
         self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
-        return plan
+        return Plan(load=missing, unload=unload)
+
+    def _show(self) -> None:
+        self.view.loaded = frozenset(self._loaded - self._unproven.keys())
+        self.view.unproven = frozenset(self._loaded & self._unproven.keys())
+
+    async def _read_desired(self) -> Desired:
+        return await asyncio.to_thread(
+            read_desired, self._database, self._model, frozenset(self._loaded), own=self._own
+        )
+
+    def _next(self, desired: Desired, tried: Collection[str]) -> str | None:
+        """Return the most urgent adapter that is to be loaded, or proved; None: none is."""
+        for name in desired.wanted:
+            there = name in self._loaded and name not in self._unproven
+            if not there and name not in tried and not self._waits(name):
+                return name
+        return None
+
+    def _waits(self, name: str) -> bool:
+        at = self._unsound_at.get(name)  # a clock that was set back delays nothing
+        return at is not None and 0.0 <= self._clock() - at < ALTERED_RETRY_S
+
+    async def _bring_unless_overtaken(
+        self, name: str, desired: Desired, tried: Collection[str]
+    ) -> bool:
+        """Load an adapter as long as it is wanted, and nothing else more urgently.
+
+        Returns: False when it was cut off. Raises: StoreError.
+        """
+        work = asyncio.create_task(self._bring(name, desired))
+        self.view.loading, self.view.loading_since = name, self._clock()
+        slow = f"its load began at {iso(self._clock())} and goes on: vLLM, or the disk, may hang"
+        try:
+            while not await self._ended(work):
+                if not await self._still_first(name, tried):
+                    self._log.warning("adapter_load_cut", adapter=name)
+                    return False
+                took = self._clock() - self.view.loading_since
+                if took >= LONG_S and name not in self.view.refused:
+                    self._log.warning("adapter_loads_long", adapter=name, seconds=round(took))
+                    self.view.refused[name] = slow
+                    self.view.unproven |= {name}
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            if self.view.refused.get(name) == slow:
+                del self.view.refused[name]
+            self.view.loading = ""
+        return True
+
+    async def _ended(self, work: asyncio.Task[None]) -> bool:
+        """Wait for the end of a load, for a change, or for a while. Returns: True at the end."""
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({work, changed}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if not work.done():  # else a change stays set: it ends the pause after this pass
+            self._changed.clear()
+        return work.done()
+
+    async def _still_first(self, name: str, tried: Collection[str]) -> bool:
+        """Read again whether an adapter is the next one to be loaded, and by this control."""
+        if not self._acts():
+            return False
+        try:
+            return self._next(await self._read_desired(), tried) == name
+        except StoreError:
+            return True  # as long as the lease is held
+
+    async def _still_goes(self, name: str) -> bool:
+        """Read again whether nothing wants an adapter: somebody may have decided meanwhile."""
+        plan = await asyncio.to_thread(self._plan, await self._read_desired())
+        return self._acts() and name in plan.unload
 
     async def _ask_room(self) -> None:
         """Log once, and again after it was away, when vLLM has less room than the settings say."""
@@ -260,8 +265,8 @@ class Reconciler:
         self._draining = kept
         return frozenset(n for n, at in kept.items() if now - at < DRAIN_S)
 
-    def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
-        now = self._clock()
+    def _plan(self, desired: Desired) -> Plan:
+        now, loaded = self._clock(), frozenset(self._loaded)
         unwanted = [n for n in loaded if n in desired.paths and n not in desired.wanted]
         since = keep_since(self._database, self._replica, unwanted, now)
         return make_plan(
@@ -272,40 +277,27 @@ class Reconciler:
             now=now,
         )
 
-    async def _load(self, name: str, desired: Desired) -> bool:
-        """Load one adapter. An error is logged and does not stop the others."""
-        altered_at = self._altered_at.get(name)
-        if altered_at is not None and 0.0 <= self._clock() - altered_at < ALTERED_RETRY_S:
-            return False  # a clock that was set back delays nothing
+    async def _bring(self, name: str, desired: Desired) -> None:
+        """Load one adapter, and prove it. An error is logged and does not stop the others."""
         try:
-            await self._load_checked(name, desired)
+            if name not in self._loaded:
+                await self._load(name, desired)
+            await self._prove(name)
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - one bad folder must not keep the others out
             reason = error_line(error)
-            if self.view.refused.get(name) != reason:
-                self._log.error("adapter_not_loaded", adapter=name, reason=reason)
+            known = self.view.refused.get(name)
             self.view.refused[name] = reason
-            return False
-        self.view.refused.pop(name, None)
-        return True
-
-    async def _listed(self, names: Collection[str]) -> list[str]:
-        """Return those of the adapters just loaded that vLLM lists. The others count as refused."""
-        if not names:
-            return []
-        try:
-            listed = await self._control.loaded()
-        except EngineError:
-            return list(names)  # the next pass asks again
-        for name in names:
-            if name not in listed:
-                reason = "vLLM said that it loaded it, and does not list it; look at vLLM's log"
+            if known != reason:
                 self._log.error("adapter_not_loaded", adapter=name, reason=reason)
-                self.view.refused[name] = reason
-        return [name for name in names if name in listed]
+                if isinstance(error, AlteredAdapterError):
+                    await self._record_altered(name, reason)
+            return
+        self._unsound_at.pop(name, None)
+        self.view.refused.pop(name, None)
 
-    async def _load_checked(self, name: str, desired: Desired) -> None:
+    async def _load(self, name: str, desired: Desired) -> None:
         if name not in desired.paths:
             raise InvalidAdapterError(
                 f"{name} is no registered adapter of {self._model}, and a row of the store names "
@@ -313,32 +305,62 @@ class Reconciler:
                 "writes them anew"
             )
         digest = desired.digests.get(name, "")
-        path = await asyncio.to_thread(self._folder_of, digest, desired.paths[name])
+        path = await in_folder_thread(self._folder_of, digest, desired.paths[name])
+
+        def begins(marks: Marks) -> None:
+            self._unproven[name] = (path, marks)
+
         try:
-            await load_checked(self._control, name, path, digest)
-        except AlteredAdapterError as error:
-            reason = error_line(error)
-            if self.view.refused.get(name) != reason:
-                await asyncio.to_thread(
-                    record_altered,
-                    self._database,
-                    name,
-                    replica=self._replica,
-                    reason=reason,
-                    now=self._clock(),
-                )
-            self.view.refused[name] = reason
-            self._altered_at[name] = self._clock()
+            await load_checked(self._control, name, path, digest, begins=begins)
+        except AlteredAdapterError:
+            self._unsound_at[name] = self._clock()
             raise
-        self._altered_at.pop(name, None)
         await asyncio.to_thread(
             record_restored, self._database, name, replica=self._replica, now=self._clock()
         )
         self._log.info("adapter_loaded", adapter=name)
+        try:
+            self._loaded = set(await self._control.loaded())
+        except EngineError:
+            self._loaded.add(name)  # the probe tells
+        if name not in self._loaded:
+            raise EngineError(
+                "vLLM said that it loaded it, and does not list it; look at vLLM's log"
+            )
 
-    async def _unload_altered(self, loaded: frozenset[str]) -> frozenset[str]:
-        """Retry to unload adapters whose folder changed during their load."""
-        return frozenset([n for n in self._altered_at if n in loaded and await self._unload(n)])
+    async def _prove(self, name: str) -> None:
+        """Prove that an adapter is live in this vLLM, if that is not known since its load.
+
+        Raises: AlteredAdapterError when its folder changed during a load that was cut off here;
+            EngineError when the adapter is not live, or vLLM does not tell.
+        """
+        path, marks = self._unproven[name]
+        try:
+            await check_unchanged(self._control, name, path, marks)
+            found = await ask_liveness(self._control, name, model=self._model)
+            if not (found.live or found.unsure):  # rather ask twice than unload the champion
+                found = await ask_liveness(self._control, name, model=self._model)
+        except AlteredAdapterError:
+            self._unsound_at[name] = self._clock()
+            raise
+        except EngineError as error:
+            raise EngineError(f"it is loaded, and not proved live yet: {error}") from error
+        if found.unsure:
+            raise EngineError(f"it is loaded, and not proved live yet: {found.reason}")
+        if not found.live:
+            self._unsound_at[name] = self._clock()
+            gone = "is unloaded again" if await self._unload(name) else "cannot be unloaded"
+            raise EngineError(
+                f"this vLLM is sick: the adapter has no effect in it ({found.reason}) and {gone}; "
+                "restart this vLLM"
+            )
+        del self._unproven[name]
+
+    async def _record_altered(self, name: str, reason: str) -> None:
+        now = self._clock()
+        await asyncio.to_thread(
+            record_altered, self._database, name, replica=self._replica, reason=reason, now=now
+        )
 
     async def _unload(self, name: str) -> bool:
         try:
@@ -347,6 +369,7 @@ class Reconciler:
             self._log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
             return False
         self._log.info("adapter_unloaded", adapter=name)
+        self._loaded.discard(name)
         return True
 
     def _say_away(self, reason: str) -> None:
@@ -354,7 +377,7 @@ class Reconciler:
             self._log.warning("engine_away", reason=reason)
         self.view.away = reason
         self._asked_room = False
-        self.view.loaded = frozenset()
+        self.view.loaded = self.view.unproven = frozenset()
 
     def _say_back(self) -> None:
         if self.view.away is not None:

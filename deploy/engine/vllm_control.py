@@ -162,9 +162,8 @@ class VllmControl:
         try:
             return await self._client.request(method, path, json=json, timeout=timeout_s)
         except httpx.TransportError as error:
-            raise EngineError(
-                f"vLLM at {self._client.base_url} gave no reply: {error or type(error).__name__}"
-            ) from error
+            why = str(error) or type(error).__name__  # a timeout says nothing
+            raise EngineError(f"vLLM at {self._client.base_url} gave no reply: {why}") from error
 
 
 def read_room(metrics: str) -> Room:

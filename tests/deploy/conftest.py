@@ -134,6 +134,8 @@ class World:
     judge_gives_reward: bool = False
     approval: Approval = field(default_factory=Approval)
     """Settings of the approval service."""
+    acts: Callable[[], bool] = lambda: True
+    """False once another control has the lease."""
     exchanges: int = 0
     _batch: Session | None = None
     line: Line = field(default_factory=lambda: Line(name=MODEL))
@@ -154,6 +156,7 @@ class World:
             screen=Screen(self.privacy),
             judge_gives_reward=self.judge_gives_reward,
             line=self.line,
+            acts=lambda: self.acts(),
         )
 
     def controller(

@@ -5,7 +5,11 @@ when it has not grown for LEASE_S of its own monotonic clock: no two machines' c
 A holder that could not beat for HELD_S stops acting before another one begins (HELD_S < LEASE_S).
 A clean stop gives the lease back, and the next one takes it at once. So does a process that was
 killed and starts again: it has the id of its `state_dir`, which a lock of the kernel gives to one
-process at a time (`sidecar.processes.state_lock`).
+process at a time (`sidecar.processes.state_lock`). A copy of that folder on another machine has the
+id too: the holder that finds a beat under its own id that it did not write gives way.
+
+A damaged row keeps nobody out: what is no beat never grows, so it ends as any lease does, and the
+next write mends it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeGuard
 
 import structlog
 
+from deploy.errors import LostLeaseError
 from sidecar.store.database import Database, count
 from sidecar.store.models import LeaseRow
 
@@ -29,6 +35,11 @@ BEAT_S = 1.5
 HELD_S = 4.0
 LEASE_S = 5.0
 ID_FILE = "control-id"
+MOST_BEATS = 2**31 - 1
+"""Largest beat that every store holds: a century of them. A larger one is damage."""
+
+Found = tuple[object, object]
+"""Holder and beat as they stand in the row. A damaged store has anything there."""
 
 
 def own_id(state_dir: Path) -> str:
@@ -63,8 +74,13 @@ class Lease:
         self._monotonic = monotonic
         self._beaten_at: float | None = None
         """When this process last wrote its beat, on the monotonic clock; None: it does not hold."""
-        self._seen: tuple[tuple[str, int], float] | None = None
-        """The other holder's beat, and when it was first seen."""
+        self._seen: tuple[Found | None, float] | None = None
+        """The other holder's beat, and when it was first seen. Its None: the row went."""
+        self._written: set[int] = set()
+        """Beats of this process that may stand in the row: the store may have kept one whose write
+        failed. Empty: it never wrote any."""
+        self._copied = False
+        """Another process with this id was found, and logged."""
         self.other = ""
         """Who holds the lease instead, in words; empty: nobody."""
 
@@ -78,8 +94,12 @@ class Lease:
         """Return what does the work while this process acts, and else nothing."""
 
         async def turn() -> None:
-            if self.acts:
+            if not self.acts:
+                return
+            try:
                 await work()
+            except LostLeaseError as error:
+                log.warning("turn_given_up", reason=str(error))
 
         return turn
 
@@ -91,48 +111,83 @@ class Lease:
         asked_at = self._monotonic()
         with self._database.read() as session:
             row = session.get(LeaseRow, CONTROL)
-            found = None if row is None else (row.holder, row.beat, row.told)
-        if found is not None and not self._may_take(found[:2], asked_at):
+            found = None if row is None else (row.holder, row.beat)
+            told = "" if row is None else _words(row.told)
+        if not self._may_take(found, told, asked_at):
             if self._beaten_at is not None:
-                log.error("control_lost_its_lease", to=found[2])
-            self._beaten_at, self.other = None, found[2]
+                log.error("control_lost_its_lease", to=told)
+            self._beaten_at, self.other = None, told
             return False
         taken = self._beaten_at is None
-        if not self._write(found[:2] if found is not None else None, taken):
+        if not self._write(found, taken):
             return False  # another one was faster; the next beat sees it
         self._beaten_at, self._seen, self.other = asked_at, None, ""
         if taken:
-            log.info("control_acts", holder=self._holder[:8], after=found[2] if found else "")
+            log.info("control_acts", holder=self._holder[:8], after=told)
         return self.acts
 
     def give_back(self) -> None:
         """Let another one act at once. Raises: StoreError."""
         with self._database.write() as session:
             row = session.get(LeaseRow, CONTROL)
-            if row is not None and row.holder == self._holder:
+            if row is not None and row.holder == self._holder and self._is_own(row.beat):
                 row.holder = ""
         self._beaten_at = None
 
-    def _may_take(self, found: tuple[str, int], now: float) -> bool:
-        if found[0] in ("", self._holder):
+    def _may_take(self, found: Found | None, told: str, now: float) -> bool:
+        if found is None:
+            if self._seen is None:  # nobody held it, or this process does
+                return True
+        elif found[0] == "":
             return True
+        elif found[0] == self._holder:
+            if self._is_own(found[1]):
+                return True
+            if not self._copied:
+                self._copied = True
+                log.error(
+                    "control_id_used_twice",
+                    by=told,
+                    remedy=f"two controls have one {ID_FILE}, as after a copy of state_dir: stop "
+                    "one, delete its file, start it again",
+                )
         if self._seen is None or self._seen[0] != found:
             if self._seen is None:
-                log.info("control_waits", holder=found[0][:8])
+                log.info("control_waits", holder=told)
             self._seen = (found, now)
         return now - self._seen[1] >= LEASE_S
 
-    def _write(self, found: tuple[str, int] | None, taken: bool) -> bool:
+    def _is_own(self, beat: object) -> bool:
+        """Return True unless another process wrote this beat, which stands under our id. One that
+        never wrote takes what an earlier process with this id left; nobody writes what is no beat.
+        """
+        return not self._written or beat in self._written or not _is_beat(beat)
+
+    def _write(self, found: Found | None, taken: bool) -> bool:
+        following = found[1] + 1 if found and _is_beat(found[1]) else 1
+        known, self._written = self._written, self._written | {following}
         with self._database.write() as session:
             row = session.get(LeaseRow, CONTROL)
             if (None if row is None else (row.holder, row.beat)) != found:
+                self._written = known
                 return False
             if row is None:
-                row = LeaseRow(name=CONTROL, beat=0)
+                row = LeaseRow(name=CONTROL)
                 session.add(row)
-            row.holder, row.beat = self._holder, row.beat + 1
+                taken = True
+            row.holder, row.beat = self._holder, following
             if taken:
                 row.taken_at = self._clock()
                 row.told = f"{socket.gethostname()}, pid {os.getpid()}"[:255]
                 count(session, "control", "lease_taken")
+        self._written = {following}
         return True
+
+
+def _is_beat(value: object) -> TypeGuard[int]:
+    """Return False for what damage left in the place of a beat, or what cannot grow any more."""
+    return isinstance(value, int) and 0 <= value < MOST_BEATS
+
+
+def _words(told: object) -> str:
+    return told if isinstance(told, str) else repr(told)[:255]

@@ -64,7 +64,7 @@ RULES: dict[str, Any] = {
 }
 """So that six judged groups prove what a promotion asks for."""
 SHORT = {
-    "deploy.engine.reconcile:UNLOAD_GRACE_S": 0.05,
+    "deploy.engine.desired:UNLOAD_GRACE_S": 0.05,
     "deploy.engine.champion_guard:MISSING_S": 0.1,
     "deploy.engine.champion_guard:CHECK_S": 0.05,
     "deploy.line_loops:CHECK_S": 0.05,

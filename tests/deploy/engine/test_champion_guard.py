@@ -8,7 +8,7 @@ import pytest
 
 from deploy.engine.champion_guard import MISSING_S, ChampionGuard
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import EngineView, Reconciler
 from deploy.registry.learner import flags
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
 from learner.runs.runs import check_parent, find_parent
@@ -173,3 +173,23 @@ async def test_the_next_run_goes_on_with_the_optimiser_state_of_the_version_that
     check_parent(parent)
     assert parent.path is not None
     assert (parent.name, (parent.path / OPTIMIZER).read_bytes()) == (served[0], b"moments of v1")
+
+
+async def test_a_champion_that_vllm_has_and_that_is_not_proved_yet_is_not_given_up(
+    world: World, served: tuple[str, str]
+) -> None:
+    """vLLM is too busy to answer the probe; it answers the champion's users all the same."""
+    first, second = served
+    has_it = EngineView(
+        away=None,
+        loaded=frozenset({first}),
+        unproven=frozenset({second}),
+        refused={second: "it is loaded, and not proved live yet: vLLM gave no reply"},
+    )
+    engine = EngineView(away=None, refused=has_it.refused, replicas={"http://a": has_it})
+    guard = ChampionGuard(world.database, "m", lambda: engine, clock=world.clock)
+
+    for _ in range(2):
+        assert await guard.check() is False
+        world.clock.now += MISSING_S
+    assert world.table().champion == second

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.probe import Probe
+from deploy.engine.reconcile import ALTERED_RETRY_S, Reconciler
 from support.fake_control import FakeControl
 
 if TYPE_CHECKING:
@@ -205,3 +207,57 @@ async def test_a_replica_that_fails_to_load_is_tried_again(
 
     assert world.canary(name).phase == "gating"
     assert world.evidence(name)["loading"]["failures"] == 2
+
+
+async def test_a_replica_that_comes_back_without_effect_is_named_and_gets_no_users(
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
+) -> None:
+    """It was away while the candidate was loaded and probed on the other."""
+    name = world.register(1)
+    world.promote(name)
+    controls[B].away = True
+    await reconcile(fleet)
+    controls[B].away, controls[B].reach[name] = False, 0.0
+
+    await reconcile(fleet)
+
+    assert controls[B].calls == [("load", name), ("unload", name)]
+    assert controls[B].adapters == {}, "the proxy sends users to what vLLM lists"
+    view = fleet.view()
+    assert view.replicas[A].loaded == {name}
+    assert view.replicas[B].loaded == frozenset()
+    assert view.refused[name].startswith(
+        f"{B}: this vLLM is sick: the adapter has no effect in it (not live: "
+    )
+    assert world.adapter(name).state == "champion", "the version is proved live elsewhere"
+
+    controls[B].reach.clear()
+    world.clock.now += ALTERED_RETRY_S - 1.0
+    await reconcile(fleet)
+    assert controls[B].adapters == {}
+    world.clock.now += 1.0
+    await reconcile(fleet)
+    assert fleet.view().loaded == {name}
+    assert fleet.view().refused == {}
+
+
+async def test_one_probe_without_effect_unloads_nothing(
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    controls[B].reach[name] = 0.0
+    probed = controls[B].probe
+
+    async def probe(model_name: str, prompts: Sequence[Sequence[int]] | None = None) -> Probe:
+        found = await probed(model_name, prompts)
+        if model_name == name:
+            controls[B].reach.clear()
+        return found
+
+    controls[B].probe = probe  # type: ignore[method-assign]
+
+    await reconcile(fleet)
+
+    assert fleet.view().loaded == {name}
+    assert controls[B].calls == [("load", name)]

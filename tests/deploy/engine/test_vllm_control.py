@@ -211,3 +211,14 @@ def test_what_waits_is_busy_and_rubbish_is_left_out() -> None:
 
     assert read_room(metrics) == Room(max_loras=4, busy=frozenset({"a", "b"}))
     assert read_room("vllm:lora_requests_info") == Room()
+
+
+async def test_a_timeout_is_told_by_its_name() -> None:
+    def hang(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("", request=request)
+
+    async with httpx.AsyncClient(
+        base_url="http://vllm", transport=httpx.MockTransport(hang)
+    ) as client:
+        with pytest.raises(EngineError, match=r"gave no reply: ReadTimeout$"):
+            await VllmControl(client).load("m--v1", "/a")

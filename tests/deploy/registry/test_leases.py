@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+from structlog.testing import capture_logs
 
 from deploy.engine.reconcile import Reconciler
+from deploy.errors import LostLeaseError
 from deploy.registry.leases.holder import BEAT_S, HELD_S, LEASE_S, Lease, own_id
 from deploy.registry.leases.unwanted import keep_since, read_since
+from sidecar.errors import StoreError
 from sidecar.store.models import LeaseRow
 from support.clock import Clock
 
@@ -142,3 +149,132 @@ def test_since_when_is_kept_by_replica_and_a_clock_set_back_begins_anew(world: W
     assert keep_since(world.database, "http://b", ["x"], 250.0) == {"x": 250.0}
     with world.database.read() as session:
         assert read_since(session, "http://a") == {"x": 100.0, "z": 200.0}
+
+
+DAMAGES: tuple[tuple[str, object], ...] = (
+    ("beat", "soon"),
+    ("beat", b"\x00\xff"),
+    ("beat", 2**63 - 1),
+    ("beat", float("inf")),
+    ("beat", -1),
+    ("taken_at", "soon"),
+    ("told", b"\x00\xff"),
+)
+
+
+def damage(world: World, column: str, value: object) -> None:
+    with world.database.write() as session:
+        session.execute(text(f"UPDATE lease SET {column} = :value"), {"value": value})
+
+
+@pytest.mark.parametrize(("column", "value"), DAMAGES)
+def test_the_holder_goes_on_over_a_damaged_row_and_mends_its_beat(
+    world: World, column: str, value: object
+) -> None:
+    time = Clock(0.0)
+    holds = lease(world, "a", time)
+    holds.beat()
+
+    damage(world, column, value)
+    time.now = BEAT_S
+
+    assert holds.beat() is True
+    (row,) = world.rows(LeaseRow)
+    assert (row.holder, row.beat) == ("a", 1 if column == "beat" else 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [*DAMAGES, ("holder", b"\x00\xff"), ("holder", "z" * 500_000)]
+)
+def test_one_that_waits_takes_a_damaged_lease_when_nobody_mends_it(
+    world: World, column: str, value: object
+) -> None:
+    time = Clock(0.0)
+    lease(world, "a", time).beat()
+    waits = lease(world, "b", time)
+    waits.beat()
+    damage(world, column, value)
+    found = waits.beat()
+
+    time.now += LEASE_S
+
+    assert (found, waits.beat()) == (False, True)
+    (row,) = world.rows(LeaseRow)
+    assert (row.holder, row.taken_at) == ("b", world.clock.now)
+
+
+@pytest.mark.both_stores
+def test_a_deleted_row_is_written_anew_by_its_holder_and_not_by_one_that_waits(
+    world: World,
+) -> None:
+    time = Clock(0.0)
+    holds, waits = lease(world, "a", time), lease(world, "b", time)
+    holds.beat()
+    waits.beat()
+    with world.database.write() as session:
+        session.execute(text("DELETE FROM lease"))
+
+    assert waits.beat() is False
+    assert holds.beat() is True
+    (row,) = world.rows(LeaseRow)
+    assert (row.holder, row.beat, row.taken_at) == ("a", 1, world.clock.now)
+    assert "pid" in row.told
+
+
+def test_two_with_one_id_do_not_both_act_and_it_is_logged_once(world: World) -> None:
+    """Somebody copied a state_dir to a second machine."""
+    time = Clock(0.0)
+    first, copy = lease(world, "a", time), lease(world, "a", time)
+    first.beat()
+    assert copy.beat() is True  # as one that was killed and starts again
+
+    with capture_logs() as logs:
+        for _ in range(6):
+            time.now += BEAT_S
+            assert (first.beat(), copy.beat()) == (False, True)
+
+    told = [one for one in logs if one["event"] == "control_id_used_twice"]
+    assert len(told) == 1
+    assert "control-id" in told[0]["remedy"]
+    first.give_back()
+    assert copy.beat() is True, "the one that gave way does not give back another's lease"
+    time.now += BEAT_S
+    first.beat()
+    time.now += LEASE_S
+    assert first.beat() is True, "the copy is gone"
+
+
+def test_a_beat_whose_write_failed_after_the_store_kept_it_is_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Clock(0.0)
+    holds = lease(world, "a", time)
+    holds.beat()
+    write = world.database.write
+
+    @contextmanager
+    def cut() -> Iterator[Session]:
+        with write() as session:
+            yield session
+        raise StoreError("the connection broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.database, "write", cut)
+        with pytest.raises(StoreError):
+            holds.beat()
+
+    time.now = BEAT_S
+    assert holds.beat() is True
+
+
+async def test_a_turn_that_finds_its_lease_lost_is_no_failure(world: World) -> None:
+    holds = lease(world, "a", Clock(0.0))
+    holds.beat()
+
+    async def work() -> None:
+        raise LostLeaseError("another control acts")
+
+    with capture_logs() as logs:
+        await holds.only_acting(work)()
+
+    assert [one["event"] for one in logs] == ["turn_given_up"]

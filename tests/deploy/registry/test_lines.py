@@ -10,7 +10,8 @@ import pytest
 from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.ramp_counts import count_ramp
-from deploy.engine.reconcile import Reconciler, read_desired
+from deploy.engine.desired import read_desired
+from deploy.engine.reconcile import Reconciler
 from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import flags, switches

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from deploy.engine.desired import UNLOAD_GRACE_S
 from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import UNLOAD_GRACE_S, Reconciler
+from deploy.engine.reconcile import Reconciler
 from deploy.registry.canary_rule import MAX_LOAD_FAILURES
 from sidecar.records import BASE
 from support.adapter_endpoints import MODEL
