@@ -1,5 +1,7 @@
-"""Digests that must not come back: the files of an adapter that lost its traffic.
+"""Digests that must not come back: the files of an adapter that lost its traffic, or its canary.
 
+A ban says that the files are bad: they are invalid, have no effect in any vLLM, or were proven to
+do harm. A load that vLLM fails or refuses bans nothing.
 A ban belongs to the files, not to a version: a copy under another name or in another folder is
 refused too (`learner.runs.publish`, `sidecar adapters import`, `canary start`). It ends by an
 operator alone: `lift`, or a rollback that names the version.
@@ -98,6 +100,6 @@ def reason_of(session: Session, model: str, digest: str) -> str | None:
     if found is None:
         return None
     return (
-        f"these files are banned: {found.adapter} lost its traffic ({found.reason}); "
+        f"these files are banned: {found.adapter} ({found.reason}); "
         f"`sidecar adapters allow {found.adapter}` lifts the ban"
     )
