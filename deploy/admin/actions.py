@@ -17,6 +17,7 @@ from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, rea
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
 from deploy.admin.learning.learner import read_learner
+from deploy.admin.lines.target_files import with_files
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.problems import (
     ConflictError,
@@ -71,6 +72,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
         )
         context.on_change()
         note = until_loaded(result.after, context.engine)
+        note = with_files(note, context.database, result.after)
         log.info(
             "rolled_back",
             before=result.before,

@@ -48,12 +48,21 @@ def ban(session: Session, name: str, *, now: float, actor: str, reason: str) -> 
 
 
 def lift(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
-    """End the ban of a version's digest. Returns: False when it is not banned."""
+    """End the ban of a version's digest, and the version's state `rolled_back`: it is `retired`
+    then, so that what descends from it may be tried again too.
+
+    Returns: False when there was nothing to end.
+    """
     row = session.get(AdapterRow, name) if name != BASE else None
     banned = find(session, row.model, row.digest) if row is not None else None
-    if row is None or banned is None:
+    if row is None or (banned is None and row.state != "rolled_back"):
         return False
-    session.delete(banned)
+    before = {"banned": banned is not None, "digest": row.digest, "state": row.state}
+    if banned is not None:
+        before["why"] = banned.reason
+        session.delete(banned)
+    if row.state == "rolled_back":
+        row.state, row.reason = "retired", f"allowed again: {reason}"
     session.flush()
     audit.record(
         session,
@@ -61,8 +70,8 @@ def lift(session: Session, name: str, *, now: float, actor: str, reason: str) ->
         actor=actor,
         action="adapter.allowed",
         subject=name,
-        before={"banned": True, "digest": row.digest, "why": banned.reason},
-        after={"banned": False},
+        before=before,
+        after={"banned": False, "state": row.state},
         reason=reason,
     )
     return True
