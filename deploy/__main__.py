@@ -26,6 +26,7 @@ def _main(argv: list[str] | None) -> int:
     arguments = parser.parse_args(argv)
 
     from deploy.process import serve
+    from deploy.registry.leases.holder import own_id
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
@@ -47,6 +48,14 @@ def _main(argv: list[str] | None) -> int:
         return 1
     try:
         with only_one(settings.state_dir, "control"):
+            try:
+                own_id(settings.state_dir)
+            except OSError as error:
+                sys.stderr.write(
+                    f"sidecar control: {error.filename}: {error.strerror}; it is the file of "
+                    "control's own id, which control must read, or make where it is absent\n"
+                )
+                return 1
             return asyncio.run(serve(settings, database))
     except StateLockError as error:
         sys.stderr.write(f"sidecar control: {error}\n")

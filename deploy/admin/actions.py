@@ -18,6 +18,7 @@ from deploy.admin.changes.targets import may_be_named
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import Project, known_query
 from deploy.admin.learning.learner import read_learner
+from deploy.admin.lines.target_files import with_files
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming
@@ -74,6 +75,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
                 raise ConflictError(str(error), may_be_named(session, line)) from error
         context.on_change()
         note = until_loaded(result.after, context.engine)
+        note = with_files(note, context.database, result.after)
         log.info(
             "rolled_back",
             before=result.before,

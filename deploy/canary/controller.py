@@ -260,12 +260,14 @@ class Controller:
     async def _load(self, canary: Canary) -> tuple[LoadEvidence, Facts]:
         version, registered, loading = await asyncio.to_thread(self._candidate, canary)
         failures, now = loading.get("failures", 0), self._clock()
+        partly = loading.get("partly") is True
+        waits = LoadEvidence(load_failures=failures, partly=partly)
         if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
-            return LoadEvidence(away=loading["reason"], load_failures=failures), {}
+            return replace(waits, away=loading["reason"]), {}
         try:
             path = await in_folder_thread(self._folder_of, version.digest, version.path)
         except SharedFolderError as error:  # it may pass, and says nothing of the candidate
-            return LoadEvidence(away=error_line(error), load_failures=failures), {}
+            return replace(waits, away=error_line(error)), {}
         version = replace(version, path=path)
 
         async def validate() -> None:
@@ -279,11 +281,13 @@ class Controller:
             validate=validate,
             max_base_kl=self._rules.max_base_kl,
         )
+        evidence = replace(evidence, partly=evidence.partly or partly)
         if evidence.load_failures > failures:
             facts["loading"] = {
                 "failures": evidence.load_failures,
                 "at": now,
                 "reason": evidence.away,
+                "partly": evidence.partly,
             }
         return evidence, facts
 

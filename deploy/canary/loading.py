@@ -3,9 +3,12 @@ it is served as it was trained.
 
 An unreachable replica is skipped, so that it cannot block a canary for ever. When it returns, its
 reconciler loads the candidate, and the proxy sends the candidate's users there only once its list
-of models shows the adapter. One reachable replica that refuses the adapter, or on which the adapter
-has no effect or another than the learner's, is enough to reject it. While no replica is reachable
-the canary waits.
+of models shows the adapter. While no replica is reachable the canary waits.
+
+What one vLLM says of the adapter is held against the adapter only when all that answer say it: that
+it has no effect, or another than the learner's. Where one replica proved it, another that refuses
+it or serves it otherwise is sick itself. A refused or failed load is tried again, and never a
+verdict on the files, which were validated before: vLLM may lack the folder, memory or a flag.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import EngineError, InvalidAdapterError, NotAsRegisteredError
 from deploy.records import AdapterVersion
 from deploy.registry.canary_rule import LoadEvidence
+from sidecar.plurals import counted
 
 log = structlog.get_logger()
 
@@ -42,9 +46,11 @@ class _Outcome:
     agreement: Agreement | None = None
     """None where the version never had a `probe.json`, or is not live."""
     invalid: str | None = None
+    """What it was found to do here, which would be reason to reject it."""
     altered: bool = False
-    """`invalid` is about other bytes than were registered, or none."""
+    """`invalid` is about other bytes than were registered, or none: on the disk, not in vLLM."""
     failed: str | None = None
+    """The load failed or was refused, or vLLM's answers tell nothing."""
 
     @property
     def words(self) -> str:
@@ -76,26 +82,28 @@ async def load_everywhere(
         altered = isinstance(error, NotAsRegisteredError)
         return LoadEvidence(invalid=f"invalid: {error}", altered=altered), {}
     outcomes = await asyncio.gather(
-        *(_load(url, replicas[url], names, version, model) for url, names in up.items())
+        *(
+            _load(url, replicas[url], names, version, model, max_base_kl)
+            for url, names in up.items()
+        )
     )
     facts = _facts(outcomes, away)
-    for outcome in sorted(outcomes, key=lambda one: one.altered):
-        if outcome.invalid is not None:
-            words = _describe(outcome, replicas)
-            return LoadEvidence(invalid=words, altered=outcome.altered), facts
     for outcome in outcomes:
-        kl = outcome.liveness.kl if outcome.liveness is not None else 0.0
-        if 0.0 < max_base_kl < kl:
-            far = (
-                f"{kl:.3g} nats from the base on the probe's prompts, the limit is {max_base_kl:g}"
-            )
-            return LoadEvidence(invalid=f"runaway KL: {far} (canary.max_base_kl)"), facts
-    for outcome in outcomes:
-        if outcome.failed is not None:
-            return LoadEvidence(
-                away=_describe(outcome, replicas), load_failures=failures + 1
-            ), facts
-    return LoadEvidence(live=True), facts
+        if outcome.altered:
+            return LoadEvidence(invalid=_describe(outcome, replicas), altered=True), facts
+    bad = [one for one in outcomes if one.failed is not None or one.invalid is not None]
+    if not bad:
+        return LoadEvidence(live=True), facts
+    proven = len(outcomes) - len(bad)
+    if not proven and all(one.failed is None for one in outcomes):
+        return LoadEvidence(invalid=_describe(bad[0], replicas)), facts
+    why = "; ".join(_describe(one, replicas) for one in bad)
+    if proven:
+        why = (
+            f"{why} ({counted(proven, 'other replica')} proved it live: mend that vLLM, or take it "
+            "out of serving.upstreams)"
+        )
+    return LoadEvidence(away=why, load_failures=failures + 1, partly=proven > 0), facts
 
 
 async def _ask_all(
@@ -123,10 +131,16 @@ async def _load(
     loaded: frozenset[str],
     version: AdapterVersion,
     model: str,
+    max_base_kl: float,
 ) -> _Outcome:
     try:
         if version.name not in loaded:
-            await load_checked(control, version.name, version.path, version.digest)
+            try:
+                await load_checked(control, version.name, version.path, version.digest)
+            except NotAsRegisteredError:
+                raise
+            except InvalidAdapterError as error:  # the folder is valid: vLLM cannot take it
+                raise EngineError(str(error)) from error
         liveness = await ask_liveness(control, version.name, model=model)
         agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
@@ -142,6 +156,11 @@ async def _load(
     refused = None if liveness.live else liveness.reason
     if agreement is not None and not agreement.same:
         refused = agreement.reason
+    if refused is None and 0.0 < max_base_kl < liveness.kl:
+        refused = (
+            f"runaway KL: {liveness.kl:.3g} nats from the base on the probe's prompts, the limit "
+            f"is {max_base_kl:g} (canary.max_base_kl)"
+        )
     return _Outcome(replica=url, liveness=liveness, agreement=agreement, invalid=refused)
 
 

@@ -76,6 +76,10 @@ def _run(arguments: Sequence[str]) -> int:
     except (DeployError, IngestError, StateLockError, StoreError) as error:
         note(str(error))
         return 1
+    except OSError as error:  # a disk that is full, read-only or broken, and no permission
+        place = "" if error.filename is None else f"{error.filename}: "
+        note(f"{place}{error.strerror or error}")
+        return 1
     return code if isinstance(code, int) else 0  # a command's `typer.Exit` is returned
 
 

@@ -5,7 +5,7 @@ In plain words:
 1. **loading** A new adapter is validated on disk, loaded into vLLM under its own name and probed.
    It passes when replies carry its name and its log-probabilities on a fixed prompt differ from
    the base's. An invalid adapter, or one without effect, is rejected. While vLLM is unreachable
-   the canary waits.
+   the canary waits. A load that fails is tried again, and is inconclusive in the end.
 2. **gating** Candidate, champion and anchor answer the same held-out prompts; a judge scores all
    blind in one group (`deploy.evidence.quality`). The gate refuses the clearly bad: a candidate
    that is proven worse than the champion, or whose answers are flawed more often. After
@@ -56,8 +56,10 @@ from sidecar.settings import Canary as CanarySettings
 BREAKER_FAILURES = 5
 """Newest requests that all met an unknown adapter: the step does not end then."""
 MAX_LOAD_FAILURES = 8
-"""Failed loads (vLLM is up and answers with a server error) after which an adapter is rejected."""
-LOAD_WAITS = Backoff(first_s=2.0)
+"""Failed loads, where no replica proved the adapter, after which the canary is inconclusive."""
+MAX_PARTLY_LOADED = 34
+"""The same where one did: an hour, in which somebody may mend the other vLLM (docs/canary.md)."""
+LOAD_WAITS = Backoff(first_s=2.0, last_s=128.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
 longer than a traffic peak keeps vLLM out of memory."""
 
@@ -88,7 +90,7 @@ Decision = Hold | Move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEvidence:
-    """Evidence of the loading phase. At most one of the three reasons is set."""
+    """Evidence of the loading phase. At most one of the two reasons is set."""
 
     live: bool = False
     invalid: str | None = None
@@ -96,8 +98,10 @@ class LoadEvidence:
     altered: bool = False
     """The folder lacks files, or holds others than were registered: `invalid` is about that."""
     away: str | None = None
-    """Reason why vLLM could not be reached."""
+    """Reason why vLLM could not be reached, or what it said instead of loading it."""
     load_failures: int = 0
+    partly: bool = False
+    """Some replica proved it live, now or at an earlier try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,12 +233,11 @@ def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float
 def _after_loading(evidence: LoadEvidence) -> Decision:
     if evidence.invalid is not None:
         return _reject(evidence.invalid, bans=not evidence.altered)
-    if evidence.load_failures >= MAX_LOAD_FAILURES:
-        return _reject(
-            f"vLLM failed to load it {counted(evidence.load_failures, 'time')}: {evidence.away}"
-        )
     if evidence.live:
         return Move(to="gating", candidate_state="gating", reason="loaded and live")
+    if evidence.load_failures >= (MAX_PARTLY_LOADED if evidence.partly else MAX_LOAD_FAILURES):
+        times = counted(evidence.load_failures, "time")
+        return _inconclusive(f"vLLM failed to load it {times}: {evidence.away}")
     return Hold(reason=f"waiting for vLLM: {evidence.away}", stops_clock=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.records import Canary
@@ -23,7 +24,7 @@ from sidecar.routing.table import (
     is_generation,
 )
 from sidecar.store.database import DAMAGE
-from sidecar.store.models import RoutingRow
+from sidecar.store.models import RoutingRow, TableTakenRow
 
 
 def current(session: Session, model: str) -> RoutingTable | None:
@@ -40,10 +41,10 @@ def write(session: Session, model: str, *, now: float) -> RoutingTable:
     row = session.get(RoutingRow, model)
     before = _table(row) if row is not None else None
     after = _derive(session, model, before)
-    if before is not None and replace(after, generation=before.generation) == before:
+    newest = 0 if row is None else _newest(session, row, before, now)
+    if before is not None and replace(after, generation=newest) == before:
         return before
-    generation = before.generation if before is not None else _generation_of(row, now)
-    after = replace(after, generation=min(generation + 1, GENERATIONS - 1))
+    after = replace(after, generation=min(newest + 1, GENERATIONS - 1))
     if row is None:
         row = RoutingRow(model=model)
         session.add(row)
@@ -83,16 +84,18 @@ def _table(row: RoutingRow) -> RoutingTable | None:
         return None
 
 
-def _generation_of(row: RoutingRow | None, now: float) -> int:
-    """Return a generation that no proxy has passed, for a row whose body cannot be read.
+def _newest(session: Session, row: RoutingRow, table: RoutingTable | None, now: float) -> int:
+    """Return a generation that no proxy has passed: a proxy never returns to a lower one.
 
-    The row's own column says it. Where that is damaged too, the time in seconds is larger than any
-    count of changes: a proxy never returns to a lower generation.
+    The body says it, the row's own column, and what each proxy told that it took; any of them may
+    be damaged, or older than the others where a backup was restored. Where none can be read, the
+    time in seconds is larger than any count of changes.
     """
-    if row is None:
-        return 0
-    known = row.generation
-    return known if is_generation(known) and known > 0 else int(now)
+    taken = select(TableTakenRow.generation).where(TableTakenRow.model == row.model)
+    known: list[object] = [row.generation, *session.scalars(taken)]
+    if table is not None:
+        known.append(table.generation)
+    return max((one for one in known if is_generation(one)), default=0) or int(now)
 
 
 def agrees(table: RoutingTable, canary: Canary | None) -> bool:

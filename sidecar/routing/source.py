@@ -61,7 +61,7 @@ class FollowedTable:
     def _take(self, found: RoutingTable) -> None:
         if found.model != self.table.model:
             self.fail("other_model", found.model)
-        elif not self._seen or found.generation > self.table.generation:
+        elif not self._seen or self._is_newer(found):
             self._seen = True
             self.table = found
             self._generation.set(found.generation)
@@ -74,6 +74,14 @@ class FollowedTable:
                 canary=found.canary,
                 canary_weight_bp=found.canary_weight_bp,
             )
+
+    def _is_newer(self, found: RoutingTable) -> bool:
+        """Another table of the same generation is newer too: the store's last word, after a
+        damaged number that cannot grow."""
+        now = self.table
+        return found.generation > now.generation or (
+            found.generation == now.generation and found != now
+        )
 
     def _recover(self) -> None:
         if self._failing is not None:

@@ -4,6 +4,7 @@ it (`assignment.py`). Pure."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import msgspec
 
@@ -12,9 +13,9 @@ from sidecar.records import BASE
 
 BUCKETS = 10_000
 """Weights are in basis points: 10000 means every session."""
-GENERATIONS = 2**53
-"""A generation is smaller than this: a larger one is damage, because no count of changes comes near
-it. The store's integers end at 2**63, where the next generation could not be written."""
+GENERATIONS = 2**40
+"""A generation is smaller than this: a larger one is damage, because neither a count of changes nor
+the time in seconds comes near it. Else proxies would take a table after which none is newer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class RoutingTable:
         """Raises: ValueError for a name that cannot be written into a header, and for a generation
         that is no count of changes."""
         if not is_generation(self.generation):
-            raise ValueError(f"the generation {self.generation} is not from 0 to 2**53 - 1")
+            raise ValueError(f"the generation {self.generation} is not from 0 to 2**40 - 1")
         for name in (self.model, self.champion, self.canary or BASE):
             if not is_adapter_name(name):
                 raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
@@ -48,8 +49,8 @@ class RoutingTable:
         return public_model(self.model)
 
 
-def is_generation(value: object) -> bool:
-    """Return True for an integer from 0 to 2**53 - 1; any other value is damage."""
+def is_generation(value: object) -> TypeGuard[int]:
+    """Return True for an integer from 0 to 2**40 - 1; any other value is damage."""
     return isinstance(value, int) and 0 <= value < GENERATIONS
 
 

@@ -413,7 +413,7 @@ async def test_a_number_without_end_is_a_damaged_one(world: World, api: Api) -> 
     ]
 
 
-@pytest.mark.parametrize("generation", [2**63 - 1, 2**63 - 2, 2**53, 2**53 - 1, -1])
+@pytest.mark.parametrize("generation", [2**63 - 1, 2**53, 2**40, 2**40 - 1, -1])
 def test_a_huge_generation_holds_up_no_rollback(world: World, generation: int) -> None:
     world.promote(world.register(1))
     world.promote(world.register(2))
@@ -429,7 +429,7 @@ def test_a_huge_generation_holds_up_no_rollback(world: World, generation: int) -
     assert done.changed
     table = world.table()
     assert table.champion == done.after
-    assert table.generation == min(done.generation, 2**53 - 1)
+    assert table.generation == done.generation < 2**40
 
 
 def test_a_version_that_is_no_number_holds_up_no_registration(world: World, tmp_path: Path) -> None:

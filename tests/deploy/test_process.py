@@ -204,6 +204,18 @@ def test_a_taken_port_is_one_line_and_exit_1(
     )
 
 
+def test_an_own_id_that_is_no_file_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "state" / "control-id").mkdir(parents=True)
+
+    with control(config) as process:
+        _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert f"sidecar control: {tmp_path}/state/control-id: Is a directory" in said
+
+
 def test_wrong_settings_are_one_line_and_exit_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,13 +9,13 @@ as the learner does; control may be down.
 from __future__ import annotations
 
 import json
-import shutil
 import tarfile
 import time
 import uuid
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from deploy.cli.context import Project, settings_of
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store
 
 if TYPE_CHECKING:
+    from deploy.errors import InvalidAdapterError
     from learner.records import Candidate
     from sidecar.settings import Settings
     from sidecar.store.database import Database
@@ -33,6 +34,7 @@ PREFIX = ".import-"
 ABANDONED_AFTER_S = 3600.0
 """Age of the newest file of such a folder at which its import is dead: a copy that goes on writes
 to a file all the time, and what follows it takes minutes."""
+CHUNK_BYTES = 1024 * 1024
 
 
 def adapters_import(
@@ -96,16 +98,17 @@ def import_adapter(
     work = adapters_dir / f"{PREFIX}{uuid.uuid4().hex}"
     work.mkdir()
     try:
-        _copy(folder, work)
-        digest = folder_digest(work)
-        validate_folder(work, Registered(digest=digest), limits)
-        lineage = _lineage(settings, folder, _config(work), reason=reason, now=now)
-        (work / LINEAGE).write_text(json.dumps(lineage, indent=1) + "\n", encoding="utf-8")
-        (work / CARD).write_text(_card(lineage), encoding="utf-8")
-        with_documents(work, adapters_dir, digest)
-        sealed = seal(work)
-        if (shared := shared_folders(settings)) is not None:
-            shared.upload(work, digest)
+        with _named(work):
+            _copy(folder, work)
+            digest = folder_digest(work)
+            validate_folder(work, Registered(digest=digest), limits)
+            lineage = _lineage(settings, folder, _config(work), reason=reason, now=now)
+            (work / LINEAGE).write_text(json.dumps(lineage, indent=1) + "\n", encoding="utf-8")
+            (work / CARD).write_text(_card(lineage), encoding="utf-8")
+            with_documents(work, adapters_dir, digest)
+            sealed = seal(work)
+            if (shared := shared_folders(settings)) is not None:
+                shared.upload(work, digest)
         with database.write() as session:
             line = settings.line.name
             bans.refuse(session, line, sealed.digest)
@@ -149,25 +152,56 @@ def _sweep(adapters_dir: Path, *, now: float) -> None:
 
 
 def _copy(folder: Path, work: Path) -> None:
-    """Copy the two files of an adapter. Raises: InvalidAdapterError when one cannot be read."""
-    from deploy.errors import InvalidAdapterError
+    """Copy the two files of an adapter. Raises: InvalidAdapterError when one cannot be read;
+    OSError when the copy cannot be written."""
     from learner.adapter_folder import DIGESTED, open_file, open_folder
 
     if folder.is_file():
         _unpack(folder, work)
         return
+    with ExitStack() as opened:
+        try:
+            descriptor = opened.enter_context(open_folder(folder))
+            sources = {name: opened.enter_context(open_file(descriptor, name)) for name in DIGESTED}
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        for name, source in sources.items():
+            _write(work / name, source, folder)
+
+
+def _unreadable(folder: Path, error: OSError) -> InvalidAdapterError:
+    from deploy.errors import InvalidAdapterError
+    from learner.adapter_folder import DIGESTED
+
+    return InvalidAdapterError(
+        f"{folder}: {error.filename or ''} cannot be read ({error.strerror}); name a PEFT "
+        f"folder with {' and '.join(DIGESTED)}"
+    )
+
+
+def _write(path: Path, source: IO[bytes], folder: Path) -> None:
+    """Copy an open file. Raises: InvalidAdapterError when it cannot be read; OSError when the copy
+    cannot be written."""
+    with path.open("wb") as target:
+        while True:
+            try:
+                chunk = source.read(CHUNK_BYTES)
+            except OSError as error:
+                raise _unreadable(folder, error) from error
+            if not chunk:
+                return
+            target.write(chunk)
+
+
+@contextmanager
+def _named(work: Path) -> Iterator[None]:
+    """Name the folder that is written to in an error that names no file, as of a full disk."""
     try:
-        with open_folder(folder) as descriptor:
-            for name in DIGESTED:
-                with open_file(descriptor, name) as source, (work / name).open("wb") as target:
-                    shutil.copyfileobj(source, target)
+        yield
     except OSError as error:
-        if error.filename is not None and str(error.filename).startswith(str(work)):
+        if error.filename is not None or error.strerror is None:
             raise
-        raise InvalidAdapterError(
-            f"{folder}: {error.filename or ''} cannot be read ({error.strerror}); name a PEFT "
-            f"folder with {' and '.join(DIGESTED)}"
-        ) from error
+        raise OSError(error.errno, error.strerror, str(work)) from error
 
 
 def _unpack(tar: Path, work: Path) -> None:
@@ -188,8 +222,8 @@ def _unpack(tar: Path, work: Path) -> None:
                 source = archive.extractfile(entry) if entry.isreg() else None
                 if source is None or entry.issparse():
                     raise KeyError(f"{name} is not a plain file")
-                with source, (work / name).open("wb") as target:
-                    shutil.copyfileobj(source, target)
+                with source:
+                    _write(work / name, source, tar)
     except (tarfile.TarError, KeyError) as error:
         raise InvalidAdapterError(
             f"{tar}: {error.args[0]}; name a PEFT folder with {' and '.join(DIGESTED)}, or an "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from sidecar.routing.table import is_adapter_name
 from sidecar.store.models import AliasEventRow, AliasRow
 
 START = "0" * 64
@@ -86,7 +87,10 @@ def hash_of(row: AliasEventRow) -> str:
 
 
 def held_at(session: Session, model: str, at: float) -> list[Held]:
-    """Return where each alias pointed at a time (Unix seconds), by alias."""
+    """Return where each alias pointed at a time (Unix seconds), by alias.
+
+    A move whose alias, target or number is damaged is left out, and logged; `verify` names it.
+    """
     held: list[Held] = []
     for alias in _aliases(session, model):
         newest = (
@@ -100,24 +104,47 @@ def held_at(session: Session, model: str, at: float) -> list[Held]:
             .limit(1)
         )
         found = session.execute(newest).first()
-        if found is not None and found[0] is not None:
-            held.append(Held(alias, found[0], found[1]))
+        if found is None or found[0] is None:
+            continue
+        adapter, generation = found
+        if is_adapter_name(adapter) and isinstance(generation, int):
+            held.append(Held(alias, adapter, generation))
+        else:
+            _say_damaged(model, alias)
     return held
 
 
 def _aliases(session: Session, model: str) -> Iterator[str]:
-    """Yield every alias that ever pointed somewhere, in order; each is one step in the index."""
-    alias: str | None = ""
-    while alias is not None:
-        following = (
-            select(AliasEventRow.alias)
-            .where(AliasEventRow.model == model, AliasEventRow.alias > alias)
-            .order_by(AliasEventRow.alias)
-            .limit(1)
-        )
-        alias = session.scalar(following)
-        if alias is not None:
-            yield alias
+    """Yield every alias that ever pointed somewhere, in order; each is one step in the index.
+
+    A damaged name is no place to go on from: its bytes sort otherwise than the text read from them,
+    so the step from it may lead back to it. Then the whole history is read once instead.
+    """
+    named = select(AliasEventRow.alias).where(AliasEventRow.model == model)
+    seen: set[str] = set()
+    alias = ""
+    while True:
+        following = named.where(AliasEventRow.alias > alias).order_by(AliasEventRow.alias).limit(1)
+        found: object = session.scalar(following)
+        if found is None:
+            return
+        if not is_adapter_name(found) or found in seen:
+            break
+        alias = str(found)
+        seen.add(alias)
+        yield alias
+    rest = {found: None for found in session.scalars(named.distinct()) if found not in seen}
+    yield from sorted(found for found in rest if is_adapter_name(found))
+    for found in rest:
+        if not is_adapter_name(found):
+            _say_damaged(model, repr(found))
+
+
+def _say_damaged(model: str, alias: str) -> None:
+    import structlog  # an offline rollback must not wait for it
+
+    remedy = "sidecar audit verify"
+    structlog.get_logger().error("alias_history_damaged", model=model, alias=alias, remedy=remedy)
 
 
 def verify(session: Session) -> Verified:
@@ -134,7 +161,7 @@ def verify(session: Session) -> Verified:
         last = row.hash
         ends[row.model, row.alias] = (row.after, row.generation)
     broken += _disagree(session, ends)
-    return Verified(events=number, last_hash=last, broken=tuple(broken))
+    return Verified(events=number, last_hash=_text(last) or "", broken=tuple(broken))
 
 
 def _disagree(
@@ -144,7 +171,7 @@ def _disagree(
         (row.model, row.alias): (row.adapter, row.generation)
         for row in session.scalars(select(AliasRow))
     }
-    for key in sorted({*ends, *present}):
+    for key in sorted({*ends, *present}, key=repr):  # a damaged name may be bytes
         found = ends.get(key, (None, 0))
         now = present.get(key, (None, found[1]))
         if found != now:

@@ -1,5 +1,7 @@
-"""Digests that must not come back: the files of an adapter that lost its traffic.
+"""Digests that must not come back: the files of an adapter that lost its traffic, or its canary.
 
+A ban says that the files are bad: they are invalid, have no effect in any vLLM, or were proven to
+do harm. A load that vLLM fails or refuses bans nothing.
 A ban belongs to the files, not to a version: a copy under another name or in another folder is
 refused too (`learner.runs.publish`, `sidecar adapters import`, `canary start`). It ends by an
 operator alone: `lift`, or a rollback that names the version.
@@ -46,12 +48,21 @@ def ban(session: Session, name: str, *, now: float, actor: str, reason: str) -> 
 
 
 def lift(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
-    """End the ban of a version's digest. Returns: False when it is not banned."""
+    """End the ban of a version's digest, and the version's state `rolled_back`: it is `retired`
+    then, so that what descends from it may be tried again too.
+
+    Returns: False when there was nothing to end.
+    """
     row = session.get(AdapterRow, name) if name != BASE else None
     banned = find(session, row.model, row.digest) if row is not None else None
-    if row is None or banned is None:
+    if row is None or (banned is None and row.state != "rolled_back"):
         return False
-    session.delete(banned)
+    before = {"banned": banned is not None, "digest": row.digest, "state": row.state}
+    if banned is not None:
+        before["why"] = banned.reason
+        session.delete(banned)
+    if row.state == "rolled_back":
+        row.state, row.reason = "retired", f"allowed again: {reason}"
     session.flush()
     audit.record(
         session,
@@ -59,8 +70,8 @@ def lift(session: Session, name: str, *, now: float, actor: str, reason: str) ->
         actor=actor,
         action="adapter.allowed",
         subject=name,
-        before={"banned": True, "digest": row.digest, "why": banned.reason},
-        after={"banned": False},
+        before=before,
+        after={"banned": False, "state": row.state},
         reason=reason,
     )
     return True
@@ -98,6 +109,6 @@ def reason_of(session: Session, model: str, digest: str) -> str | None:
     if found is None:
         return None
     return (
-        f"these files are banned: {found.adapter} lost its traffic ({found.reason}); "
+        f"these files are banned: {found.adapter} ({found.reason}); "
         f"`sidecar adapters allow {found.adapter}` lifts the ban"
     )

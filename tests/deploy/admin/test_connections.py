@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from deploy.admin.changes.events import MAX_STREAMS
 from deploy.admin.context import AdminContext
 from deploy.admin.wire import connections
 from deploy.engine.fleet import Fleet
+from deploy.registry import audit
 from support.served_admin import served_admin
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
 
+STATIC = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 HALF = b"GET /admin/v1/status HTTP/1.1\r\nHost: 127"
 
 
@@ -34,6 +39,25 @@ def connect(port: int, sent: bytes = b"") -> socket.socket:
     client = socket.create_connection(("127.0.0.1", port), timeout=30)
     client.sendall(sent)
     return client
+
+
+def never_read(port: int, request: bytes, times: int = 400) -> socket.socket:
+    """Ask for more than the system keeps of it, and read nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", port))
+    client.setblocking(False)
+    with suppress(BlockingIOError):
+        client.send(request * times)
+    return client
+
+
+def closed(client: socket.socket) -> bool:
+    """Wait until the other side closes, without reading anything."""
+    waits = select.poll()
+    waits.register(client, 0)
+    return bool(waits.poll(30_000))
 
 
 def ended(client: socket.socket) -> bool:
@@ -77,6 +101,104 @@ def test_a_head_that_comes_in_time_is_answered_however_slow_its_answer(
         assert b"".join(stream.iter_raw()).startswith(b":")
 
 
+def test_a_client_that_reads_nothing_is_given_up(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STUCK_S", 0.2)
+    with never_read(port, STATIC) as client:
+        assert closed(client)
+
+
+def test_the_last_of_what_a_closing_connection_sends_is_given_up_too(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STUCK_S", 0.2)
+    last = STATIC.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with never_read(port, STATIC * 200 + last, times=1) as client:
+        assert closed(client)
+
+
+def test_streams_that_nobody_reads_make_room_for_another(
+    world: World, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world.database.write() as session:
+        for _ in range(2_000):
+            audit.record(
+                session,
+                now=1.0,
+                actor="x",
+                action="learner.pause",
+                subject="learner",
+                before={},
+                after={},
+                reason="r" * 4_000,
+            )
+    monkeypatch.setattr(connections, "STUCK_S", 0.5)
+    asks = b"GET /admin/v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nLast-Event-ID: 0\r\n\r\n"
+    clients = [never_read(port, asks, times=1) for _ in range(MAX_STREAMS)]
+    try:
+        assert all(closed(one) for one in clients)
+        url = f"http://127.0.0.1:{port}/admin/v1/events?for_s=0"
+        while httpx.get(url, timeout=30).status_code == 503:  # until the last one's task has ended
+            time.sleep(0.05)
+    finally:
+        for one in clients:
+            one.close()
+
+
+def test_who_reads_slowly_is_served_and_who_stops_is_dropped() -> None:
+    """By hand: 100 bytes wait, 60 are left, then 60 still."""
+    unsent = [100, 60, 60, 60]
+    calls: list[str] = []
+
+    class Transport:
+        def get_write_buffer_size(self) -> int:
+            return unsent.pop(0)
+
+        def get_extra_info(self, name: str) -> None:
+            return None
+
+        def abort(self) -> None:
+            calls.append("abort")
+
+    class Loop:
+        def call_later(self, after_s: float, _: object) -> None:
+            calls.append(f"look again in {after_s:g} s")
+
+    one: Any = connections.AdminConnection.__new__(connections.AdminConnection)
+    one.transport, one.loop = Transport(), Loop()
+
+    one._watch_writing()
+    one._has_read()
+    one._has_read()
+
+    assert calls == ["look again in 20 s", "look again in 20 s", "abort"]
+
+
+def test_those_that_read_nothing_make_room_for_those_that_ask(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MOST", 5)
+    monkeypatch.setattr(connections, "STUCK_S", 3_600.0, raising=False)
+    stuck = [never_read(port, STATIC) for _ in range(5)]
+    try:
+        answered = sum(_answers(port) for _ in range(20))
+        assert answered > 0
+        assert any(not _is_open(one) for one in stuck), "one of them was closed for it"
+    finally:
+        for one in stuck:
+            one.close()
+
+
+def _answers(port: int) -> bool:
+    """False while none of the others counts as stuck yet."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=30).status_code == 200
+    except httpx.TransportError:
+        time.sleep(0.1)
+        return False
+
+
 def test_those_that_ask_nothing_make_room_for_those_that_ask(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +220,10 @@ def test_those_that_ask_nothing_make_room_for_those_that_ask(
 
 def _is_open(client: socket.socket) -> bool:
     client.setblocking(False)
+    waits = select.poll()
+    waits.register(client, 0)
+    if waits.poll(0):
+        return False  # reset, whatever of its replies is unread
     try:
         return client.recv(1) != b""
     except BlockingIOError:

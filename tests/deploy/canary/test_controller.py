@@ -22,7 +22,13 @@ from ingest.errors import (
 )
 from ingest.grouping.chat_request import candidate_body
 from ingest.vllm.sampler import SampleRequest
-from sidecar.store.models import CounterRow, GateComparisonRow, GroupRow, JudgeCallRow
+from sidecar.store.models import (
+    BannedDigestRow,
+    CounterRow,
+    GateComparisonRow,
+    GroupRow,
+    JudgeCallRow,
+)
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -216,14 +222,23 @@ async def test_an_adapter_that_changes_nothing_is_rejected(world: World) -> None
     assert world.evidence(name)["probe"]["mean_difference"] == 0.0
 
 
-async def test_an_adapter_that_vllm_refuses_is_rejected(world: World) -> None:
+async def test_an_adapter_that_vllm_refuses_is_tried_again_and_never_banned(world: World) -> None:
+    """Its folder is valid: vLLM may lack the mount, or a flag."""
     name = world.register(1)
-    world.control.refuses[name] = "rank 64 is greater than 16"
+    world.control.refuses[name] = "vLLM refused it: no adapter found for that path"
 
     await tick(world)
+    assert world.canary(name).phase == "loading"
+    for failures in range(1, 8):
+        world.clock.now += 2.0**failures
+        await tick(world)
 
-    assert world.adapter(name).state == "rejected"
-    assert "rank 64" in (world.canary(name).reason or "")
+    assert world.canary(name).phase == "inconclusive"
+    assert world.canary(name).reason == (
+        "vLLM failed to load it 8 times: vLLM refused it: no adapter found for that path"
+    )
+    assert world.adapter(name).state == "retired"
+    assert world.rows(BannedDigestRow) == []
 
 
 async def test_an_absent_vllm_is_waited_for(world: World) -> None:
@@ -241,7 +256,7 @@ async def test_an_absent_vllm_is_waited_for(world: World) -> None:
     assert world.canary(name).phase == "gating"
 
 
-async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> None:
+async def test_eight_failed_loads_are_inconclusive_also_over_restarts(world: World) -> None:
     name = world.register(1)
     world.control.fails_to_load = 8
 
@@ -252,8 +267,10 @@ async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> Non
         world.clock.now += 2.0**failures
     await tick(world)
 
-    assert world.adapter(name).state == "rejected"
+    assert world.canary(name).phase == "inconclusive"
+    assert world.adapter(name).state == "retired"
     assert "8 times" in (world.canary(name).reason or "")
+    assert world.rows(BannedDigestRow) == []
 
 
 @pytest.mark.parametrize("garbled", [1, 2, 3])

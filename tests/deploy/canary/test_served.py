@@ -62,7 +62,9 @@ async def test_a_version_that_is_served_otherwise_is_rejected_with_the_numbers(
     assert evidence_of(world)["served"]["same"] is False
 
 
-async def test_one_replica_that_serves_otherwise_is_enough(world: World) -> None:
+async def test_one_replica_that_serves_otherwise_is_waited_for_and_all_are_enough(
+    world: World,
+) -> None:
     from support.fake_control import FakeControl
 
     world.others["http://second"] = FakeControl()
@@ -70,9 +72,15 @@ async def test_one_replica_that_serves_otherwise_is_enough(world: World) -> None
     name = with_probe(world)
 
     await world.controller().tick()
+    assert world.canary(name).phase == "loading"
+    assert "http://second: not what was trained" in (world.canary(name).reason or "")
+
+    world.control.strays = 0.25
+    world.clock.now += 2.0
+    await world.controller().tick()
 
     assert world.adapter(name).state == "rejected"
-    assert "http://second: not what was trained" in (world.canary(name).reason or "")
+    assert "http://vllm: not what was trained" in (world.canary(name).reason or "")
 
 
 async def test_a_damaged_probe_file_is_an_invalid_folder(world: World) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +206,83 @@ def test_a_link_to_weights_is_refused(world: World, settings: Settings, folder: 
 def test_a_folder_that_is_not_there_is_refused_in_words(world: World, settings: Settings) -> None:
     with pytest.raises(InvalidAdapterError, match="name a PEFT folder with adapter_config"):
         import_adapter(settings, world.database, Path("/nowhere"), reason="r", now=5.0)
+
+
+@pytest.mark.parametrize("place", ["the copy", "the lineage"])
+def test_a_full_disk_is_said_of_the_folder_that_is_written_to(
+    world: World,
+    settings: Settings,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*_: object, **__: object) -> int:
+        raise full
+
+    class Full(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise full
+
+    real = Path.open
+    if place == "the lineage":
+        monkeypatch.setattr(Path, "write_text", fail)
+    else:
+        monkeypatch.setattr(
+            Path,
+            "open",
+            lambda path, mode="r", *more, **named: (
+                Full() if mode == "wb" else real(path, mode, *more, **named)
+            ),
+        )
+
+    with pytest.raises(OSError, match="No space left on device") as found:
+        import_adapter(settings, world.database, folder, reason="r", now=5.0)
+
+    assert str(found.value.filename).startswith(str(settings.learner.adapters_dir / ".import-"))
+    assert list(settings.learner.adapters_dir.iterdir()) == []
+
+
+def test_a_disk_that_fails_while_the_adapter_is_read_is_said_of_the_adapter(
+    world: World, settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    class Broken(io.BytesIO):
+        read = fail
+
+    @contextmanager
+    def open_file(*_: object) -> Iterator[io.BytesIO]:
+        yield Broken()
+
+    monkeypatch.setattr("learner.adapter_folder.open_file", open_file)
+
+    with pytest.raises(InvalidAdapterError, match=f"{folder}: .*Input/output error"):
+        import_adapter(settings, world.database, folder, reason="r", now=5.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "/a/b"), "/a/b: Read-only file system"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_a_disk_that_fails_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: OSError,
+    words: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("deploy.cli.app.whole_command", lambda: fail)
+
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == f"sidecar: {words}\n"
 
 
 def test_the_command_says_what_the_learner_would_refuse(

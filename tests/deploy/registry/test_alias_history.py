@@ -116,6 +116,38 @@ def test_an_edit_of_the_past_is_seen(world: World, served: tuple[str, str], edit
     assert any(words in one for one in verified(world).broken)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("alias", "CAST(x'ff41c3' AS TEXT)"),
+        ("alias", "CAST(x'61ff' AS TEXT)"),
+        ("alias", "x'00ff'"),
+        ("after", "CAST(x'ff41c3' AS TEXT)"),
+        ("after", "x'00ff'"),
+        ("generation", "'soon'"),
+        ("hash", "x'00ff'"),
+        ("model", "x'00ff'"),
+    ],
+)
+async def test_a_damaged_move_is_left_out_and_named_by_the_walk(
+    world: World, api: Any, served: tuple[str, str], column: str, value: str
+) -> None:
+    """The last move is the rollback to v1; a name that is no UTF-8 made the list endless."""
+    with world.database.write() as session:
+        last = "(SELECT max(seq) FROM alias_event)"
+        session.execute(text(f"UPDATE alias_event SET {column} = {value} WHERE seq = {last}"))
+
+    reply = await api.get("/aliases", at=1_300.0)
+
+    assert reply.status_code == 200
+    held = {one["alias"]: one["adapter"] for one in reply.json()["items"]}
+    assert held["previous"] == served[0]
+    assert held.get("champion") in (None, served[0], served[1])
+    found = verified(world)
+    assert any("it was changed after it was written" in one for one in found.broken)
+    assert isinstance(found.last_hash, str)
+
+
 @pytest.mark.both_stores
 def test_an_older_store_brings_its_moves_along(world: World, served: tuple[str, str]) -> None:
     """They are read from the audit, which had them all the time."""

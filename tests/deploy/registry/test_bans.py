@@ -107,6 +107,34 @@ def test_the_champion_and_a_child_of_what_is_banned_are_refused(
         start(world, third)
 
 
+@pytest.mark.parametrize("bans_it", [True, False])
+async def test_what_is_allowed_again_is_retired_and_its_child_is_tried(
+    world: World, bans_it: bool
+) -> None:
+    world.promote(world.register(1))
+    second = world.register(2, values=(0.3, 0.1))
+    world.promote(second)
+    rollback(world.database, "m", reason="rude", actor="me", now=world.clock(), ban=bans_it)
+    assert world.adapter(second).state == "rolled_back"
+
+    with world.database.write() as session:
+        assert bans.lift(session, second, now=3.0, actor="me", reason="it was the judge") is True
+        assert bans.lift(session, second, now=4.0, actor="me", reason="again") is False
+
+    assert (world.adapter(second).state, world.adapter(second).reason) == (
+        "retired",
+        "allowed again: it was the judge",
+    )
+    (told,) = [row for row in world.rows(AuditRow) if row.action == "adapter.allowed"]
+    assert ((told.before or {})["state"], told.after) == (
+        "rolled_back",
+        {"banned": False, "state": "retired"},
+    )
+    child = world.register(3, parent=second, values=(0.2, 0.2))
+    await world.controller().tick()
+    assert world.canary(child).phase == "gating"
+
+
 @pytest.mark.both_stores
 def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World) -> None:
     first, second = world.register(1), world.register(2, values=(0.3, 0.1))

@@ -19,6 +19,7 @@ from deploy.registry.canary_rule import (
     RampEvidence,
     decide,
     elapsed_s,
+    load_wait_s,
 )
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
@@ -94,13 +95,27 @@ def test_loading_waits_for_vllm_with_the_clock_stopped(rules: CanarySettings) ->
     assert decision == Hold(reason="waiting for vLLM: no reply", stops_clock=True)
 
 
-@pytest.mark.parametrize(("failures", "rejected"), [(7, False), (8, True)])
-def test_the_eighth_failed_load_rejects(
-    rules: CanarySettings, failures: int, rejected: bool
+@pytest.mark.parametrize(
+    ("failures", "partly", "ended"),
+    [(7, False, False), (8, False, True), (33, True, False), (34, True, True)],
+)
+def test_failed_loads_end_inconclusive_later_where_some_vllm_has_the_adapter(
+    rules: CanarySettings, failures: int, partly: bool, ended: bool
 ) -> None:
-    evidence = LoadEvidence(away="500", load_failures=failures)
+    evidence = LoadEvidence(away="500", load_failures=failures, partly=partly)
 
-    assert isinstance(decide(LOADING, evidence, rules, 101), Move) is rejected
+    decision = decide(LOADING, evidence, rules, 101)
+
+    if ended:
+        assert isinstance(decision, Move)
+        assert (decision.to, decision.candidate_state) == ("inconclusive", "retired")
+    else:
+        assert decision == Hold(reason="waiting for vLLM: 500", stops_clock=True)
+
+
+def test_a_candidate_waits_an_hour_for_one_sick_vllm() -> None:
+    """2 + 4 + ... + 64 s, then 128 s each time: the 34th try is 3,582 s after the first."""
+    assert sum(load_wait_s(failures) for failures in range(1, 34)) == 3_582.0
 
 
 def test_a_passed_gate_starts_the_ramp_at_its_first_step(rules: CanarySettings) -> None:

@@ -13,8 +13,10 @@ from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.registry import audit, routing_writer, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import RollbackResult, rollback
+from sidecar.metrics.proxy import Metrics
+from sidecar.routing.source import RoutingSource
 from sidecar.store.database import Database
-from sidecar.store.models import AuditRow, BannedDigestRow
+from sidecar.store.models import AuditRow, BannedDigestRow, TableTakenRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -252,6 +254,44 @@ def test_a_damaged_routing_table_gets_a_generation_that_no_proxy_has_passed(
     assert after.generation > before
     assert world.table() == after
     assert after.champion == served[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "column", "told"),
+    [
+        (2**53 - 1, 2**53 - 1, False),
+        (2**53 - 1, None, False),
+        (2**40 - 1, 2**40 - 1, False),
+        (0, None, False),
+        (0, 0, True),
+        (None, 0, False),
+        (1, 1, True),
+    ],
+)
+def test_a_running_proxy_takes_a_rollback_after_a_damaged_generation(
+    world: World, served: tuple[str, ...], body: int | None, column: int | None, told: bool
+) -> None:
+    """told: the proxy has told the store which table it took."""
+    source = RoutingSource(world.database.url, "m", poll_s=3_600.0, metrics=Metrics())
+    source.poll()
+    took = source.table.generation
+    if told:
+        with world.database.write() as session:
+            session.add(TableTakenRow(proxy="p", model="m", generation=took, taken_at=1.0))
+    if body is not None:
+        now = f"replace(body, '\"generation\":{took}', '\"generation\":{body}')"
+        damage(world, "routing_table", "body", now)
+    if column is not None:
+        damage(world, "routing_table", "generation", str(column))
+    source.poll()
+
+    result = roll_back(world, "base")
+    source.poll()
+
+    assert result.changed
+    assert source.table == world.table()
+    assert source.table.champion == "base"
+    source.stop()
 
 
 @pytest.mark.parametrize("weight", ["99999999", "-1", "10001"])

@@ -10,7 +10,7 @@ import pytest
 from deploy.engine.desired import UNLOAD_GRACE_S
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
-from deploy.registry.canary_rule import MAX_LOAD_FAILURES
+from deploy.registry.canary_rule import MAX_PARTLY_LOADED
 from sidecar.records import BASE
 from support.adapter_endpoints import MODEL
 from support.fake_control import FakeControl
@@ -30,16 +30,63 @@ async def test_a_load_that_fails_on_one_of_two_replicas_moves_no_alias(
     world.others["http://second"] = bad = FakeControl()
     bad.fails_to_load = 1_000
 
-    for _ in range(2_000):
+    await stage.tick()
+    assert world.canary(name).reason == (
+        "waiting for vLLM: http://second: 500 out of memory (1 other replica proved it live: mend "
+        "that vLLM, or take it out of serving.upstreams)"
+    )
+    while world.canary(name).active:
+        world.clock.now += 16.0
         await stage.tick()
-        world.clock.now += 1.0
-        if not world.canary(name).active:
-            break
 
-    assert world.adapter(name).state == "rejected"
-    assert 1_000 - bad.fails_to_load == MAX_LOAD_FAILURES, "finite tries"
+    assert world.adapter(name).state == "retired"
+    assert 1_000 - bad.fails_to_load == MAX_PARTLY_LOADED, "finite tries"
     assert world.aliases() == {"champion": BASE, "previous": BASE}
-    assert stage.events == ["canary.loading", "adapter.banned", "canary.rolled_back"]
+    assert stage.events == ["canary.loading", "canary.inconclusive"], "nothing is banned"
+    assert stage.start(name).phase == "loading", "once the vLLM is mended"
+
+
+@pytest.mark.parametrize("fault", ["no effect", "no such path", "says it has it"])
+async def test_one_sick_vllm_costs_no_candidate_and_its_mending_lets_it_go_on(
+    world: World, stage: Stage, fault: str
+) -> None:
+    name = world.register(1)
+    world.others["http://second"] = sick = FakeControl()
+    if fault == "no effect":
+        sick.reach[name] = 0.0
+    elif fault == "no such path":
+        sick.refuses[name] = "no adapter found for that path"
+    else:
+        sick.unlisted.add(name)
+    for _ in range(30):
+        await stage.tick()
+        world.clock.now += 64.0
+    assert world.canary(name).phase == "loading"
+    assert "http://second: " in str(world.canary(name).reason)
+    assert world.table().canary is None
+
+    world.others["http://second"] = FakeControl()
+    world.clock.now += 128.0
+    await stage.tick()
+
+    assert world.canary(name).phase == "gating"
+    assert stage.events == ["canary.loading", "canary.gating"]
+
+
+async def test_the_sound_vllm_may_fail_once_too_while_the_sick_one_is_waited_for(
+    world: World, stage: Stage
+) -> None:
+    name = world.register(1)
+    world.others["http://second"] = sick = FakeControl()
+    sick.fails_to_load = 1_000
+    for _ in range(10):
+        await stage.tick()
+        world.clock.now += 128.0
+    world.control.garbles = 3
+
+    await stage.tick()
+
+    assert world.canary(name).phase == "loading"
 
 
 def keepers(world: World, controls: dict[str, FakeControl]) -> Fleet:
@@ -99,14 +146,19 @@ async def test_a_candidate_is_routable_only_when_every_replica_that_answers_has_
 ) -> None:
     world.others |= {f"http://r{number}": FakeControl() for number in range(REPLICAS - 1)}
     name = world.register(1)
-    last = list(world.others.values())[-1]
-    last.reach[name] = 0.0  # loaded, and without effect there
+    for control in world.others.values():
+        control.reach[name] = 0.0  # loaded, and without effect there
     world.hold_out(4)
 
     await stage.tick(4)
+    assert world.canary(name).phase == "loading"
+    assert world.table().canary is None
+
+    world.control.reach[name] = 0.0  # the last one that had shown one
+    world.clock.now += 2.0
+    await stage.tick()
 
     assert world.adapter(name).state == "rejected"
-    assert world.table().canary is None
     assert stage.events == ["canary.loading", "adapter.banned", "canary.rolled_back"]
 
 

@@ -97,6 +97,37 @@ def test_an_older_table_is_never_taken(source: RoutingSource, store: Store) -> N
     assert source.table == _table(5, "new")
 
 
+def test_another_table_of_the_same_generation_is_taken_and_the_same_is_not_taken_twice(
+    store: Store, metrics: Metrics
+) -> None:
+    taken: list[RoutingTable] = []
+    source = RoutingSource(store.url, "m", poll_s=3_600.0, metrics=metrics, taken=taken.append)
+    store.create()
+    for champion in ("first", "second", "second"):
+        store.put(_table(2**40 - 1, champion))
+        source.poll()
+
+    assert [one.champion for one in taken] == ["first", "second"]
+    assert source.table == _table(2**40 - 1, "second")
+    source.stop()
+
+
+def test_a_table_whose_generation_is_damaged_is_not_taken(
+    source: RoutingSource, store: Store, metrics: Metrics
+) -> None:
+    store.create()
+    store.put(_table(5))
+    source.poll()
+
+    store.put_text('{"model":"m","champion":"m--v1","generation":9007199254740991}')
+    source.poll()
+    store.put(_table(6, "after"))
+    source.poll()
+
+    assert source.table == _table(6, "after")
+    assert _failures(metrics, "unreadable") == 1
+
+
 def test_a_first_table_of_generation_0_is_taken(source: RoutingSource, store: Store) -> None:
     store.create()
     store.put(_table(0))

@@ -1,0 +1,74 @@
+"""A rollback to a version whose files are gone says so at once, in its reply."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.admin.lines import target_files
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Api, World
+
+
+@pytest.fixture
+def folder(world: World) -> Path:
+    """Of v1, which was champion before v2; no vLLM has it loaded."""
+    first = world.register(1)
+    world.promote(first)
+    world.promote(world.register(2, values=(0.3, 0.1)))
+    return Path(world.adapter(first).path)
+
+
+async def note_of_rollback(world: World, api: Api) -> str:
+    world.control.away = True
+    await api.reconciler.reconcile()
+    reply = await api.post("/rollback", {"to": "v1", "reason": "x"})
+    assert reply.json()["changed"] is True
+    return str(reply.json()["note"])
+
+
+async def test_a_target_whose_folder_is_missing_is_named_at_once(
+    world: World, api: Api, folder: Path
+) -> None:
+    shutil.rmtree(folder)
+
+    note = await note_of_rollback(world, api)
+
+    assert "the base answers until it is; its folder is missing or altered" in note
+    assert "No such file or directory" in note
+    assert note.endswith(f"restore {folder}, or name another version, or base")
+
+
+async def test_a_target_whose_folder_is_altered_is_named_at_once(
+    world: World, api: Api, folder: Path
+) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+    note = await note_of_rollback(world, api)
+
+    assert "missing or altered on this machine" in note
+    assert "the folder was changed" in note
+
+
+async def test_a_sound_target_is_only_waited_for(world: World, api: Api, folder: Path) -> None:
+    assert (await note_of_rollback(world, api)).endswith("the base answers until it is")
+
+
+async def test_a_disk_that_hangs_holds_no_reply(
+    world: World, api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def hang(*_: object) -> None:
+        never.wait()
+
+    monkeypatch.setattr(target_files, "LIMIT_S", 0.05)
+    monkeypatch.setattr(target_files, "check_digest", hang)
+
+    assert (await note_of_rollback(world, api)).endswith("the base answers until it is")
+    never.set()
