@@ -178,7 +178,7 @@ async def test_the_description_says_scopes_and_the_form_of_errors(api: Api) -> N
         change,
     ]
     reason = document["components"]["schemas"]["RollbackIn"]["properties"]["reason"]
-    assert (reason["pattern"], reason["maxLength"]) == (r"\S", 2_000)
+    assert reason["pattern"] == r"\S", "of a longer one the rest is left out"
     session = document["paths"]["/admin/v1/sessions/{session_id}"]["get"]
     assert session["x-scope"] == "content"
     assert "HTTPValidationError" not in document["components"]["schemas"]
