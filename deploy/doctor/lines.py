@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from deploy.doctor.facts import Diagnosis, LineFacts
+from deploy.registry.canary_rule import NOT_LOADED
 from sidecar.lines import line_of_adapter
 
 
@@ -57,11 +58,25 @@ def _learner(facts: LineFacts) -> Iterator[Diagnosis]:
         )
 
 
+def _not_loaded(facts: LineFacts) -> Iterator[tuple[str, str]]:
+    """Yield the newest adapter, and why, when some vLLM cannot load it: its canary waits for that
+    vLLM, or has ended inconclusive."""
+    if facts.adapter is None:
+        return
+    name, state, reason = facts.adapter
+    if state == "retired" and reason.startswith(NOT_LOADED):
+        yield name, reason
+    elif any(said in facts.canary for said in ("vLLM refused", "failed to load")):
+        yield name, facts.canary
+
+
 def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis]:
     project = facts.line.project
     found = dict(refused)
     if facts.adapter is not None and facts.adapter[1] == "rejected":
         found.setdefault(facts.adapter[0], facts.adapter[2])
+    not_loaded = dict(_not_loaded(facts))
+    found = not_loaded | found
     _, option = _words(project)
     for name, reason in found.items():
         rank = "rank" in reason
@@ -69,13 +84,26 @@ def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis
             stage="serving",
             cause="rank_too_high" if rank else "adapter_refused",
             text=f"{name} is not served: {reason}",
-            to_do="start vLLM with a --max-lora-rank of at least learner.rank and state it in "
-            "serving.max_lora_rank, or lower learner.rank"
-            if rank
-            else f"`sidecar adapters show{option}` and `sidecar canary get{option}` have the "
-            "evidence; the next run starts from the champion",
+            to_do=_to_serve(name, option, rank=rank, not_loaded=name in not_loaded),
             project=project,
         )
+
+
+def _to_serve(name: str, option: str, *, rank: bool, not_loaded: bool) -> str:
+    if rank:
+        return (
+            "start vLLM with a --max-lora-rank of at least learner.rank and state it in "
+            "serving.max_lora_rank, or lower learner.rank"
+        )
+    if not_loaded:
+        return (
+            "mend that vLLM (memory, --enable-lora, learner.adapters_dir at the same path), "
+            f"then `sidecar canary start{option} {name}` where its canary has ended"
+        )
+    return (
+        f"`sidecar adapters show{option}` and `sidecar canary get{option}` have the evidence; the "
+        "next run starts from the champion"
+    )
 
 
 def _words(project: str | None) -> tuple[str, str]:

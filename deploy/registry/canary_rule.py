@@ -59,6 +59,7 @@ MAX_LOAD_FAILURES = 8
 """Failed loads, where no replica proved the adapter, after which the canary is inconclusive."""
 MAX_PARTLY_LOADED = 34
 """The same where one did: an hour, in which somebody may mend the other vLLM (docs/canary.md)."""
+NOT_LOADED = "vLLM failed to load it"
 LOAD_WAITS = Backoff(first_s=2.0, last_s=128.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
 longer than a traffic peak keeps vLLM out of memory."""
@@ -237,7 +238,7 @@ def _after_loading(evidence: LoadEvidence) -> Decision:
         return Move(to="gating", candidate_state="gating", reason="loaded and live")
     if evidence.load_failures >= (MAX_PARTLY_LOADED if evidence.partly else MAX_LOAD_FAILURES):
         times = counted(evidence.load_failures, "time")
-        return _inconclusive(f"vLLM failed to load it {times}: {evidence.away}")
+        return _inconclusive(f"{NOT_LOADED} {times}: {evidence.away}")
     return Hold(reason=f"waiting for vLLM: {evidence.away}", stops_clock=True)
 
 

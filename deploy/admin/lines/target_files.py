@@ -46,7 +46,7 @@ def with_files(note: str | None, database: Database, adapter: str) -> str | None
     looking = threading.Thread(target=look, name="target-files", daemon=True)
     looking.start()
     looking.join(LIMIT_S)
-    if not found:
+    if not found or found[0] in note:  # a vLLM was refused it for that, and the note says so
         return note
     return (
         f"{note}; its folder is missing or altered on this machine, and vLLM will not get it so "

@@ -55,6 +55,19 @@ async def test_a_target_whose_folder_is_altered_is_named_at_once(
     assert "the folder was changed" in note
 
 
+async def test_what_the_note_says_already_is_not_said_twice(
+    world: World, api: Api, folder: Path
+) -> None:
+    shutil.rmtree(folder)
+    await note_of_rollback(world, api)
+    world.control.away = False
+    await api.reconciler.reconcile()
+
+    again = await api.post("/rollback", {"to": "v1", "reason": "x"})
+
+    assert str(again.json()["note"]).count("No such file or directory") == 1
+
+
 async def test_a_sound_target_is_only_waited_for(world: World, api: Api, folder: Path) -> None:
     assert (await note_of_rollback(world, api)).endswith("the base answers until it is")
 

@@ -604,15 +604,39 @@ async def test_an_adapter_rank_above_what_vllm_takes(
     name = world.register(1)
     path = str(world.folder / "adapter-1")
     endpoints.bad_paths[path] = (400, "LoRA rank 4 is greater than max_lora_rank 2.")
+    sidecar.configure(store={"url": world.database.url})
     async with httpx.AsyncClient(base_url=url) as client:
         world.control = VllmControl(client)
         await world.controller().tick()
+        waits = await asyncio.to_thread(sidecar.doctor, capsys, "--offline")
+        while world.canary(name).active:
+            world.clock.now += 128.0
+            await world.controller().tick()
+
+    ended = await asyncio.to_thread(sidecar.doctor, capsys, "--offline")
+
+    for found in (waits, ended):
+        assert stop_of(found) == (1, "serving", "rank_too_high")
+        assert name in found[1]["diagnoses"][0]["text"]
+
+
+async def test_an_adapter_that_vllm_has_no_memory_for(
+    world: Any,
+    sidecar: Sidecar,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = world.register(1)
+    world.control.fails_to_load = 1_000
     sidecar.configure(store={"url": world.database.url})
+    for _ in range(8):
+        await world.controller().tick()
+        world.clock.now += 128.0
 
     found = await asyncio.to_thread(sidecar.doctor, capsys, "--offline")
 
-    assert stop_of(found) == (1, "serving", "rank_too_high")
-    assert name in found[1]["diagnoses"][0]["text"]
+    assert stop_of(found) == (1, "serving", "adapter_refused")
+    assert "vLLM failed to load it 8 times" in found[1]["diagnoses"][0]["text"]
+    assert f"then `sidecar canary start {name}`" in found[1]["diagnoses"][0]["to_do"]
 
 
 def test_a_file_that_is_no_store_is_named(
