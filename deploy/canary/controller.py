@@ -161,7 +161,7 @@ class Controller:
             return canary
         with self._database.write() as session:
             found = candidates.begin_next(
-                session, self._model, steps=self._rules.steps, now=self._clock()
+                session, self._model, steps=self._rules.ramp, now=self._clock()
             )
         if canary is None and found is not None:
             log.info("canary_began", canary=found.canary_id, candidate=found.candidate)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import islice
 from typing import cast
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError, UnknownAdapterError
@@ -31,6 +32,8 @@ from sidecar.routing.table import is_generation
 from sidecar.store.models import AdapterRow, AliasEventRow, AliasRow, AuditRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
+MOST_RETIRED = 50
+"""Retired versions that are looked at for those that were champion."""
 MAX_ANCESTORS = 10_000
 """Longest chain of parents that is followed; a longer one is a loop in the store."""
 
@@ -200,23 +203,22 @@ def has_been_champion(session: Session, name: str) -> bool:
 
 
 def former_champions(session: Session, model: str, most: int) -> list[str]:
-    """Return the newest promoted versions that are neither champion nor rolled back, and whose
-    folder is there; at most `most`."""
-    statement = (
-        select(CanaryRow.candidate)
-        .join(AdapterRow, AdapterRow.name == CanaryRow.candidate)
+    """Return the newest retired versions that were champion, and whose folder is there.
+
+    most: how many, of the newest `MOST_RETIRED` retired ones; a rolled back one is none of them.
+    """
+    retired = (
+        select(AdapterRow.name)
         .where(
-            CanaryRow.model == model,
-            CanaryRow.state == "promoted",
+            AdapterRow.model == model,
+            AdapterRow.state == "retired",
             AdapterRow.removed_at.is_(None),
-            AdapterRow.state != "rolled_back",
-            AdapterRow.name != champion(session, model),
         )
-        .group_by(CanaryRow.candidate, AdapterRow.version)
-        .order_by(func.max(CanaryRow.ended_at).desc(), AdapterRow.version.desc())
-        .limit(most)
+        .order_by(AdapterRow.version.desc())
+        .limit(MOST_RETIRED)
     )
-    return list(session.scalars(statement))
+    found = (name for name in session.scalars(retired).all() if has_been_champion(session, name))
+    return list(islice(found, most))
 
 
 def reason_removed(session: Session, name: str) -> str | None:

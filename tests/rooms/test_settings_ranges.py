@@ -628,6 +628,7 @@ def test_what_is_asked_for_often_is_taken(tmp_path: Path) -> None:
     )
 
     assert settings.canary.steps == (100, 500, 10_000)
+    assert settings.canary.ramp == (100, 500, 9_000)
     assert json.loads(settings.model_dump_json())["admin"]["host"] == "::1"
 
 

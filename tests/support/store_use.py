@@ -90,7 +90,7 @@ from learner.resume.holder import present_holder
 from learner.resume.work_folder import CLAIMED, PLACING, WorkFolder
 from learner.runs.blame import blame_for_death
 from learner.runs.hold import check_hold
-from learner.runs.interrupted import leave
+from learner.runs.interrupted import begin_again, leave
 from learner.runs.publish import Sealed
 from learner.runs.runs import can_go_on, open_run
 from learner.runs.train import Run
@@ -609,6 +609,7 @@ def _killed(use: _Use, token: str) -> None:
         assert can_go_on(session, "dead", adapters_dir)
     with use.database.write() as session:
         blame_for_death(session, "dead", "it was killed")
+    begin_again(use.database, "dead", [{"step": 1, "steps": 3}], token=token)
     stopped = RunStoppedError("asked to stop")
     folder = WorkFolder(adapters_dir, "dead")
     assert leave(use.database, folder, stopped, asked=True, token=token) == "stopped"
@@ -930,4 +931,6 @@ def _commands(use: _Use) -> None:
     made = json.loads(command("keys", "ls", "-o", "json"))
     command("keys", "revoke", made["items"][0]["key_id"])
     command("audit", "verify", codes=(1,))  # the large store's moves have no hashes
+    # A version that no canary promoted is refused, with those that were.
+    command("rollback", "--offline", "--to", CANDIDATE, "--reason", "r", codes=(1,))
     command("rollback", "--offline", "--to", "base", "--reason", "r")

@@ -46,7 +46,7 @@ def begin_router(context: AdminContext) -> APIRouter:
                     session,
                     model,
                     str(asked.version),
-                    steps=context.rules.steps,
+                    steps=context.rules.ramp,
                     now=context.clock(),
                     actor=actor,
                     reason=reason,

@@ -14,6 +14,7 @@ from sidecar.settings.checks.judges import judges, useless_judge_settings
 from sidecar.settings.checks.learning import (
     canary,
     learner,
+    shortened_ramp,
     useless_best_of_settings,
     useless_group_settings,
 )
@@ -51,3 +52,4 @@ def advice(settings: Settings) -> Iterator[Problem]:
     yield from useless_judge_settings(settings)
     yield from useless_reward_settings(settings)
     yield from useless_best_of_settings(settings)
+    yield from shortened_ramp(settings)

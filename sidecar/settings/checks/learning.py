@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from sidecar.settings.checks.problem import Problem, is_changed
-from sidecar.settings.learning import ADVISED_SIZES
+from sidecar.settings.learning import ADVISED_SIZES, MOST_WEIGHT
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Settings
@@ -132,3 +132,14 @@ def useless_best_of_settings(settings: Settings) -> Iterator[Problem]:
                 "is set and best_of.enabled is false, so it would not be used; set that to true, "
                 "or leave this out",
             )
+
+
+def shortened_ramp(settings: Settings) -> Iterator[Problem]:
+    """Yield a step of the ramp that is not played as it was asked for."""
+    rules = settings.canary
+    if rules.ramp != rules.steps:
+        yield (
+            ("canary", "steps"),
+            f"is {list(rules.steps)} and is played as {list(rules.ramp)}: beyond {MOST_WEIGHT} too "
+            "few sessions stay with the champion for the guards to compare",
+        )

@@ -30,6 +30,7 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
         ("[groups]\nsize = 12", "groups.size", "so many confuse a judge; 4 to 8"),
         (f"{JUDGE}[groups]\nrate = 0", "groups.rate", "nothing is sampled, judged or learned"),
         (f"{JUDGE}[groups]\nheld_out_rate = 0", "groups.held_out_rate", "waits for ever"),
+        ("[canary]\nsteps = [500, 9500, 10000]", "canary.steps", "played as [500, 9000]"),
         ("[groups]\ntimeout_s = 0.05", "groups.timeout_s", "none would be finished"),
         ("[groups]\ntokens_per_hour = 5_000_000", "groups.tokens_per_hour", "never reached first"),
         (
