@@ -316,7 +316,7 @@ def _engine(engine: Engine) -> Iterator[str]:
             loaded = ", ".join(replica.loaded) or "no adapter"
             yield f"vLLM at {url}: answers; it has loaded {loaded}."
         for name, why in replica.refused.items():
-            yield f"  It refuses {name}: {why}"
+            yield f"  It does not serve {name}: {why}"
 
 
 def _control(loops: Mapping[str, Loop]) -> Iterator[str]:

@@ -152,7 +152,7 @@ def _engine(status: StatusOut) -> Iterator[Need]:
         for name, why in replica.refused.items():
             yield Need(
                 level="act",
-                what=f"vLLM at {shown} refuses {short(name)}",
+                what=f"vLLM at {shown} does not serve {short(name)}",
                 why=why,
                 to_do="Correct vLLM's flags or the adapter, or roll back: users get the base model."
                 if name == champion and missing

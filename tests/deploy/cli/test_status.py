@@ -694,7 +694,7 @@ def test_what_needs_attention_is_said_with_its_reason() -> None:
     assert lines is not None
     assert lines[6:] == [
         f"vLLM at {URL}: answers; it has loaded no adapter.",
-        f"  It refuses {CHAMPION}: rank 64",
+        f"  It does not serve {CHAMPION}: rank 64",
         f"vLLM at {other}: away: connection refused",
         "Control: the loop `tick` failed 2 times in a row: KeyError: 'x'",
         "Adapters: 1 champion, 2 retired.",
