@@ -8,27 +8,24 @@ In plain words:
    the canary waits. A load that fails is tried again, and is inconclusive in the end.
 2. **gating** Candidate, champion and anchor answer the same held-out prompts; a judge scores all
    blind in one group (`deploy.evidence.quality`). The gate refuses the clearly bad: a candidate
-   that is proven worse than the champion, or whose answers are flawed more often. After
-   `gate_prompts` of them (or all there are, `gate_min_prompts` at least) the candidate goes on, and
-   the groups count as evidence in the ramp; while something speaks against it without proof, up to
-   three times as many are judged first. With too few prompts, or the judge or vLLM unreachable,
-   it waits and its clock stops. When the clock reaches `gate_timeout_s`, the groups so far decide;
-   with fewer than `gate_min_prompts` the canary is inconclusive.
+   that is proven worse, or whose answers are flawed more often. After `gate_prompts` of them (or
+   all there are, `gate_min_prompts` at least; three times as many while something speaks against
+   it) the candidate goes on, and the groups count in the ramp. With too few prompts, or the judge
+   or vLLM unreachable, it waits and its clock stops. When the clock reaches `gate_timeout_s`, the
+   groups so far decide; with fewer than `gate_min_prompts` the canary is inconclusive.
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
-   groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in
-   a row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
+   groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in a
+   row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
    cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges` and
-   `step_min_sessions`; while the newest
-   `BREAKER_FAILURES` requests all met an unknown adapter, it does not end. A step that reaches
-   `step_max_s` first is inconclusive. An operator may waive what a step must last and see
-   (`skip-step`), and nothing else. After the last step the candidate is promoted, if the groups
-   prove what `promote_on` asks for and no guard is suspicious. Until then it waits, up to
+   `step_min_sessions`, not while the newest `BREAKER_FAILURES` requests all met an unknown adapter.
+   One that reaches `step_max_s` first is inconclusive. An operator may waive what a step must last
+   and see (`skip-step`), and nothing else. After the last step the candidate is promoted, if the
+   groups prove what `promote_on` asks for and no guard is suspicious. Until then it waits, up to
    `max_groups` or `evidence_max_s`; then the canary is inconclusive.
 
-The levels of these proofs are settings, and docs/canary.md states what they add up to. With
-`promote_on = "quick"` nothing must be proven: the mean difference over the gate's prompts decides
-at the gate, and the ramp asks for no proof. The guards hold in both.
+The levels are settings, and docs/canary.md states what they add up to. With `promote_on = "quick"`
+the mean difference over the gate's prompts decides, and nothing must be proven. The guards hold.
 
 When the proxy's breaker (`sidecar.routing.breaker`) takes a candidate out, the canary is rolled
 back at once. A paused canary instead stays paused, without traffic, until an operator resumes or
@@ -58,7 +55,7 @@ BREAKER_FAILURES = 5
 MAX_LOAD_FAILURES = 8
 """Failed loads, where no replica proved the adapter, after which the canary is inconclusive."""
 MAX_PARTLY_LOADED = 34
-"""The same where one did: an hour, in which somebody may mend the other vLLM (docs/canary.md)."""
+"""The same where one did: an hour to mend the other vLLM (docs/canary.md)."""
 NOT_LOADED = "vLLM failed to load it"
 LOAD_WAITS = Backoff(first_s=2.0, last_s=128.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
@@ -267,8 +264,8 @@ def _after_gating(
             f"gate: {_gate_counts(evidence, rules)} in {rules.gate_timeout_s:g} s; "
             f"it needs {rules.gate_min_prompts}"
         )
-    doubt = proof_rule.gate_doubt(quality, rules)
-    why = f"; more than usual: {doubt}" if doubt and judged >= rules.gate_prompts else ""
+    more = proof_rule.gate_doubt(quality, rules) if judged >= rules.gate_prompts else None
+    why = "" if more is None else f"; more than usual: {more}"
     return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged{why}")
 
 

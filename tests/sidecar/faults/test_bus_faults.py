@@ -73,18 +73,27 @@ async def test_an_outbox_that_is_deleted_is_made_again(
 async def test_an_outbox_without_a_place_to_be_comes_back_with_the_place(
     start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
-    """Its folder is a file for a while, as a mount that failed: the bus is gone, then back."""
-    child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
-    folder = state_dir / "bus"
+    """Its folder is a file for a while, as a mount that failed: the bus is gone, then back.
+
+    A link is put there, because that takes one step: in between a proxy would make a new folder.
+    """
+    folder, there, gone = state_dir / "bus", state_dir / "there", state_dir / "gone"
+    there.mkdir()
+    gone.write_bytes(b"")
+
+    def mount(what: Path) -> None:
+        (state_dir / "link").symlink_to(what)
+        (state_dir / "link").replace(folder)
+
+    mount(there)
+    child = await start_process(bus={"url": f"sqlite:///{folder}/outbox.db"})
     async with faults.traffic(child) as traffic:
         await traffic.more(50)
         await kept_some(faults, child)
-        folder.rename(state_dir / "aside")
-        folder.write_bytes(b"")
+        mount(gone)
         await traffic.more(50)
         await lost_some(faults, child)
-        folder.unlink()
-        (state_dir / "aside").rename(folder)
+        mount(there)
         before = len(faults.rows(folder / "outbox.db"))
         await traffic.more(100)
 
