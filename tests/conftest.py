@@ -66,10 +66,10 @@ structlog.configure = _configure_without_cache
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
-    """Take back the logs that a process set up in a test: `main` runs in the tests' own process."""
-    before = structlog.is_configured()
+    """Take back the logs that a process set up in a test, or in a fixture of several tests: `main`
+    runs in the tests' own process. Else the logs of all later tests go where that one's went."""
     yield
-    if structlog.is_configured() and not before:
+    if structlog.is_configured():
         structlog.reset_defaults()
         structlog.contextvars.clear_contextvars()
 
