@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -75,7 +75,7 @@ COLLAPSED = 0.1
 answers of a group are alike. Less uncertainty than before is no harm by itself: it is what learning
 does, and a supervised adapter has half of the base's or less on most prompts (docs/log.md)."""
 CERTAIN = 0.01
-"""Nats a token; where neither is more uncertain than this, nothing can be narrower."""
+"""Nats a token; where the other is no more uncertain than this, nothing can be narrower."""
 
 
 def narrowing(
@@ -87,17 +87,11 @@ def narrowing(
     candidate, champion: mean negative log-probability a token of each answer, in nats; at
         temperature 1 it estimates the entropy. Returns: nothing without answers of both.
     """
-    known = [[one for one in arm if one is not None] for arm in (candidate, champion)]
-    if not all(known):
-        return {}
-    ours, theirs = (sum(arm) / len(arm) for arm in known)
-    if max(ours, theirs) < CERTAIN:
-        return {"narrow": 0.0}
-    return {"narrow": float(_narrower(ours, theirs)) - float(_narrower(theirs, ours))}
+    return _signed("narrow", _narrower, candidate, champion)
 
 
 def _narrower(one: float, other: float) -> bool:
-    return one < COLLAPSED and one < NARROW * other
+    return one < COLLAPSED and one < NARROW * other and other >= CERTAIN
 
 
 LONG = 2.0
@@ -115,15 +109,26 @@ def lengthening(
 
     candidate, champion: tokens of each answer. Returns: nothing without answers of both.
     """
-    known = [[one for one in arm if one is not None] for arm in (candidate, champion)]
-    if not all(known):
-        return {}
-    ours, theirs = (sum(arm) / len(arm) for arm in known)
-    return {"long": float(_longer(ours, theirs)) - float(_longer(theirs, ours))}
+    return _signed("long", _longer, candidate, champion)
 
 
 def _longer(one: float, other: float) -> bool:
     return one > LONG * other and one - other >= LEAST_MORE
+
+
+def _signed(
+    kind: str,
+    worse: Callable[[float, float], bool],
+    candidate: Sequence[float | None],
+    champion: Sequence[float | None],
+) -> dict[str, float]:
+    """Return the kind -> 1 when the candidate's mean is worse than the champion's, -1 when the
+    champion's is worse, else 0; nothing without figures of both."""
+    known = [[one for one in arm if one is not None] for arm in (candidate, champion)]
+    if not all(known):
+        return {}
+    ours, theirs = (sum(arm) / len(arm) for arm in known)
+    return {kind: float(worse(ours, theirs)) - float(worse(theirs, ours))}
 
 
 def _share(answers: Sequence[Collection[str]], kind: str) -> float:

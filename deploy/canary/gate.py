@@ -37,9 +37,8 @@ from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.errors import LostLeaseError
 from deploy.evidence.quality import Fault
 from deploy.records import Canary
-from deploy.registry import proof_rule
 from deploy.registry.canary_rule import GateEvidence
-from deploy.registry.gate_rule import judge_gate, quality_of
+from deploy.registry.gate_rule import judge_gate
 from ingest.errors import (
     AWAY,
     JudgeBusyError,
@@ -249,20 +248,13 @@ class Gate:
 
     def _evidence(self, canary: Canary, away: str | None) -> GateEvidence:
         prompts = self._drawing.for_gate(canary)
-        open_from = self.open_from(canary)
         with self._database.read() as session:
             made = gate_store.comparisons(session, canary.canary_id)
-            judged = gate_store.judged_since(session, canary.canary_id, place=0)
-        counted = [one for one in judged if one.place < open_from]
         return GateEvidence(
             prompts=prompts.sessions,
             pending=len(prompts.missing),
             verdict=judge_gate(made, self._rules, seed=seed_of(canary, "bootstrap")),
-            quality=quality_of(
-                counted,
-                proof_rule.limits_of(self._rules),
-                anchored=proof_rule.has_anchor(canary, self._rules),
-            ),
+            quality=prompts.quality,
             away=away,
             judge_gives_reward=self._judge_gives_reward,
         )

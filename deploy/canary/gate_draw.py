@@ -7,11 +7,12 @@ before all that were drawn have ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deploy.canary import gate_store
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.canary.judged import Judged
+from deploy.evidence.quality import Quality
 from deploy.records import Canary
 from deploy.registry import proof_rule
 from sidecar.lines import Line
@@ -40,6 +41,8 @@ class Prompts:
     """Prompts that may be drawn now."""
     drawn: int = 0
     """Largest place in the store."""
+    quality: Quality = field(default_factory=Quality)
+    """What the groups say that may be counted; of the gate alone."""
 
 
 class Drawing:
@@ -106,7 +109,8 @@ class Drawing:
         return min([beyond, *(one.place for one in drawn)])
 
     def for_gate(self, canary: Canary) -> Prompts:
-        """Return the held-out prompts that the gate still lacks. Reads the store."""
+        """Return the held-out prompts that the gate still lacks, and what its groups say so far.
+        Reads the store."""
         open_from = self.open_from(canary)
         with self._database.read() as session:
             quality = self._judged.read(session, canary, open_from=open_from)
@@ -127,7 +131,12 @@ class Drawing:
         missing = [prompt for prompt in newest if prompt.session_id not in done]
         room = min(limit - len(done), wanted - len(telling))
         sessions = done | {prompt.session_id for prompt in newest}
-        return Prompts(sessions=len(sessions), missing=tuple(missing[: max(0, room)]), drawn=drawn)
+        return Prompts(
+            sessions=len(sessions),
+            missing=tuple(missing[: max(0, room)]),
+            drawn=drawn,
+            quality=quality,
+        )
 
     def for_shadow(self, canary: Canary) -> Prompts:
         """Return the prompts that the ramp may draw now: held-out ones, then those of users'

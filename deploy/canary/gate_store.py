@@ -314,19 +314,15 @@ def _is_after(started_at: object, after: float) -> bool:
 
 
 def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-    flaws = {
-        arm: [one["flaws"] for one in answers if one["arm"] == arm]
-        for arm in ("candidate", "champion")
-    }
-    nats = {
-        arm: [one.get("nats") for one in answers if one["arm"] == arm]
-        for arm in ("candidate", "champion")
-    }
-    tokens = {
-        arm: [one.get("tokens") for one in answers if one["arm"] == arm]
-        for arm in ("candidate", "champion")
-    }
-    return excess(**flaws) | narrowing(**nats) | lengthening(**tokens)
+    ours, theirs = (
+        [one for one in answers if one["arm"] == arm] for arm in ("candidate", "champion")
+    )
+
+    def both(key: str) -> tuple[list[Any], list[Any]]:
+        return [one.get(key) for one in ours], [one.get(key) for one in theirs]
+
+    flaws = excess([one["flaws"] for one in ours], [one["flaws"] for one in theirs])
+    return flaws | narrowing(*both("nats")) | lengthening(*both("tokens"))
 
 
 def _difference(stored: object) -> float | None:

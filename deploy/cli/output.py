@@ -21,13 +21,12 @@ import typer
 from deploy.cli.listings.table import WHOLE
 from deploy.cli.times import is_time, shown_time
 from deploy.iso_times import sibling, with_siblings
+from deploy.reasons import MAX_REASON, cut_reason
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
 
 FORMATS = ("text", "json")
-MAX_REASON = 2_000
-"""Characters; as the admin API takes (`deploy.admin.changes.bodies`), which loads slowly."""
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Base of the CLI library's usage errors, which has no public name."""
 
@@ -57,10 +56,11 @@ def _usable_reason(value: str | None) -> str | None:
 
 def _cut_reason(value: str) -> str:
     """A rollback is never refused for what somebody pasted."""
-    if len(value) <= MAX_REASON:
-        return _usable_reason(value) or value
-    note(f"--reason: of {len(value):,} characters the first {MAX_REASON - 1:,} are kept")
-    return value[: MAX_REASON - 1] + "…"
+    kept = cut_reason(value)
+    if kept != value:
+        note(f"--reason: of {len(value):,} characters the first {MAX_REASON - 1:,} are kept")
+    _usable_reason(kept)
+    return kept
 
 
 Output = Annotated[

@@ -64,7 +64,6 @@ def make_plan(
     loaded: every adapter that vLLM lists, also those that are not ours.
     unwanted_since: Unix seconds, for each of our adapters that is loaded and not wanted.
     """
-    load = tuple(name for name in desired.wanted if name not in loaded)
     spare = [name for name in desired.paths if name in loaded and name not in desired.wanted]
     rejected = [name for name in spare if name in desired.rejected]
     kept = [name for name in spare if name not in desired.rejected]
@@ -75,7 +74,12 @@ def make_plan(
         if now - unwanted_since.get(name, now)
         >= (DRAIN_S if name in desired.followed else UNLOAD_GRACE_S)
     ]
-    return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
+    return Plan(load=lacking(desired, loaded), unload=(*rejected, *due[: max(0, excess)]))
+
+
+def lacking(desired: Desired, loaded: Collection[str]) -> tuple[str, ...]:
+    """Return the wanted adapters that vLLM does not list, the most urgent first. Pure."""
+    return tuple(name for name in desired.wanted if name not in loaded)
 
 
 def read_desired(

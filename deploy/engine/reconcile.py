@@ -29,7 +29,15 @@ from deploy.engine.checked_load import (
     in_folder_thread,
     load_checked,
 )
-from deploy.engine.desired import DRAIN_S, Desired, Plan, make_plan, read_desired, registered_path
+from deploy.engine.desired import (
+    DRAIN_S,
+    Desired,
+    Plan,
+    lacking,
+    make_plan,
+    read_desired,
+    registered_path,
+)
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
 from deploy.iso_times import iso
@@ -134,7 +142,7 @@ class Reconciler:
         for unsound in sorted(self._loaded & self._unsound_at.keys()):
             await self._unload(unsound)
         desired = await self._read_desired()
-        missing = (await asyncio.to_thread(self._plan, desired)).load
+        missing = lacking(desired, self._loaded)
         tried: set[str] = set()
         while self._acts() and (name := self._next(desired, tried)) is not None:
             if await self._bring_unless_overtaken(name, desired, tried):

@@ -7,13 +7,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from deploy.admin.out import Out
+from deploy.reasons import MAX_REASON, cut_reason
 from deploy.registry.rollback import RollbackResult
 
 NO_REASON = "no reason given"
-MAX_REASON = 2_000
-"""Characters."""
-
-
 VersionRef = Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
 """The number of a version, or a name of one. What is neither is told in words (`problems`)."""
 
@@ -28,13 +25,9 @@ class ReasonIn(BaseModel):
     )
 
 
-def _cut(reason: str) -> str:
-    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"
-
-
 class RollbackIn(ReasonIn):
     # A rollback is never refused for what somebody pasted: of a longer reason the rest is left out.
-    reason: Annotated[str, AfterValidator(_cut)] = Field(
+    reason: Annotated[str, AfterValidator(cut_reason)] = Field(
         default=NO_REASON, json_schema_extra={"pattern": r"\S"}
     )
     to: VersionRef = "previous"

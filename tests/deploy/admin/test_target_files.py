@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folder(world: World) -> Path:
-    """Of v1, which was champion before v2; no vLLM has it loaded."""
+    """A version that was champion before v2; no vLLM has it loaded."""
     first = world.register(1)
     world.promote(first)
     world.promote(world.register(2, values=(0.3, 0.1)))

@@ -163,14 +163,20 @@ async def test_a_child_of_a_rolled_back_adapter_is_not_tried(world: World) -> No
     assert world.adapter(child).reason == f"descends from {bad}, which was rolled back"
 
 
-@pytest.mark.both_stores
-async def test_learning_goes_on_from_a_champion_whose_rollback_was_taken_back(
-    world: World,
-) -> None:
+def two_champions(world: World) -> tuple[str, str]:
+    """A champion and the one before it, from which it was trained."""
     first = world.register(1)
     world.promote(first)
     second = world.register(2, parent=first, values=(0.3, 0.1))
     world.promote(second)
+    return first, second
+
+
+@pytest.mark.both_stores
+async def test_learning_goes_on_from_a_champion_whose_rollback_was_taken_back(
+    world: World,
+) -> None:
+    _, second = two_champions(world)
     for to in ("previous", second):
         rollback(world.database, "m", to=to, reason="a mistake", actor="me", now=1.0)
     child = world.register(3, parent=second, values=(0.2, 0.2))
@@ -184,10 +190,7 @@ async def test_learning_goes_on_from_a_champion_below_which_one_was_rolled_back(
     world: World,
 ) -> None:
     """As stores are in which a rollback was taken back before the first one was left unmarked."""
-    first = world.register(1)
-    world.promote(first)
-    second = world.register(2, parent=first, values=(0.3, 0.1))
-    world.promote(second)
+    first, second = two_champions(world)
     with world.database.write() as session:
         versions.set_state(session, first, "rolled_back", "long ago")
         bans.ban(session, first, now=1.0, actor="me", reason="long ago")

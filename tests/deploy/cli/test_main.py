@@ -16,11 +16,12 @@ from pathlib import Path
 import alembic.command
 import pytest
 from alembic.config import Config
+from pydantic import ValidationError
 from sqlalchemy import inspect
 
 from deploy.admin.changes import bodies
-from deploy.cli import output
 from deploy.cli.main import main
+from deploy.reasons import MAX_REASON
 from deploy.registry import transitions
 from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
@@ -92,11 +93,7 @@ def test_groups_are_asked_of_the_admin_api(
 def test_rollback_offline_needs_the_store_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    database = store_with_adapter(tmp_path)
-    with database.write() as session:
-        session.add(
-            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
-        )
+    database = store_with_champion(tmp_path)
     arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
     code = main([*arguments, "--reason", "night shift", "-o", "json"])
@@ -371,6 +368,15 @@ def test_lineage_reads_the_store_alone(
     assert "m--v1-0a0b0c0d0e0f" in capsys.readouterr().out
 
 
+def store_with_champion(folder: Path) -> Database:
+    database = store_with_adapter(folder)
+    with database.write() as session:
+        session.add(
+            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
+        )
+    return database
+
+
 def store_with_adapter(folder: Path) -> Database:
     """A new store in which one adapter is registered."""
     database = Database(f"sqlite:///{folder}/store.db")
@@ -435,20 +441,17 @@ def test_a_blank_reason_is_bad_use(
 def test_a_reason_longer_than_the_api_takes_is_bad_use(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert main([*command.split(), "--reason", "x" * (bodies.MAX_REASON + 1)]) == 2
+    assert main([*command.split(), "--reason", "x" * (MAX_REASON + 1)]) == 2
 
     assert "has 2,001 characters; at most 2,000 are kept" in capsys.readouterr().err
-    assert output.MAX_REASON == bodies.MAX_REASON
+    with pytest.raises(ValidationError):
+        bodies.ReasonIn(reason="x" * (MAX_REASON + 1))
 
 
 def test_a_rollback_is_not_refused_for_a_long_reason(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    database = store_with_adapter(tmp_path)
-    with database.write() as session:
-        session.add(
-            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
-        )
+    database = store_with_champion(tmp_path)
     arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
     assert main([*arguments, "--reason", "x" * 100_000]) == 0

@@ -100,16 +100,21 @@ async def test_at_the_default_limit_a_usual_candidate_passes(world: World) -> No
     assert world.canary(name).phase == "gating"
 
 
-async def test_a_collapsed_candidate_is_rejected_at_the_gate(world: World) -> None:
+async def gated(world: World, *, logprobs: tuple[float, ...]) -> str:
+    """Play a gate of 40 prompts for a candidate whose tokens have these log-probabilities."""
     name = world.register(1)
     world.rules = world.rules.model_copy(
         update={"promote_on": "no_worse", "gate_prompts": 40, "gate_min_prompts": 40}
     )
-    world.sampler.logprobs[name] = (-0.001,) * 5
+    world.sampler.logprobs[name] = logprobs
     world.hold_out(40)
-
     for _ in range(40):
         await world.controller().tick()
+    return name
+
+
+async def test_a_collapsed_candidate_is_rejected_at_the_gate(world: World) -> None:
+    name = await gated(world, logprobs=(-0.001,) * 5)
 
     assert world.adapter(name).state == "rejected"
     reason = world.canary(name).reason
@@ -149,15 +154,7 @@ def test_an_answer_is_long_at_more_than_twice_the_length() -> None:
 
 async def test_a_candidate_that_says_twice_as_much_is_rejected_at_the_gate(world: World) -> None:
     """The judge finds no fault in it."""
-    name = world.register(1)
-    world.rules = world.rules.model_copy(
-        update={"promote_on": "no_worse", "gate_prompts": 40, "gate_min_prompts": 40}
-    )
-    world.sampler.logprobs[name] = (-1.0,) * 60
-    world.hold_out(40)
-
-    for _ in range(40):
-        await world.controller().tick()
+    name = await gated(world, logprobs=(-1.0,) * 60)
 
     assert world.adapter(name).state == "rejected"
     assert "more answers of twice the length than" in (world.canary(name).reason or "")

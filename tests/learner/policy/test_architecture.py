@@ -123,7 +123,7 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that our kernels, or any mask of a pack, cannot compute: the self-test finds out."""
 IN_ONE_PACK = {*PACKED, "deepseek_v3"}
 FORMS = {"gemma2": "dense", "gpt-oss": "dense", "deepseek_v3": "paths"}
-"""Of attention, where it is not the CPU's own."""
+"""The form of attention, where it is not the CPU's own."""
 
 
 def saved(folder: Path, name: str, changes: dict[str, Any]) -> Path:

@@ -16,7 +16,7 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.progress.plot import draw  # before a fixture puts a stub in its place
-from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -87,17 +87,24 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
         assert after[1] < before[1] - 0.1
 
 
-def test_the_same_groups_and_seed_give_the_same_adapter(
-    tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
-) -> None:
+def two_answers(
+    tiny_base: Path, settings: Settings, group: MakeGroup, row: MakeRow
+) -> list[TrainableRow]:
+    """A good and a bad answer to the prompt (1, 2), with the base's own log-probabilities."""
     base = load_policy(str(tiny_base), Parent(name="base"), settings.learner)
     (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
     with torch.no_grad():
         first, second = base.logprobs(pack)[0].split([2, 1])
-    rows = [
+    return [
         row((3, 4), 0.5, logprobs=first.tolist()),
         row((5,), -0.5, logprobs=second.tolist()),
     ]
+
+
+def test_the_same_groups_and_seed_give_the_same_adapter(
+    tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
+) -> None:
+    rows = two_answers(tiny_base, settings, group, row)
     digests = set()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -125,14 +132,7 @@ def test_the_figures_of_a_run_are_drawn_beside_the_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("learner.progress.plot.draw", draw)
-    base = load_policy(str(tiny_base), Parent(name="base"), settings.learner)
-    (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
-    with torch.no_grad():
-        first, second = base.logprobs(pack)[0].split([2, 1])
-    rows = [
-        row((3, 4), 0.5, logprobs=first.tolist()),
-        row((5,), -0.5, logprobs=second.tolist()),
-    ]
+    rows = two_answers(tiny_base, settings, group, row)
 
     with capture_logs() as logs:
         GrpoTrainer().train(
