@@ -17,6 +17,7 @@ from typing import Final
 from benchmarks import results
 from benchmarks.learning.instructions import instructions
 from benchmarks.learning.play import Kind, Plan, Played, play
+from benchmarks.learning.played import kept, write
 from benchmarks.learning.tasks import Task, support
 from benchmarks.learning.tools import NoDataError, tools
 from sidecar.settings import Learner
@@ -49,13 +50,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=4, help="optimiser steps in a round")
     parser.add_argument("--rate", type=float, default=1e-3, help="learner.learning_rate")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the runs of the same options that a broken-off call finished with the same code",
+    )
     options = parser.parse_args(argv)
     machine = results.machine()
-    machine["options"] = {
+    sizes = {
         name: value
         for name, value in sorted(vars(options).items())
-        if name not in ("task", "kind", "out")
+        if name not in ("task", "kind", "out", "resume")
     }
+    machine["options"] = sizes
     plan = Plan(
         rounds=options.rounds,
         groups=options.groups,
@@ -75,9 +82,13 @@ def main(argv: Sequence[str]) -> int:
         for kind in options.kind or KINDS:
             for seed in range(1, options.seeds + 1 if kind == "real" else 2):
                 folder = WORK / f"{name}-{kind.replace(', ', '-').replace(' ', '-')}-{seed}"
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                played.append(play(task, kind, seed, plan, folder))
+                one = kept(folder, sizes) if options.resume else None
+                if one is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+                    one = play(task, kind, seed, plan, folder)
+                    write(one, folder, sizes)
+                played.append(one)
                 rows.append(row(played[-1]))
                 print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     print(results.table(rows, list(rows[0]) if rows else []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.learning.play import (
     _scored,
     random_scores,
 )
+from benchmarks.learning.played import kept, write
 from benchmarks.learning.run import gains, interval, row
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
@@ -141,3 +143,14 @@ def test_random_rewards_are_left_out_once_their_noise_is_measured(kind: Kind, mo
     assert len(chosen.groups) <= most
     assert (len(chosen.groups) == 16) == (kind == "null, gate off")
     assert random_scores(8, "1/1/0") == scored[0].scores
+
+
+def test_a_finished_run_is_kept_for_the_same_options_only(tmp_path: Path) -> None:
+    done = run(exam(0.25, 1 / 3), exam(0.5, 0.75), kind="null, gate off")
+    options = {"rate": 1e-3, "rounds": 6}
+    assert kept(tmp_path, options) is None
+
+    write(done, tmp_path, options)
+
+    assert kept(tmp_path, options) == done
+    assert kept(tmp_path, options | {"rounds": 7}) is None

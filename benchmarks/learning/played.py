@@ -1,0 +1,33 @@
+"""What a finished run did, as a file in its folder: a broken-off call of an hour goes on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.learning.play import Exam, Played
+
+FILE = "played.json"
+
+
+def write(played: Played, folder: Path, options: Mapping[str, object]) -> None:
+    """Write `<folder>/played.json`, whole or not at all."""
+    made = folder / f"{FILE}.new"
+    made.write_text(json.dumps({"options": dict(options), "played": asdict(played)}))
+    made.replace(folder / FILE)
+
+
+def kept(folder: Path, options: Mapping[str, object]) -> Played | None:
+    """Return the run that a folder holds. None: it holds none of these options."""
+    if not (folder / FILE).exists():
+        return None
+    found = json.loads((folder / FILE).read_text())
+    if found["options"] != dict(options):
+        return None
+    exams = {
+        name: Exam(**found["played"][name] | {"rewards": tuple(found["played"][name]["rewards"])})
+        for name in ("before", "after")
+    }
+    return Played(**found["played"] | exams)
