@@ -1,4 +1,4 @@
-"""What a finished run did, as a file in its folder: a broken-off call of an hour goes on from it."""
+"""What a finished run did, kept in its folder: a broken-off call of an hour goes on from it."""
 
 from __future__ import annotations
 
