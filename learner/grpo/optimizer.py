@@ -1,6 +1,6 @@
-"""AdamW whose steps grow with the signal: small advantages, and groups that disagree, move little.
+"""Adam whose steps grow with the signal: small advantages, and groups that disagree, move little.
 
-AdamW divides the mean of the gradients by the root of the mean of their squares. With few steps the
+Adam divides the mean of the gradients by the root of the mean of their squares. With few steps the
 two are the same numbers, so each coordinate moves by the learning rate in the direction of its
 sign, whatever the advantages were: advantages times 0.001 gave 87 % of the update, and groups
 scored at random gave all of it. Here the second moment comes from the step's n groups, each at a
@@ -10,28 +10,39 @@ reference signal:
     q = n * sum of (g_i * max(1, reference / s_i))^2
                                             s_i: root mean square of its advantages, less
                                             what cancels (`learner.grpo.signal`)
-    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) q,  both corrected for their start as in Adam
-    weight -= rate * m / (sqrt(v) + eps)
+    m = b1 m + (1 - b1) g                   from 0 at the start of the run
+    u = b2 u + (1 - b2) q                   from 0 at the start of the run
+    v = b2 v + (1 - b2) q                   from the parent's
+                                            each corrected for its start as in Adam
+    weight -= rate * n / (n + k) * m / (sqrt(max(u, v)) + eps)
+
+The direction is this run's alone. With the parent's m a run of three steps with advantages times
+0.01 moved 0.80 of a whole update, in the direction of the run before. The parent's v goes on, and
+damps what used to have large gradients. Beside u it cannot make a step larger: m begins anew, and
+where gradients grow from one run to the next, v alone would lag behind and let it move up to
+1 / sqrt(1 - b2) = 10 times the rate. In the first run of a line u and v are the same.
 
 Groups whose answers differ by no more than noise were left out before. They say that there was
 little to learn, so k of them beside n shrink the step by n / (n + k), as groups of zero gradient do
-in a mean; q is multiplied by ((n + k) / n)^2. Without it one group of noise that passed the gate
-moved the weights as far as four sound ones.
+in a mean. Without it one group of noise that passed the gate moved the weights as far as four
+sound ones.
 
 A group whose s_i is nearly 0 adds nothing to g and q, and counts in n: its gradient is rounding,
 which the division would blow up to the size of a sound one.
 
 By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
-`rate`. It does where all groups agree at the reference signal. Groups that push in independent
-directions move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
-Source of AdamW: arXiv:1711.05101. The moments go on from the parent's: `OptimizerState`.
+`rate` in the first step of a run, and later by at most the root of the sum over its steps of
+(weight in m)^2 / (weight in u): 1.01 times in 4 steps, 1.05 in 12, 2.35 in endless ones. It moves by
+`rate` where all groups agree at the reference signal. Groups that push in independent directions
+move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
+Source of Adam: arXiv:1412.6980. No weight decay.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +64,7 @@ class UpdateRule:
     """Constants of the update."""
 
     rate: float
-    """Largest change of a weight in one step."""
+    """Change of a weight in one step on which all groups agree."""
     betas: tuple[float, float]
     warmup: int
     """Steps over which the rate rises to its value, counted from the first adapter of a line."""
@@ -66,19 +77,36 @@ class UpdateRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """Moments after some steps. The tensors are never changed in place."""
+    """Moments after some steps. The tensors are never changed in place.
+
+    `steps` and `second` go on from adapter to adapter; the others are of one run, for what goes on
+    with it after a kill.
+    """
 
     steps: int
-    first: Mapping[str, Tensor]
-    """Parameter name -> running mean of the gradient."""
+    """Since the first adapter of the line."""
     second: Mapping[str, Tensor]
-    """Parameter name -> running mean of the groups' squares."""
+    """Parameter name -> running mean of the groups' squares over these steps."""
+    run_steps: int = 0
+    """Since the run began."""
+    first: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameter name -> running mean of the gradient over the run's steps; empty before the first,
+    as the next."""
+    run_second: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameter name -> running mean of the groups' squares over the run's steps."""
 
     def beside(self, parameters: Mapping[str, Parameter]) -> OptimizerState:
         """Return the moments on the devices of their parameters."""
-        first = {name: m.to(parameters[name].device) for name, m in self.first.items()}
-        second = {name: v.to(parameters[name].device) for name, v in self.second.items()}
-        return OptimizerState(steps=self.steps, first=first, second=second)
+
+        def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: one.to(parameters[name].device) for name, one in tensors.items()}
+
+        return replace(
+            self,
+            first=placed(self.first),
+            second=placed(self.second),
+            run_second=placed(self.run_second),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,19 +129,20 @@ class SignalAdamW:
         rule: UpdateRule,
         state: OptimizerState | None = None,
     ) -> None:
-        """state: of the parent; None starts from nothing."""
+        """state: beside the parent, or of this run; None starts from nothing."""
         self._parameters = parameters
         self._rule = rule
-        self._state = state or OptimizerState(
-            steps=0,
-            first={
-                name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()
-            },
-            second={
-                name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()
-            },
-        )
+        state = state or OptimizerState(steps=0, second=self._zeros())
+        if not state.run_steps:
+            state = replace(state, first=self._zeros(), run_second=self._zeros())
+        self._state = state
         self._forget_step()
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros_like(one, requires_grad=False)
+            for name, one in self._parameters.items()
+        }
 
     @property
     def state(self) -> OptimizerState:
@@ -127,8 +156,7 @@ class SignalAdamW:
     def _forget_step(self) -> None:
         self._groups = 0
         self._quiet = 0.0
-        self._sum = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
-        self._squares = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
+        self._sum, self._squares = self._zeros(), self._zeros()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -164,7 +192,8 @@ class SignalAdamW:
 
         Raises: NonFiniteError, before anything is changed.
         """
-        rule, steps = self._rule, self._state.steps + 1
+        rule, old = self._rule, self._state
+        steps, run_steps = old.steps + 1, old.run_steps + 1
         norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in self._sum.values()))
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient's norm is {norm}")
@@ -174,17 +203,23 @@ class SignalAdamW:
         scale = min(1.0, rule.max_norm / norm) if norm > 0 else 1.0
         rate = rule.rate * min(1.0, steps / (rule.warmup + 1))
         b1, b2 = rule.betas
-        diluted = (self._groups + self._quiet) ** 2 / max(1, self._groups)
-        first, second, moved = {}, {}, 0.0
+        counted = self._groups + self._quiet
+        rate_of_step = rate * self._groups / counted if counted else rate
+        first, second, run_second, moved = {}, {}, {}, 0.0
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                m = b1 * self._state.first[name] + (1 - b1) * scale * self._sum[name]
-                v = b2 * self._state.second[name] + (1 - b2) * diluted * self._squares[name]
-                root = (v / (1 - b2**steps)).sqrt() + EPSILON
-                change = rate * (m / (1 - b1**steps)) / root
+                q = self._groups * self._squares[name]
+                first[name] = b1 * old.first[name] + (1 - b1) * scale * self._sum[name]
+                second[name] = b2 * old.second[name] + (1 - b2) * q
+                run_second[name] = b2 * old.run_second[name] + (1 - b2) * q
+                m = first[name] / (1 - b1**run_steps)
+                of_line = second[name] / (1 - b2**steps)
+                of_run = run_second[name] / (1 - b2**run_steps)
+                change = rate_of_step * m / (torch.maximum(of_line, of_run).sqrt() + EPSILON)
                 parameter.sub_(change.to(parameter.dtype))
                 moved += float((change.double() ** 2).sum())
-                first[name], second[name] = m, v
-        self._state = OptimizerState(steps=steps, first=first, second=second)
+        self._state = OptimizerState(
+            steps=steps, second=second, run_steps=run_steps, first=first, run_second=run_second
+        )
         self._forget_step()
         return Update(grad_norm=norm, update_norm=math.sqrt(moved), rate=rate)

@@ -63,7 +63,7 @@ log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
 
 BETAS = (0.9, 0.99)
-"""AdamW's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
+"""Adam's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
 
 
 class _GroupsFailed(Exception):
@@ -111,8 +111,9 @@ class GrpoTrainer:
 def _require_same(policy: Policy, job: TrainingJob, state: OptimizerState | None) -> None:
     """Raises: RanksDisagreeError when a process has other weights or moments."""
     tensors: dict[str, torch.Tensor] = dict(_trainable(policy))
-    for prefix, of in (("m.", state.first), ("v.", state.second)) if state is not None else ():
-        tensors |= {prefix + name: tensor for name, tensor in of.items()}
+    if state is not None:
+        for prefix, of in (("m.", state.first), ("u.", state.run_second), ("v.", state.second)):
+            tensors |= {prefix + name: tensor for name, tensor in of.items()}
     job.ranks.require_same(tensors)
 
 
@@ -197,7 +198,7 @@ def run_steps(
     algorithm = {
         "loss": job.settings.loss,
         "advantage": job.settings.advantage,
-        "optimizer": "AdamW, second moment from groups",
+        "optimizer": "Adam, second moment from groups",
         "optimizer_steps_before": 0 if state is None else state.steps,
         "betas": BETAS,
         "rank": adapter.r,

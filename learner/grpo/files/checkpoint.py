@@ -36,9 +36,10 @@ log = structlog.get_logger()
 
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
-FORMAT = 1
+FORMAT = 2
 TENSORS = "tensors.safetensors"
-WEIGHT, FIRST, SECOND, RANDOM, DEVICE_RANDOM = "weight.", "first.", "second.", "random", "random."
+WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
+FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."
 """Names of tensors, or their prefixes."""
 _GIVEN = ("group_id", "prompt_token_ids", "token_ids", "rows")
 """Fields of a group or a row that the trainer never changes, or that are written by themselves."""
@@ -139,6 +140,7 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
     tensors |= _named(WEIGHT, one.weights or {})
     if one.moments is not None:
         tensors |= _named(FIRST, one.moments.first) | _named(SECOND, one.moments.second)
+        tensors |= _named(RUN_SECOND, one.moments.run_second)
     try:
         save_file(tensors, folder / TENSORS)
     except SafetensorError as error:
@@ -151,7 +153,9 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
         "warmed": one.warmed,
         "metrics": [asdict(step) for step in one.metrics],
         "has_weights": one.weights is not None,
-        "moments_steps": None if one.moments is None else one.moments.steps,
+        "moments_steps": None
+        if one.moments is None
+        else [one.moments.steps, one.moments.run_steps],
         "tensors_sha256": file_digest(folder / TENSORS),
     }
     text = json.dumps(state)
@@ -196,9 +200,11 @@ def load_snapshot(
             moments=None
             if moments_steps is None
             else OptimizerState(
-                steps=moments_steps,
-                first=_of(FIRST, tensors, parameters),
+                steps=int(moments_steps[0]),
                 second=_of(SECOND, tensors, parameters),
+                run_steps=int(moments_steps[1]),
+                first=_of(FIRST, tensors, parameters),
+                run_second=_of(RUN_SECOND, tensors, parameters),
             ),
         )
     except DAMAGE as error:

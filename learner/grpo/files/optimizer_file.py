@@ -1,8 +1,9 @@
-"""Keep the optimiser's moments beside the adapter that they belong to.
+"""Keep the optimiser's second moment beside the adapter that it belongs to.
 
 `optimizer.safetensors` in the adapter's folder: vLLM does not read it, and the digest does not
 cover it; the lineage has its SHA-256. A folder without it, of an older release or of another
-trainer, starts from nothing. The same moments are the same bytes in every process: safetensors
+trainer, starts from nothing. The first moment is not kept: each run has its own
+(`learner.grpo.optimizer`). The same moments are the same bytes in every process: safetensors
 writes the entries of its metadata in an order that is drawn each time, so there is one entry.
 """
 
@@ -23,17 +24,16 @@ from learner.errors import OptimizerStateError
 from learner.grpo.optimizer import OptimizerState
 from learner.policy.adapter_io import as_os_error
 
-FORMAT = 2
+FORMAT = 3
 HEAD = "optimizer"
 """The entry of the metadata, JSON of `format` and `steps`. Format 1 has these two as entries."""
 FIRST, SECOND = "first.", "second."
-"""Prefixes of the tensors' names."""
+"""Prefixes of the tensors' names. Formats 1 and 2 have the first moment too, which is not used."""
 
 
 def save_state(state: OptimizerState, folder: Path) -> None:
     """Write the moments. Raises: OSError when the disk refuses."""
-    tensors = {FIRST + name: one.cpu().contiguous() for name, one in state.first.items()}
-    tensors |= {SECOND + name: one.cpu().contiguous() for name, one in state.second.items()}
+    tensors = {SECOND + name: one.cpu().contiguous() for name, one in state.second.items()}
     head = json.dumps({"format": FORMAT, "steps": state.steps})
     try:
         save_file(tensors, folder / OPTIMIZER, metadata={HEAD: head})
@@ -52,23 +52,22 @@ def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerSt
     try:
         with safe_open(path, framework="pt") as file:
             steps = _steps(path, file.metadata() or {})
-            names = {prefix + name for name in parameters for prefix in (FIRST, SECOND)}
-            if names != set(file.keys()):
+            names = {name for name in file.keys() if not name.startswith(FIRST)}  # noqa: SIM118
+            if names != {SECOND + name for name in parameters}:
                 raise OptimizerStateError(f"{path}: belongs to other matrices")
-            first = {n: _read(file.get_tensor(FIRST + n), p) for n, p in parameters.items()}
             second = {n: _read(file.get_tensor(SECOND + n), p) for n, p in parameters.items()}
     except (SafetensorError, ValueError, TypeError, RecursionError) as error:
         raise OptimizerStateError(f"{path}: cannot be read ({error})") from error
     if any(bool((one < 0).any()) for one in second.values()):
         raise OptimizerStateError(f"{path}: a mean of squares is below 0")
-    return OptimizerState(steps=steps, first=first, second=second)
+    return OptimizerState(steps=steps, second=second)
 
 
 def _steps(path: Path, metadata: Mapping[str, str]) -> int:
     """Read the number of steps behind the moments. Raises: OptimizerStateError, ValueError."""
     found = json.loads(metadata[HEAD]) if HEAD in metadata else metadata
     number = found.get("format") if isinstance(found, Mapping) else None
-    steps = int(found.get("steps", "")) if str(number) in ("1", str(FORMAT)) else -1
+    steps = int(found.get("steps", "")) if str(number) in ("1", "2", str(FORMAT)) else -1
     if steps < 0:
         raise OptimizerStateError(f"{path}: has format {number!r}")
     return steps

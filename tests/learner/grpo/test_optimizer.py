@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ RULE = UpdateRule(rate=0.01, betas=(0.9, 0.99), warmup=0, reference=0.25, max_no
 
 
 def rule(**changes: object) -> UpdateRule:
-    from dataclasses import replace
-
     return replace(RULE, **changes)  # type: ignore[arg-type]
 
 
@@ -36,6 +35,7 @@ def run(
     rule: UpdateRule = RULE,
     signal: float = 0.25,
     state: OptimizerState | None = None,
+    quiet: float = 0.0,
 ) -> tuple[torch.Tensor, SignalAdamW]:
     """Steps over groups with these gradients. Returns the weights and the optimiser."""
     parameters = new_parameter()
@@ -44,8 +44,23 @@ def run(
         for gradient in groups:
             parameters["w"].grad = gradient.clone()
             optimizer.add_group(signal)
+        optimizer.add_quiet(quiet)
         optimizer.step()
     return parameters["w"].detach().clone(), optimizer
+
+
+def next_run(runs: int) -> OptimizerState:
+    """What the next run of a line begins with, after some runs of three steps of 4 groups."""
+    state: OptimizerState | None = None
+    for number in range(runs):
+        _, optimizer = run([noise(100 * number + step, 4) for step in range(3)], state=state)
+        state = beside_an_adapter(optimizer.state)
+    assert state is not None
+    return state
+
+
+def beside_an_adapter(state: OptimizerState) -> OptimizerState:
+    return OptimizerState(steps=state.steps, second=state.second)
 
 
 def rms(tensor: torch.Tensor) -> float:
@@ -76,12 +91,47 @@ def test_three_steps_of_noise_move_five_times_less_than_three_of_signal() -> Non
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.01, 0.001])
-def test_the_update_shrinks_with_the_advantages(factor: float) -> None:
+@pytest.mark.parametrize("runs_before", [0, 1, 3, 8])
+def test_the_update_shrinks_with_the_advantages(factor: float, runs_before: int) -> None:
     steps = [noise(step, 8) for step in range(3)]
     weak = [[factor * gradient for gradient in groups] for groups in steps]
-    whole, _ = run(steps)
-    small, _ = run(weak, signal=0.25 * factor)
+    state = next_run(runs_before) if runs_before else None
+    whole, _ = run(steps, state=state)
+    small, _ = run(weak, signal=0.25 * factor, state=state)
     assert rms(small) == pytest.approx(factor * rms(whole), rel=0.01)
+
+
+@pytest.mark.parametrize("runs_before", [0, 1, 8])
+def test_quiet_groups_shrink_every_step_of_every_run(runs_before: int) -> None:
+    steps = [noise(step, 4) for step in range(3)]
+    state = next_run(runs_before) if runs_before else None
+    whole, _ = run(steps, state=state)
+    beside, _ = run(steps, state=state, quiet=36)
+    torch.testing.assert_close(beside, whole * 4 / (4 + 36), atol=1e-9, rtol=1e-5)
+
+
+def test_a_run_moves_in_its_own_direction_and_not_in_that_of_the_run_before() -> None:
+    first, second = noise(1, 1)[0], noise(2, 1)[0]
+    before, optimizer = run([[first] * 4] * 3)
+    after, _ = run([[second] * 4] * 3, state=beside_an_adapter(optimizer.state))
+    similar = torch.nn.functional.cosine_similarity
+    assert abs(float(similar(after, before, dim=0))) < 0.15
+    assert float(similar(after, -second, dim=0)) > 0.7
+
+
+def test_gradients_that_grow_from_run_to_run_do_not_move_a_weight_beyond_the_rate() -> None:
+    """The parent's second moment alone would lag behind: 10 times the rate."""
+    _, optimizer = run([noise(step, 4) for step in range(200)])
+    large = [[1_000 * one for one in noise(7, 4)]]
+    moved, _ = run(large, state=beside_an_adapter(optimizer.state))
+    assert moved.abs().max() <= 0.01 * (1 + 1e-5)
+
+
+def test_what_had_large_gradients_is_damped_in_the_next_run() -> None:
+    loud = torch.where(torch.arange(SIZE) < SIZE // 2, 10.0, 1.0)
+    _, optimizer = run([[loud * one for one in noise(step, 4)] for step in range(50)])
+    moved, _ = run([noise(60, 4)], state=beside_an_adapter(optimizer.state))
+    assert rms(moved[: SIZE // 2]) < 0.2 * rms(moved[SIZE // 2 :])
 
 
 def test_it_does_not_grow_beyond_the_reference() -> None:
@@ -95,6 +145,19 @@ def test_a_weight_never_moves_further_than_the_rate_in_a_first_step() -> None:
     for seed in range(20):
         moved, _ = run([noise(seed, 1 + seed % 5)], signal=0.3)
         assert moved.abs().max() <= 0.01 * (1 + 1e-6)
+
+
+def test_in_a_long_run_a_weight_moves_at_most_2_35_times_the_rate() -> None:
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, RULE)
+    largest, before = 0.0, torch.zeros(SIZE)
+    for step in range(540):
+        parameters["w"].grad = torch.full((SIZE,), 1e-4 if step < 500 else 1.0)
+        optimizer.add_group(0.25)
+        optimizer.step()
+        largest = max(largest, float((parameters["w"].detach() - before).abs().max()))
+        before = parameters["w"].detach().clone()
+    assert 1.0 < largest / 0.01 <= 2.35
 
 
 def test_the_rate_is_the_size_of_the_update() -> None:
@@ -148,12 +211,22 @@ def test_the_rate_rises_over_the_warm_up_and_a_next_run_goes_on_from_there() -> 
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
-def test_two_runs_that_hand_on_the_moments_equal_one() -> None:
+def test_a_run_that_goes_on_after_a_kill_equals_one_in_one_go() -> None:
     steps = [noise(step, 3) for step in range(4)]
-    whole, _ = run(steps)
-    first, optimizer = run(steps[:2])
+    state = next_run(1)
+    whole, _ = run(steps, state=state)
+    first, optimizer = run(steps[:2], state=state)
     second, _ = run(steps[2:], state=optimizer.state)
     torch.testing.assert_close(first + second, whole, atol=1e-8, rtol=1e-6)
+
+
+def test_the_next_run_has_the_second_moment_of_all_steps_before_it() -> None:
+    steps = [noise(step, 3) for step in range(4)]
+    _, one = run(steps)
+    _, first = run(steps[:2])
+    _, second = run(steps[2:], state=beside_an_adapter(first.state))
+    assert (one.state.steps, second.state.steps, second.state.run_steps) == (4, 4, 2)
+    assert torch.equal(one.state.second["w"], second.state.second["w"])
 
 
 def test_a_state_is_not_changed_by_the_run_that_continues_it() -> None:

@@ -24,7 +24,6 @@ def parameters() -> dict[str, Parameter]:
 def state(parameters: dict[str, Parameter]) -> OptimizerState:
     return OptimizerState(
         steps=7,
-        first={name: torch.randn(p.shape) for name, p in parameters.items()},
         second={name: torch.rand(p.shape) for name, p in parameters.items()},
     )
 
@@ -35,9 +34,8 @@ def test_what_is_written_is_read_bit_for_bit(
     save_state(state, tmp_path)
     found = load_state(tmp_path, parameters)
     assert found is not None
-    assert found.steps == 7
+    assert (found.steps, found.run_steps) == (7, 0)
     for name in parameters:
-        assert torch.equal(found.first[name], state.first[name])
         assert torch.equal(found.second[name], state.second[name])
 
 
@@ -50,17 +48,25 @@ def test_the_same_moments_are_the_same_bytes(tmp_path: Path, state: OptimizerSta
     assert len(found) == 1
 
 
-def test_a_file_of_the_first_format_is_read(
-    tmp_path: Path, parameters: dict[str, Parameter], state: OptimizerState
+@pytest.mark.parametrize(
+    "metadata", [{"format": "1", "steps": "7"}, {HEAD: '{"format": 2, "steps": 7}'}]
+)
+def test_a_file_of_an_older_format_is_read_without_its_first_moment(
+    tmp_path: Path,
+    parameters: dict[str, Parameter],
+    state: OptimizerState,
+    metadata: dict[str, str],
 ) -> None:
     save_state(state, tmp_path)
     tensors = load_file(tmp_path / OPTIMIZER)
-    save_file(tensors, tmp_path / OPTIMIZER, metadata={"format": "1", "steps": "7"})
+    tensors |= {f"first.{name}": torch.ones(p.shape) for name, p in parameters.items()}
+    save_file(tensors, tmp_path / OPTIMIZER, metadata=metadata)
 
     found = load_state(tmp_path, parameters)
 
     assert found is not None
-    assert found.steps == 7
+    assert (found.steps, found.run_steps, found.first) == (7, 0, {})
+    assert torch.equal(found.second["a"], state.second["a"])
 
 
 def test_a_folder_without_them_starts_from_nothing(
@@ -95,21 +101,21 @@ def test_damage_is_named(
 ) -> None:
     save_state(state, tmp_path)
     path = tmp_path / OPTIMIZER
-    tensors, metadata = load_file(path), {HEAD: '{"format": 2, "steps": 7}'}
+    tensors, metadata = load_file(path), {HEAD: '{"format": 3, "steps": 7}'}
     if damage == "missing":
-        del tensors["first.a"]
+        del tensors["second.a"]
     elif damage == "foreign":
-        tensors["first.c"] = torch.zeros(1)
+        tensors["second.c"] = torch.zeros(1)
     elif damage == "shape":
-        tensors["first.a"] = torch.zeros(3, 2)
+        tensors["second.a"] = torch.zeros(3, 2)
     elif damage == "nan":
-        tensors["first.a"][0, 0] = torch.nan
+        tensors["second.a"][0, 0] = torch.nan
     elif damage == "negative":
         tensors["second.b"][0] = -1.0
     elif damage == "steps":
-        metadata[HEAD] = '{"format": 2, "steps": [7]}'
+        metadata[HEAD] = '{"format": 3, "steps": [7]}'
     elif damage == "format":
-        metadata[HEAD] = '{"format": 3, "steps": 7}'
+        metadata[HEAD] = '{"format": 4, "steps": 7}'
     elif damage == "old format":
         metadata = {"format": "0", "steps": "7"}
     elif damage == "head":
