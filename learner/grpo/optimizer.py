@@ -32,8 +32,8 @@ which the division would blow up to the size of a sound one.
 
 By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
 `rate` in the first step of a run, and later by at most the root of the sum over its steps of
-(weight in m)^2 / (weight in u): 1.01 times in 4 steps, 1.05 in 12, 2.35 in endless ones. It moves by
-`rate` where all groups agree at the reference signal. Groups that push in independent directions
+(weight in m)^2 / (weight in u): 1.01 times in 4 steps, 1.05 in 12, 2.35 in endless ones. It moves
+by `rate` where all groups agree at the reference signal. Groups that push in independent directions
 move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
 Source of Adam: arXiv:1412.6980. No weight decay.
 """
