@@ -13,7 +13,7 @@ import pytest
 from learner.errors import DivergedError, ParentError
 from learner.grpo.base_kl import BaseKl, require_near
 from learner.grpo.signal import signal, uncancelled
-from learner.grpo.trainer import run_steps
+from learner.grpo.trainer import GrpoTrainer, parents_state, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.records import Parent, TrainingGroup, TrainingJob
@@ -120,9 +120,12 @@ def test_rounding_of_gradients_that_cancel_moves_nothing(
     assert all(one.update_norm > 0.01 for one in useful.metrics)
 
 
+@pytest.mark.parametrize("from_parent", [False, True])
 @pytest.mark.parametrize("loss", ["dppo_tv", "grpo"])
 def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
     loss: str,
+    from_parent: bool,
+    tmp_path: Path,
     tiny_base: Path,
     row: MakeRow,
     group: MakeGroup,
@@ -131,14 +134,28 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
     """Through the whole trainer: checks, loss, signal and optimiser, three steps of two groups.
 
     With the reference at 0.25, 0.5 counts as 0.25, so a bound of the update is 50 times smaller.
+    The parent is a run at full advantages, whose moments go on.
     """
     settings = learner_settings.model_copy(update={"steps": 3, "warmup_steps": 0, "loss": loss})
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (5, 14, 15, 16), (17, 18, 19, 20)]
 
-    def moved(size: float) -> list[float]:
+    def job(size: float, parent: Parent) -> TrainingJob:
         used = groups_of(answers, row, group, (size, size, -size, -size))
-        policy = load_policy(str(tiny_base), Parent(name="base"), settings)
-        outcome, _ = run_steps(policy, job_of(used, settings))
+        # As sampled by the parent itself: far from it, `grpo` clips most tokens.
+        used = [replace(one, adapter=parent.name) for one in used]
+        return job_of(used, settings, parent)
+
+    parent = Parent(name="base")
+    if from_parent:
+        before = replace(job(0.5, parent), base_model_path=str(tiny_base), folder=tmp_path)
+        GrpoTrainer().train(before)
+        parent = Parent(name="m--v1", version=1, path=tmp_path)
+
+    def moved(size: float) -> list[float]:
+        policy = load_policy(str(tiny_base), parent, settings)
+        state = parents_state(policy, parent)
+        assert (state is not None) == from_parent
+        outcome, _ = run_steps(policy, job(size, parent), state)
         return [one.update_norm for one in outcome.metrics]
 
     strong, weak = moved(0.5), moved(0.005)
