@@ -75,4 +75,5 @@ class ObjectiveSection(Section):
     """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
     kl_limit: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 10.0
     """A run whose policy is further from the base than this (mean nats a token, each token counted
-    up to 100) fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies over 20."""
+    up to 100) fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies
+    over 20."""
