@@ -20,9 +20,10 @@ check: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-cache
 
+# ARGS are options of one benchmark: make bench BENCH=learner ARGS="--small"
 bench: setup
-	@for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
-	@.venv/bin/python -m benchmarks $(BENCH)
+	@$(if $(and $(filter all,$(BENCH)),$(ARGS)),$(error ARGS are options of one benchmark; name it by BENCH=))for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
+	@.venv/bin/python -m benchmarks $(BENCH) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-engine .venv-clients .models .cache .demo .sidecar .bench

@@ -105,7 +105,8 @@ class StepMetrics:
     answers: int
     """Number of trainable answers."""
     tokens: int
-    """Number of trainable tokens: the loss's denominator."""
+    """Number of trainable tokens. The loss is divided by it, by the answers (`grpo`, `gspo`) or by
+    answers times `learner.loss_length` (`dr_grpo`)."""
     computed_tokens: int
     """Number of tokens that went through the decoder; each prompt once per pack."""
     reward_mean: float
@@ -114,11 +115,12 @@ class StepMetrics:
     loss: float
     ratio_mean: float
     clip_share: float
-    """Share of tokens whose gradient the clip removes, 0..1."""
+    """Share of tokens whose gradient the loss or a mask of `learner.grpo.corrections` removes,
+    0..1."""
     approx_kl: float
     """nats per token, KL(behaviour || policy) estimated by mean(r - 1 - log r)."""
     entropy: float
-    """nats per token, of the policy's own distribution."""
+    """nats per token, of the policy's own distribution at each answer's temperature."""
     grad_norm: float
     """L2 norm of the gradient before it was scaled down to `learner.max_grad_norm`."""
     update_norm: float

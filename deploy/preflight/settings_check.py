@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deploy.preflight.base_size import large_base
 from deploy.preflight.useless import refuse_useless
 from learner.schedule.cron import read_cron
 from sidecar.errors import SettingsError
@@ -47,8 +48,11 @@ def _refuse_unpriced(settings: Settings) -> None:
 
 
 def advice(settings: Settings) -> list[str]:
-    """Return what works with these settings, but does nothing, or less well than it could. Pure."""
-    return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)]
+    """Return what works with these settings, but does nothing, or less well than it could. Reads
+    the base's config.json."""
+    return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)] + large_base(
+        settings
+    )
 
 
 def will_not_happen(settings: Settings) -> list[str]:

@@ -24,6 +24,23 @@ letter in a word of five, and not another word."""
 VERIFIERS = ["reward", "verifiers"]
 """A table by name; each entry has the keys of its kind, which pydantic names behind the name."""
 LISTED = "docs/settings.md lists them"
+_TARGETS = "an adapter is on all linear layers, which is fixed"
+_ONCE = "each group is used once; learner.steps says over how many steps"
+ELSEWHERE: Mapping[tuple[str, ...], str] = {
+    ("learner", "beta"): "the weight of the divergence from the base is learner.kl_coef",
+    ("learner", "lr"): "did you mean learner.learning_rate?",
+    ("learner", "epochs"): _ONCE,
+    ("learner", "num_train_epochs"): _ONCE,
+    ("learner", "num_iterations"): _ONCE,
+    ("learner", "num_generations"): "the number of answers in a group is groups.size",
+    ("learner", "epsilon"): "the clip is learner.clip_low and learner.clip_high",
+    ("learner", "epsilon_high"): "did you mean learner.clip_high?",
+    ("learner", "batch_size"): "a step takes the groups of the run divided by learner.steps",
+    ("learner", "target_modules"): _TARGETS,
+    ("learner", "lora_rank"): "did you mean learner.rank?",
+    ("learner", "lora_alpha"): "did you mean learner.alpha?",
+}
+"""What other trainers call a setting -> what it is here. docs/losses.md has the whole table."""
 WRONG: Mapping[str, str] = {
     "bool": "must be true or false",
     "int": "must be a whole number",
@@ -121,6 +138,8 @@ def nearest(where: Sequence[str], kind: str | None = None) -> str:
 
     where: the unknown name, its section first. kind: of the verifier that it belongs to.
     """
+    if (said := ELSEWHERE.get(tuple(where))) is not None:
+        return said
     names = list(KINDS[kind].model_fields) if kind is not None else known(*where[:-1])
     table = ".".join(where[:-1])
     matches = difflib.get_close_matches(where[-1], names, 1, NEAR)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.learner import art, gpu_check
+from benchmarks import results
+from benchmarks.learner import art, gpu_check, run
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
 from benchmarks.learner.run import ratios, targets
 from benchmarks.results import Row
@@ -85,6 +87,42 @@ def test_turns_share_their_histories_and_train_each_token_once() -> None:
     assert group.rows[1].token_ids[:3] == group.rows[0].token_ids
     assert cell.padded_tokens == 4 * (5 + 12)
     assert {cell.axis for cell in ON_CPU} >= {"answers", "prompt", "turns", "target"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tiny_cells_write_no_committed_file_and_have_no_target_of_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "SMALL_FOLDER", tmp_path)
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "committed")
+
+    assert run.main(["--small", "--repeats", "1"]) == 0
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "learner-small.json",
+        "learner-small.png",
+    ]
+    (target,) = json.loads((tmp_path / "learner-small.json").read_text())["targets"]
+    assert target["what"].startswith("difference of the contenders' losses")
+    assert "3,000" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (gpu_check.main, ["about 3 minutes", "less than 8", "folder for gpu-check.json"]),
+        (run.main, ["folder for the JSON and the plot", "of which the least counts"]),
+    ],
+)
+def test_the_help_says_what_is_done_how_long_it_takes_and_where_results_go(
+    main: Any, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+
+    told = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert [one for one in words if one not in told] == []
 
 
 def test_targets_are_ratios_to_what_the_product_takes() -> None:

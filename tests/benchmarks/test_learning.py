@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from benchmarks.learning.play import (
     random_scores,
 )
 from benchmarks.learning.played import kept, write
-from benchmarks.learning.run import gains, interval, row
+from benchmarks.learning.run import _targets, gains, interval, interval_over_runs, row, row_of_all
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
 from ingest.vllm.sampler import SampledAnswer
@@ -106,12 +109,66 @@ def test_the_exam_shares_no_prompt_with_training(task: Any) -> None:
     assert not {json.dumps(prompt.chat) for prompt in task.train} & set(told)
 
 
-def test_gains_are_paired_by_prompt_and_averaged_over_runs() -> None:
+def test_gains_are_paired_by_prompt() -> None:
     runs = [run(exam(0.0, 0.5), exam(0.5, 0.5)), run(exam(0.5, 0.5), exam(0.5, 1.0))]
 
-    assert gains(runs) == [0.25, 0.25]
-    assert interval(gains(runs)) == (0.25, 0.25, 0.25)
+    assert [gains(one) for one in runs] == [[0.5, 0.0], [0.0, 0.5]]
     assert row(runs[0])["gain"] == 0.25
+    assert row_of_all(runs) == {
+        "task": "t", "kind": "real", "seed": "all", "gain": 0.25, "low": 0.25, "high": 0.25,
+    }  # fmt: skip
+
+
+def test_the_interval_of_several_runs_knows_how_few_seeds_there_are() -> None:
+    # Seeds alone differ: variance of their means 0.01, standard error 0.1 / sqrt(3), t(2) = 4.303.
+    mean, low, high = interval_over_runs([[0.1] * 8, [0.2] * 8, [0.3] * 8])
+
+    assert (mean, low, high) == pytest.approx((0.2, 0.2 - 0.24841, 0.2 + 0.24841), abs=1e-5)
+
+    # Prompts alone differ: standard error 0.1 / sqrt(3) too, t(2) from three prompts.
+    assert interval_over_runs([[0.1, 0.2, 0.3]] * 5) == pytest.approx((mean, low, high), abs=1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.095, 0.003])
+def test_the_interval_of_three_seeds_covers_the_true_gain_about_19_times_in_20(
+    spread: float,
+) -> None:
+    """0.095: as the gains 0.26, 0.10 and 0.27 spread. Over prompts alone 0.67 are covered there."""
+    chance = random.Random(5)
+    covered = alone = 0
+    for _ in range(400):
+        prompts = [chance.gauss(0.0, 0.15) for _ in range(32)]
+        found = [
+            [0.2 + seed + prompt + chance.gauss(0.0, 0.2) for prompt in prompts]
+            for seed in [chance.gauss(0.0, spread) for _ in range(3)]
+        ]
+        _, low, high = interval_over_runs(found)
+        covered += low <= 0.2 <= high
+        means = [sum(values) / 3 for values in zip(*found, strict=True)]
+        error = stdev(means) / math.sqrt(32)
+        alone += abs(sum(means) / 32 - 0.2) <= 2.04 * error
+
+    assert 0.91 <= covered / 400 <= 0.985
+    assert (alone / 400 < 0.75) == (spread > 0.05)
+
+
+def test_each_seed_must_gain_and_the_null_runs_interval_lie_under_that_of_each() -> None:
+    def real(seed: int, gain: float) -> Played:
+        before = [0.1 * (at % 3) for at in range(30)]
+        after = [one + gain + 0.01 * (at % 2) for at, one in enumerate(before)]
+        return run(exam(*before), exam(*after), seed=seed)
+
+    null = run(exam(*[0.5] * 30), exam(*[0.4, 0.6] * 15), kind="null", update_norm=0.01)
+    runs = [real(1, 0.26), real(2, 0.1), real(3, 0.27), null]
+
+    found = _targets("t", runs, {})
+    weak = _targets("t", [*runs, real(4, -0.02)], {})
+
+    assert [one.holds for one in found] == [True] * 4
+    assert found[0].value == pytest.approx(0.1032, abs=0.002)
+    assert "gain +0.215; for other seeds and prompts -0.02" in found[0].why
+    assert [one.holds for one in weak] == [False, True, False, True]
+    assert [one.holds for one in _targets("t", [], {"t": "no data"})] == [False] * 4
 
 
 def test_the_interval_covers_a_true_mean_of_nothing() -> None:

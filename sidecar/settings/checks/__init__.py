@@ -23,6 +23,7 @@ from sidecar.settings.checks.problem import Problem
 from sidecar.settings.checks.reward import reward, useless_reward_settings
 from sidecar.settings.checks.serving import engine, listeners, upstreams, useless_sampling_settings
 from sidecar.settings.checks.storage import disk, kafka, keys, store
+from sidecar.settings.checks.training import useless_learner_settings
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Settings
@@ -51,5 +52,6 @@ def advice(settings: Settings) -> Iterator[Problem]:
     yield from useless_group_settings(settings)
     yield from useless_judge_settings(settings)
     yield from useless_reward_settings(settings)
+    yield from useless_learner_settings(settings)
     yield from useless_best_of_settings(settings)
     yield from shortened_ramp(settings)

@@ -48,3 +48,8 @@ def is_changed(section: BaseModel, name: str) -> bool:
         getattr(section, name)
         != type(section).model_fields[name].get_default(call_default_factory=True)
     )
+
+
+def is_given(section: BaseModel, name: str) -> bool:
+    """Tell whether the file or the environment names a setting, be it with its default."""
+    return name in section.model_fields_set

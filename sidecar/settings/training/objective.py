@@ -20,15 +20,16 @@ class ObjectiveSection(Section):
     learning_rate: Annotated[
         float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
     ] = 1e-3
-    """Largest change of a weight in one step. It moves that far where all groups of a step agree
-    and their spread is `reference_spread`; groups that disagree, or differ less, move it less."""
+    """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
+    differ by at least `reference_spread`; less otherwise. The default was measured on a 135M model;
+    use less on larger ones: 1e-5 to 1e-4 is usual at 7 to 8 billion parameters."""
     reference_spread: Annotated[
         float, Between(0, 10, "it divides the spread of a group", above_low=True)
     ] = 0.25
     """Spread of a group's scores above which the update no longer grows with it."""
     warmup_steps: Annotated[int, Between(0, 10_000, "0 starts with the whole rate")] = 2
-    """Steps over which the rate rises, from the first step of an adapter that starts from the
-    base. A run goes on from its parent's steps."""
+    """Steps over which the rate rises: step k after the base trains at
+    `learning_rate * k / (warmup_steps + 1)`, over as many runs as it takes."""
     warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
     """Supervised steps on the best answer of each group, before the first step of a run that starts
     from the base."""
@@ -73,5 +74,6 @@ class ObjectiveSection(Section):
     kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
     """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
     kl_limit: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 10.0
-    """Divergence from the base, in nats a token, over which a run fails and publishes nothing; no
-    token counts more than 100. Sound lines were 0.001 to 0.13 away, destroyed policies over 20."""
+    """A run whose policy is further from the base than this (mean nats a token, each token counted
+    up to 100) fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies
+    over 20."""

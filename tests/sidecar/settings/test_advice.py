@@ -102,6 +102,25 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "reward.verifiers.v.pattern",
             "every answer is wrong",
         ),
+        ("[learner]\ninterval_s = 3600", "learner.interval_s", 'learner.schedule is "groups"'),
+        (
+            '[learner]\nschedule = "interval"\ncron = "0 3 * * *"',
+            "learner.cron",
+            'so it would not be used; set that to "cron"',
+        ),
+        ("[learner]\nidle_window_s = 600", "learner.idle_window_s", "idle_below is 0"),
+        ('[learner]\nloss = "grpo"\ntv_limit = 0.2', "learner.tv_limit", "does not read it"),
+        ("[learner]\nclip_high = 0.3", "learner.clip_high", "it is for grpo, dr_grpo, dapo"),
+        ('[learner]\nloss = "gspo"\nclip_low = 0.1', "learner.clip_low", "does not read it"),
+        ('[learner]\nloss = "dapo"\nloss_length = 9', "learner.loss_length", "for dr_grpo"),
+        ("[learner]\nshard_base = true", "learner.shard_base", "learner.processes is 1"),
+        ("[learner]\nkl_budget = 0.1", "learner.kl_budget", "kl_coef is 0"),
+        (
+            "[learner]\nkl_coef = 0.1\nkl_budget = 2\nkl_limit = 1",
+            "learner.kl_coef",
+            "fails at learner.kl_limit = 1 before it is over learner.kl_budget = 2",
+        ),
+        ("[learner]\nsteps = 300", "learner.steps", "at most learner.max_groups = 256 groups"),
         ("[best_of]\nenabled = true", "best_of.enabled", "each user gets the first; name a judge"),
         ("[best_of]\nmax_n = 2", "best_of.max_n", "best_of.enabled is false"),
         (
@@ -123,6 +142,25 @@ def test_a_setting_that_does_nothing_is_warned_of(
 
     assert list(found) == [key]
     assert why in found[key]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'schedule = "interval"\ninterval_s = 60',
+        'schedule = "cron"\ncron = "0 3 * * *"',
+        "idle_below = 5\nidle_window_s = 600",
+        'loss = "dr_grpo"\nloss_length = 9\nclip_low = 0.1\nclip_high = 0.3',
+        "tv_limit = 0.1",
+        "processes = 2\nshard_base = true\nprocesses_timeout_s = 60",
+        'schedule = "manual"\nshard_base = true',  # torchrun starts the processes
+        "shard_base = false",
+        "kl_coef = 0.1\nkl_budget = 2\nkl_limit = 0",
+        "steps = 256",
+    ],
+)
+def test_a_learner_setting_that_is_read_is_not_warned_of(tmp_path: Path, text: str) -> None:
+    assert advised(tmp_path, f"[learner]\n{text}") == {}
 
 
 @pytest.mark.parametrize("pattern", ["^[^a]*$", "^$", r"\\d", "^.{0,200}$", r"\\A.*\\z"])
