@@ -211,10 +211,9 @@ def flops(policy: Policy, packs: Sequence[Pack]) -> float:
     (14 for a pair and number of a query), and the head's. LoRA's own are left out."""
     config: Any = policy.model.get_base_model().config
     of = sizes(config)
-    layer = of.hidden * (2 * of.queries + 2 * of.keys + 3 * of.inner)
     total = 0.0
     for pack in packs:
-        total += 4.0 * of.layers * layer * len(pack.input_ids)
+        total += 4.0 * of.layers * of.linear_weights * len(pack.input_ids)
         total += 14.0 * of.layers * of.queries * pairs(pack.segments)
         total += 4.0 * of.hidden * policy.vocabulary * len(pack.targets)
     return total

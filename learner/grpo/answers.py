@@ -8,6 +8,9 @@ arithmetic. `positives` trains such answers only where they are better than thei
 answer is worth imitating whoever gave it, and pushing away what the policy may never have said is
 what makes off-policy training collapse (TOPR, arXiv:2503.14286).
 
+At the start of a run, `learner.geometric_limit` leaves out the answers that the policy would give
+much more or much less often than the one that gave them (SkyRL's `geometric` sequence mask).
+
 Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
 (`learner.grpo.touched`).
 """
@@ -31,6 +34,7 @@ OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 ALL_TOUCHED = "all_tokens_masked"
 NOT_BETTER = "not_positive"
 UNKNOWN = "logprobs_unknown"
+GEOMETRIC = "geometric"
 TOO_FEW = "too_few_trainable"
 NO_SPREAD, WITHIN_NOISE = "no_spread", "within_noise"
 QUIET = (NO_SPREAD, WITHIN_NOISE)
@@ -49,7 +53,7 @@ class Judged:
     """Recorded minus recomputed log-probabilities of the tokens trained on, in nats, where they
     were recorded."""
     texts: Mapping[int, str]
-    """Index of an answer that is left out -> the details."""
+    """Index of an answer that this decision left out -> the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +65,6 @@ class _Verdict:
     reason: str = ""
     text: str = ""
     recomputed: bool = False
-    positive: bool = False
-    """It is trained on only if it is better than its siblings."""
 
 
 def judge_answers(
@@ -116,6 +118,62 @@ def judge_answers(
     return Judged(group=group, answers=answers, differences=differences, texts=texts)
 
 
+def leave_out_far(
+    group: TrainingGroup,
+    answers: CheckedAnswers,
+    settings: Learner,
+    *,
+    least_spread: float = 0.0,
+) -> Judged | Fault:
+    """Leave out the answers from which the policy is too far at the start of the run.
+
+    An answer is too far off when the geometric mean of pi_0 / mu over its tokens, which is
+    exp(mean of log(pi_0 / mu)), is outside [1 - limit, 1 + limit]. A sum in place of the mean would
+    leave out all long answers. What the check has left out stays out.
+    group: as the check left it, with `TrainableRow.start`. answers: what the check decided.
+    Returns: as `judge_answers`; the group as it is where no answer is too far off.
+    """
+    verdicts = {
+        place: _near(row, settings.geometric_limit)
+        for place, row in enumerate(group.rows)
+        if row.trainable
+    }
+    if all(one.row is not None for one in verdicts.values()):
+        return Judged(group=group, answers=answers, differences=[], texts={})
+    before = [row.counted for row in group.rows]
+    group, verdicts = _with_advantages(group, verdicts, settings)
+    out = {place: one for place, one in verdicts.items() if one.row is None}
+    if len(verdicts) - len(out) < MIN_TRAINABLE:
+        return _too_few(out, len(verdicts))
+    flat = _flat(group, before, settings.min_spread, least_spread)
+    if flat is not None:
+        return flat
+    answers = CheckedAnswers(
+        left_out={**answers.left_out, **{place: one.reason for place, one in out.items()}},
+        recomputed=tuple(place for place in answers.recomputed if place not in out),
+        masked_tokens={at: n for at, n in answers.masked_tokens.items() if at not in out},
+        tokens=sum(row.kept_tokens for row in group.rows if row.trainable),
+    )
+    texts = {place: one.text for place, one in out.items()}
+    return Judged(group=group, answers=answers, differences=[], texts=texts)
+
+
+def _near(row: TrainableRow, limit: float) -> _Verdict:
+    """Decide about an answer by the policy at the start. limit: of |mean ratio - 1|; 0: none."""
+    if not limit:
+        return _Verdict(row=row)
+    moved = row.of_kept([a - b for a, b in zip(row.start, row.logprobs, strict=True)])
+    # exp overflows beyond 709; a mean of 50 nats is over any limit already.
+    mean = math.exp(min(sum(moved) / len(moved), 50.0))
+    if abs(mean - 1) <= limit:
+        return _Verdict(row=row)
+    text = (
+        f"its tokens are {mean:.4f} times as likely as when it was sampled (geometric mean); "
+        f"{limit:.4f} is the allowed distance from 1 (learner.geometric_limit)"
+    )
+    return _Verdict(reason=GEOMETRIC, text=text)
+
+
 def _look_at(
     row: TrainableRow,
     values: Sequence[float] | Fault,
@@ -150,8 +208,8 @@ def _anchored(row: TrainableRow, values: Sequence[float], how: str) -> _Verdict:
     """Put the recomputed log-probabilities in the place of the recorded ones."""
     if how == "drop" or not all(map(math.isfinite, values)):
         return _Verdict(reason=UNKNOWN, text="its log-probabilities are not known")
-    row = replace(row, logprobs=tuple(values), recorded=True)
-    return _Verdict(row=row, recomputed=True, positive=how == "positives")
+    row = replace(row, logprobs=tuple(values), recorded=True, positive=how == "positives")
+    return _Verdict(row=row, recomputed=True)
 
 
 def _drifting(
@@ -205,7 +263,7 @@ def _with_advantages(
             group = replace(group, scores=share(group.unshared, texts, counted))
         advantages = assign(group.scores, counted, settings.advantage)
     for place, one in verdicts.items():
-        if one.row is not None and one.positive and not advantages[place] > 0:
+        if one.row is not None and one.row.positive and not advantages[place] > 0:
             text = "it is not better than its siblings, and its log-probabilities are not known"
             settled[place] = _Verdict(reason=NOT_BETTER, text=text)
     rows = []

@@ -30,6 +30,7 @@ from learner.explain import one_line
 from learner.grpo.answers import (
     ALL_TOUCHED,
     DRIFT,
+    GEOMETRIC,
     NOT_BETTER,
     OUT_OF_VOCABULARY,
     QUIET,
@@ -54,7 +55,8 @@ TOO_LONG = "too_long"
 NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
 SAYS_NOTHING = (
-    UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW, *QUIET,
+    UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, GEOMETRIC, TOO_FEW,
+    *QUIET,
 )  # fmt: skip
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
@@ -147,6 +149,18 @@ def log_faults(faults: Mapping[str, Fault]) -> None:
         log.warning("group_left_out", group_id=group_id, reason=fault.reason, text=fault.text)
 
 
+def log_left_out(judged: Judged) -> None:
+    """Log why each answer of a group is left out, of those that this decision left out."""
+    for place, text in judged.texts.items():
+        log.warning(
+            "answer_left_out",
+            group_id=judged.group.group_id,
+            index=place,
+            reason=judged.answers.left_out[place],
+            text=text,
+        )
+
+
 def refuse_most(faults: Mapping[str, Fault], groups: int) -> None:
     """Refuse the run when more than half of its groups fail: the cause may lie outside them.
 
@@ -225,14 +239,7 @@ def _check(
     least = job.least_spread.get(group.group_id, 0.0)
     judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
     if isinstance(judged, Judged):
-        for place, reason in judged.answers.left_out.items():
-            log.warning(
-                "answer_left_out",
-                group_id=group.group_id,
-                index=place,
-                reason=reason,
-                text=judged.texts[place],
-            )
+        log_left_out(judged)
     return judged
 
 

@@ -22,8 +22,6 @@ class CorrectionRule:
     tis_cap: float = 0.0
     """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2. The ratio
     of the loss is then pi / pi_0 (`learner.grpo.objective`)."""
-    geometric_limit: float = 0.0
-    """Geometric mask: largest distance of an answer's mean ratio from 1; SkyRL uses 0.01."""
     stale_limit: float = 0.0
     """Mask of stale negatives: most nats a token, mean(log mu - log pi); slime offers 1e-4."""
 
@@ -36,8 +34,6 @@ def weights(tokens: Tokens, rule: CorrectionRule, *, from_start: bool = False) -
     found_N = torch.ones_like(tokens.recorded_N)
     if rule.tis_cap or from_start:
         found_N = found_N * truncated_weight(tokens, rule.tis_cap or math.inf)
-    if rule.geometric_limit:
-        found_N = found_N * geometric_mask(tokens, rule.geometric_limit)
     if rule.stale_limit:
         found_N = found_N * stale_negative_mask(tokens, rule.stale_limit)
     return found_N
@@ -52,18 +48,6 @@ def truncated_weight(tokens: Tokens, cap: float) -> Tensor:
     return ratio(tokens.start_N, tokens.recorded_N).clamp(max=cap).detach()
 
 
-def geometric_mask(tokens: Tokens, limit: float) -> Tensor:
-    """[N]: 0 for all tokens of an answer whose geometric mean ratio is outside [1 - limit,
-    1 + limit], else 1.
-
-    The geometric mean is exp(mean over its tokens of log(pi_0 / mu)). A sum in place of the mean
-    would leave out all long answers.
-    Source: SkyRL's `geometric` sequence mask.
-    """
-    mean_N = tokens.answer_mean(tokens.start_N - tokens.recorded_N).exp()
-    return ((mean_N - 1).abs() <= limit).to(mean_N.dtype).detach()
-
-
 def stale_negative_mask(tokens: Tokens, limit: float) -> Tensor:
     """[N]: 0 for all tokens of an answer with A < 0 that the policy has left behind, else 1.
 
@@ -72,3 +56,10 @@ def stale_negative_mask(tokens: Tokens, limit: float) -> Tensor:
     """
     behind_N = tokens.answer_mean(tokens.recorded_N - tokens.logprobs_N.detach())
     return (~((tokens.advantages_N < 0) & (behind_N > limit))).to(behind_N.dtype)
+
+
+def stale_answers(tokens: Tokens, limit: float) -> int:
+    """Count the answers of a pack that `stale_negative_mask` masks; 0 where it is off."""
+    if not limit:
+        return 0
+    return len(tokens.answers_N[stale_negative_mask(tokens, limit) == 0].unique())

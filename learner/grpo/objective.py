@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.grpo.corrections import CorrectionRule, weights
+from learner.grpo.corrections import CorrectionRule, stale_answers, weights
 from learner.grpo.losses import LOSSES, LossRule, NamedLoss, Tokens, ratio
 from learner.policy.packing import Pack
 from sidecar.settings import Learner
@@ -32,6 +32,8 @@ class PackSums:
     """Sum of r - 1 - log r, nats: KL(behaviour || policy) by Schulman's k3 estimator."""
     drift: float
     """Sum of |recorded - policy|, nats."""
+    stale: int = 0
+    """Answers that the mask of stale negatives leaves without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +43,14 @@ class Objective:
     loss: NamedLoss
     rule: LossRule
     correction: CorrectionRule
+    geometric_limit: float = 0.0
+    """Largest distance of an answer's mean pi_0 / mu from 1, by which answers are left out before
+    the first step (`learner.grpo.answers.leave_out_far`); 0: none. SkyRL uses 0.01."""
 
     @property
     def uses_start(self) -> bool:
-        """True: it reads the log-probabilities of the policy at the start of the run."""
-        return bool(
-            self.loss.from_start or self.correction.tis_cap or self.correction.geometric_limit
-        )
+        """True: the run needs the log-probabilities of the policy at its start."""
+        return bool(self.loss.from_start or self.correction.tis_cap or self.geometric_limit)
 
     def denominator(self, packs: Sequence[Pack]) -> float:
         """Return what the sums of these packs, which are a whole step, are divided by."""
@@ -79,6 +82,7 @@ class Objective:
             clipped=int((found.cut_N | (weights_N == 0)).sum()),
             kl=float(kl_N.sum()),
             drift=float(moved_N.abs().sum()),
+            stale=stale_answers(tokens, self.correction.stale_limit),
         )
 
 
@@ -108,9 +112,6 @@ def objective(settings: Learner) -> Objective:
             negative_bound=settings.negative_bound,
             length=settings.loss_length,
         ),
-        correction=CorrectionRule(
-            tis_cap=settings.tis_cap,
-            geometric_limit=settings.geometric_limit,
-            stale_limit=settings.stale_limit,
-        ),
+        correction=CorrectionRule(tis_cap=settings.tis_cap, stale_limit=settings.stale_limit),
+        geometric_limit=settings.geometric_limit,
     )

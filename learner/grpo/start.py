@@ -1,4 +1,8 @@
-"""Log-probabilities under the policy at the start of a run, for the objectives that read them."""
+"""Log-probabilities under the policy at the start of a run, for the objectives that read them.
+
+With `learner.geometric_limit` they decide about each answer, as the check before them does: neither
+they nor the recorded ones change while the run lasts.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,39 @@ from itertools import islice
 import structlog
 import torch
 
-from learner.grpo.checks import attempt
+from learner.grpo.answers import Judged, leave_out_far
+from learner.grpo.checks import Checked, attempt, log_faults, log_left_out
 from learner.policy.joint import joint_groups, joint_pack, parts
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import Fault, Silent, TrainableRow, TrainingGroup, TrainingJob
 
 log = structlog.get_logger()
+
+
+def from_start(
+    policy: Policy, checked: Checked, job: TrainingJob
+) -> tuple[Checked, dict[str, Fault]]:
+    """Compute the checked groups at the start of the run, and leave out the answers too far off.
+
+    Returns: the groups that are left, with `TrainableRow.start`, and the faults of the others.
+    Raises: RunStoppedError between packs.
+    """
+    groups, faults = with_start(policy, checked.groups, job)
+    answers = dict(checked.answers)
+    near: list[TrainingGroup] = []
+    for group in groups:
+        name = group.group_id
+        known, least = answers[name], job.least_spread.get(name, 0.0)
+        found = leave_out_far(group, known, job.settings, least_spread=least)
+        if isinstance(found, Judged):
+            log_left_out(found)
+            near.append(found.group)
+            answers[name] = found.answers
+        else:
+            faults[name] = found
+    log_faults(faults)
+    left = {name: one for name, one in answers.items() if name not in faults}
+    return replace(checked, groups=tuple(near), answers=left), faults
 
 
 def with_start(

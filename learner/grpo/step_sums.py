@@ -21,6 +21,9 @@ from learner.records import CheckedAnswers, Fault, StepMetrics, TrainingGroup, T
 UNTOLD = "untold"
 """In place of the reason of an answer that came not trainable, and no reason with it."""
 
+STALE = "stale"
+"""Reason of the answers that `learner.stale_limit` left without a gradient in a step."""
+
 
 @dataclass(slots=True)
 class StepSums:
@@ -36,13 +39,17 @@ class StepSums:
     kl: float = 0.0
     drift: float = 0.0
     entropy: float = 0.0
+    stale: int = 0
+    """Answers that `learner.stale_limit` left without a gradient."""
     computed_tokens: int = 0
     kl_coef: float = 0.0
     """Weight of the divergence from the base in the step's loss."""
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add up the sums of all processes, each of which added its own packs."""
-        names = ("loss", "ratio", "clipped", "kl", "drift", "entropy", "computed_tokens")
+        names = (
+            "loss", "ratio", "clipped", "kl", "drift", "entropy", "stale", "computed_tokens",
+        )  # fmt: skip
         values = torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
         ranks.add([values])
         for name, value in zip(names, values.tolist(), strict=True):
@@ -55,6 +62,7 @@ class StepSums:
         self.clipped += found.clipped
         self.kl += found.kl
         self.drift += found.drift
+        self.stale += found.stale
         self.entropy += entropy
         self.computed_tokens += len(pack.input_ids)
 
@@ -104,7 +112,11 @@ def step_metrics(
 
 
 def left_out(
-    groups: Sequence[TrainingGroup], job: TrainingJob, checked: Checked, faults: Mapping[str, Fault]
+    groups: Sequence[TrainingGroup],
+    job: TrainingJob,
+    checked: Checked,
+    faults: Mapping[str, Fault],
+    sums: StepSums,
 ) -> dict[str, int]:
     """Count what has no part in a step, by reason, as `StepMetrics.left_out` has it. Pure.
 
@@ -118,6 +130,8 @@ def left_out(
             if not row.trainable:
                 found[f"answers.{decided.get(place) or before.get(place) or UNTOLD}"] += 1
     found.update(f"groups.{fault.reason}" for fault in faults.values())
+    if sums.stale:
+        found[f"answers.{STALE}"] += sums.stale
     return dict(sorted(found.items()))
 
 

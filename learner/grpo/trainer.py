@@ -38,7 +38,7 @@ from learner.grpo.files.saving import save
 from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.signal import signal
-from learner.grpo.start import with_start
+from learner.grpo.start import from_start
 from learner.grpo.step_sums import StepSums, left_out, peak_memory, step_metrics
 from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
@@ -238,8 +238,7 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     faults = dict(checked.faults)
     if aim.uses_start:
         job.watch.plan(_stages(job, checked.groups, ["anchoring", "warming up", "training"]))
-        groups, failed_at_start = with_start(policy, checked.groups, job)
-        checked = replace(checked, groups=groups)
+        checked, failed_at_start = from_start(policy, checked, job)
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
     return Snapshot(checked=checked, faults=faults)
@@ -304,7 +303,7 @@ def _steps(
             done = step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
             if away is not None:
                 done = replace(done, kl_base=away.nats, kl_base_tokens=away.tokens)
-            done = replace(done, left_out=left_out(dealt, job, kept.checked, kept.faults))
+            done = replace(done, left_out=left_out(dealt, job, kept.checked, kept.faults, sums))
             span.set_attributes({k: v for k, v in done.flat.items() if v is not None})
         log.info("step_done", **done.flat)
         job.watch.step(done)

@@ -44,8 +44,7 @@ class Prices:
 
 def prices(model: Sizes) -> Prices:
     """Return the prices of a model."""
-    weights = model.hidden * (2 * model.queries + 2 * model.keys + 3 * model.inner)
-    return Prices(pair=ATTENTION_FLOPS * model.queries / (LINEAR_FLOPS * weights))
+    return Prices(pair=ATTENTION_FLOPS * model.queries / (LINEAR_FLOPS * model.linear_weights))
 
 
 def cost(segments: Sequence[Segment], of: Prices, form: Form) -> float:

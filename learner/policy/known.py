@@ -27,7 +27,8 @@ def known_base(base_model_path: str, *, grouped: bool = True) -> KnownBase | Non
     with them `learner.policy.adapter_io.load_policy` says.
 
     grouped: as for `learner.policy.sizes.sizes`. Masks and scores of all pairs of tokens are
-        counted for models whose own code computes their attention.
+        counted for models whose own code computes their attention; those of latent attention on a
+        CPU are not (`sizes`).
     """
     folder = base_folder(base_model_path) if base_model_path else None
     weights = base_size(folder) if folder is not None else None

@@ -123,15 +123,16 @@ def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, 
     base = policy.model.get_base_model()
     masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
     config = base.config.get_text_config()
+    cuda = policy.device.type == "cuda"
     model = sizes(
         config,
         masks=masks,
         eager=getattr(config, "_attn_implementation", "") == "eager",
         grouped=policy.form != "paths" and takes_grouped_heads(),
+        cuda=cuda,
     )
     halves = next(base.parameters()).dtype != torch.float32
     number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
-    cuda = policy.device.type == "cuda"
     copied = gathered if policy.form in ("varlen", "paths") else 0
     plain, saving = (
         pack_bytes(model, tokens, number_bytes=number, checkpointing=twice, gathered=copied)

@@ -28,6 +28,15 @@ MOMENTS = 8
 start of the run, and a copy while a step is taken."""
 SHARE = 0.8
 """Share of the free memory that a pack may take: other processes grow too."""
+ADAPTED_EXPERTS = (
+    "mixtral", "minimax", "minimax_m2", "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
+    "olmoe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open",
+)  # fmt: skip
+"""`model_type` of the models whose experts peft 0.21 adapts for "all-linear": those that
+`transformers.conversion_mapping` (5.19) maps to mixtral or qwen2_moe, without qwen2_moe itself. A
+layer then keeps its experts' weights once more, with the adapter's product added."""
 CHUNK_BYTES = 128 * 2**20
 """Largest fp32 logits that exist at once; the backward pass has two such tensors. The plain form
 has four of the whole size."""
@@ -45,7 +54,14 @@ class Sizes:
     keys: int
     """Width of all key heads together."""
     inner: int
-    """Width of the MLP; of the chosen experts together."""
+    """Width of the MLP that every token goes through; of the shared experts, where there are
+    experts."""
+    chosen: int = 0
+    """Experts that a token goes through besides; 0: the model has no experts."""
+    expert: int = 0
+    """Width of one of them."""
+    adapted: int = 0
+    """Weights of a layer's experts that its backward pass keeps (`ADAPTED_EXPERTS`)."""
     masks: int = 0
     """Dense attention masks of a pack."""
     scores: int = 0
@@ -58,8 +74,20 @@ class Sizes:
 
     @property
     def kept_in_layer(self) -> int:
-        """Numbers that a layer keeps for its backward pass, for each token."""
+        """Numbers that a layer keeps for its backward pass, for each token, beside its experts."""
         return 6 * self.hidden + 3 * self.queries + 4 * self.keys + 4 * self.inner
+
+    @property
+    def kept_by_experts(self) -> int:
+        """Numbers that a layer's experts keep for each token: what each takes in, what comes out of
+        it before its weight, and its own (measured: docs/log.md, 2026-11-27)."""
+        return self.chosen * (2 * self.hidden + 4 * self.expert)
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of a layer that a token is multiplied by."""
+        inner = self.inner + self.chosen * self.expert
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * inner)
 
 
 def sizes(
@@ -68,27 +96,51 @@ def sizes(
     masks: int = 0,
     eager: bool = False,
     grouped: bool = True,
+    cuda: bool = True,
 ) -> Sizes:
     """Read the sizes from a text model's config. Raises: AttributeError when one is missing.
 
     eager: the model's own code computes its attention. grouped: the kernel of the form in use takes
-        fewer heads of keys than of queries.
+        fewer heads of keys than of queries. cuda: no, torch keeps a number for each pair of tokens
+        where values have another width than keys (multi-head latent attention): no kernel of the
+        CPU takes these.
     """
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     of_keys = int(getattr(config, "num_key_value_heads", None) or heads)
+    latent = int(getattr(config, "qk_nope_head_dim", None) or 0)
+    if latent:  # each head has keys of its own, of a part with positions and one without
+        width, of_keys = latent + int(config.qk_rope_head_dim), heads
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    expert = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    inner = _shared(config, expert) if chosen else int(config.intermediate_size)
     return Sizes(
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
         queries=heads * width,
         keys=of_keys * width,
-        inner=inner * experts,
+        inner=inner,
+        chosen=chosen,
+        expert=expert if chosen else 0,
+        adapted=3 * int(config.hidden_size) * expert * _experts(config) if chosen else 0,
         masks=masks,
-        scores=KEPT_SCORES * heads if eager else 0,
+        scores=KEPT_SCORES * heads if eager else heads if latent and not cuda else 0,
         repeats=1 if grouped else heads // of_keys,
     )
+
+
+def _shared(config: Any, expert: int) -> int:
+    """Return the width of the experts that every token goes through; 0: there are none."""
+    width = getattr(config, "shared_expert_intermediate_size", None)
+    return int(width or expert * int(getattr(config, "n_shared_experts", None) or 0))
+
+
+def _experts(config: Any) -> int:
+    """Return how many experts of a layer peft adapts."""
+    if getattr(config, "model_type", "") not in ADAPTED_EXPERTS:
+        return 0
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    return int(next((found for name in names if (found := getattr(config, name, None))), 0))
 
 
 def pack_bytes(
@@ -99,12 +151,18 @@ def pack_bytes(
     number_bytes: of a kept number.
     gathered: keys that attention copies, over the pack's segments; a layer keeps them.
     """
-    inputs, whole = model.layers * model.hidden, model.layers * model.kept_in_layer
-    kept = inputs + model.kept_in_layer if checkpointing else whole
-    copies = 2 * model.keys * model.repeats * gathered * (1 if checkpointing else model.layers)
-    of_pairs = model.masks + model.scores * (1 if checkpointing else model.layers)
-    pairs = of_pairs * tokens * tokens
-    return int((tokens * kept + copies + pairs) * number_bytes) + 2 * CHUNK_BYTES
+    layers = 1 if checkpointing else model.layers
+    inputs = model.layers * model.hidden if checkpointing else 0
+    kept = inputs + layers * model.kept_in_layer
+    copies = 2 * model.keys * model.repeats * gathered * layers
+    pairs = (model.masks + model.scores * layers) * tokens * tokens
+    # Experts compute in the type of their weights, also in fp32 beside bf16 products.
+    weight_bytes = BF16_BYTES if number_bytes <= KEPT_BF16_BYTES else FP32_BYTES
+    experts = layers * (
+        tokens * model.kept_by_experts * max(number_bytes, weight_bytes)
+        + model.adapted * weight_bytes
+    )
+    return int((tokens * kept + copies + pairs) * number_bytes + experts) + 2 * CHUNK_BYTES
 
 
 def with_allocator(pack: int, *, cuda: bool, checkpointing: bool) -> int:

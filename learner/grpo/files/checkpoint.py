@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
-FORMAT = 2
+FORMAT = 3
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
 FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."

@@ -61,11 +61,11 @@ class ObjectiveSection(Section):
     """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
     start of the run and q the recorded one, and its ratio is against p. Other trainers use 2."""
     geometric_limit: Annotated[float, Between(0, 1, "0 switches it off")] = 0.0
-    """Above 0: an answer is left out when the geometric mean of p / q is further than this from 1.
-    SkyRL uses 0.01."""
+    """Above 0: an answer is left out of a run when the geometric mean of p / q is further than this
+    from 1. SkyRL uses 0.01."""
     stale_limit: Annotated[float, Between(0, 100, "0 switches it off")] = 0.0
-    """Above 0: a bad answer is left out when its tokens became less likely by more than this, in
-    nats a token."""
+    """Above 0: a bad answer is left out of a step when its tokens became less likely by more than
+    this, in nats a token."""
     loss_length: Annotated[int, Between(1, 10_000_000, "it divides a sum of tokens")] = 256
     """Tokens that `dr_grpo` divides the sum of an answer by."""
     kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from learner.grpo.answers import Judged, judge_answers
+from learner.grpo.answers import Judged, judge_answers, leave_out_far
 from learner.records import CheckedAnswers, Fault, TrainingGroup
 from learner.runs.selection import select_groups
 from sidecar.settings import Learner
@@ -341,3 +341,89 @@ def test_a_group_without_a_trainable_answer_is_a_fault(answers: Any) -> None:
     group = replace(group, rows=tuple(replace(row, trainable=False) for row in group.rows))
 
     assert isinstance(judge_answers(group, {}, settings()), Fault)
+
+
+def from_start(group: TrainingGroup, ratios: Sequence[float], **changes: Any) -> Judged | Fault:
+    """Decide at the start of a run, where the policy is at pi_0 / mu = ratio in each token."""
+    rows = tuple(
+        replace(row, start=tuple(one + math.log(ratio) for one in row.logprobs))
+        for row, ratio in zip(group.rows, ratios, strict=True)
+    )
+    tokens = sum(len(row.token_ids) for row in rows)
+    known = CheckedAnswers(recomputed=(0, 1), masked_tokens={0: 2, 1: 1}, tokens=tokens)
+    rule = settings(geometric_limit=0.01, **changes)
+    return leave_out_far(replace(group, rows=rows), known, rule)
+
+
+def test_the_geometric_limit_reads_the_mean_and_not_the_sum(group: MakeGroup, row: MakeRow) -> None:
+    """A hundred tokens at ratio 1.005 have the product 1.65 and the mean 1.005: they stay."""
+    long = group([1], [row([5] * 100, 0.5), row([6] * 100, -0.5), row([7] * 100, -0.5)])
+
+    found = from_start(long, (1.005, 1.0, 0.995))
+
+    assert isinstance(found, Judged), found
+    assert found.answers.left_out == {}
+    assert [one.advantage for one in found.group.rows] == [0.5, -0.5, -0.5]
+
+
+def test_an_answer_that_the_geometric_limit_leaves_out_has_no_part_in_the_baseline(
+    group: MakeGroup, row: MakeRow
+) -> None:
+    """Rewards 0.9, 0.8, 0.2 and 0.1; without the first the baseline is 1.1 / 3. A token that has no
+    part in the loss has none in the mean either."""
+    given = group([1, 2], [row([5, 6]) for _ in range(4)])
+    hidden = replace(given.rows[2], kept=(True, False))
+    given = replace(given, rows=(*given.rows[:2], hidden, given.rows[3]))
+    given = replace(given, scores=(0.9, 0.8, 0.2, 0.1))
+
+    found = from_start(given, (1.02, 1.0, 1.0, 1.0))
+
+    assert isinstance(found, Judged), found
+    expected = CheckedAnswers(
+        left_out={0: "geometric"}, recomputed=(1,), masked_tokens={1: 1}, tokens=5
+    )
+    assert found.answers == expected
+    rows = found.group.rows
+    assert (rows[0].trainable, rows[0].counted) == (False, False)
+    assert [row.trainable for row in rows[1:]] == [True] * 3
+    assert [row.advantage for row in rows[1:]] == pytest.approx(
+        [0.4333, -0.1667, -0.2667], abs=1e-4
+    )
+    assert "1.0200 times as likely" in found.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("scores", "ratios", "reason"),
+    [
+        ((0.95, *[0.5] * 7), (1.05, *[1.0] * 7), "no_spread"),
+        ((0.9, 0.5, 0.1), (1.05, 0.9, 1.0), "geometric"),
+        ((0.9, 0.5, 0.1), (math.inf, math.nan, 1.0), "geometric"),
+    ],
+)
+def test_a_group_with_nothing_to_compare_at_the_start_is_left_out(
+    group: MakeGroup,
+    row: MakeRow,
+    scores: tuple[float, ...],
+    ratios: tuple[float, ...],
+    reason: str,
+) -> None:
+    rows = [row([5, 6], score - 0.5) for score in scores]
+
+    found = from_start(replace(group([1, 2], rows), scores=scores), ratios)
+
+    assert isinstance(found, Fault), found
+    assert found.reason == reason
+
+
+def test_an_answer_that_was_to_be_better_than_its_siblings_has_to_be_after_the_limit_too(
+    group: MakeGroup, row: MakeRow
+) -> None:
+    """0.5 is better than the mean of all, 0.45, and worse than that of 0.9, 0.5 and 0.3."""
+    rows = [row([5, 6], advantage) for advantage in (0.45, 0.05, -0.15, -0.35)]
+    rows[1] = replace(rows[1], positive=True)
+    given = replace(group([1, 2], rows), scores=(0.9, 0.5, 0.3, 0.1))
+
+    found = from_start(given, (1.0, 1.0, 1.0, 1.05))
+
+    assert isinstance(found, Judged), found
+    assert found.answers.left_out == {1: "not_positive", 3: "geometric"}

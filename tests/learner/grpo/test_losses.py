@@ -237,14 +237,6 @@ def test_a_cap_bounds_the_start_over_the_recorded_alone(name: str) -> None:
     assert found == pytest.approx([0.21024, -0.15984, -0.0504], abs=1e-9)
 
 
-def test_the_geometric_mask_reads_the_mean_and_not_the_sum() -> None:
-    """A hundred tokens at ratio 1.005 have the product 1.65 and the mean 1.005: they stay."""
-    long = tokens_of([1.0] * 100, [0.5] * 100, start=[1.005] * 100)
-    assert weights_of(long, geometric_limit=0.01).tolist() == [1.0] * 100
-    far = tokens_of([1.0] * 3, [0.5] * 3, start=[1.02, 1.02, 1.0], answers=[0, 0, 1])
-    assert weights_of(far, geometric_limit=0.01).tolist() == [0.0, 0.0, 1.0]
-
-
 def test_stale_negatives_are_left_out_by_answer() -> None:
     # log mu - log pi = ln 2 = 0.69 in the mean of answer 0; answer 1 is good, answer 2 near.
     tokens = tokens_of([0.25, 1.0, 0.25, 0.9], [-0.5, -0.5, 0.5, -0.5], answers=[0, 0, 1, 2])

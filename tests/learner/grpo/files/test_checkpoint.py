@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from learner.errors import CheckpointError
+from learner.grpo.answers import Judged, leave_out_far
 from learner.grpo.checks import Checked
 from learner.grpo.files.checkpoint import (
     FORMAT,
@@ -21,9 +24,12 @@ from learner.grpo.files.checkpoint import (
     save_snapshot,
     set_random,
 )
-from learner.records import Parent, TrainingJob
+from learner.records import CheckedAnswers, Parent, TrainingJob
 from learner.resume.work_folder import STATE, WorkFolder
 from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
 
 DEEP = "[" * 200_000
 
@@ -137,3 +143,28 @@ def test_random_numbers_go_on_where_they_were_also_with_fewer_cards(
 def test_random_numbers_that_are_none_damage_a_checkpoint(states: dict[str, Tensor]) -> None:
     with pytest.raises(CheckpointError, match="its random numbers cannot be set"):
         set_random(states)
+
+
+def test_what_was_decided_at_the_start_of_a_run_comes_back(
+    tmp_path: Path, group: MakeGroup, row: MakeRow
+) -> None:
+    """An answer beyond `learner.geometric_limit`, its siblings' new advantages, and the marks."""
+    rows = [replace(row([5, 6], logprobs=(-1.0, -1.0)), start=(-1.0, -1.0)) for _ in range(4)]
+    rows[0] = replace(rows[0], start=(-0.95, -0.95))
+    rows[1] = replace(rows[1], positive=True)
+    begun = replace(group([1, 2], rows), scores=(0.1, 0.9, 0.5, 0.3))
+    settings = Learner(geometric_limit=0.01)
+    found = leave_out_far(begun, CheckedAnswers(tokens=8), settings)
+    assert isinstance(found, Judged), found
+    plain = tuple(replace(one, start=(), positive=False) for one in begun.rows)
+    job = replace(job_in(tmp_path), groups=(replace(begun, rows=plain),), settings=settings)
+    checked = Checked(
+        groups=(found.group,), faults={}, answers={begun.group_id: found.answers}, drift=None
+    )
+    kept = Snapshot(checked=checked, faults={})
+
+    save_snapshot(kept, job, tmp_path)
+
+    assert load_snapshot(tmp_path, job, {})[0] == kept
+    assert found.answers.left_out == {0: "geometric"}
+    assert found.group.rows[1].advantage == pytest.approx(1 / 3)
