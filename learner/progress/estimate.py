@@ -136,9 +136,10 @@ SAID: dict[Phase, str] = {
 def step_words(one: StepMetrics, *, steps: int = 0) -> str:
     """Say in one line what an optimiser step did. steps: of the run; 0: not known."""
     of = f" of {steps}" if steps else ""
+    seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"
     return (
         f"step {one.step}{of}: reward {one.reward_mean:.2f}, spread {one.reward_spread:.2f}, "
-        f"loss {one.loss:.2g}, KL {one.approx_kl:.1g}, {one.seconds:.3g} s"
+        f"loss {one.loss:.2g}, KL {one.approx_kl:.1g}, {seconds} s"
     )
 
 

@@ -75,6 +75,7 @@ class RunWatch:
         self._tokens_before = 0
         self._started = clock()
         self._before = Timed(work=0.0, seconds=0.0)
+        self._shown = ""
         self._told_at = self._logged_at = float("-inf")
 
     def phase(self, name: Phase) -> None:
@@ -155,7 +156,9 @@ class RunWatch:
         at = self._clock()
         if now or at - self._told_at >= TOLD_S:
             self._told_at = at
-            self._show(words(found))
+            if (line := words(found)) != self._shown:
+                self._shown = line
+                self._show(line)
             for keeper in self._keepers:
                 keeper.keep_progress(found)
         if now or at - self._logged_at >= LOGGED_S:

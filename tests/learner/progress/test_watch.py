@@ -123,9 +123,13 @@ def test_a_step_is_one_line_at_the_terminal_and_one_event_of_the_log() -> None:
 
     with capture_logs() as logs:
         watch.step(a_step(2, **figures))
+        watch.plan([Stage(name="training", parts=parts, steps=3)])
+        watch.step(a_step(3, **{**figures, "seconds": 1_234.5}))
 
     assert "step 2 of 3: reward 0.39, spread 0.15, loss 0.016, KL 0.0005, 29 s" in shown
-    (event,) = [one for one in logs if one["event"] == "step_done"]
+    assert len(set(shown)) == len(shown)  # what is no news is not shown again
+    assert shown[-1].endswith("KL 0.0005, 1,234 s")
+    event, _ = [one for one in logs if one["event"] == "step_done"]
     assert {key: event[key] for key in figures} == figures
     assert event[IN_WORDS]
 
