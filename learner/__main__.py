@@ -51,13 +51,13 @@ def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
     from learner.distributed.place import given_place
-    from learner.once import run_once, with_pack_tokens
+    from learner.once import run_once, shown, with_pack_tokens
     from learner.patience import when_unlocked
     from learner.ready import why_no_packages
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
     from learner.schedule.measuring import measuring
-    from learner.together import as_launched, follow, lead, trainer_of
+    from learner.together import as_launched, follow, lead, telemetry_of, trainer_of
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
@@ -78,8 +78,8 @@ def _main(argv: list[str] | None) -> int:
         if lacks and (trains or settings.learner.schedule != "manual"):
             sys.stderr.write(f"learner: {lacks}\n")
             return 1
-        configure_logging(settings.telemetry, "learn")
         place = given_place(os.environ) if args.once else None
+        configure_logging(telemetry_of(settings.telemetry, place), "learn")
         settings = as_launched(settings, place)
         if place is not None and place.rank > 0:
             return follow(settings.learner, place)
@@ -92,7 +92,8 @@ def _main(argv: list[str] | None) -> int:
                 return 0
             if args.replay is not None:
                 trainer = partial(trainer_of, config=args.config)
-                return replay(settings, database, args.replay, trainer=trainer)
+                show = shown(sys.stderr)
+                return replay(settings, database, args.replay, trainer=trainer, show=show)
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
                 return lead(

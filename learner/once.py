@@ -72,7 +72,7 @@ def run_once(
         trainer or torch_trainer,
         run_id=run_id,
         clock=clock,
-        show=_shown(sys.stderr),
+        show=shown(sys.stderr),
     )
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
@@ -172,7 +172,7 @@ def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], b
                 raise
 
 
-def _shown(stream: TextIO) -> Callable[[str], None]:
+def shown(stream: TextIO) -> Callable[[str], None]:
     """Return what tells a person at a terminal where the run is; a file has it from the log."""
 
     def show(line: str) -> None:

@@ -192,9 +192,13 @@ class Parent:
 
 
 StageName = Literal["checking", "anchoring", "warming up", "training"]
-Phase = Literal["loading", "checking", "anchoring", "warming up", "training", "saving"]
+Phase = Literal["loading", "checking", "anchoring", "warming up", "training", "measuring", "saving"]
 """`checking`: recorded log-probabilities against recomputed ones. `anchoring`: log-probabilities at
-the start of the run, for the losses that read them. `warming up`: supervised steps."""
+the start of the run, for the losses that read them. `warming up`: supervised steps. `measuring`:
+the divergence from the base after the last step."""
+End = Literal["ok", "failed", "killed"]
+"""How a run ended, for those who show it. `ok`: it published, or found nothing to learn. `killed`:
+it left its work to the next start, which goes on with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ from learner.explain import one_line
 from learner.origin.base_digest import CACHE, base_digest, moments_digest
 from learner.origin.fingerprint import differences, groups_digest
 from learner.origin.surroundings import code_version, library_versions
-from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.progress.watch import RunWatch
+from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome, Watch
 from learner.runs import source
 from learner.runs.lineage import FORMAT
 from learner.runs.material import noise_of_json
@@ -74,11 +75,13 @@ def replay(
     *,
     trainer: Callable[[Learner], Trainer],
     out: TextIO | None = None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Replay a run, and print what came out.
 
     reference: a run's id, or a version: its number, with or without `v`, or its name.
     trainer: makes the trainer of a run with these settings, once there is something to train.
+    show: prints where it is.
     Returns: 0: the same weights; 1: others, or it is not possible.
     """
     stream = sys.stdout if out is None else out
@@ -90,7 +93,9 @@ def replay(
             f"{counted(len(recipe.groups), 'group')}, from {recipe.parent.name}\n"
         )
         with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
-            outcome = trainer(recipe.settings).train(_job(recipe, Path(folder)))
+            watch = RunWatch([], show=show)
+            watch.phase("loading")
+            outcome = trainer(recipe.settings).train(_job(recipe, Path(folder), watch))
             digest = folder_digest(Path(folder)) if outcome.metrics else ""
     except (_NotPossibleError, LearnerError, OSError) as error:
         stream.write(f"not possible: {one_line(error)}\n")
@@ -233,7 +238,7 @@ def _gone(session: Session, broken: Mapping[str, Any]) -> str:
     return f"{len(broken)} of its groups cannot be read any more ({how})"
 
 
-def _job(recipe: _Recipe, folder: Path) -> TrainingJob:
+def _job(recipe: _Recipe, folder: Path, watch: Watch) -> TrainingJob:
     return TrainingJob(
         base_model_path=recipe.base,
         parent=recipe.parent,
@@ -243,6 +248,7 @@ def _job(recipe: _Recipe, folder: Path) -> TrainingJob:
         check_stop=lambda: None,
         quiet=recipe.quiet,
         samplers=recipe.samplers,
+        watch=watch,
     )
 
 

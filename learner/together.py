@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from learner.distributed.place import Place
 from learner.explain import explain
 from learner.once import (
@@ -25,7 +27,7 @@ from learner.once import (
     torch_trainer,
 )
 from learner.runs.train import Trainer
-from sidecar.settings import Learner, Settings
+from sidecar.settings import Learner, Settings, Telemetry
 
 NewTrainer = Callable[[], Trainer]
 
@@ -61,6 +63,7 @@ def lead(
 def follow(settings: Learner, place: Place) -> int:
     """Do the work of another process than the first. Returns: the exit code."""
     prepare_torch()
+    structlog.contextvars.bind_contextvars(rank=place.rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
     from learner.distributed.start import joined
     from learner.distributed.trainer import work
@@ -72,6 +75,17 @@ def follow(settings: Learner, place: Place) -> int:
         sys.stderr.write(f"learner, process {place.rank}: {why}\n")
         return FAILED
     return TRAINED
+
+
+def telemetry_of(telemetry: Telemetry, place: Place | None) -> Telemetry:
+    """Return how a process of a run logs: others than the first say no more than what is wrong.
+
+    They compute the same, so each event would be there once for each process. With `debug` they
+    say all, with their `rank`.
+    """
+    if place is None or place.rank == 0 or telemetry.log_level != "info":
+        return telemetry
+    return telemetry.model_copy(update={"log_level": "warning"})
 
 
 def as_launched(settings: Settings, place: Place | None) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import threading
 from typing import TextIO
@@ -19,6 +20,12 @@ from sidecar.hiding import hide_values, values_beside_path
 from sidecar.settings import Telemetry
 from sidecar.visible import visible
 
+IN_WORDS = "in_words"
+"""Key of an event that whoever logs it also says in words where stderr is a terminal: True. Text on
+a terminal has the words alone. The key itself is never written."""
+DIGITS = 4
+"""Significant digits of a number in text logs, which people read; JSON has all of them."""
+
 
 def configure_logging(telemetry: Telemetry, process: str) -> None:
     """Send events to stderr, one line each, with the process's name bound to all of them."""
@@ -26,7 +33,7 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.JSONRenderer()]
         if telemetry.log_json
-        else [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [_escape, _rounded, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
     structlog.configure(
         processors=[
@@ -34,6 +41,7 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _said if sys.stderr.isatty() and not telemetry.log_json else _unmarked,
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -97,6 +105,39 @@ class _Hiding(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return hide_values(super().format(record), self._secrets)
+
+
+def _said(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Drop an event that a person at the terminal is told in words."""
+    if event.pop(IN_WORDS, False):
+        raise structlog.DropEvent
+    return event
+
+
+def _unmarked(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    event.pop(IN_WORDS, None)
+    return event
+
+
+def _rounded(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Return the event with numbers that a person can read."""
+    return {key: rounded(value) for key, value in event.items()}
+
+
+def rounded(value: object) -> object:
+    """Return a float with `DIGITS` significant digits, a longer one as a whole number. Pure.
+
+    Digits before the point stay: a time or a number of bytes is no estimate.
+    """
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(value) if abs(value) >= 10**DIGITS else float(f"{value:.{DIGITS}g}")
 
 
 def _escape(

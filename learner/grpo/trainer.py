@@ -192,6 +192,8 @@ def run_steps(
             set_weights(parameters, start)
             keep(kept, job)
     checked, faults, groups = kept.checked, kept.faults, kept.checked.groups
+    if metrics:
+        job.watch.phase("measuring")
     away = measure_base_kl(policy, groups, job, turn=0) if metrics else None
     require_near(away, job, steps=len(metrics))
     adapter = policy.model.peft_config[ADAPTER]
@@ -278,11 +280,7 @@ def update_rule(settings: Learner) -> UpdateRule:
 
 
 def _steps(
-    policy: Policy,
-    job: TrainingJob,
-    kept: Snapshot,
-    aim: Objective,
-    optimizer: SignalAdamW,
+    policy: Policy, job: TrainingJob, kept: Snapshot, aim: Objective, optimizer: SignalAdamW
 ) -> tuple[StepMetrics, ...]:
     """Run every step that is not done. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
     groups, parameters = kept.checked.groups, _trainable(policy)
@@ -305,7 +303,6 @@ def _steps(
                 done = replace(done, kl_base=away.nats, kl_base_tokens=away.tokens)
             done = replace(done, left_out=left_out(dealt, job, kept.checked, kept.faults, sums))
             span.set_attributes({k: v for k, v in done.flat.items() if v is not None})
-        log.info("step_done", **done.flat)
         job.watch.step(done)
         kept = kept.after_step(parameters, optimizer.state, done)
         keep(kept, job)

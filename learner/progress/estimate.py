@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.records import Part, Phase, Stage, StageName, TrainingGroup
+from learner.records import Part, Phase, Stage, StageName, StepMetrics, TrainingGroup
 
 COST: dict[StageName, float] = {
     "checking": 1.0,
@@ -117,15 +117,29 @@ def progress(
 
 
 def words(one: Progress) -> str:
-    """Say in one line where a run is."""
+    """Say in one line where a run is. The time is that of the run, the answers are the phase's."""
     if not one.answers:
-        return one.phase
+        return SAID.get(one.phase, one.phase)
     at = f"step {one.step} of {one.steps}, " if one.steps else ""
-    total = one.tokens_done + one.tokens_left
-    left = f", {duration(one.left_s)} left" if one.left_s is not None else ""
+    known = one.left_s is not None and one.tokens_left > 0
+    left = f", {duration(one.left_s or 0.0)} left" if known else ""
+    return f"{one.phase}: {at}{one.answers_done:,} of {one.answers:,} answers{left}"
+
+
+SAID: dict[Phase, str] = {
+    "measuring": "measuring how far the policy is from the base",
+    "saving": "saving the adapter",
+}
+"""Phase in which nothing is counted -> its words, where its name does not say enough."""
+
+
+def step_words(one: StepMetrics, *, steps: int = 0) -> str:
+    """Say in one line what an optimiser step did. steps: of the run; 0: not known."""
+    of = f" of {steps}" if steps else ""
+    seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"
     return (
-        f"{one.phase}: {at}{one.answers_done:,} of {one.answers:,} answers; "
-        f"{one.tokens_done:,} of {total:,} tokens{left}"
+        f"step {one.step}{of}: reward {one.reward_mean:.2f}, spread {one.reward_spread:.2f}, "
+        f"loss {one.loss:.2g}, KL {one.approx_kl:.1g}, {seconds} s"
     )
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 PANELS = (
-    ("score: mean and spread within groups", ("reward_mean", "reward_spread")),
+    (
+        "score, and spread within groups, of each\nstep's own groups, sampled before the run",
+        ("reward_mean", "reward_spread"),
+    ),
     ("loss", ("loss",)),
     ("KL, nats a token: to the sampler, to the base", ("approx_kl", "kl_base")),
     ("entropy, nats a token", ("entropy",)),
@@ -17,7 +20,8 @@ PANELS = (
     ("tokens of an answer", ("answer_tokens",)),
     ("tokens per second", ("tokens_per_s",)),
 )
-"""Title and figures of each axis."""
+"""Title and figures of each axis. The score is no learning curve: its answers were sampled before
+the run, so no step of the run can raise it."""
 COLORS = ("#1f6f8b", "#c8553d")
 
 

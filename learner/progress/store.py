@@ -18,7 +18,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from learner.progress.estimate import Progress
-from learner.records import StepMetrics
+from learner.records import End, StepMetrics
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from sidecar.store.models import RunRow, RunStepRow
@@ -71,6 +71,9 @@ class StoredRun:
         self._unwritten.append(self._row(metrics))
         self._write("steps", self._flush)
 
+    def end(self, how: End | None, adapter: str) -> None:
+        """The run's row has its end already."""
+
     def _row(self, metrics: StepMetrics) -> RunStepRow:
         body = {key: _number(value) for key, value in asdict(metrics).items()}
         return RunStepRow(run_id=self._run_id, step=metrics.step, at=self._clock(), body=body)
@@ -107,3 +110,17 @@ class StoredRun:
 
 def _number(value: Any) -> Any:  # Any: a field of StepMetrics
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def how_ended(database: Database, run_id: str) -> End | None:
+    """Return how a run ended; None: it did not, or the store cannot say so now, or not at all."""
+    try:
+        with database.read() as session:
+            status = session.scalar(select(RunRow.status).where(RunRow.run_id == run_id))
+    except StoreError:  # asked again when the next run begins
+        return None
+    return ENDS.get(status or "")
+
+
+ENDS: dict[str, End] = {"finished": "ok", "skipped": "ok", "failed": "failed"}
+"""`training_run.status` -> the end."""

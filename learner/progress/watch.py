@@ -1,9 +1,9 @@
-"""What a trainer tells while it works goes to the store, to the log and to a terminal.
+"""What a trainer tells while it works goes to the store, a tracker, the log and a terminal.
 
 `RunWatch` counts (`learner.progress.estimate` calculates), and passes on a report at each change of
 phase and at most every few seconds. It is told from the run's own thread. A step is stored when it
 is done, so a run that fails later still has its curves. A store that is locked costs a report, and
-never the run.
+never the run. A terminal has a sentence for each report and each step, and not the log's event too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Protocol
 
 import structlog
 
-from learner.progress.estimate import COST, Progress, Timed, progress, words
-from learner.records import Phase, Stage, StepMetrics
+from learner.progress.estimate import COST, Progress, Timed, progress, step_words, words
+from learner.records import End, Phase, Stage, StepMetrics
+from sidecar.logs import IN_WORDS
 
 log = structlog.get_logger()
 
@@ -45,6 +46,13 @@ class Keeper(Protocol):
         """Keep a step's figures."""
         ...
 
+    def end(self, how: End | None, adapter: str) -> None:
+        """The run has ended, and its row says so.
+
+        how: None: another process goes on with it. adapter: the version that it made; "": none.
+        """
+        ...
+
 
 class RunWatch:
     """Implements `Watch` for one run."""
@@ -67,6 +75,7 @@ class RunWatch:
         self._tokens_before = 0
         self._started = clock()
         self._before = Timed(work=0.0, seconds=0.0)
+        self._shown = ""
         self._told_at = self._logged_at = float("-inf")
 
     def phase(self, name: Phase) -> None:
@@ -104,10 +113,17 @@ class RunWatch:
             self._tell(self._progress(), now=True)
 
     def step(self, metrics: StepMetrics) -> None:
+        log.info("step_done", **metrics.flat, **{IN_WORDS: True})
+        self._show(step_words(metrics, steps=self._stages[0].steps if self._stages else 0))
         for keeper in self._keepers:
             keeper.keep_step(metrics)
         if self._stages:
             self._tell(self._progress(), now=True)
+
+    def end(self, how: End | None, adapter: str = "") -> None:
+        """Tell the keepers how the run ended, as `Keeper.end` has it."""
+        for keeper in self._keepers:
+            keeper.end(how, adapter)
 
     def _begin_stage(self) -> None:
         self._started = self._clock()
@@ -140,10 +156,12 @@ class RunWatch:
         at = self._clock()
         if now or at - self._told_at >= TOLD_S:
             self._told_at = at
-            self._show(words(found))
+            if (line := words(found)) != self._shown:
+                self._shown = line
+                self._show(line)
             for keeper in self._keepers:
                 keeper.keep_progress(found)
         if now or at - self._logged_at >= LOGGED_S:
             self._logged_at = at
             left_s = None if found.left_s is None else round(found.left_s)
-            log.info("run_progress", **{**asdict(found), "left_s": left_s})
+            log.info("run_progress", **{**asdict(found), "left_s": left_s, IN_WORDS: True})

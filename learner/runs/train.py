@@ -29,7 +29,7 @@ from learner.errors import (
 )
 from learner.explain import explain
 from learner.patience import when_unlocked
-from learner.progress.keepers import observe
+from learner.progress.keepers import Observed
 from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import Released, present_holder
 from learner.resume.rule import resumed_words, was_stopped
@@ -186,16 +186,18 @@ class Run:
             period_s=self._heartbeat_s,
             token=self._holder.token,
         )
-        with heartbeat, tracer.start_as_current_span("training run") as span:
+        observed = Observed(self._settings, self._database, self._clock, self._show)
+        with observed, heartbeat, tracer.start_as_current_span("training run") as span:
             span.set_attributes({"run_id": self.run_id, "parent": parent.name})
             try:
-                candidate = self._learn(parent, heartbeat, dead)
+                candidate = self._learn(parent, heartbeat, dead, observed)
             except (NothingToLearnError, NotResumedError):
                 raise
             except BaseException as error:
                 if self.left is None:
                     self._fail(error)
                 raise
+            observed.adapter = candidate.adapter
             span.set_attribute("adapter", candidate.adapter)
         log.info("run_finished", run_id=self.run_id, adapter=candidate.adapter)
         return candidate
@@ -213,7 +215,9 @@ class Run:
                 row.deaths = resumed_after or None
                 end_dead(session, row, reason, now=self._clock())
 
-    def _learn(self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None) -> Candidate:
+    def _learn(
+        self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None, observed: Observed
+    ) -> Candidate:
         parent = on_this_machine(self._settings, parent)
         check_parent(parent)
         work = self._work_folder(heartbeat)
@@ -233,14 +237,7 @@ class Run:
                 samplers=material.samplers,
                 masked=material.selection.masks,
                 report=lambda place: report_place(database, run_id, place, token=token),
-                watch=observe(
-                    self._settings,
-                    database,
-                    run_id,
-                    self._clock,
-                    self._show,
-                    lambda s: holds(s, run_id, token),
-                ),
+                watch=observed.watch(run_id, parent, lambda s: holds(s, run_id, token)),
                 checkpoints=work,
             )
             report_place(database, run_id, None, token=token)

@@ -523,7 +523,8 @@ class _Trainer:
             raise self._error
         (job.folder / CONFIG).write_text("{}")
         (job.folder / WEIGHTS).write_bytes(b"weights")
-        numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
+        ones = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
+        numbers: dict[str, Any] = {**ones, "left_out": {}}
         job.watch.begin_steps()
         job.watch.step(StepMetrics(**numbers))
         return TrainingOutcome(

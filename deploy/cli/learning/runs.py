@@ -46,6 +46,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory": ("peak_memory_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
 }
 """Heading -> the figure below it, and how it is written."""
+REWARD_NOTE = "reward: of each step's own groups, sampled before the run; it is no learning curve"
 
 
 @runs_app.command("ls")
@@ -176,6 +177,8 @@ def step_lines(steps: Sequence[Figures]) -> Iterator[str]:
     for one in steps:
         cells = (_cell(one.get(COLUMNS[name][0]), COLUMNS[name][1]) for name in shown)
         yield f"{one.get('step', '?'):>5}" + "".join(f"{text:>{WIDTH}}" for text in cells)
+    if len(steps) > 1:
+        yield REWARD_NOTE
     for out, alike in groupby(steps, lambda one: left_out_words(one.get("left_out"))):
         numbers = [one.get("step", "?") for one in alike]
         more = f"s {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f" {numbers[0]}"

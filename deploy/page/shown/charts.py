@@ -80,7 +80,10 @@ def number(value: object) -> float | None:
 
 
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Reward", (("reward_mean", "mean reward"), ("reward_spread", "spread within groups"))),
+    (
+        "Reward of each step's groups, sampled before the run",
+        (("reward_mean", "mean reward"), ("reward_spread", "spread within groups")),
+    ),
     ("Divergence, nats a token", (("approx_kl", "from the sampler"), ("kl_base", "from the base"))),
     ("Entropy, nats a token", (("entropy", "entropy"),)),
     ("Loss", (("loss", "loss"),)),

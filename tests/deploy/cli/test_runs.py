@@ -10,7 +10,7 @@ import typer
 
 from deploy.cli.learning import runs
 from deploy.cli.learning.learner import away_words
-from deploy.cli.learning.runs import progress_words, runs_plot, step_lines
+from deploy.cli.learning.runs import REWARD_NOTE, progress_words, runs_plot, step_lines
 from learner.progress.plot import PANELS, draw
 
 FIGURES = {
@@ -52,6 +52,7 @@ def test_what_a_step_left_out_is_said_below_the_table() -> None:
     )
 
     assert lines[6:] == [
+        REWARD_NOTE,
         "step 1 left out: 1 answer top_p, 2 answers drift, 1 group no_spread",
         "steps 2 to 3 left out: 1 group no_spread",
     ]
@@ -77,7 +78,9 @@ def test_a_requested_run_that_nobody_will_begin_is_said(schedule: Any, run: Any,
     assert (said in found) if said else (found == "")
 
 
-@pytest.mark.parametrize(("status", "shown"), [("finished", None), ("failed", "saving")])
+@pytest.mark.parametrize(
+    ("status", "shown"), [("finished", None), ("failed", "saving the adapter")]
+)
 def test_a_finished_run_is_nowhere_any_more_and_a_failed_one_says_where_it_was(
     status: str, shown: str | None
 ) -> None:
@@ -95,7 +98,7 @@ def test_a_run_without_a_step_says_so() -> None:
         ({"phase": "loading", "at": 1.0}, "loading"),
         (
             {"phase": "checking", "answers_done": 1, "answers": 4, "tokens_left": 9, "at": 1.0},
-            "checking: 1 of 4 answers; 0 of 9 tokens",
+            "checking: 1 of 4 answers",
         ),
         ({"phase": "dreaming", "of": "sheep"}, "dreaming"),
         ({"phase": "checking", "answers": "many"}, "checking"),

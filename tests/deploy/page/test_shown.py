@@ -376,7 +376,7 @@ def test_curves_leave_out_what_no_step_has_and_thin_out_what_is_long() -> None:
     charts = run_charts(steps)
     long = run_charts([{"step": n, "loss": 1.0} for n in range(3 * MOST_POINTS)])
 
-    assert [one.title for one in charts] == ["Reward"]
+    assert [one.title for one in charts] == ["Reward of each step's groups, sampled before the run"]
     assert charts[0].series == {"mean reward": (0.1, 0.2, 0.3, 0.4)}
     assert charts[0].rows()[0] == ("1", "0.1")
     assert len(long[0].x) == MOST_POINTS

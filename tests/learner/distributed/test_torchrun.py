@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import structlog
 from safetensors.torch import load_file
 from sqlalchemy import select
 
 from learner.adapter_folder import CURVES, WEIGHTS
-from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.records import TrainingGroup
-from sidecar.settings import Settings
+from learner.together import follow, telemetry_of
+from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow
 
@@ -111,6 +114,8 @@ def test_torchrun_trains_and_registers_one_version(
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("trained m--v1-") == 1
+    for event, times in {"step_done": 2, "drift_checked": 1, "rank_done": 0}.items():
+        assert done.stderr.count(f"] {event} ") == times, done.stderr
     with database.read() as session:
         (version,) = session.scalars(select(AdapterRow)).all()
         (row,) = session.scalars(select(RunRow)).all()
@@ -134,6 +139,36 @@ def test_the_setting_starts_the_processes_and_they_may_share_the_base(
         (version,) = session.scalars(select(AdapterRow)).all()
         assert row.status == "finished"
     assert (Path(version.path) / CURVES).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("level", "rank", "its"),
+    [("info", 0, "info"), ("info", 1, "warning"), ("error", 1, "error"), ("debug", 1, "debug")],
+)
+def test_other_processes_than_the_first_log_what_is_wrong_alone(
+    level: Literal["info", "error", "debug"], rank: int, its: str
+) -> None:
+    found = telemetry_of(Telemetry(log_level=level), Place(rank, 2, rank, 2))
+
+    assert found.log_level == its
+
+
+def test_a_warning_of_another_process_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[dict[str, Any]] = []
+
+    def work(*_: object) -> bool:
+        bound.append(structlog.contextvars.get_contextvars())
+        return True
+
+    monkeypatch.setattr("learner.distributed.trainer.work", work)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert follow(Learner(), Place(1, 2, 1, 2)) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        structlog.contextvars.unbind_contextvars("rank")
+
+    assert bound[0]["rank"] == 1
 
 
 def test_nothing_to_learn_is_no_failure_of_a_job(

@@ -160,6 +160,7 @@ def test_a_watch_is_told_of_each_pass_group_and_step(
         ("step", outcome.metrics[0]),
         ("done", "b"),
         ("step", outcome.metrics[1]),
+        ("phase", "measuring"),
     ]
 
 

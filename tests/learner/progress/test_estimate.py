@@ -77,10 +77,17 @@ def test_words_for_a_person() -> None:
         left_s=130.0,
     )
 
-    assert words(found) == (
-        "training: step 2 of 3, 12 of 64 answers; 4,100 of 22,000 tokens, about 2 min left"
-    )
+    assert words(found) == "training: step 2 of 3, 12 of 64 answers, about 2 min left"
     assert words(Progress(phase="loading")) == "loading"
+
+
+def test_no_time_is_left_once_the_last_step_is_done() -> None:
+    done = Progress(
+        phase="training", answers_done=64, answers=64, step=3, steps=3, tokens_done=9, left_s=0.0
+    )
+
+    assert words(done) == "training: step 3 of 3, 64 of 64 answers"
+    assert words(Progress(phase="measuring")) == "measuring how far the policy is from the base"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,16 +17,16 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from learner.progress import export
-from learner.progress.estimate import Progress
 from learner.progress.export import (
-    EXPERIMENT,
     ExportedRun,
     exported_run,
     figures_of,
     why_no_export,
 )
-from learner.records import StepMetrics
-from sidecar.settings import Learner
+from learner.progress.facts import LONGEST, MOST, bounded, facts_of
+from learner.progress.trackers import EXPERIMENT, RUN_TAG, Opening
+from learner.records import End, Parent, StepMetrics
+from sidecar.settings import Learner, Serving, Settings
 
 NUMBERS: dict[str, Any] = {
     **dict.fromkeys(StepMetrics.__dataclass_fields__, 0.5),
@@ -40,54 +41,89 @@ def a_step(number: int, **changes: Any) -> StepMetrics:
 class Kept:
     """A tracker in memory."""
 
-    def __init__(self, name: str, *, breaks: bool = False) -> None:
-        self.name = name
+    def __init__(self, opening: Opening, *, breaks: bool = False) -> None:
+        self.opening = opening
         self.breaks = breaks
         self.seen: list[tuple[int, float]] = []
-        self.closed = False
+        self.closed: list[tuple[End | None, str]] = []
+
+    def end_left(self, how_ended: Any) -> None: ...
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         if self.breaks:
             raise ZeroDivisionError("the server is away")
         self.seen.append((step, figures["learner/loss"]))
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, how: End | None, adapter: str) -> None:
+        self.closed.append((how, adapter))
+        if self.breaks:
+            raise ZeroDivisionError("it is still away")
 
 
-def test_steps_go_to_the_tracker_and_it_is_closed_when_the_run_saves() -> None:
+def test_an_attempt_that_is_given_up_is_a_run_of_its_own_and_the_end_comes_last() -> None:
     opened: list[Kept] = []
 
-    def make(name: str) -> Kept:
-        opened.append(Kept(name))
+    def make(opening: Opening) -> Kept:
+        opened.append(Kept(opening))
         return opened[-1]
 
-    run = ExportedRun(make, "r1")
+    run = ExportedRun(make, "r1", facts={"base": "b"})
 
     run.drop_steps()
     run.keep_step(a_step(1, loss=0.25))
     run.drop_steps()  # the steps begin anew
     run.keep_step(a_step(1, loss=0.75))
     run.keep_step(a_step(2, loss=1.0))
-    run.keep_progress(Progress(phase="saving"))
-
     first, second = opened
-    assert (first.name, first.seen, first.closed) == ("r1", [(1, 0.25)], True)
-    assert (second.name, second.seen) == ("r1-2", [(1, 0.75), (2, 1.0)])
-    assert second.closed
+    assert second.closed == []  # the publication is still to come
+    run.end("ok", "m--v1")
+
+    assert first.opening == Opening(run_id="r1", name="r1", facts={"base": "b"}, goes_on=False)
+    assert (first.seen, first.closed) == ([(1, 0.25)], [("killed", "")])
+    assert (second.opening.name, second.seen) == ("r1-2", [(1, 0.75), (2, 1.0)])
+    assert second.closed == [("ok", "m--v1")]
 
 
-def test_a_tracker_that_fails_is_said_once_and_asked_no_more() -> None:
-    run = ExportedRun(lambda name: Kept(name, breaks=True), "r1")
+def test_a_tracker_that_fails_is_said_once_and_told_the_end_all_the_same() -> None:
+    opened: list[Kept] = []
+
+    def make(opening: Opening) -> Kept:
+        opened.append(Kept(opening, breaks=True))
+        return opened[-1]
+
+    run = ExportedRun(make, "r1")
 
     with capture_logs() as logs:
         run.drop_steps()
         run.keep_step(a_step(1))
         run.keep_step(a_step(2))
-        run.keep_progress(Progress(phase="saving"))
+        run.end("failed", "")
 
     assert [one["event"] for one in logs] == ["export_failed"]
     assert "the server is away" in logs[0]["error"]
+    assert [one.closed for one in opened] == [[("failed", "")]]
+
+
+def test_facts_are_settings_parent_base_and_versions_and_nothing_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter2")
+    learner = Learner(export="mlflow:http://tracking/?token=hunter2", learning_rate=0.0005)
+    settings = Settings(
+        serving=Serving(model="m", base_model_path="/weights/base"), learner=learner
+    )
+
+    facts = facts_of(settings, Parent(name="m--v1", digest="d1"))
+
+    assert facts["learner.learning_rate"] == 0.0005
+    assert (facts["parent"], facts["parent_digest"]) == ("m--v1", "d1")
+    assert (facts["base"], facts["model"]) == ("/weights/base", "m")
+    assert facts["library.torch"]
+    assert "hunter2" not in str(facts)
+    assert bounded(facts) == facts  # none is lost
+
+    cut = bounded({f"k{number}": "x" * 1_000 for number in range(2 * MOST)})
+    assert (len(cut), {len(str(one)) for one in cut.values()}) == (MOST, {LONGEST})
 
 
 def test_figures_that_are_no_number_are_left_out() -> None:
@@ -123,59 +159,154 @@ def test_no_setting_is_no_export() -> None:
     assert exported_run("", "r1") is None
 
 
-def test_mlflow_gets_one_run_with_each_figure_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
+class Server:
+    """An MLflow server in memory, and its client: what the learner calls of
+    `mlflow.MlflowClient` (mlflow/tracking/client.py of 3.17), with its names of parameters."""
 
-    class Client:
-        def __init__(self, tracking_uri: str) -> None:
-            calls.append(("client", tracking_uri))
+    def __init__(self) -> None:
+        self.runs: list[SimpleNamespace] = []
 
-        def get_experiment_by_name(self, name: str) -> None:
-            return None
+    def __call__(self, tracking_uri: str) -> Server:
+        return self
 
-        def create_experiment(self, name: str) -> str:
-            calls.append(("experiment", name))
-            return "7"
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="7") if self.runs else None
 
-        def create_run(self, experiment: str, run_name: str) -> Any:
-            calls.append(("run", experiment, run_name))
-            return SimpleNamespace(info=SimpleNamespace(run_id="x"))
+    def create_experiment(self, name: str) -> str:
+        assert name == EXPERIMENT
+        return "7"
 
-        def log_metric(self, run: str, name: str, value: float, step: int) -> None:
-            if name == "learner/loss":
-                calls.append((run, name, value, step))
+    def create_run(self, experiment_id: str, tags: dict[str, str], run_name: str) -> Any:
+        run_id = f"x{len(self.runs)}"
+        info = SimpleNamespace(run_id=run_id, run_name=run_name, status="RUNNING")
+        data = SimpleNamespace(tags=dict(tags), params={}, metrics=[])
+        self.runs.append(SimpleNamespace(info=info, data=data))
+        return self.runs[-1]
 
-        def set_terminated(self, run: str) -> None:
-            calls.append(("end", run))
+    def search_runs(
+        self, experiment_ids: list[str], filter_string: str, max_results: int, order_by: list[str]
+    ) -> list[Any]:
+        (wanted,) = re.findall("'(.*)'", filter_string)
+        assert order_by == ["attributes.start_time DESC"]
+        return [
+            one
+            for one in self.runs[::-1]
+            if wanted in (one.info.status, one.data.tags.get(RUN_TAG))
+        ][:max_results]
 
-    module = ModuleType("mlflow")
-    module.MlflowClient = Client  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mlflow", module)
+    def update_run(self, run_id: str, status: str) -> None:
+        self._of(run_id).info.status = status
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self._of(run_id).info.status = status
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self._of(run_id).data.tags[key] = value
+
+    def log_batch(self, run_id: str, params: list[tuple[str, str]]) -> None:
+        self._of(run_id).data.params.update(params)
+
+    def log_metric(self, run_id: str, key: str, value: float, step: int) -> None:
+        if key == "learner/loss":
+            self._of(run_id).data.metrics.append((step, value))
+
+    def _of(self, run_id: str) -> Any:
+        return next(one for one in self.runs if one.info.run_id == run_id)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made, client, entities = Server(), ModuleType("mlflow"), ModuleType("mlflow.entities")
+    client.MlflowClient = made  # type: ignore[attr-defined]
+    entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setattr(export, "find_spec", lambda name: name)
+    return made
 
-    run = exported_run("mlflow:http://tracking", "r1")
+
+def mlflow_run(run_id: str, uri: str = "http://tracking", **named: Any) -> ExportedRun:
+    facts: Callable[[], Mapping[str, Any]] = lambda: {"base": "b", "learner.rank": 8}  # noqa: E731
+    run = exported_run(f"mlflow:{uri}", run_id, facts=facts, **named)
     assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("ok", "FINISHED"), ("failed", "FAILED"), ("killed", "KILLED")]
+)
+def test_mlflow_gets_one_run_with_parameters_steps_and_its_end(
+    how: End, status: str, server: Server
+) -> None:
+    run = mlflow_run("r1")
     run.drop_steps()
     run.keep_step(a_step(2, loss=0.125))
-    run.keep_progress(Progress(phase="saving"))
+    (kept,) = server.runs
+    assert kept.info.status == "RUNNING"
+    run.end(how, "m--v1" if how == "ok" else "")
 
-    assert calls == [
-        ("client", "http://tracking"),
-        ("experiment", EXPERIMENT),
-        ("run", "7", "r1"),
-        ("x", "learner/loss", 0.125, 2),
-        ("end", "x"),
+    assert (kept.info.run_name, kept.info.status) == ("r1", status)
+    assert kept.data.metrics == [(2, 0.125)]
+    assert kept.data.params == {"base": "b", "learner.rank": "8"}
+    assert kept.data.tags.get("sidecar.adapter") == ("m--v1" if how == "ok" else None)
+
+
+def test_a_run_of_mlflow_that_goes_on_after_a_kill_is_the_same_run(server: Server) -> None:
+    killed = mlflow_run("r1")
+    killed.drop_steps()
+    killed.keep_step(a_step(1, loss=0.5))  # and SIGKILL
+
+    again = mlflow_run("r1")
+    again.go_on([a_step(1)])
+    again.keep_step(a_step(2, loss=0.25))
+    again.end("ok", "m--v1")
+
+    (kept,) = server.runs
+    assert kept.data.metrics == [(1, 0.5), (2, 0.25)]
+    assert kept.info.status == "FINISHED"
+
+
+def test_what_mlflow_shows_as_running_of_runs_that_are_over_is_ended(server: Server) -> None:
+    for run_id in ("failed", "elsewhere", "r1"):
+        killed = mlflow_run(run_id)
+        killed.drop_steps()
+        killed.keep_step(a_step(1))
+
+    ends: dict[str, End] = {"failed": "failed"}
+    begun_anew = mlflow_run("r1", how_ended=ends.get)
+    begun_anew.drop_steps()
+    begun_anew.keep_step(a_step(1))
+
+    states = [(one.info.run_name, one.info.status) for one in server.runs]
+    assert states == [
+        ("failed", "FAILED"),
+        ("elsewhere", "RUNNING"),  # of another sidecar, or still at work
+        ("r1", "KILLED"),
+        ("r1", "RUNNING"),
     ]
 
 
-def test_wandb_gets_one_run_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_another_process_goes_on_with_is_not_ended(server: Server) -> None:
+    run = mlflow_run("r1")
+    run.drop_steps()
+    run.keep_step(a_step(1))
+    run.end(None, "")
+
+    assert [one.info.status for one in server.runs] == ["RUNNING"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("ok", 0), ("failed", 1)])
+def test_wandb_gets_one_run_of_the_project(
+    how: End, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
 
     def init(**named: Any) -> Any:
         calls.append(named)
         return SimpleNamespace(
-            log=lambda figures, step: calls.append((figures["learner/loss"], step)),
-            finish=lambda: calls.append("end"),
+            log=lambda data, step: calls.append((data["learner/loss"], step)),
+            finish=lambda exit_code: calls.append(("end", exit_code)),
+            summary={},
         )
 
     module = ModuleType("wandb")
@@ -183,14 +314,20 @@ def test_wandb_gets_one_run_of_the_project(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(export, "find_spec", lambda name: name)
 
-    run = exported_run("wandb:support", "r1")
+    run = exported_run("wandb:support", "r1", facts=lambda: {"learner.rank": 8})
     assert run is not None
     run.drop_steps()
     run.keep_step(a_step(1, loss=0.125))
-    run.keep_progress(Progress(phase="saving"))
+    run.end(how, "")
 
-    begun = {"project": "support", "name": "r1", "id": "r1", "resume": "allow"}
-    assert calls == [begun, (0.125, 1), "end"]
+    begun = {
+        "project": "support",
+        "name": "r1",
+        "id": "r1",
+        "resume": "allow",
+        "config": {"learner.rank": 8},
+    }
+    assert calls == [begun, (0.125, 1), ("end", code)]
 
 
 def test_tensorboard_gets_one_folder_with_each_figure_by_step(
@@ -204,7 +341,7 @@ def test_tensorboard_gets_one_folder_with_each_figure_by_step(
 
     export_two_steps("tensorboard:/runs")
 
-    begun, *written, ended = [
+    begun, facts, *written, end, ended = [
         (name, given)
         for name, given in calls
         if name != "add_scalar" or given["tag"] == "learner/loss"
@@ -216,6 +353,9 @@ def test_tensorboard_gets_one_folder_with_each_figure_by_step(
         ("add_scalar", 2, 1.0),
         ("flush", None, None),
     ]
+    assert (facts[0], facts[1]["tag"]) == ("add_text", "run")
+    assert "| learner.rank | 8 |" in facts[1]["text_string"]
+    assert (end[1]["tag"], end[1]["text_string"]) == ("end", "ok m--v1")
     assert ended[0] == "close"
 
 
@@ -244,12 +384,12 @@ def torchs_writer(calls: list[tuple[str, dict[str, Any]]]) -> type:
 
 
 def export_two_steps(setting: str) -> None:
-    run = exported_run(setting, "r1")
+    run = exported_run(setting, "r1", facts=lambda: {"learner.rank": 8})
     assert run is not None
     run.drop_steps()
     run.keep_step(a_step(1, loss=0.75))
     run.keep_step(a_step(2, loss=1.0))
-    run.keep_progress(Progress(phase="saving"))
+    run.end("ok", "m--v1")
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
@@ -267,18 +407,32 @@ def test_the_real_tensorboard_has_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned
-def test_the_real_mlflow_has_every_step(tmp_path: Path) -> None:
+def test_the_real_mlflow_has_one_run_with_every_step_after_a_kill(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for run_id in ("over", "r1"):
+        killed = mlflow_run(run_id, uri)
+        killed.drop_steps()
+        killed.keep_step(a_step(1, loss=0.75))
+    ends: dict[str, End] = {"over": "failed"}
 
-    export_two_steps(f"mlflow:{uri}")
+    again = mlflow_run("r1", uri, how_ended=ends.get)
+    with capture_logs() as logs:
+        again.go_on([a_step(1)])
+        again.keep_step(a_step(2, loss=1.0))
+        again.end("ok", "m--v1")
 
+    assert logs == []
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
-    (run,) = client.search_runs([experiment])
+    run, over = client.search_runs([experiment], order_by=["attributes.start_time DESC"])
     assert (run.info.run_name, run.info.status) == ("r1", "FINISHED")
+    assert run.data.params == {"base": "b", "learner.rank": "8"}
+    assert run.data.tags["sidecar.adapter"] == "m--v1"
     steps = client.get_metric_history(run.info.run_id, "learner/loss")
     assert [(one.step, one.value) for one in steps] == [(1, 0.75), (2, 1.0)]
+    assert (over.info.run_name, over.info.status) == ("over", "FAILED")
+    assert over.info.end_time
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned

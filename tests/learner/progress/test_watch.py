@@ -14,6 +14,7 @@ from learner.progress.store import StoredRun
 from learner.progress.watch import TOLD_S, RunWatch
 from learner.records import Part, Stage, StepMetrics
 from learner.runs.runs import open_run
+from sidecar.logs import IN_WORDS
 from sidecar.store.database import Database
 from sidecar.store.models import RunRow, RunStepRow
 from support.clock import Clock
@@ -30,6 +31,7 @@ class Kept:
 
     seen: list[Progress] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    ended: list[tuple[str | None, str]] = field(default_factory=list)
 
     def keep_progress(self, found: Progress) -> None:
         self.seen.append(found)
@@ -42,6 +44,9 @@ class Kept:
 
     def keep_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics.step)
+
+    def end(self, how: str | None, adapter: str) -> None:
+        self.ended.append((how, adapter))
 
 
 def a_step(number: int, **changes: Any) -> StepMetrics:
@@ -101,6 +106,32 @@ def test_steps_of_an_attempt_that_was_given_up_do_not_count() -> None:
     watch.step(a_step(2))
 
     assert kept.steps == [1, 2]
+
+
+def test_a_step_is_one_line_at_the_terminal_and_one_event_of_the_log() -> None:
+    shown: list[str] = []
+    watch = RunWatch([], show=shown.append)
+    figures = {
+        "reward_mean": 0.3930583333333334,
+        "reward_spread": 0.1521737811385441,
+        "loss": 0.01569626131780535,
+        "approx_kl": 0.0005008608525295944,
+        "seconds": 28.983795123000164,
+    }
+    parts = tuple(Part(group_id=name, answers=1, tokens=10, step=1) for name in "abc")
+    watch.plan([Stage(name="training", parts=parts, steps=3)])
+
+    with capture_logs() as logs:
+        watch.step(a_step(2, **figures))
+        watch.plan([Stage(name="training", parts=parts, steps=3)])
+        watch.step(a_step(3, **{**figures, "seconds": 1_234.5}))
+
+    assert "step 2 of 3: reward 0.39, spread 0.15, loss 0.016, KL 0.0005, 29 s" in shown
+    assert len(set(shown)) == len(shown)  # what is no news is not shown again
+    assert shown[-1].endswith("KL 0.0005, 1,234 s")
+    event, _ = [one for one in logs if one["event"] == "step_done"]
+    assert {key: event[key] for key in figures} == figures
+    assert event[IN_WORDS]
 
 
 def a_run(database: Database) -> None:

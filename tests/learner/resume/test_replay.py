@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class Trained:
 
     settings: Settings
     database: Database
+    shown: list[str] = field(default_factory=list)
+    """What a replay showed on a terminal."""
 
     @property
     def folder(self) -> Path:
@@ -53,7 +55,12 @@ class Trained:
     def replay(self, reference: str = "r1") -> tuple[int, list[str]]:
         out = io.StringIO()
         code = replay(
-            self.settings, self.database, reference, trainer=lambda _: GrpoTrainer(), out=out
+            self.settings,
+            self.database,
+            reference,
+            trainer=lambda _: GrpoTrainer(),
+            out=out,
+            show=self.shown.append,
         )
         return code, out.getvalue().splitlines()
 
@@ -79,6 +86,11 @@ def test_the_same_weights_come_out_and_nothing_is_left(trained: Trained, referen
         f"the same weights, and the same moments of the optimiser: digest {digest}",
     )
     assert said[0].startswith(f"replaying run r1, which made m--v1-{digest[:12]}: 4 groups")
+    shown = trained.shown
+    assert shown[0] == "loading"
+    assert shown[-2:] == ["measuring how far the policy is from the base", "saving the adapter"]
+    assert [line for line in shown if line.startswith("step 1 of ")]
+    assert [line for line in shown if line.endswith(" left")]
     assert sorted(trained.settings.learner.adapters_dir.rglob("*")) == before
     with trained.database.read() as session:
         assert session.scalar(select(func.count()).select_from(RunRow)) == 1

@@ -150,7 +150,7 @@ def test_a_run_says_that_it_loads_before_its_trainer_does(
 
 def a_step(number: int) -> StepMetrics:
     numbers = dict.fromkeys(StepMetrics.__dataclass_fields__, 0.25)
-    return StepMetrics(**{**numbers, "step": number})  # type: ignore[arg-type]
+    return StepMetrics(**{**numbers, "step": number, "left_out": {}})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -945,7 +945,7 @@ def test_a_process_that_lost_its_run_changes_nothing_that_the_run_has_stored(
         job.watch.begin_steps()
         job.report("a")
         numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 9)
-        job.watch.step(StepMetrics(**{**numbers, "step": 1}))
+        job.watch.step(StepMetrics(**{**numbers, "step": 1, "left_out": {}}))
 
     fake_trainer.on_train = stand_still
     with pytest.raises(RunStoppedError):
