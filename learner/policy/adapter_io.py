@@ -201,7 +201,7 @@ def _with_adapter(
             task_type="CAUSAL_LM",
         )
         return get_peft_model(base, config)
-    _require_plain(parent, parent.path / CONFIG)
+    _require_plain(f"parent {parent.name}", parent.path / CONFIG)
     # Without `torch_device` peft reads the weights onto the first GPU, which is usually vLLM's.
     model = PeftModel.from_pretrained(
         base, str(parent.path), is_trainable=True, torch_device=str(device)
@@ -223,15 +223,15 @@ def _switch_dropout_off(model: Any) -> None:  # Any: as above
             module.eval()
 
 
-def _require_plain(parent: Parent, path: Path) -> None:
-    """Refuse, before its weights are read, a parent that is more than the two matrices of each
+def _require_plain(what: str, path: Path) -> None:
+    """Refuse, before its weights are read, an adapter that is more than the two matrices of each
     layer: such a version could be trained on, and neither saved nor served."""
-    config = _read_object(parent, path)
+    config = _read_object(what, path)
     found = not_plain_lora(config)
     if found is not None:
         value = one_line(ValueError(visible(str(config.get(found.member)))))
         raise ParentError(
-            f"parent {parent.name}: {path}: {found.member} is {value}, {found.why}; the learner "
+            f"{what}: {path}: {found.member} is {value}, {found.why}; the learner "
             "continues plain LoRA only: merge it into the base, or roll back to another version"
         )
 
@@ -270,13 +270,13 @@ def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # A
             )
 
 
-def _read_object(parent: Parent, path: Path) -> dict[str, Any]:
+def _read_object(what: str, path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ParentError(f"parent {parent.name}: {path} is missing")
+        raise ParentError(f"{what}: {path} is missing")
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ParentError(
-            f"parent {parent.name}: {path} holds no JSON object; restore the folder, or roll back "
+            f"{what}: {path} holds no JSON object; restore the folder, or roll back "
             "to a version whose folder is whole"
         )
     return found
@@ -296,7 +296,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         return
     what = f"adapter {sampler.name}"
     with _loading(what, PARENT_CURE):
-        _require_plain(sampler, sampler.path / CONFIG)
+        _require_plain(what, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
             raise ParentError(f"{what}: its folder was changed after registration")
     try:
