@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import LINEAGE, folder_digest
+from learner.adapter_folder import LINEAGE, file_digest, folder_digest
 from learner.errors import LearnerError
 from learner.explain import one_line
 from learner.origin.base_digest import CACHE, base_digest, moments_digest
@@ -37,9 +37,11 @@ from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
+from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow, RunRow
 
 SAME, DIFFERENT = 0, 1
+MOST_QUIET = 2**53
+"""Most quiet groups that a lineage may tell of: above it a float no longer counts them."""
 
 
 class _NotPossibleError(Exception):
@@ -85,9 +87,13 @@ def replay(
     Returns: 0: the same weights; 1: others, or it is not possible.
     """
     stream = sys.stdout if out is None else out
+    altered = None
     try:
         with database.read() as session:
-            recipe = _recipe(session, settings, reference)
+            row = _adapter(session, settings.line.name, reference)
+            if (altered := _altered(session, row)) is not None:
+                stream.write(f"{altered}; what follows is about the changed one\n")
+            recipe = _recipe(session, settings, row)
         stream.write(
             f"replaying run {recipe.run_id}, which made {recipe.adapter}: "
             f"{counted(len(recipe.groups), 'group')}, from {recipe.parent.name}\n"
@@ -107,20 +113,19 @@ def replay(
         stream.write(f"the same weights{also}: digest {digest}\n")
         return SAME
     stream.write(f"other weights: digest {digest or 'none'}, the version has {recipe.digest}\n")
-    for line in _reasons(recipe, outcome):
+    for line in _reasons(recipe, outcome, altered=altered is not None):
         stream.write(f"  {line}\n")
     return DIFFERENT
 
 
-def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
+def _recipe(session: Session, settings: Settings, row: AdapterRow) -> _Recipe:
     """Raises: _NotPossibleError, LearnerError, OSError."""
-    row = _adapter(session, settings.line.name, reference)
     lineage = _lineage(row)
     try:
         learner = Learner.model_validate(lineage["settings"])
         noise = noise_of_json(lineage["judge_noise"])
         run_id = str(lineage["run_id"])
-        quiet = int(lineage["algorithm"].get("quiet_groups", 0))
+        quiet = _quiet(lineage["algorithm"].get("quiet_groups", 0))
         code = msgspec.convert(lineage["code"], dict[str, Any])
         ids = [str(group["group_id"]) for group in lineage["groups"]]
         parent = _parent(session, lineage["parent"])
@@ -178,6 +183,33 @@ def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
     if run.adapter:
         _impossible(f"run {reference} made no version: {run.reason}; replay {run.adapter}")
     _impossible(f"run {reference} is {run.status}, and made no version")
+
+
+def _altered(session: Session, row: AdapterRow) -> str | None:
+    """Say that a version's lineage is not the file that it was registered with; None: it is, or
+    the registration recorded no digest, or there is no such file. Raises: OSError."""
+    recorded = session.scalars(
+        select(AuditRow.after)
+        .where(AuditRow.action == "adapter.registered", AuditRow.subject == row.name)
+        .order_by(AuditRow.seq)
+    ).first()
+    said, path = (recorded or {}).get("lineage_sha256"), Path(row.path) / LINEAGE
+    if not said or not path.is_file():
+        return None
+    found = file_digest(path)
+    if found == said:
+        return None
+    return (
+        f"{path} was changed after {row.name} was registered (SHA-256 {found[:12]}, the audit "
+        f"says {str(said)[:12]})"
+    )
+
+
+def _quiet(value: object) -> int:
+    """Read a number of groups. Raises: ValueError."""
+    if type(value) is not int or not 0 <= value <= MOST_QUIET:
+        raise ValueError(f"quiet_groups is {str(value)[:40]}, which is no number of groups")
+    return value
 
 
 def _lineage(row: AdapterRow) -> dict[str, Any]:
@@ -252,8 +284,8 @@ def _job(recipe: _Recipe, folder: Path, watch: Watch) -> TrainingJob:
     )
 
 
-def _reasons(recipe: _Recipe, outcome: TrainingOutcome) -> Sequence[str]:
-    """Say what is not as it was when the run trained, a line each."""
+def _reasons(recipe: _Recipe, outcome: TrainingOutcome, *, altered: bool) -> Sequence[str]:
+    """Say what is not as it was when the run trained, a line each. altered: so is the lineage."""
     before = {"libraries": recipe.libraries, "commit": recipe.code.get("commit")}
     now = {"libraries": library_versions(), "commit": code_version().commit}
     found = differences(before, now)
@@ -261,6 +293,8 @@ def _reasons(recipe: _Recipe, outcome: TrainingOutcome) -> Sequence[str]:
         found.append("the learner's code has changes that its commit does not tell of")
     for group_id, fault in outcome.faults.items():
         found.append(f"group {group_id} is left out now: {fault.text}")
+    if altered and not found:
+        return ["its lineage was changed; nothing else that is recorded differs"]
     return found or ["nothing that is recorded differs; another processor rounds otherwise"]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from deploy.engine.strict_json import shown
 from deploy.errors import InvalidAdapterError
 from learner.adapter_folder import CONFIG
+from learner.origin.plain_lora import not_plain_lora
 
 MAX_ALPHA = 65_536.0
 """Largest `lora_alpha`: above it a weight of 1 overflows half precision. In use: below 1,000."""
@@ -29,19 +30,8 @@ _MAX_NAME = 512
 _HEAVY = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 _REPEATS, _MAX_REPEATS = re.compile(r"[*+{]"), 4
 """What makes a pattern's time exponential, or polynomial of a high degree, in a name's length."""
-_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
-"""Initialisations that keep the base's weights; the others (PiSSA, OLoRA, …) change them."""
-_UNSERVED = (
-    "alora_invocation_tokens",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-)
+_ANY_LAYER = re.compile(r"(?:^|.*?\.)[^.]+\.(\d+)\.")
+"""Finds a layer's number in a module's name as peft does: the first number of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +45,10 @@ class LoraShape:
     """Names, or name suffixes, of the adapted modules."""
     excluded: frozenset[str] | re.Pattern[str] = frozenset()
     """Names, or name suffixes, that PEFT does not adapt; or a pattern of their whole names."""
+    layers: frozenset[int] | None = None
+    """Numbers of the layers that PEFT adapts; None: all."""
+    layer_names: tuple[str, ...] = ()
+    """Names of the lists whose layers are counted; empty: any."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank that vLLM and PEFT expect of a module."""
@@ -70,6 +64,15 @@ class LoraShape:
         if isinstance(self.excluded, re.Pattern):
             return self.excluded.fullmatch(module) is not None
         return not self.excluded.isdisjoint(_ends(module))
+
+    def passes_over(self, module: str) -> bool:
+        """Return True when PEFT would not load matrices of this module for its layer's number."""
+        if self.layers is None:
+            return False
+        patterns = [re.compile(rf"(?:^|.*?\.){re.escape(n)}\.(\d+)\.") for n in self.layer_names]
+        found = (pattern.match(module) for pattern in patterns or [_ANY_LAYER])
+        match = next((one for one in found if one is not None), None)
+        return match is None or int(match[1]) not in self.layers
 
 
 def _ends(module: str) -> set[str]:
@@ -125,6 +128,8 @@ def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraS
         rank_pattern=rank_pattern,
         targets=_targets(config.get("target_modules")),
         excluded=_excluded(config.get("exclude_modules")),
+        layers=_layers(config),
+        layer_names=_layer_names(config),
     )
 
 
@@ -160,22 +165,43 @@ def _check_alpha(key: str, alpha: Any) -> None:
 
 
 def _check_features(config: dict[str, Any]) -> None:
-    if config.get("bias", "none") != "none":
+    found = not_plain_lora(config)
+    if found is not None:
         raise InvalidAdapterError(
-            f"{CONFIG}: bias is {shown(config['bias'])}, which cannot be served"
+            f"{CONFIG}: {found.member} is {shown(config.get(found.member))}, {found.why}"
         )
-    if type(config.get("use_rslora", False)) is not bool:
-        raise InvalidAdapterError(f"{CONFIG}: use_rslora is not true or false")
-    for key in _UNSERVED:
-        if config.get(key):
-            raise InvalidAdapterError(
-                f"{CONFIG}: {key} is set; DoRA, biases, saved modules and the like cannot be served"
-            )
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+
+
+def _layers(config: dict[str, Any]) -> frozenset[int] | None:
+    """Read `layers_to_transform`: a number, or a list of them; null and an empty list: all."""
+    found = config.get("layers_to_transform")
+    if found is None or found == []:
+        return None
+    numbers = found if isinstance(found, list) else [found]
+    if len(numbers) > MAX_NAMES or not all(type(one) is int and one >= 0 for one in numbers):
         raise InvalidAdapterError(
-            f"{CONFIG}: init_lora_weights is {shown(init)}, which may change the base's weights"
+            f"{CONFIG}: layers_to_transform is {shown(found)}, which is no list of at most "
+            f"{MAX_NAMES} numbers of layers"
         )
+    return frozenset(numbers)
+
+
+def _layer_names(config: dict[str, Any]) -> tuple[str, ...]:
+    """Read `layers_pattern`: names of the lists of layers, which peft takes for patterns."""
+    found = config.get("layers_pattern")
+    if not found:
+        return ()
+    names = found if isinstance(found, list) else [found]
+    if len(names) > MAX_NAMES or not all(map(is_module_name, names)):
+        raise InvalidAdapterError(
+            f"{CONFIG}: layers_pattern is {shown(found)}; write plain names of modules"
+        )
+    if config.get("layers_to_transform") is None:
+        raise InvalidAdapterError(
+            f"{CONFIG}: layers_pattern is {shown(found)}, and there is no layers_to_transform, "
+            "without which PEFT refuses it; remove it there"
+        )
+    return tuple(names)
 
 
 def _targets(found: Any) -> frozenset[str]:

@@ -70,6 +70,12 @@ def check_matrices(modules: Matrices, shape: LoraShape, *, max_rank: int) -> Non
                 "remove exclude_modules if they belong to the adapter, else save it again without "
                 "them"
             )
+        if shape.passes_over(module):
+            raise InvalidAdapterError(
+                f"{CONFIG}: layers_to_transform leaves out {module}, of which {WEIGHTS} has "
+                "matrices; set it to null if they belong to the adapter, else save it again "
+                "without them"
+            )
         used |= targets
     unused = shape.targets - used
     if unused:

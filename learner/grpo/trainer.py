@@ -5,8 +5,9 @@ sampled it (`learner.grpo.checks`); groups that disagree are left out. A group w
 gradient fails later is left out too: the weights are reset, and the run starts again without it, so
 the result equals that of a run that never had the group.
 
-After the checks, the supervised start and each step, a checkpoint is kept (`learner.grpo.files`). A
-run that was killed goes on from it, and ends with the weights that it would have had.
+After the checks and each step, a checkpoint is kept (`learner.grpo.files`); after supervised steps,
+some seconds apart. A run that was killed goes on from it, and ends with the weights that it would
+have had.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from opentelemetry import trace
 
 from learner.adapter_folder import PATTERNS
-from learner.errors import NonFiniteError, OptimizerStateError
+from learner.errors import NonFiniteError
 from learner.grpo.answers import QUIET
 from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
 from learner.grpo.checks import (
@@ -33,7 +34,7 @@ from learner.grpo.checks import (
     refuse_most,
 )
 from learner.grpo.files.checkpoint import Snapshot, keep, resumed, set_weights
-from learner.grpo.files.optimizer_file import load_state
+from learner.grpo.files.optimizer_file import parents_state
 from learner.grpo.files.saving import save
 from learner.grpo.objective import Objective, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
@@ -48,7 +49,6 @@ from learner.policy.packing import Pack
 from learner.progress.estimate import stage
 from learner.records import (
     Fault,
-    Parent,
     Stage,
     StageName,
     StepMetrics,
@@ -87,7 +87,7 @@ class GrpoTrainer:
         if job.settings.threads:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
-        state = parents_state(policy, job.parent)
+        state = parents_state(job.parent, _trainable(policy))
         _require_same(policy, job, state)
         longest, gathered = _longest(policy, job)
         saving = prepare(
@@ -125,23 +125,6 @@ def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
     return max((len(pack.input_ids) for pack in packs), default=0), max(paths, default=0)
 
 
-def parents_state(policy: Policy, parent: Parent) -> OptimizerState | None:
-    """Return the moments beside the parent; None where it has none, or damaged ones (logged).
-
-    Without them a run is a little noisier in its first steps, so they are no reason to stop.
-    """
-    if parent.path is None:
-        return None
-    try:
-        state = load_state(parent.path, _trainable(policy))
-    except (OptimizerStateError, OSError) as error:
-        log.warning("optimizer_state_unusable", parent=parent.name, error=str(error))
-        return None
-    if state is None:
-        log.info("optimizer_state_missing", parent=parent.name)
-    return state
-
-
 def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup]]:
     """Distribute the groups over the steps in turn; each group is used once, no step is empty."""
     return [list(groups[first::steps]) for first in range(min(steps, len(groups)))]
@@ -169,16 +152,11 @@ def run_steps(
         groups = kept.checked.groups
         optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
         try:
-            if kept.warmed is None:
-                if supervised := warming(groups, job):
-                    job.watch.plan([*supervised, *_stages(job, groups, ["training"])])
-                warmed, failed_warm = warm_up(policy, groups, job, optimizer)
-                if failed_warm:
-                    raise _GroupsFailed(dict(failed_warm))
-                kept = replace(kept, warmed=tuple(warmed))
-                if warmed:
-                    kept = kept.after_step(parameters, optimizer.state)
-                    keep(kept, job)
+            if supervised := warming(groups, job, done=len(kept.warmed)):
+                job.watch.plan([*supervised, *_stages(job, groups, ["training"])])
+            kept, failed_warm = warm_up(policy, kept, job, optimizer, parameters)
+            if failed_warm:
+                raise _GroupsFailed(dict(failed_warm))
             job.watch.plan(_stages(job, groups, ["training"]))
             if kept.metrics:
                 job.watch.go_on(kept.metrics)
@@ -210,7 +188,7 @@ def run_steps(
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
-        "warmup_nats": list(kept.warmed or ()),
+        "warmup_nats": list(kept.warmed),
         "quiet_groups": _quiet(job, kept),
         "packs": policy.shape.packs,
     }

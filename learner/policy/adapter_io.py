@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +35,7 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
+from learner.origin.plain_lora import not_plain_lora
 from learner.policy.architecture import architecture
 from learner.policy.attention.check import use_form
 from learner.policy.costs import Prices, prices
@@ -43,11 +46,10 @@ from learner.policy.sizes import sizes
 from learner.ranks import Alone, Ranks
 from learner.records import Parent
 from sidecar.settings import Learner
+from sidecar.visible import visible
 
 ADAPTER = "default"
 """Name of the trained adapter in peft."""
-EXTRAS = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
-"""Members of a LoRA's config that add weights to its matrices."""
 BASE_CURE = "copy or download the files of serving.base_model_path again"
 PARENT_CURE = "restore the folder from a backup, or roll back to another version"
 _SHAPES = re.compile(
@@ -56,6 +58,8 @@ _SHAPES = re.compile(
 """In torch's text, for each tensor of another shape."""
 SAMPLER = "sampler"
 """Name in peft of another adapter, while the answers that it sampled are checked."""
+_TABLES = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
+"""Types in which a layer of peft keeps its parts by adapter."""
 
 
 def load_policy(
@@ -197,13 +201,14 @@ def _with_adapter(
             task_type="CAUSAL_LM",
         )
         return get_peft_model(base, config)
-    _require_plain(parent, parent.path / CONFIG)
+    _require_plain(f"parent {parent.name}", parent.path / CONFIG)
     # Without `torch_device` peft reads the weights onto the first GPU, which is usually vLLM's.
     model = PeftModel.from_pretrained(
         base, str(parent.path), is_trainable=True, torch_device=str(device)
     )
     _switch_dropout_off(model)
     check_folder(model, parent.path)
+    _require_matrices_alone(model, parent)
     _require_shape(model.peft_config[ADAPTER], parent, settings)
     return model
 
@@ -218,15 +223,35 @@ def _switch_dropout_off(model: Any) -> None:  # Any: as above
             module.eval()
 
 
-def _require_plain(parent: Parent, path: Path) -> None:
-    """Refuse, before its weights are read, a parent that is more than the two matrices of each
+def _require_plain(what: str, path: Path) -> None:
+    """Refuse, before its weights are read, an adapter that is more than the two matrices of each
     layer: such a version could be trained on, and neither saved nor served."""
-    config = _read_object(parent, path)
-    found = [name for name in EXTRAS if config.get(name) and config[name] != "none"]
-    if found:
+    config = _read_object(what, path)
+    found = not_plain_lora(config)
+    if found is not None:
+        value = one_line(ValueError(visible(str(config.get(found.member)))))
         raise ParentError(
-            f"parent {parent.name}: {path} sets {', '.join(found)}; the learner continues plain "
-            "LoRA only: merge it into the base, or roll back to another version"
+            f"{what}: {path}: {found.member} is {value}, {found.why}; the learner "
+            "continues plain LoRA only: merge it into the base, or roll back to another version"
+        )
+
+
+def _require_matrices_alone(model: Any, parent: Parent) -> None:  # Any: as above
+    """Refuse, before the training, a parent that would be saved as more than its LoRA matrices, or
+    of which more is trained: the check of the saved folder would refuse the new version.
+
+    Raises: ParentError.
+    """
+    saved = set(get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False))
+    trained = {
+        name.replace(f".{ADAPTER}.", ".") for name, p in model.named_parameters() if p.requires_grad
+    }
+    odd = (saved | trained) ^ _matrices(model, ADAPTER)
+    if odd:
+        raise ParentError(
+            f"parent {parent.name}: {min(odd)} is trained or saved beside the matrices lora_A and "
+            "lora_B of its layers; the learner continues plain LoRA only: merge it into the base, "
+            "or roll back to another version"
         )
 
 
@@ -245,13 +270,13 @@ def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # A
             )
 
 
-def _read_object(parent: Parent, path: Path) -> dict[str, Any]:
+def _read_object(what: str, path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ParentError(f"parent {parent.name}: {path} is missing")
+        raise ParentError(f"{what}: {path} is missing")
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ParentError(
-            f"parent {parent.name}: {path} holds no JSON object; restore the folder, or roll back "
+            f"{what}: {path} holds no JSON object; restore the folder, or roll back "
             "to a version whose folder is whole"
         )
     return found
@@ -269,21 +294,39 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         with model.disable_adapter():
             yield
         return
-    with _loading(f"adapter {sampler.name}", PARENT_CURE):
-        _require_plain(sampler, sampler.path / CONFIG)
+    what = f"adapter {sampler.name}"
+    with _loading(what, PARENT_CURE):
+        _require_plain(what, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
-            raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
-        model.load_adapter(str(sampler.path), adapter_name=SAMPLER, torch_device=str(policy.device))
-        _switch_dropout_off(model)
-        model.to(policy.device)
+            raise ParentError(f"{what}: its folder was changed after registration")
     try:
-        with _loading(f"adapter {sampler.name}", PARENT_CURE):
+        with _loading(what, PARENT_CURE):
+            model.load_adapter(
+                str(sampler.path), adapter_name=SAMPLER, torch_device=str(policy.device)
+            )
+            _switch_dropout_off(model)
+            model.to(policy.device)
             check_folder(model, sampler.path, adapter=SAMPLER)
-        model.set_adapter(SAMPLER)
+            model.set_adapter(SAMPLER)
         yield
     finally:
         model.set_adapter(ADAPTER)
-        model.delete_adapter(SAMPLER)
+        _take_out(model, SAMPLER)
+
+
+def _take_out(model: Any, adapter: str) -> None:  # Any: as above
+    """Remove an adapter from the model, also one that peft gave up while it made its layers.
+
+    peft then forgets the adapter's config and keeps the layers that it has made, among them some
+    whose parts are there in some of their tables only.
+    """
+    if adapter in model.peft_config:
+        model.delete_adapter(adapter)
+    for module in list(model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            for table in (*vars(module).values(), *module.children()):
+                if isinstance(table, _TABLES) and adapter in table:
+                    del table[adapter]
 
 
 def save_adapter(policy: Policy, folder: Path) -> None:
@@ -292,7 +335,8 @@ def save_adapter(policy: Policy, folder: Path) -> None:
     Raises: NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
     """
     try:
-        policy.model.save_pretrained(str(folder))
+        # Else peft also writes the base's embeddings where the head is adapted.
+        policy.model.save_pretrained(str(folder), save_embedding_layers=False)
     except SafetensorError as error:
         raise as_os_error(error, folder) from error
     _write_canonical(folder / CONFIG)
@@ -310,11 +354,13 @@ def as_os_error(error: SafetensorError, path: Path) -> OSError:
 def _write_canonical(path: Path) -> None:
     """Sort a config, so that the same adapter always has the same digest.
 
-    peft writes its sets in an order that differs from process to process.
+    peft writes its sets in an order that differs from process to process; and for some tasks names
+    of saved modules, which the folder never has.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config["target_modules"], str):  # a string is a pattern, and stays one
         config["target_modules"] = sorted(config["target_modules"])
+    config["modules_to_save"] = None
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -325,12 +371,7 @@ def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  
     Raises: NonFiniteError, IncompleteAdapterError.
     """
     weights = load_file(folder / WEIGHTS)
-    expected = {
-        f"{name}.{matrix}.weight"
-        for name, module in model.named_modules()
-        for matrix in ("lora_A", "lora_B")
-        if adapter in getattr(module, matrix, ())
-    }
+    expected = _matrices(model, adapter)
     if not expected or expected != weights.keys():
         missing, foreign = expected - weights.keys(), weights.keys() - expected
         raise IncompleteAdapterError(
@@ -340,3 +381,13 @@ def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  
     for name, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
             raise NonFiniteError(f"{name} holds an infinity or NaN")
+
+
+def _matrices(model: Any, adapter: str) -> set[str]:  # Any: as above
+    """Return the names of an adapter's LoRA matrices, as its weights file has them."""
+    return {
+        f"{name}.{matrix}.weight"
+        for name, module in model.named_modules()
+        for matrix in ("lora_A", "lora_B")
+        if adapter in getattr(module, matrix, ())
+    }

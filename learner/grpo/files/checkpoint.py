@@ -37,6 +37,8 @@ log = structlog.get_logger()
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
 FORMAT = 3
+"""Format 2 has no checkpoint between two supervised steps, nor answers that the geometric limit left
+out."""
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
 FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."
@@ -65,9 +67,8 @@ class Snapshot:
     """Its groups are those that are still trained on, with all that was found out about them."""
     faults: Mapping[str, Fault]
     """Faults of every group that was left out so far."""
-    warmed: tuple[float, ...] | None = None
-    """Nats a token of each supervised step; None: they are still to be taken, and the weights and
-    moments are those of the start."""
+    warmed: tuple[float, ...] = ()
+    """Nats a token of each supervised step that is done."""
     metrics: tuple[StepMetrics, ...] = ()
     """Figures of the steps that are done."""
     weights: Mapping[str, Tensor] | None = None
@@ -120,7 +121,12 @@ def resumed(job: TrainingJob, parameters: Mapping[str, Parameter]) -> Snapshot |
         return None
     if one.weights is not None:
         set_weights(parameters, one.weights)
-    log.info("run_goes_on", steps_done=len(one.metrics), groups=len(one.checked.groups))
+    log.info(
+        "run_goes_on",
+        steps_done=len(one.metrics),
+        supervised_steps_done=len(one.warmed),
+        groups=len(one.checked.groups),
+    )
     return one
 
 
@@ -194,7 +200,7 @@ def load_snapshot(
         one = Snapshot(
             checked=replace(checked, groups=groups),
             faults=msgspec.convert(state["faults"], dict[str, Fault]),
-            warmed=None if state["warmed"] is None else tuple(state["warmed"]),
+            warmed=msgspec.convert(state["warmed"], tuple[float, ...]),
             metrics=msgspec.convert(state["metrics"], tuple[StepMetrics, ...]),
             weights=_of(WEIGHT, tensors, parameters) if state["has_weights"] else None,
             moments=None

@@ -210,7 +210,14 @@ def test_a_parent_of_another_rank_or_alpha_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])]
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("velora_config", {}),
+        ("task_type", "TOKEN_CLS"),
+    ],
 )
 def test_a_parent_that_is_more_than_a_plain_lora_is_refused_before_it_is_read(
     policy: Policy,
@@ -226,7 +233,7 @@ def test_a_parent_that_is_more_than_a_plain_lora_is_refused_before_it_is_read(
     (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
     (tmp_path / WEIGHTS).unlink()
 
-    with pytest.raises(ParentError, match=f"sets {name}; the learner continues plain LoRA only"):
+    with pytest.raises(ParentError, match=f"{name} is .*; the learner continues plain LoRA only"):
         load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
 
 
@@ -247,3 +254,63 @@ def test_an_adapter_is_read_onto_the_learners_device(
     sampler = Parent(name="s", path=tmp_path, digest=folder_digest(tmp_path))
     with sampled_by(again, sampler):
         pass
+
+
+def test_a_parent_that_would_be_saved_with_more_than_its_matrices_is_refused_before_training(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its config says: a feature of a later peft may not be known by its name."""
+    save_adapter(policy, tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, "velora_config": {}}))
+    monkeypatch.setattr("learner.policy.adapter_io.not_plain_lora", lambda config: None)
+
+    with pytest.raises(ParentError, match=r"lora_velora_embed\S* is trained or saved beside"):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("arrow_config", {"top_k": 1}), ("velora_config", {}), ("init_lora_weights", 7)],
+)
+def test_a_sampler_that_peft_gives_up_halfway_leaves_nothing_in_the_policy(
+    policy: Policy,
+    tmp_path: Path,
+    member: str,
+    value: object,
+    known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where its config is not known to be odd: the run would train, and not be saved."""
+    save_adapter(policy, tmp_path / "before")
+    sound = Parent(name="s", path=tmp_path / "before", digest=folder_digest(tmp_path / "before"))
+    save_adapter(policy, tmp_path / "odd")
+    config = json.loads((tmp_path / "odd" / CONFIG).read_text())
+    (tmp_path / "odd" / CONFIG).write_text(json.dumps({**config, member: value}))
+    odd = Parent(name="o", path=tmp_path / "odd", digest=folder_digest(tmp_path / "odd"))
+    if not known:
+        monkeypatch.setattr("learner.policy.adapter_io.not_plain_lora", lambda config: None)
+    before = [name for name, _ in policy.model.named_parameters()]
+
+    refused: Exception | None = None
+    try:
+        with sampled_by(policy, odd):
+            pass
+    except ParentError as error:
+        refused = error
+
+    # Of one that peft can load only the matrices are compared.
+    assert refused is not None or (member == "velora_config" and not known)
+    assert [name for name, _ in policy.model.named_parameters()] == before
+    assert list(policy.model.peft_config) == ["default"]
+    assert all("sampler" not in name for name, _ in policy.model.named_modules())
+    assert sum(p.requires_grad for p in policy.model.parameters()) == 28
+    with sampled_by(policy, sound):
+        pass
+    save_adapter(policy, tmp_path / "after")
+    assert folder_digest(tmp_path / "after") == folder_digest(tmp_path / "before")

@@ -112,7 +112,8 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
     """start(settings, run_id, kill_at=): a run in a process of its own, or several; how it ended.
 
     kill_at: (name, n): the nth event of this name, or of any for "". Process `rank` of `processes`
-    is `sent` a signal there, and the others too with `to_all`.
+    is `sent` a signal there, and the others too with `to_all`. apart_s: seconds between checkpoints
+    of supervised steps.
     """
 
     def ask(
@@ -124,6 +125,7 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
         processes: int = 1,
         rank: int = 0,
         to_all: bool = False,
+        apart_s: float | None = None,
     ) -> dict[str, Any]:
         asked = {
             "settings": settings.model_dump(mode="json"),
@@ -133,6 +135,7 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
             "processes": processes,
             "rank": rank,
             "to_all": to_all,
+            "apart_s": apart_s,
             "events": str(tmp_path / "events"),
         }
         return dict(json.loads(forking(json.dumps(asked))))

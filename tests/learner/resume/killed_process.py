@@ -1,7 +1,8 @@
 """A process that starts runs of the real trainer, each in a process of its own, and kills them.
 
 Forked from one process, because torch takes seconds to import. Each line of standard input is a
-JSON object: `settings`, `run_id`, `processes` of the run, and `kill_at`, a name and a number: at
+JSON object: `settings`, `run_id`, `processes` of the run, `apart_s` between checkpoints of
+supervised steps (null: as it is), and `kill_at`, a name and a number: at
 the nth event of this name (name "": of any; 0: never) process `rank` sends itself `signal`. The
 answer is a JSON line: the `signal` that ended that process, its `code`, the `events` that it went
 through, and the `codes` of all; with `to_all` the signal goes to each. Several processes find each
@@ -30,6 +31,7 @@ import learner.grpo.checks
 import learner.grpo.files.checkpoint
 import learner.grpo.files.saving
 import learner.grpo.trainer
+import learner.grpo.warmup
 import learner.progress.plot
 import learner.resume.work_folder
 import learner.runs.material
@@ -46,6 +48,7 @@ from sidecar.store.database import Database
 BEFORE: list[tuple[str, Any, str]] = [
     ("claimed", learner.runs.train, "gather"),
     ("check", learner.grpo.checks, "_recompute"),
+    ("supervised answer", learner.grpo.warmup, "_add"),
     ("group of a step", learner.grpo.trainer, "_add_group"),
     ("step", learner.grpo.trainer, "step_metrics"),
     ("checkpoint begins", learner.grpo.files.checkpoint, "save_snapshot"),
@@ -117,6 +120,8 @@ def run(asked: dict[str, Any], events: Path, rank: int) -> int:
             os.kill(int(pid), asked["signal"])
 
     Events(name, number, events, send).hook()
+    if asked["apart_s"] is not None:
+        learner.grpo.warmup.APART_S = asked["apart_s"]
     sys.stdout = sys.stderr
     place = Place(rank, asked["processes"], rank, asked["processes"]) if asked["port"] else None
     settings = as_launched(settings, place)

@@ -16,6 +16,7 @@ from sqlalchemy import delete, func, select
 from learner.adapter_folder import CONFIG, LINEAGE
 from learner.grpo.trainer import GrpoTrainer
 from learner.origin.fingerprint import ids_digest
+from learner.origin.surroundings import Code
 from learner.replay import replay
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -119,9 +120,31 @@ def test_other_weights_are_told_with_what_differs(trained: Trained) -> None:
     code, said = trained.replay()
 
     assert code == 1
-    assert said[1].startswith("other weights: digest ")
-    assert said[1].endswith(f"the version has {trained.folder.name}")
-    assert re.fullmatch(r"  torch was 1\.0 and is [\d.]+\S*", said[2])
+    assert "lineage.json was changed after m--v1-" in said[0]
+    assert said[2].startswith("other weights: digest ")
+    assert said[2].endswith(f"the version has {trained.folder.name}")
+    assert re.fullmatch(r"  torch was 1\.0 and is [\d.]+\S*", said[3])
+
+
+def test_a_lineage_that_was_changed_is_not_said_to_be_as_it_was(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit has its digest."""
+    lineage = trained.lineage
+    changed = {**lineage["settings"], "learning_rate": 0.01}
+    trained.change_lineage(settings=changed, code={"commit": "c", "dirty": False})
+    known = Code(commit="c", dirty=False)
+    monkeypatch.setattr("learner.replay.code_version", lambda: known)
+
+    code, said = trained.replay()
+
+    assert (code, len(said)) == (1, 4)
+    assert re.fullmatch(
+        r"\S+lineage\.json was changed after m--v1-\w+ was registered \(SHA-256 \w{12}, the audit "
+        r"says \w{12}\); what follows is about the changed one",
+        said[0],
+    )
+    assert said[3] == "  its lineage was changed; nothing else that is recorded differs"
 
 
 def delete_a_group(one: Trained) -> None:
@@ -176,8 +199,10 @@ def test_what_cannot_be_replayed_says_why(
     code, said = trained.replay()
 
     assert code == 1
-    assert said[0].startswith("not possible: ")
-    assert why in said[0]
+    assert said[-1].startswith("not possible: ")
+    assert why in said[-1]
+    in_store = change in (delete_a_group, change_a_score)
+    assert len(said) == (1 if in_store else 2), "a lineage that was changed is told first"
 
 
 def test_a_parent_whose_folder_is_gone(trained: Trained, tmp_path: Path) -> None:
@@ -199,7 +224,7 @@ def test_a_parent_whose_folder_is_gone(trained: Trained, tmp_path: Path) -> None
     code, said = trained.replay()
 
     assert code == 1
-    assert said[0].startswith(f"not possible: parent m--v9-x: {tmp_path / 'gone'}")
+    assert said[-1].startswith(f"not possible: parent m--v9-x: {tmp_path / 'gone'}")
 
 
 @pytest.mark.parametrize("reference", ["v7", "nowhere", "9" * 30, ""])

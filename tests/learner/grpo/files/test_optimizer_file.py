@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch.nn import Parameter
 
-from learner.adapter_folder import OPTIMIZER
+from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest
 from learner.errors import OptimizerStateError
-from learner.grpo.files.optimizer_file import HEAD, load_state, save_state
+from learner.grpo.files.optimizer_file import HEAD, load_state, parents_state, save_state
 from learner.grpo.optimizer import OptimizerState
+from learner.records import Parent
 
 
 @pytest.fixture
@@ -131,3 +133,38 @@ def test_damage_is_named(
 
     with pytest.raises(OptimizerStateError, match=words):
         load_state(tmp_path, parameters)
+
+
+@pytest.mark.parametrize(
+    ("lineage", "words"),
+    [
+        ('{"algorithm": {"optimizer_sha256": "%s"}}', ""),
+        ('{"algorithm": {}}', ""),
+        ("{}", ""),
+        (None, ""),
+        ('{"algorithm": {"optimizer_sha256": "00%s"}}', "was changed after it was saved"),
+        ('{"algorithm": {"optimizer_sha256": 7}}', "was changed after it was saved"),
+        ('{"algorithm": 7}', "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_moments_that_are_not_those_of_the_lineage_are_not_used(
+    tmp_path: Path,
+    state: OptimizerState,
+    parameters: dict[str, Parameter],
+    lineage: str | None,
+    words: str,
+) -> None:
+    """One changed number is as large as it likes. Where no digest is known, none is compared."""
+    save_state(state, tmp_path)
+    if lineage is not None:
+        digest = file_digest(tmp_path / OPTIMIZER)
+        (tmp_path / LINEAGE).write_text(lineage.replace("%s", digest))
+
+    with capture_logs() as logs:
+        found = parents_state(Parent(name="p", path=tmp_path), parameters)
+
+    assert (found is None) == bool(words)
+    assert [words in one["error"] for one in logs] == [True] * bool(words)
+    assert all(one["event"] == "optimizer_state_unusable" for one in logs)
