@@ -64,6 +64,7 @@ class Schedule(msgspec.Struct):
     kind: str
     why: str
     at: float
+    again_at: float | None = None
 
 
 class Learner(msgspec.Struct):
@@ -252,7 +253,7 @@ def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
     elif learner.run_requested:
         yield "Learner: a run is requested and starts next."
     elif schedule == "manual":
-        asks = f"`sidecar learn --once{of_line}` asks"
+        asks = f"`sidecar learner run{of_line}` asks"
         yield f"Learner: runs when it is asked to (learner.schedule); {asks}."
     else:
         yield "Learner: follows its schedule."
@@ -306,6 +307,8 @@ def _next_run(learner: Learner, now: float, *, by_hand: bool) -> Iterator[str]:
         or (told.kind == "not_due" and by_hand)
     ):
         yield f"  No run now: {told.why}."
+        if told.again_at is not None:
+            yield f"  It is tried again {shown_time(told.again_at, now)}."
 
 
 def _engine(engine: Engine) -> Iterator[str]:

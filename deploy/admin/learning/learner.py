@@ -36,7 +36,9 @@ def read_learner(session: Session, model: str) -> LearnerOut:
         next_run_at=session.scalar(
             select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
         ),
-        schedule=None if told is None else ScheduleOut(kind=told.kind, why=told.why, at=told.at),
+        schedule=None
+        if told is None
+        else ScheduleOut(kind=told.kind, why=told.why, at=told.at, again_at=told.again_at),
     )
 
 
