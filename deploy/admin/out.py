@@ -387,13 +387,6 @@ class WatchOut(Out):
         )
 
 
-class ScheduleOut(Out):
-    kind: str
-    why: str  # a run started, or none starts now; told at least every minute
-    at: float
-    again_at: float | None = None  # when the hold after the last run ends; null: none holds
-
-
 class RoutingOut(Out):
     champion: str
     canary: str | None

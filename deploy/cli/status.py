@@ -73,6 +73,7 @@ class Learner(msgspec.Struct):
     last_run: Run | None
     next_run_at: float | None = None
     schedule: Schedule | None = None
+    lacks: list[str] = []
 
 
 class Replica(msgspec.Struct):
@@ -258,6 +259,8 @@ def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
     else:
         yield "Learner: follows its schedule."
     yield from _next_run(learner, now, by_hand=schedule == "manual")
+    for lack in learner.lacks:
+        yield f"  It found at its start: {lack}."
     run = learner.last_run
     if watch_holds and (run is None or run.status != "held"):
         yield (

@@ -28,11 +28,12 @@ from sqlalchemy.orm import Session
 
 from learner.command import learner_command
 from learner.errors import ParentError
+from learner.progress.lacks import write_lacks
 from learner.runs.blame import blame_for_death
 from learner.runs.interrupted import GOES_ON
 from learner.runs.runs import abandon, can_go_on, find_parent, is_dead, unfinished
 from learner.runs.source import count_fresh
-from learner.schedule.hold import Hold, ended_words
+from learner.schedule.hold import TRAINED, Hold, ended_words
 from learner.schedule.idle import UserRate
 from learner.schedule.rule import Decision, Situation, decide
 from learner.schedule.told import Told, write_told
@@ -240,6 +241,8 @@ class Schedule:
             elif code < 0:
                 self._say_killed(session, code)
             why = get_flag(session, flag_of(NO_ROOM_FLAG, self.line.name)) or ""
+            if code == TRAINED:
+                write_lacks(session, (), now=self._clock())
             hold.begin(code, now=self._clock(), no_room=why)
             again = self._of_turn and hold.tries_again(goes_on=goes_on)
             if again:

@@ -601,6 +601,17 @@ def test_a_hold_says_until_when() -> None:
     assert lines[at + 1] == "  It is tried again 2026-03-01T09:38:00Z (in 8 min)."
 
 
+def test_what_runs_lack_is_said_though_no_run_was_due_yet() -> None:
+    lack = "learner.device: learner.device = 'cuda:1' cannot be used: ...; set it to cpu"
+    told = ScheduleOut(kind="not_due", why="the schedule has not come round", at=NOW)
+    learner = learner_of(run()).model_copy(update={"schedule": told, "lacks": [lack]})
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert f"  It found at its start: {lack}." in lines
+
+
 def test_a_pause_is_said_once() -> None:
     learner = LearnerOut(
         paused=True,

@@ -18,6 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner import once
+from learner.progress.lacks import Lack, read_lacks, write_lacks
 from learner.resume.work_folder import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
@@ -248,6 +249,26 @@ def test_a_turn_whose_run_fails_is_tried_again_until_it_has_failed_too_often(
     assert here.poll() == "start"
     here.children[-1].code = 0
     assert here.poll() == "not_due"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_trains_ends_what_was_found_lacking(
+    world: MakeWorld, database: Database, clock: Clock
+) -> None:
+    lack = Lack("learner.device", "it cannot be used")
+    with database.write() as session:
+        write_lacks(session, [lack], now=clock.now)
+    here = world()
+    found = []
+    for code in (5, 0):
+        clock.now += 600.0
+        assert here.poll() == "start"
+        here.children[-1].code = code
+        here.poll()
+        with database.read() as session:
+            found.append(read_lacks(session))
+
+    assert found == [["learner.device: it cannot be used"], []]
 
 
 @pytest.mark.usefixtures("two_groups")
