@@ -12,6 +12,7 @@ from deploy.admin.models import (
     CanaryOut,
     LearnerOut,
     RunOut,
+    ScheduleOut,
     StatusOut,
 )
 from deploy.admin.out import (
@@ -22,7 +23,6 @@ from deploy.admin.out import (
     LoopOut,
     OneJudgeOut,
     RoutingOut,
-    ScheduleOut,
     TroubleOut,
     VerifierOut,
 )
