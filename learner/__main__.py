@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
         help="one run now; exit 3: nothing, 4: held, 5: no room, 6: stopped",
     )
     made.add_argument(
-        "--measure", action="store_true", help="tell ingest how long an input can be trained on"
+        "--measure",
+        action="store_true",
+        help="log what runs lack here, and tell ingest how long an input can be trained on",
     )
     what.add_argument(
         "--replay", metavar="RUN", help="a run id or a version: train it again, publish nothing"
@@ -53,7 +55,8 @@ def _main(argv: list[str] | None) -> int:
     from learner.distributed.place import given_place
     from learner.once import run_once, shown, with_pack_tokens
     from learner.patience import when_unlocked
-    from learner.ready import why_no_packages
+    from learner.progress.lacks import note_lacks
+    from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
     from learner.schedule.measuring import measuring
@@ -88,6 +91,8 @@ def _main(argv: list[str] | None) -> int:
         try:
             when_unlocked(database.upgrade, stopping=stopping, doing="the start")
             if args.measure:
+                if settings.learner.schedule != "manual":
+                    note_lacks(list(why_not_ready(settings)), database, now=time.time())
                 with_pack_tokens(settings, database, now=time.time())
                 return 0
             if args.replay is not None:
@@ -109,12 +114,16 @@ def _main(argv: list[str] | None) -> int:
                         trainer=trainer,
                     ),
                 )
-            told = bool(settings.learner.pack_tokens) or bool(lacks)
-            measured = nullcontext() if told else measuring(args.config)
-            with only_one(settings.state_dir, "learn"), measured:
-                return run_schedule(
-                    settings, database, args.config, clock=time.time, stopping=stopping
-                )
+            by_hand = settings.learner.schedule == "manual"
+            told = bool(settings.learner.pack_tokens) and by_hand
+            measured = nullcontext() if told or lacks else measuring(args.config)
+            with only_one(settings.state_dir, "learn"):
+                forget = partial(note_lacks, (), database, now=time.time())
+                when_unlocked(forget, stopping=stopping, doing="the start")
+                with measured:
+                    return run_schedule(
+                        settings, database, args.config, clock=time.time, stopping=stopping
+                    )
         finally:
             database.close()
             tracing.shutdown()

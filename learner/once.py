@@ -30,6 +30,7 @@ from learner.resume.rule import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
+from sidecar.plurals import counted
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
@@ -112,11 +113,10 @@ def run_once(
 
 
 def _groups_line(counts: Mapping[str, int]) -> str:
-    """Return a line about the groups that were left out; empty when none was."""
-    out = [f"{number} {why}" for why, number in sorted(counts.items()) if why != "used"]
-    if not out:
-        return ""
-    return f"{counts['used']} groups used; left out: {', '.join(out)} (`sidecar groups ls`)\n"
+    """Return a line about the groups that were used and left out."""
+    out = [f"{number} {why}" for why, number in sorted(counts.items()) if why != "used" and number]
+    left = f"{', '.join(out)} (`sidecar groups ls`)" if out else "none"
+    return f"{counted(counts.get('used', 0), 'group')} used; left out: {left}\n"
 
 
 def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:
@@ -138,7 +138,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
             device,
             answers=settings.groups.size,
         )
-    except DeviceError:  # the run's own error
+    except DeviceError:  # the run's own error; at the learner's start `learner.ready` tells it
         found = None
     used = UNTOLD_TOKENS
     if found is not None and found.safe:

@@ -1,4 +1,4 @@
-"""Check what a run needs of this machine before one starts: packages, base weights, device."""
+"""Check what a run needs of this machine before one starts: packages, weights, device, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from learner.progress.export import why_no_export
+from learner.progress.lacks import Lack
 from sidecar.settings import Settings
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
@@ -29,17 +30,21 @@ def why_no_packages(*, scheduled: bool = True) -> str:
     )
 
 
-def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield (setting, what is wrong and what to do). Loads no weights, and downloads nothing."""
-    if lacks := why_no_packages():
-        yield "learner.schedule", lacks
+def why_not_ready(settings: Settings) -> Iterator[Lack]:
+    """Yield what a run lacks on this machine. Loads no weights, and downloads nothing."""
+    if lacks := why_no_packages(scheduled=settings.learner.schedule != "manual"):
+        yield Lack("learner.schedule", lacks)
         return
     if why := why_no_export(settings.learner.export):
-        yield "learner.export", why
-    if why := _why_no_base(settings.serving.base_model_path):
-        yield "serving.base_model_path", why
-    if why := _why_no_device(settings.learner.device):
-        yield "learner.device", why
+        yield Lack("learner.export", f"{why}; runs go on without it", "warning")
+    no_base = _why_no_base(settings.serving.base_model_path)
+    if no_base:
+        yield Lack("serving.base_model_path", no_base)
+    no_device = _why_no_device(settings.learner.device)
+    if no_device:
+        yield Lack("learner.device", no_device)
+    if not (no_base or no_device):
+        yield from _why_no_room(settings)
 
 
 def _why_no_base(path: str) -> str:
@@ -95,3 +100,17 @@ def _why_no_device(name: str) -> str:
     except DeviceError as problem:
         return str(problem)
     return ""
+
+
+def _why_no_room(settings: Settings) -> Iterator[Lack]:
+    from learner.policy.adapter_io import open_device
+    from learner.policy.room import shortage
+
+    device = open_device(settings.learner.device)
+    found = shortage(settings.serving.base_model_path, settings.learner, device)
+    if found is None:
+        return
+    if found.lasts:
+        yield Lack("learner.memory_fraction", found.why)
+    else:
+        yield Lack("learner.device", found.why, "warning")

@@ -37,6 +37,8 @@ class AdminContext:
     on_change: Callable[[], None] = lambda: None
     """Called after every change of the adapters that vLLM should have loaded."""
     clock: Callable[[], float] = time.time
+    by_hand: bool = False
+    """The learner has no schedule: it runs when it is asked to (`learner.schedule`)."""
     examiner: Examiner | None = None
     """The judge of the gate; None: control has none."""
     hooks: tuple[str, ...] = ()

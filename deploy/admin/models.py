@@ -21,7 +21,6 @@ from deploy.admin.out import (
     Out,
     RetentionOut,
     RoutingOut,
-    ScheduleOut,
     SignalOut,
     TroubleOut,
     VerifierOut,
@@ -310,6 +309,13 @@ class AuditOut(Out):
         )
 
 
+class ScheduleOut(Out):
+    kind: str
+    why: str  # a run started, or none starts now; told at least every minute
+    at: float
+    again_at: float | None = None  # when the hold after the last run ends; null: none holds
+
+
 class LearnerOut(Out):
     """The learner's switches and newest run. Its ETag changes with every switch."""
 
@@ -319,6 +325,8 @@ class LearnerOut(Out):
     allowed_actions: list[str]
     next_run_at: float | None = None  # null where the schedule has no times
     schedule: ScheduleOut | None = None  # null until the learner has decided
+    lacks: list[str] = Field(default_factory=list)
+    """What runs lack on the learner's machine, found at its start; a run that trains empties it."""
 
 
 class StatusOut(Out):

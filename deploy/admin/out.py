@@ -387,12 +387,6 @@ class WatchOut(Out):
         )
 
 
-class ScheduleOut(Out):
-    kind: str
-    why: str  # a run started, or none starts now; told at least every minute
-    at: float
-
-
 class RoutingOut(Out):
     champion: str
     canary: str | None

@@ -162,7 +162,7 @@ def learn(
     ] = None,
     project: Project = None,
 ) -> None:
-    """Run the learner on its schedule, or once now (exit 3: nothing, 4: held, 5: no room)."""
+    """Run the learner on its schedule, or once now; its exit codes stand below."""
     extra: tuple[str, ...] = ("--once",) if once else ()
     if once and replay is not None:
         raise typer.BadParameter("does not go with --replay; give one of them", param_hint="--once")

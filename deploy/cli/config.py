@@ -72,6 +72,14 @@ def config_check(
             help="also ask vLLM, judge (one paid call), verifiers; look at folders, ports, device",
         ),
     ] = False,
+    learner: Annotated[
+        bool,
+        typer.Option(
+            "--learner",
+            help="look whether runs can train on this machine, also with learner.schedule = "
+            '"manual"; without --online at nothing else',
+        ),
+    ] = False,
     output: Output = "text",
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
@@ -81,33 +89,37 @@ def config_check(
     for one in advice(settings):
         note(f"warning: {one}")
     if output == "json":
-        _check_json(settings, online)
+        _check_json(settings, online=online, learner=learner)
         return
-    if not online:
+    if not online and not learner:
         for one in will_not_happen(settings):
             note(f"to know: {one}")
         say("settings are sound")
         return
-    found = _findings(settings)
+    found = _findings(settings, online=online, learner=learner)
     for finding in found:
         say(f"{finding.level}: {finding.setting}: {finding.text}")
     if any(finding.level == "error" for finding in found):
         note("these settings cannot run here")
         raise typer.Exit(1)
-    say("settings are sound, and can run here")
+    say(f"settings are sound, and {'can run' if online else 'runs can train'} here")
 
 
-def _findings(settings: Settings) -> Sequence[Finding]:
+def _findings(settings: Settings, *, online: bool, learner: bool) -> Sequence[Finding]:
     import asyncio
 
-    from deploy.preflight.run import preflight, runs_already
+    from deploy.preflight.run import learner_findings, preflight, runs_already
 
-    return asyncio.run(preflight(settings, running=runs_already(settings)))
+    if not online:
+        return learner_findings(settings) if learner else ()
+    running = runs_already(settings)
+    return asyncio.run(preflight(settings, running=running, learner=learner))
 
 
-def _check_json(settings: Settings, online: bool) -> None:
-    """Print the findings; none without `--online`. Raises: typer.Exit after an error."""
-    found = _findings(settings) if online else ()
+def _check_json(settings: Settings, *, online: bool, learner: bool) -> None:
+    """Print the findings; none without `--online` and `--learner`. Raises: typer.Exit after an
+    error."""
+    found = _findings(settings, online=online, learner=learner)
     items = [{"level": one.level, "setting": one.setting, "text": one.text} for one in found]
     fails = any(one.level == "error" for one in found)
     say_json({"sound": not fails, "online": online, "findings": items})

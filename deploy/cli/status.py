@@ -64,6 +64,7 @@ class Schedule(msgspec.Struct):
     kind: str
     why: str
     at: float
+    again_at: float | None = None
 
 
 class Learner(msgspec.Struct):
@@ -72,6 +73,7 @@ class Learner(msgspec.Struct):
     last_run: Run | None
     next_run_at: float | None = None
     schedule: Schedule | None = None
+    lacks: list[str] = []
 
 
 class Replica(msgspec.Struct):
@@ -252,11 +254,13 @@ def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
     elif learner.run_requested:
         yield "Learner: a run is requested and starts next."
     elif schedule == "manual":
-        asks = f"`sidecar learn --once{of_line}` asks"
+        asks = f"`sidecar learner run{of_line}` asks"
         yield f"Learner: runs when it is asked to (learner.schedule); {asks}."
     else:
         yield "Learner: follows its schedule."
     yield from _next_run(learner, now, by_hand=schedule == "manual")
+    for lack in learner.lacks:
+        yield f"  It found at its start: {lack}."
     run = learner.last_run
     if watch_holds and (run is None or run.status != "held"):
         yield (
@@ -306,6 +310,8 @@ def _next_run(learner: Learner, now: float, *, by_hand: bool) -> Iterator[str]:
         or (told.kind == "not_due" and by_hand)
     ):
         yield f"  No run now: {told.why}."
+        if told.again_at is not None:
+            yield f"  It is tried again {shown_time(told.again_at, now)}."
 
 
 def _engine(engine: Engine) -> Iterator[str]:

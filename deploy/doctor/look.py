@@ -28,7 +28,7 @@ from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
 from deploy.preflight.judge import NO_JUDGE, check_judges
 from deploy.preflight.places import check_places
-from deploy.preflight.run import LOCKS
+from deploy.preflight.run import LOCKS, learner_findings
 from deploy.preflight.store import check_store
 from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
@@ -39,7 +39,7 @@ from ingest.noise.rubrics import each_series
 from ingest.noise.state import NoiseState, read_noise_state
 from ingest.sampling.budget import first_spent, read_usage
 from ingest.verifiers.state import read_verifiers, waiting_for
-from learner.ready import EMPTY, why_not_ready
+from learner.ready import EMPTY
 from learner.schedule.cron import read_cron
 from learner.schedule.loop import PAUSED_FLAG
 from sidecar.errors import SettingsError, StoreError
@@ -93,7 +93,7 @@ def look(
         if settings.judge.model and settings.reward.verifiers:
             checks["verifiers"] = lambda: asyncio.run(check_verifiers(settings))
         if settings.learner.schedule != "manual":
-            checks["learner"] = lambda: [error(name, why) for name, why in why_not_ready(settings)]
+            checks["learner"] = lambda: learner_findings(settings)
     else:
         checks["settings"] = lambda: list(_unset(settings))
     found, failed = run_checks(checks, limit_s)

@@ -87,7 +87,14 @@ def record_views(desk: Desk) -> dict[str, View]:
         found = await _page(asked, RunOut, "runs")
         status = await asked.ask.get(StatusOut, "status")
         etag = await asked.ask.etag("learner")
-        return desk.html(asked, "runs.html", found=found, learner=status.learner, etag=etag)
+        return desk.html(
+            asked,
+            "runs.html",
+            found=found,
+            learner=status.learner,
+            by_hand=desk.context.by_hand,
+            etag=etag,
+        )
 
     async def run(asked: Asked) -> Response:
         run_id = asked.part("run_id")

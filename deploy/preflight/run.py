@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from deploy.preflight.bus import check_bus
-from deploy.preflight.findings import Finding, error, warning
+from deploy.preflight.findings import Finding, warning
 from deploy.preflight.judge import check_judges
 from deploy.preflight.places import check_places
 from deploy.preflight.projects import check_projects
@@ -20,10 +20,16 @@ LOCKS = ("up", "control", "ingest")
 """Processes that lock `state_dir` while they run."""
 
 
-async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
+def learner_findings(settings: Settings) -> list[Finding]:
+    """Return what keeps runs from training on this machine, whatever the schedule is."""
+    return [Finding(one.level, one.setting, one.why) for one in why_not_ready(settings)]
+
+
+async def preflight(settings: Settings, *, running: bool, learner: bool = False) -> list[Finding]:
     """Return what keeps these settings from running here.
 
-    running: the sidecar runs with this `state_dir` already.
+    running: the sidecar runs with this `state_dir` already. learner: the learner is looked at also
+    where its schedule is `manual`, because another machine may learn.
     """
     found = list(check_places(settings, running=running))
     found += check_store(settings.store.url)
@@ -34,8 +40,8 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     found += await check_judges(settings)
     if settings.judge.model:
         found += await check_verifiers(settings)
-    if settings.learner.schedule != "manual":
-        found += [error(name, why) for name, why in why_not_ready(settings)]
+    if learner or settings.learner.schedule != "manual":
+        found += await asyncio.to_thread(learner_findings, settings)
     elif not settings.serving.base_model_path:
         found.append(
             warning(

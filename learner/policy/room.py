@@ -96,22 +96,51 @@ def limit_torch(device: torch.device, share: float) -> None:
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """A run does not fit."""
+
+    why: str
+    """What it needs, what there is, and what to do."""
+    lasts: bool
+    """True: it never fits, whoever else leaves the device."""
+
+
 def check_room(base_model_path: str, settings: Learner, device: torch.device) -> None:
     """Return when a run may begin; also when its needs or the free memory are not known (logged).
 
     Raises: NoRoomError.
     """
-    needed, room = _needed(base_model_path, settings, device), None
-    if needed is not None:
-        # Without cards the processes of a run have one memory, and each reads the base.
-        needed *= settings.processes if device.type == "cpu" else 1
-        room = room_of(device, settings.memory_fraction)
-    if needed is None or room is None:
+    found = _measured(base_model_path, settings, device)
+    if found is None:
         log.info("room_not_known", base=base_model_path, device=str(device))
         return
+    needed, room = found
     if needed > room.budget:
         raise NoRoomError(_words(needed, room, device))
     log.info("room_found", needed_mb=needed // 2**20, budget_mb=room.budget // 2**20)
+
+
+def shortage(base_model_path: str, settings: Learner, device: torch.device) -> Shortage | None:
+    """Say why a run would not fit now; None when it does, or when that is not known."""
+    found = _measured(base_model_path, settings, device)
+    if found is None or found[0] <= found[1].budget:
+        return None
+    needed, room = found
+    return Shortage(why=_words(needed, room, device), lasts=needed > int(room.share * room.total))
+
+
+def _measured(
+    base_model_path: str, settings: Learner, device: torch.device
+) -> tuple[int, Room] | None:
+    """Return the bytes that every run needs, and the device's room; None where one is not known."""
+    needed = _needed(base_model_path, settings, device)
+    if needed is None:
+        return None
+    # Without cards the processes of a run have one memory, and each reads the base.
+    needed *= settings.processes if device.type == "cpu" else 1
+    room = room_of(device, settings.memory_fraction)
+    return None if room is None else (needed, room)
 
 
 def _needed(base_model_path: str, settings: Learner, device: torch.device) -> int | None:

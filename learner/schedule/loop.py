@@ -3,7 +3,8 @@
 Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
 `learner_run_requested` ("1" or "0"). What it decides is told in a flag too (`told`). A scheduled
-time that came round stays due, also over a restart, until a run starts or too few groups wait.
+time that came round stays due, also over a restart, until a run starts or too few groups wait; it
+is due again when that run failed or found no room (`hold`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import UTC
 from functools import partial
 from pathlib import Path
@@ -21,40 +23,40 @@ from typing import Protocol
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
-from sqlalchemy import func, select
+from msgspec import structs
 from sqlalchemy.orm import Session
 
 from learner.command import learner_command
 from learner.errors import ParentError
+from learner.progress.lacks import write_lacks
 from learner.runs.blame import blame_for_death
-from learner.runs.runs import abandon, can_go_on, find_parent, unfinished
+from learner.runs.interrupted import GOES_ON
+from learner.runs.runs import abandon, can_go_on, find_parent, is_dead, unfinished
 from learner.runs.source import count_fresh
+from learner.schedule.hold import TRAINED, Hold, ended_words
 from learner.schedule.idle import UserRate
-from learner.schedule.rule import HELD_S, Decision, Situation, decide, hold_s
+from learner.schedule.rule import Decision, Situation, decide
 from learner.schedule.told import Told, write_told
 from learner.schedule.turns import forget_turns, keep_turns
-from sidecar.capture.durable_counts import REQUESTS
+from learner.schedule.waits import requests_of_users, undecided_canary
 from sidecar.errors import StoreError
 from sidecar.lines import flag_of
 from sidecar.processes.children import own_environment
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.models import AdapterRow, CanaryRow, CounterRow
+from sidecar.store.models import RunRow
 
 log = structlog.get_logger()
 
 PAUSED_FLAG = "learner_paused"
 REQUESTED_FLAG = "learner_run_requested"
 DUE_FLAG = "learner_due"
-UNDECIDED = ("loading", "gating", "ramping")
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
 TOLD_S = 60.0
 """Longest time between two writes of the same decision."""
-TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 3, 4, 5, 6
-"""Exit codes of a run (`learner.once`)."""
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit, as `learner.once` writes it."""
 
@@ -121,16 +123,15 @@ class Schedule:
         self._clock = clock
         self._by_groups = settings.learner.schedule == "groups"
         self._due = False
-        self._has_times = settings.learner.schedule in ("interval", "cron")
+        self._timed = settings.learner.schedule in ("interval", "cron")
+        self._clean = self._timed
         """False: there may be times of earlier settings in the store."""
         self._users = UserRate(settings.learner.idle_window_s)
         self._child: Child | None = None
         self._run_id = ""
-        self._failures = 0
-        self._hold_until = 0.0
-        self._wait_s = 0.0
-        self._held = False
-        self._no_room = ""
+        self._of_turn = False
+        """True when the child process was started for a scheduled time, not only on request."""
+        self._hold = Hold()
         self._logged: Decision | None = None
         self._told: Told | None = None
 
@@ -164,8 +165,10 @@ class Schedule:
             self._forget_turns()
             self._reap()
             with self._database.read() as session:
-                decision = decide(self._situation(session, elsewhere))
+                seen = self._situation(session, elsewhere)
+            decision = decide(seen)
             if decision.start:
+                self._of_turn = self._timed and (seen.due or seen.unfinished is not None)
                 self._start(decision)
             if decision.spent and not self._by_groups:
                 self._note_due("0")
@@ -194,19 +197,23 @@ class Schedule:
 
     def _forget_turns(self) -> None:
         """Drop, once, the times of earlier settings, where the present ones have none."""
-        if not self._has_times:
+        if not self._clean:
             self._note_due("0")
             with self._database.write(alone=False) as session:
                 forget_turns(session, self._settings.line.name)
-            self._has_times = True
+            self._clean = True
 
     def _tell(self, decision: Decision) -> None:
         """Write the decision for the other processes, when it is new or was told long ago."""
         now, told = self._clock(), self._told
-        same = told is not None and (told.kind, told.why) == (decision.kind, decision.why)
-        if told is not None and same and 0 <= now - told.at < TOLD_S:
+        new = Told(kind=decision.kind, why=decision.why, at=now, again_at=decision.again_at)
+        if (
+            told is not None
+            and 0 <= now - told.at < TOLD_S
+            and structs.replace(new, at=told.at) == told
+        ):
             return
-        self._told = Told(kind=decision.kind, why=decision.why, at=now)
+        self._told = new
         with self._database.write(alone=False) as session:
             write_told(session, self._told, self.line.name)
 
@@ -223,26 +230,35 @@ class Schedule:
         if code is None:
             return
         reason = f"its process ended with {code}"
+        hold = copy(self._hold)
         with self._database.write() as session:
             # A killed process cannot end its own run. The next start goes on with it where that is
             # possible; else it is ended here, or its lease blocks the next.
-            if not can_go_on(session, self._run_id, self._settings.learner.adapters_dir):
+            goes_on = can_go_on(session, self._run_id, self._settings.learner.adapters_dir)
+            if not goes_on:
                 culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
                 abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
-            why = get_flag(session, flag_of(NO_ROOM_FLAG, self.line.name))
-            self._no_room = (why or "") if code == NO_ROOM else ""
-        self._child = None
-        done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
-        self._failures = 0 if done else self._failures + 1
-        self._held = code == HELD
-        self._wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self._failures)
-        self._hold_until = self._clock() + self._wait_s
-        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=self._wait_s)
+            elif code < 0:
+                self._say_killed(session, code)
+            why = get_flag(session, flag_of(NO_ROOM_FLAG, self.line.name)) or ""
+            if code == TRAINED:
+                write_lacks(session, (), now=self._clock())
+            hold.begin(code, now=self._clock(), no_room=why)
+            again = self._of_turn and hold.tries_again(goes_on=goes_on)
+            if again:
+                set_flag(session, flag_of(DUE_FLAG, self.line.name), "1", now=self._clock())
+        self._child, self._hold, self._due = None, hold, self._due or again
+        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold.wait_s)
+
+    def _say_killed(self, session: Session, code: int) -> None:
+        """Say for a run that it stands still: its last heartbeat is fresh, and looks alive."""
+        row = session.get_one(RunRow, self._run_id)
+        if is_dead(row, self._clock()):  # else somebody goes on with it already
+            row.reason = f"its process {ended_words(code)}; {GOES_ON}"
 
     def _situation(self, session: Session, elsewhere: str) -> Situation:
         model, settings, now = self.line.name, self._settings.learner, self._clock()
-        # A clock that is set back must not lengthen the hold by its jump.
-        self._hold_until = min(self._hold_until, now + self._wait_s)
+        self._hold.shorten(now)
         groups = count_fresh(
             session,
             line=self.line,
@@ -250,7 +266,7 @@ class Schedule:
             max_age=settings.max_age_versions,
         )
         if settings.idle_below:
-            self._users.see(now, _requests(session))
+            self._users.see(now, requests_of_users(session))
 
         def flag(name: str) -> bool:
             return get_flag(session, flag_of(name, model)) == "1"
@@ -261,34 +277,18 @@ class Schedule:
             paused=flag(PAUSED_FLAG),
             requested=flag(REQUESTED_FLAG),
             due=self._by_groups or self._due or flag(DUE_FLAG),
-            canary=_undecided(session, model),
+            canary=undecided_canary(session, model),
             groups=groups,
             min_groups=settings.min_groups,
             now=now,
-            hold_until=self._hold_until,
-            held=self._held,
-            no_room=self._no_room,
+            hold_until=self._hold.until,
+            held=self._hold.held,
+            no_room=self._hold.no_room,
+            failed=self._hold.failed,
             idle_below=settings.idle_below,
             users_per_minute=self._users.per_minute,
             unfinished=unfinished(session, model, now),
         )
-
-
-def _undecided(session: Session, model: str) -> str | None:
-    """Return a version whose canary is active or still to come; None when all are decided."""
-    on_canary = select(CanaryRow.candidate).where(
-        CanaryRow.model == model, CanaryRow.state.in_(UNDECIDED)
-    )
-    registered = select(AdapterRow.name).where(
-        AdapterRow.model == model, AdapterRow.state == "registered"
-    )
-    return session.scalar(on_canary.limit(1)) or session.scalar(registered.limit(1))
-
-
-def _requests(session: Session) -> int:
-    """Return the users' requests that the proxies have counted since the store was made."""
-    total = session.scalar(select(func.sum(CounterRow.count)).where(CounterRow.stage == REQUESTS))
-    return int(total or 0)
 
 
 class InTurn:

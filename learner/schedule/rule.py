@@ -49,6 +49,8 @@ class Situation:
     """True when the reward watch held the last run; it is asked again after `hold_until`."""
     no_room: str = ""
     """Why the last run did not fit into memory; it is tried again after `hold_until`."""
+    failed: str = ""
+    """How the last run failed, in words; empty: it did not."""
     idle_below: float = 0.0
     """Users' requests a minute below which a run starts; 0: whatever they are."""
     users_per_minute: float | None = None
@@ -59,6 +61,8 @@ class Situation:
 class Decision:
     kind: Kind
     why: str
+    again_at: float | None = None
+    """Unix seconds when the hold ends that this decision is about."""
 
     @property
     def start(self) -> bool:
@@ -89,17 +93,13 @@ def _decide(seen: Situation) -> Decision:
     if seen.paused:
         return Decision("paused", "paused by the operator")
     if not (seen.requested or seen.due or seen.unfinished):
-        return Decision("not_due", "the schedule has not come round")
+        return _not_due(seen)
     if seen.canary is not None:
         return Decision("canary", f"the canary of {seen.canary} is not decided")
     if seen.requested:
         return Decision("start", "the operator asked for it")
     if seen.now < seen.hold_until:
-        if seen.held:
-            return Decision("held", "the reward watch holds the learner; it is asked again later")
-        if seen.no_room:
-            return Decision("no_room", seen.no_room)
-        return Decision("held_back", "the last run failed; held back for a while")
+        return _held_back(seen)
     if seen.unfinished:
         return Decision("start", f"run {seen.unfinished} was killed or stopped, and goes on")
     if seen.groups < seen.min_groups:
@@ -109,6 +109,26 @@ def _decide(seen: Situation) -> Decision:
     if seen.idle_below and (busy := _busy(seen)):
         return Decision("users_busy", busy)
     return Decision("start", counted(seen.groups, "group waits", "groups wait"))
+
+
+def _not_due(seen: Situation) -> Decision:
+    """A run that was asked for by hand, or failed too often, is not tried again by itself."""
+    if seen.no_room:
+        asks = "`sidecar learner run` asks for another"
+        return Decision("no_room", f"{seen.no_room}; {asks}")
+    failed = f"; {seen.failed}, and is not tried again before" if seen.failed else ""
+    return Decision("not_due", f"the schedule has not come round{failed}")
+
+
+def _held_back(seen: Situation) -> Decision:
+    """Say what the last run ended with, and until when the next one waits for it."""
+    again_at = seen.hold_until
+    if seen.held:
+        return Decision("held", "the reward watch holds the learner", again_at)
+    if seen.no_room:
+        return Decision("no_room", seen.no_room, again_at)
+    goes_on = f"; run {seen.unfinished} goes on" if seen.unfinished else ""
+    return Decision("held_back", f"{seen.failed or 'the last run failed'}{goes_on}", again_at)
 
 
 def _busy(seen: Situation) -> str:

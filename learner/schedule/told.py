@@ -19,6 +19,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     at: float
     """Unix seconds; it is written at least every minute while the learner lives."""
+    again_at: float | None = None
+    """Unix seconds when the hold after the last run ends; None: none holds."""
 
 
 def write_told(session: Session, told: Told, line: str) -> None:

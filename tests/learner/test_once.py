@@ -70,7 +70,8 @@ def test_a_trained_run_says_the_name_and_exits_0(
     run: Callable[[], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run() == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert first == "2 groups used; left out: none"
     assert last.startswith("trained m--v1-")
     assert last.endswith(" from base")
 

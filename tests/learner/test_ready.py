@@ -7,10 +7,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from learner import ready
 from learner.__main__ import main
+from learner.progress.lacks import read_lacks
 from learner.schedule import loop, measuring
+from sidecar.store.database import Database
 
 WHAT = (
     "learner: torch, peft cannot be imported; run `pip install '.[learner]'` in the folder that "
@@ -97,3 +100,59 @@ def test_unsound_settings_are_told_before_missing_packages(
     assert main([*config("sometimes"), "--once"]) == 2
     assert "learner.schedule" in capsys.readouterr().err
     assert started == []
+
+
+def test_what_runs_lack_is_said_at_the_start_and_stored_until_one_trains(
+    config: Callable[[str], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_base: Path,
+) -> None:
+    monkeypatch.setattr("sidecar.logs.configure_logging", lambda *_: None)
+    words = config("cron")
+    file = Path(words[-1])
+    store = Database(f"sqlite:///{tmp_path}/store.db")
+
+    def lacks() -> list[str]:
+        with store.read() as session:
+            return read_lacks(session)
+
+    def measure(base: str, more: str) -> list[tuple[str, str]]:
+        text = f'{kept}{more}\n[serving]\nmodel = "m"\nbase_model_path = "{base}"\n'
+        file.write_text(text)
+        with capture_logs() as logs:
+            assert main([*words, "--measure"]) == 0
+        found = [one for one in logs if one["event"].startswith("learner_")]
+        assert [f"{one['setting']}: {one['why']}" for one in found] == lacks()
+        return [(one["event"], one["setting"]) for one in found]
+
+    kept = file.read_text()
+    try:
+        assert measure("/no/such/folder", 'device = "cuda:7"') == [
+            ("learner_cannot_run", "serving.base_model_path"),
+            ("learner_cannot_run", "learner.device"),
+        ]
+        assert measure(str(tiny_base), "memory_fraction = 0.000001\npack_tokens = 512") == [
+            ("learner_cannot_run", "learner.memory_fraction")
+        ]
+        monkeypatch.setattr(ready, "why_no_export", lambda _: "wandb cannot be imported")
+        assert measure(str(tiny_base), "") == [("learner_lacks", "learner.export")]
+
+        begun: list[str] = []
+
+        def noted(name: str) -> nullcontext[None]:
+            begun.append(name)
+            return nullcontext()
+
+        def schedule(*_given: object, **_named: object) -> int:
+            begun.append("schedule")
+            return 0
+
+        monkeypatch.setattr(loop, "run_schedule", schedule)
+        monkeypatch.setattr(measuring, "measuring", lambda _: noted("measuring"))
+        file.write_text(f"{kept}pack_tokens = 512\n")
+        assert main(words) == 0
+        assert begun == ["measuring", "schedule"]
+        assert lacks() == [], "what an earlier start found"
+    finally:
+        store.close()

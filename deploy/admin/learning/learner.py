@@ -8,10 +8,10 @@ from typing import TypeVar
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.admin.models import LearnerOut
-from deploy.admin.out import ScheduleOut
+from deploy.admin.models import LearnerOut, ScheduleOut
 from deploy.admin.records import damaged, run_out
 from deploy.registry.learner import switches as learner_switches
+from learner.progress.lacks import read_lacks
 from learner.schedule.told import read_told
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RunRow, ScheduleJobRow
@@ -36,7 +36,10 @@ def read_learner(session: Session, model: str) -> LearnerOut:
         next_run_at=session.scalar(
             select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
         ),
-        schedule=None if told is None else ScheduleOut(kind=told.kind, why=told.why, at=told.at),
+        schedule=None
+        if told is None
+        else ScheduleOut(kind=told.kind, why=told.why, at=told.at, again_at=told.again_at),
+        lacks=read_lacks(session),
     )
 
 

@@ -27,7 +27,9 @@ def _act(
     etag = None if action == "pause" else client.etag("/learner")
     body = {} if reason is None else {"reason": reason}
     found: Mapping[str, Any] = client.post("/learner", action, body=body, etag=etag)
-    print_found(found, output)
+    # What the schedule said last was decided before this.
+    dated = ("schedule",) if output == "text" else ()
+    print_found({key: value for key, value in found.items() if key not in dated}, output)
     return found
 
 

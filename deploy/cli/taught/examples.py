@@ -105,7 +105,7 @@ EXITS: dict[str, str] = {
     "canary watch": f"{ENDED}, 130 interrupted",
     "doctor": "0 records come through, 1 something stops them, 2 bad use",
     "learn": "0 done, 1 failed, 2 bad use; with --once also 3 nothing to learn from, 4 held, "
-    "5 no room",
+    "5 no room, 6 stopped (the next start goes on with it)",
     "audit verify": "0 whole, 1 broken or not read, 2 bad use",
     "config check": "0 sound, 1 something cannot run, 2 the file is not sound",
 }

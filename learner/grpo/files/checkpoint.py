@@ -37,8 +37,8 @@ log = structlog.get_logger()
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
 FORMAT = 3
-"""Format 2 has no checkpoint between two supervised steps, nor answers that the geometric limit left
-out."""
+"""Format 2 has no checkpoint between two supervised steps, and no answers that the geometric limit
+left out."""
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
 FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."

@@ -15,6 +15,7 @@ from deploy.engine.fleet import Fleet
 from deploy.examiner import examiner_of
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
+from learner.schedule.told import Told, write_told
 from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history
@@ -230,3 +231,16 @@ def test_a_key_is_revoked_once_it_exists(run: Run, capsys: pytest.CaptureFixture
 def test_learn_takes_once_or_replay_not_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learn", "--once", "--replay", "v1"]) == 2
     assert "does not go with --replay; give one of them" in capsys.readouterr().err
+
+
+def test_a_switch_does_not_print_what_the_schedule_said_before_it(
+    run: Run, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(kind="not_due", why="the schedule has not come round", at=world.clock())
+    with world.database.write() as session:
+        write_told(session, told, "m")
+
+    assert run("learner", "pause", "--reason", "x") == 0
+    printed = capsys.readouterr().out
+    assert "paused" in printed
+    assert "the schedule has not come round" not in printed

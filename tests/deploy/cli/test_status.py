@@ -12,6 +12,7 @@ from deploy.admin.models import (
     CanaryOut,
     LearnerOut,
     RunOut,
+    ScheduleOut,
     StatusOut,
 )
 from deploy.admin.out import (
@@ -22,7 +23,6 @@ from deploy.admin.out import (
     LoopOut,
     OneJudgeOut,
     RoutingOut,
-    ScheduleOut,
     TroubleOut,
     VerifierOut,
 )
@@ -483,7 +483,7 @@ def test_a_learner_that_runs_by_hand_follows_no_schedule(project: str | None, of
     lines = status_lines(status(learner=learner, project=project), NOW, schedule="manual")
 
     assert lines is not None
-    asks = f"`sidecar learn --once{of_line}` asks"
+    asks = f"`sidecar learner run{of_line}` asks"
     assert f"Learner: runs when it is asked to (learner.schedule); {asks}." in lines
     assert not any("the schedule has not come round" in line for line in lines)
 
@@ -587,6 +587,29 @@ def test_a_schedule_says_when_it_is_due_and_why_no_run_starts(
         *(line.format(why=why) for line in expected),
         "  It has not run yet.",
     ]
+
+
+def test_a_hold_says_until_when() -> None:
+    why = "a run needs about 16.4 GB on cuda:0, and 3.0 of 80.0 GB are free"
+    told = ScheduleOut(kind="no_room", why=why, at=NOW, again_at=NOW + 480)
+    learner = learner_of(run()).model_copy(update={"schedule": told})
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    at = lines.index(f"  No run now: {why}.")
+    assert lines[at + 1] == "  It is tried again 2026-03-01T09:38:00Z (in 8 min)."
+
+
+def test_what_runs_lack_is_said_though_no_run_was_due_yet() -> None:
+    lack = "learner.device: learner.device = 'cuda:1' cannot be used: ...; set it to cpu"
+    told = ScheduleOut(kind="not_due", why="the schedule has not come round", at=NOW)
+    learner = learner_of(run()).model_copy(update={"schedule": told, "lacks": [lack]})
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert f"  It found at its start: {lack}." in lines
 
 
 def test_a_pause_is_said_once() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from deploy.page.rendering import FOLDER, HEADERS, POLICY, commands_as_code
 from deploy.registry import transitions
+from learner.progress.lacks import Lack, write_lacks
+from learner.schedule.told import Told, write_told
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
 from support import page_history
@@ -61,6 +63,26 @@ async def test_a_fresh_installation_has_a_page_that_says_what_is_not_there_yet(
 
     assert reply.status_code == 200
     assert says in words_of(reply.text)
+
+
+async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
+    world: World, browser: Browser
+) -> None:
+    follows = words_of((await browser.get("/runs")).text)
+    object.__setattr__(browser.context, "by_hand", True)
+    now = world.clock()
+    told = Told(kind="no_room", why="a run needs about 16.4 GB", at=now, again_at=now + 600.0)
+    with world.database.write() as session:
+        write_told(session, told, "m")
+        write_lacks(session, [Lack("learner.device", "it cannot be used")], now=now)
+
+    by_hand = words_of((await browser.get("/runs")).text)
+
+    assert "The learner follows its schedule." in follows
+    assert "No run now" not in follows
+    assert "The learner runs when it is asked to." in by_hand
+    assert "No run now: a run needs about 16.4 GB. It is tried again" in by_hand
+    assert "It found at its start: learner.device: it cannot be used." in by_hand
 
 
 async def test_the_first_screen_says_in_words_what_users_get(

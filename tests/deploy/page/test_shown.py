@@ -10,8 +10,8 @@ import pytest
 
 from deploy.admin.limits.out import PileUpOut
 from deploy.admin.lines.engine import EngineOut, ReplicaOut
-from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, StatusOut
-from deploy.admin.out import FunnelOut, ScheduleOut, StageOut
+from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, ScheduleOut, StatusOut
+from deploy.admin.out import FunnelOut, StageOut
 from deploy.funnel.pile_up import PileUp
 from deploy.page.shown.attention import needs
 from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, names_in, read_looked

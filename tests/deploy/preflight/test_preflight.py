@@ -20,6 +20,7 @@ from sqlalchemy import make_url
 from deploy.cli.main import main
 from deploy.preflight.run import preflight, runs_already
 from deploy.preflight.settings_check import checked_settings
+from learner.policy import room
 from sidecar.errors import SettingsError, StoreError
 from sidecar.processes.state_lock import only_one
 from sidecar.settings import Settings, load_settings
@@ -430,6 +431,48 @@ def test_the_command_prints_each_and_fails(
     file.write_text(file.read_text().replace('"other"', f'"{MODEL}"'))
     assert main(["--config", str(file), "config", "check", "--online"]) == 0
     assert capsys.readouterr().out.endswith("settings are sound, and can run here\n")
+
+
+def test_a_job_that_learns_elsewhere_may_look_at_the_learner_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No vLLM and no judge is asked: none is there."""
+    file = tmp_path / "sidecar.toml"
+    file.write_text(
+        f'state_dir = "{tmp_path}/state"\n[serving]\nmodel = "m"\n'
+        'base_model_path = "/no/such/folder"\n[learner]\nschedule = "manual"\n'
+    )
+    words = ["--config", str(file), "config", "check"]
+
+    assert main([*words, "--learner"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("error: serving.base_model_path: /no/such/folder is no folder")
+    assert printed.out.count("\n") == 1
+    assert main([*words, "--learner", "-o", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["setting"] for one in found["findings"]] == ["serving.base_model_path"]
+    assert main(words) == 0
+
+
+def test_a_run_that_does_not_fit_into_its_share_is_an_error(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(room, "_needed", lambda *_: 10**9)
+    settings = settings_with(
+        tmp_path,
+        vllm[0],
+        serving={"base_model_path": str(tmp_path)},
+        learner={"schedule": "cron", "device": "cpu", "memory_fraction": 0.0001},
+    )
+
+    error, judge = check(settings)
+
+    assert error[:2] == ("error", "learner.memory_fraction")
+    assert "a run needs about 1.0 GB on cpu" in error[2]
+    assert judge[1] == "judge.model"
 
 
 def test_a_postgres_that_is_away_or_of_another_encoding_or_shut_is_an_error(

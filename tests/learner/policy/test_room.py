@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.errors import NoRoomError
 from learner.policy import known, memory, room
-from learner.policy.room import Room, check_room, least_bytes, room_of
+from learner.policy.room import Room, check_room, least_bytes, room_of, shortage
 from learner.policy.sizes import CHUNK_BYTES, Sizes
 from sidecar.settings import Learner
 
@@ -90,6 +90,26 @@ def test_a_run_that_takes_more_than_its_share_is_refused_in_words(
         "0.01 allows 0.0 GB of the 1.0 GB; raise it, or use a smaller base or another "
         "learner.device"
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "lasts"), [(0.01, 10**9, True), (1.0, 10**6, False), (1.0, 10**9, None)]
+)
+def test_a_shortage_says_whether_it_lasts(
+    tiny_base: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    free: int,
+    lasts: bool | None,
+) -> None:
+    total = 10 * 2 * CHUNK_BYTES
+    found = Room(total=total, free=min(free, total), share=share)
+    monkeypatch.setattr(room, "room_of", lambda *_: found)
+
+    short = shortage(str(tiny_base), learner_settings, CPU)
+
+    assert (None if short is None else short.lasts) == lasts
 
 
 def test_processes_without_cards_need_as_many_times_the_memory(

@@ -18,10 +18,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner import once
+from learner.progress.lacks import Lack, read_lacks, write_lacks
+from learner.resume.work_folder import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
+from learner.schedule.hold import NO_ROOM, TRIES
 from learner.schedule.loop import (
-    NO_ROOM,
+    DUE_FLAG,
     NO_ROOM_FLAG,
     PAUSED_FLAG,
     REQUESTED_FLAG,
@@ -182,22 +185,112 @@ def test_a_run_waits_until_users_are_few(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_run_without_room_waits_ten_minutes_and_says_why(world: MakeWorld, clock: Clock) -> None:
-    here = world()
-    here.poll()
+@pytest.mark.parametrize("schedule", ["groups", "cron", "interval"])
+def test_a_run_without_room_waits_ten_minutes_and_says_why(
+    world: MakeWorld, database: Database, clock: Clock, schedule: str
+) -> None:
+    here = world(schedule=schedule)
+    here.schedule.turn()
+    assert here.poll() == "start"
+    assert here.poll() == "running"
     here.flag(NO_ROOM_FLAG, "a run needs about 16.4 GB on cuda:0")
     here.children[-1].code = 5
+    again_at = clock.now + 600.0
 
     decision = here.schedule.poll()
 
     assert decision is not None
     assert (decision.kind, decision.why) == ("no_room", "a run needs about 16.4 GB on cuda:0")
+    with database.read() as session:
+        told = read_told(session, "m")
+    assert told is not None
+    assert (told.kind, told.why, told.again_at) == (decision.kind, decision.why, again_at)
     clock.now += 599.0
     assert here.poll() == "no_room"
+    assert world(schedule=schedule).poll() == "start", "a restart keeps the turn"
+    here.flag(DUE_FLAG, "1")
     clock.now += 1.0
     assert here.poll() == "start"
     assert NO_ROOM_FLAG == once.NO_ROOM_FLAG
     assert NO_ROOM == once.NO_ROOM
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("schedule", ["cron", "interval"])
+def test_a_turn_whose_run_fails_is_tried_again_until_it_has_failed_too_often(
+    world: MakeWorld, clock: Clock, schedule: str
+) -> None:
+    here = world(schedule=schedule)
+    here.schedule.turn()
+    for failures in range(1, TRIES + 1):
+        assert here.poll() == "start"
+        here.children[-1].code = 1
+        decision = here.schedule.poll()
+        assert decision is not None
+        if failures < TRIES:
+            assert (decision.kind, decision.again_at) == (
+                "held_back",
+                clock.now + 30 * 2 ** (failures - 1),
+            )
+            assert "the last run failed (exit code 1)" in decision.why
+            clock.now = decision.again_at or 0.0
+    assert decision is not None
+    assert decision.kind == "not_due"
+    assert "the last run failed (exit code 1), 8 in a row" in decision.why
+
+    clock.now += 86_400.0
+    assert here.poll() == "not_due"
+    here.schedule.turn()
+    assert here.poll() == "start"
+    here.children[-1].code = 1
+    assert here.poll() == "not_due"
+    clock.now += 86_400.0
+    here.schedule.turn()
+    assert here.poll() == "start"
+    here.children[-1].code = 0
+    assert here.poll() == "not_due"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_trains_ends_what_was_found_lacking(
+    world: MakeWorld, database: Database, clock: Clock
+) -> None:
+    lack = Lack("learner.device", "it cannot be used")
+    with database.write() as session:
+        write_lacks(session, [lack], now=clock.now)
+    here = world()
+    found = []
+    for code in (5, 0):
+        clock.now += 600.0
+        assert here.poll() == "start"
+        here.children[-1].code = code
+        here.poll()
+        with database.read() as session:
+            found.append(read_lacks(session))
+
+    assert found == [["learner.device: it cannot be used"], []]
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(("schedule", "code"), [("cron", 5), ("cron", 1), ("manual", 5)])
+def test_a_run_that_was_only_asked_for_is_not_tried_again(
+    world: MakeWorld, clock: Clock, schedule: str, code: int
+) -> None:
+    here = world(schedule=schedule)
+    here.flag(REQUESTED_FLAG, "1")
+    assert here.poll() == "start"
+    here.flag(NO_ROOM_FLAG, "a run needs about 16.4 GB on cuda:0")
+    here.children[-1].code = code
+    clock.now += 3600.0
+
+    decision = here.schedule.poll()
+
+    assert decision is not None
+    assert not decision.start
+    words = "the last run failed" if code == 1 else "`sidecar learner run` asks for another"
+    assert words in decision.why
+    clock.now += 3600.0
+    assert here.poll() == decision.kind
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -351,6 +444,35 @@ def test_a_killed_child_gives_up_its_lease_at_once(
     with database.read() as session:
         row = session.get_one(RunRow, run_id)
         assert (row.status, row.reason) == ("failed", "its process ended with -9")
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("schedule", ["groups", "cron"])
+def test_a_killed_run_that_goes_on_says_so_at_once(
+    world: MakeWorld, database: Database, clock: Clock, tmp_path: Path, schedule: str
+) -> None:
+    here = world(schedule=schedule, adapters_dir=tmp_path)
+    here.schedule.turn()
+    here.poll()
+    run_id = here.children[0].run_id
+    work = WorkFolder(tmp_path, run_id)
+    work.make()
+    work.write(CLAIMED, {})
+    with database.write() as session:
+        open_run(session, run_id=run_id, model="m", parent="base", settings={}, now=clock.now)
+        row = session.get_one(RunRow, run_id)
+        row.holder = {"token": "t", "released": "broken"}  # as a process that is known to be gone
+    here.children[0].code = -9
+
+    decision = here.schedule.poll()
+
+    assert decision is not None
+    assert decision.why == f"the last run was killed (SIGKILL); run {run_id} goes on"
+    assert decision.again_at == clock.now + 30.0
+    with database.read() as session:
+        row = session.get_one(RunRow, run_id)
+        said = "its process was killed (SIGKILL); the next start goes on with it"
+        assert (row.status, row.reason) == ("running", said)
 
 
 @pytest.mark.usefixtures("two_groups")

@@ -96,6 +96,7 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "reward.verifiers.v",
             "requests with a response_format of JSON become no groups",
         ),
+        ("[learner]\npack_tokens = 10", "learner.pack_tokens", "left out (too_long)"),
         (f'{REGEX}pattern = ""', "reward.verifiers.v.pattern", "every answer is right"),
         (
             f'{REGEX}pattern = "x*"\nmust = "not_match"',
