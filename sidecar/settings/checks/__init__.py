@@ -17,7 +17,6 @@ from sidecar.settings.checks.learning import (
     shortened_ramp,
     useless_best_of_settings,
     useless_group_settings,
-    useless_learner_settings,
 )
 from sidecar.settings.checks.lines import lines, useless_lines
 from sidecar.settings.checks.problem import Problem
@@ -51,7 +50,6 @@ def advice(settings: Settings) -> Iterator[Problem]:
     yield from useless_sampling_settings(settings)
     yield from useless_lines(settings)
     yield from useless_group_settings(settings)
-    yield from useless_learner_settings(settings)
     yield from useless_judge_settings(settings)
     yield from useless_reward_settings(settings)
     yield from useless_learner_settings(settings)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 FAST_S = 1.0
 """A candidate takes longer: it is a whole answer of vLLM."""
-SHORT_PACK = 256
-"""Tokens of a prompt and an answer that are short (`learner.policy.room.SHORT_PACK`)."""
 HOUR_AND_DAY = (
     ("tokens_per_hour", "tokens_per_day"),
     ("prompt_tokens_per_hour", "prompt_tokens_per_day"),
@@ -75,17 +73,6 @@ def canary(settings: Settings) -> Iterator[Problem]:
             f"is {rules.turn_wait_s:g}; with canary.step_min_s, {rules.step_min_s:g}, it is over "
             f"canary.step_max_s, {rules.step_max_s:g}, so every step would end inconclusive before "
             "the guards have seen it; give less",
-        )
-
-
-def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
-    """Yield settings of the learner that leave it without work."""
-    tokens = settings.learner.pack_tokens
-    if 0 < tokens < SHORT_PACK:
-        yield (
-            ("learner", "pack_tokens"),
-            f"is {tokens}, and hardly a prompt with its answer is so short: longer ones are not "
-            'sampled, and their groups are left out (too_long); give "auto"',
         )
 
 

@@ -22,10 +22,12 @@ LOSSES_OF: Mapping[str, tuple[str, ...]] = {
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
 OF_SEVERAL = ("shard_base", "processes_timeout_s")
 """Settings of a run that several processes compute."""
+SHORT_PACK = 256
+"""Tokens of a prompt and an answer that are short (`learner.policy.room.SHORT_PACK`)."""
 
 
 def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
-    """Yield settings of the learner that were given, and change nothing."""
+    """Yield settings of the learner that change nothing, or that leave it without work."""
     rules = settings.learner
     for name, schedule in SCHEDULE_OF.items():
         if is_given(rules, name) and rules.schedule != schedule:
@@ -48,6 +50,12 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f"(it is for {', '.join(losses)})",
             )
     yield from _useless_distance(rules)
+    if 0 < rules.pack_tokens < SHORT_PACK:
+        yield (
+            ("learner", "pack_tokens"),
+            f"is {rules.pack_tokens}, and hardly a prompt with its answer is so short: longer ones "
+            'are not sampled, and their groups are left out (too_long); give "auto"',
+        )
     if rules.steps > rules.max_groups:
         yield (
             ("learner", "steps"),

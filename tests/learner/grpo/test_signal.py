@@ -12,8 +12,9 @@ import pytest
 
 from learner.errors import DivergedError, ParentError
 from learner.grpo.base_kl import BaseKl, require_near
+from learner.grpo.files.optimizer_file import parents_state
 from learner.grpo.signal import signal, uncancelled
-from learner.grpo.trainer import GrpoTrainer, parents_state, run_steps
+from learner.grpo.trainer import GrpoTrainer, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.records import Parent, TrainingGroup, TrainingJob
@@ -153,7 +154,8 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
 
     def moved(size: float) -> list[float]:
         policy = load_policy(str(tiny_base), parent, settings)
-        state = parents_state(policy, parent)
+        weights = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+        state = parents_state(parent, weights)
         assert (state is not None) == from_parent
         outcome, _ = run_steps(policy, job(size, parent), state)
         return [one.update_norm for one in outcome.metrics]
