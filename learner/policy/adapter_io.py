@@ -1,8 +1,9 @@
 """Load a base model with a trainable LoRA, and save that LoRA as a standard PEFT folder.
 
-Every linear layer of the decoder is adapted, the head and the embeddings never: servers ignore or
-mishandle LoRA there. The saved files are read back and checked, because a matrix that is silently
-missing would serve the base's answers under the adapter's name.
+Every linear layer of the decoder is adapted (of some mixtures of experts attention's alone:
+`adapted_layers`), the head and the embeddings never: servers ignore or mishandle LoRA there. The
+saved files are read back and checked, because a matrix that is silently missing would serve the
+base's answers under the adapter's name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from learner.errors import (
 )
 from learner.explain import one_line
 from learner.origin.plain_lora import not_plain_lora
-from learner.policy.architecture import architecture
+from learner.policy.architecture import adapted_layers, architecture
 from learner.policy.attention.check import use_form
 from learner.policy.costs import Prices, prices
 from learner.policy.logprobs import Policy, wants_autocast
@@ -193,11 +194,17 @@ def _with_adapter(
 ) -> Any:  # Any: peft is not typed
     if parent.path is None:
         torch.manual_seed(settings.seed)
+        head = base.get_output_embeddings()
+        linear = [
+            name
+            for name, module in base.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        ]
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=0.0,
-            target_modules="all-linear",
+            target_modules=adapted_layers(base.config.model_type, linear),
             task_type="CAUSAL_LM",
         )
         return get_peft_model(base, config)

@@ -11,7 +11,7 @@ Sources: `layer_types`, `sliding_window` and the scales behind the head as trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,6 +27,17 @@ RECURRENT = (
 layers' types."""
 PURE_MAMBA = ("mamba", "mamba2", "falcon_mamba")
 """Models of Mamba layers alone. peft refuses to adapt what comes out of such a layer."""
+EXPERTS_AS_PARAMETERS = (
+    "mixtral", "minimax", "minimax_m2", "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
+    "olmoe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open",
+)  # fmt: skip
+"""`model_type` of the models whose experts peft 0.21 adapts for "all-linear": those that
+`transformers.conversion_mapping` (5.19) maps to mixtral or qwen2_moe, without qwen2_moe itself."""
+OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Last parts of the names that peft then takes for experts and router, shared experts' too
+(`_MOE_TARGET_MODULE_MAPPING` of `peft.utils.transformers_weight_conversion`)."""
 STRETCHED = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor stretches the positions."""
 MOST_STRETCH = 1_000
@@ -131,3 +142,16 @@ def _behind_head(config: Any) -> tuple[float, float | None]:
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     return scale, float(cap) if cap else None
+
+
+def adapted_layers(model_type: str, linear: Iterable[str]) -> str | list[str]:
+    """Return which layers a new adapter has, as peft's `target_modules`.
+
+    linear: names of the decoder's linear layers. All of them; in mixtures whose experts peft would
+    adapt as parameters (`EXPERTS_AS_PARAMETERS`) those that it does not take for experts by their
+    name, which are attention's: the rest is no plain LoRA, the canary would refuse it, and each
+    layer would keep its experts' weights twice while it trains.
+    """
+    if model_type not in EXPERTS_AS_PARAMETERS:
+        return "all-linear"
+    return sorted({name.rpartition(".")[2] for name in linear} - OF_EXPERTS)

@@ -28,15 +28,6 @@ MOMENTS = 8
 start of the run, and a copy while a step is taken."""
 SHARE = 0.8
 """Share of the free memory that a pack may take: other processes grow too."""
-ADAPTED_EXPERTS = (
-    "mixtral", "minimax", "minimax_m2", "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3",
-    "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
-    "olmoe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open",
-)  # fmt: skip
-"""`model_type` of the models whose experts peft 0.21 adapts for "all-linear": those that
-`transformers.conversion_mapping` (5.19) maps to mixtral or qwen2_moe, without qwen2_moe itself. A
-layer then keeps its experts' weights once more, with the adapter's product added."""
 CHUNK_BYTES = 128 * 2**20
 """Largest fp32 logits that exist at once; the backward pass has two such tensors. The plain form
 has four of the whole size."""
@@ -60,8 +51,6 @@ class Sizes:
     """Experts that a token goes through besides; 0: the model has no experts."""
     expert: int = 0
     """Width of one of them."""
-    adapted: int = 0
-    """Weights of a layer's experts that its backward pass keeps (`ADAPTED_EXPERTS`)."""
     masks: int = 0
     """Dense attention masks of a pack."""
     scores: int = 0
@@ -79,9 +68,10 @@ class Sizes:
 
     @property
     def kept_by_experts(self) -> int:
-        """Numbers that a layer's experts keep for each token: what each takes in, what comes out of
-        it before its weight, and its own (measured: docs/log.md, 2026-11-27)."""
-        return self.chosen * (2 * self.hidden + 4 * self.expert)
+        """Numbers that a layer's experts, which no adapter is on, keep for each token: for each one
+        chosen what comes out of it before its weight, and its gate, up and activation (measured:
+        docs/log.md, 2026-11-27)."""
+        return self.chosen * (self.hidden + 3 * self.expert)
 
     @property
     def linear_weights(self) -> int:
@@ -122,7 +112,6 @@ def sizes(
         inner=inner,
         chosen=chosen,
         expert=expert if chosen else 0,
-        adapted=3 * int(config.hidden_size) * expert * _experts(config) if chosen else 0,
         masks=masks,
         scores=KEPT_SCORES * heads if eager else heads if latent and not cuda else 0,
         repeats=1 if grouped else heads // of_keys,
@@ -133,14 +122,6 @@ def _shared(config: Any, expert: int) -> int:
     """Return the width of the experts that every token goes through; 0: there are none."""
     width = getattr(config, "shared_expert_intermediate_size", None)
     return int(width or expert * int(getattr(config, "n_shared_experts", None) or 0))
-
-
-def _experts(config: Any) -> int:
-    """Return how many experts of a layer peft adapts."""
-    if getattr(config, "model_type", "") not in ADAPTED_EXPERTS:
-        return 0
-    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    return int(next((found for name in names if (found := getattr(config, name, None))), 0))
 
 
 def pack_bytes(
@@ -158,10 +139,7 @@ def pack_bytes(
     pairs = (model.masks + model.scores * layers) * tokens * tokens
     # Experts compute in the type of their weights, also in fp32 beside bf16 products.
     weight_bytes = BF16_BYTES if number_bytes <= KEPT_BF16_BYTES else FP32_BYTES
-    experts = layers * (
-        tokens * model.kept_by_experts * max(number_bytes, weight_bytes)
-        + model.adapted * weight_bytes
-    )
+    experts = layers * tokens * model.kept_by_experts * max(number_bytes, weight_bytes)
     return int((tokens * kept + copies + pairs) * number_bytes + experts) + 2 * CHUNK_BYTES
 
 
