@@ -54,8 +54,7 @@ def parameters_of(base_model_path: str) -> float | None:
         config = next((config[one] for one in TEXT_CONFIGS if one in config), config)
         of = sizes(SimpleNamespace(**config))
         heads = 1 if config.get("tie_word_embeddings", True) else 2
-        layer = of.hidden * (2 * of.queries + 2 * of.keys + 3 * of.inner)
-        return float(of.layers * layer + heads * int(config["vocab_size"]) * of.hidden)
+        return float(of.layers * of.linear_weights + heads * int(config["vocab_size"]) * of.hidden)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None  # see `large_base`
 

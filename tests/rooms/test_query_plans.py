@@ -116,6 +116,7 @@ NOT_RUN = {
     "deploy/registry/leases/followed.py:lines_behind": OF_A_FEW_ROWS,
     "deploy/registry/transitions.py:end_damaged": "the active canary of a line, by its index",
     "deploy/preflight/store.py:check_store": "asks a PostgreSQL what it is, and reads no table",
+    "learner/schedule/loop.py:Schedule._say_killed": "one row by its key, when a run was killed",
     "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,
     "learner/runs/publish.py:place_or_share": "one row by its index, once a run",
     "sidecar/routing/breaker_report.py:_stored": OF_A_FEW_ROWS,

@@ -42,7 +42,11 @@ def test_the_command_by_hand_is_true() -> None:
 def test_the_slurm_script_is_bash_and_starts_a_run() -> None:
     (script,) = blocks("bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=30)
-    line = re.search(r"^srun (torchrun .*)", script.replace("\\\n", " "), flags=re.MULTILINE)
+    line = re.search(
+        r'^srun --cpus-per-task "\$SLURM_CPUS_PER_TASK" (torchrun .*)',
+        script.replace("\\\n", " "),
+        flags=re.MULTILINE,
+    )
     assert line is not None
     values = {"$SLURM_NNODES": "2", "$SLURM_JOB_ID": "7", "$first:29500": "node1:29500"}
     words = [values.get(word, word) for word in shlex.split(line[1])]
