@@ -8,6 +8,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from learner.adapter_folder import open_plain
@@ -76,10 +77,15 @@ def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def base_folder(name: str) -> Path | None:
-    """Return the folder of a base; of a hub name, the one in the cache, if it is there."""
+    """Return the folder of a base; of a hub name, the one in the cache, if it is there.
+
+    Without huggingface_hub, which `.[learner]` installs, there is no cache to look into.
+    """
     folder = Path(name)
     if folder.is_dir():
         return folder
+    if find_spec("huggingface_hub") is None:
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from learner.base_weights import base_folder
 from learner.progress.export import why_no_export
 from learner.progress.lacks import Lack
 from sidecar.settings import Settings
@@ -40,11 +41,7 @@ def why_not_ready(settings: Settings) -> Iterator[Lack]:
     no_base = _why_no_base(settings.serving.base_model_path)
     if no_base:
         yield Lack("serving.base_model_path", no_base)
-    no_device = _why_no_device(settings.learner.device)
-    if no_device:
-        yield Lack("learner.device", no_device)
-    if not (no_base or no_device):
-        yield from _why_no_room(settings)
+    yield from _of_device(settings, base_is_there=not no_base)
 
 
 def _why_no_base(path: str) -> str:
@@ -52,7 +49,7 @@ def _why_no_base(path: str) -> str:
         return EMPTY
     folder = Path(path)
     if not folder.is_dir():
-        return "" if _in_hub_cache(path) else _neither(path)
+        return "" if base_folder(path) else _neither(path)
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json; name the folder of the weights that vLLM serves"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
@@ -70,16 +67,6 @@ def _why_no_base(path: str) -> str:
     return ""
 
 
-def _in_hub_cache(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
-
-
 def _neither(path: str) -> str:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         return f"{path} is no folder; name the weights that vLLM serves"
@@ -89,25 +76,23 @@ def _neither(path: str) -> str:
     )
 
 
-def _why_no_device(name: str) -> str:
-    if name == "cpu":
-        return ""  # torch always has it, and takes seconds to load
+def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Lack]:
+    """Yield what is wrong with the device, or with its room for a run with this base."""
+    name = settings.learner.device
+    if name == "cpu" and not base_is_there:
+        return  # torch always has it, and takes seconds to load
     from learner.errors import DeviceError
-    from learner.policy.adapter_io import open_device
-
-    try:
-        open_device(name)
-    except DeviceError as problem:
-        return str(problem)
-    return ""
-
-
-def _why_no_room(settings: Settings) -> Iterator[Lack]:
     from learner.policy.adapter_io import open_device
     from learner.policy.room import shortage
 
-    device = open_device(settings.learner.device)
-    found = shortage(settings.serving.base_model_path, settings.learner, device)
+    try:
+        device = open_device(name)
+    except DeviceError as problem:
+        yield Lack("learner.device", str(problem))
+        return
+    found = None
+    if base_is_there:
+        found = shortage(settings.serving.base_model_path, settings.learner, device)
     if found is None:
         return
     if found.lasts:

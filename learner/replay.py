@@ -30,6 +30,7 @@ from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome,
 from learner.runs import source
 from learner.runs.lineage import FORMAT
 from learner.runs.material import noise_of_json
+from learner.runs.publish import document_digests
 from learner.runs.runs import check_parent
 from learner.runs.selection import select_by
 from learner.runs.train import Trainer
@@ -37,7 +38,7 @@ from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow, RunRow
+from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
 
 SAME, DIFFERENT = 0, 1
 MOST_QUIET = 2**53
@@ -188,12 +189,7 @@ def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
 def _altered(session: Session, row: AdapterRow) -> str | None:
     """Say that a version's lineage is not the file that it was registered with; None: it is, or
     the registration recorded no digest, or there is no such file. Raises: OSError."""
-    recorded = session.scalars(
-        select(AuditRow.after)
-        .where(AuditRow.action == "adapter.registered", AuditRow.subject == row.name)
-        .order_by(AuditRow.seq)
-    ).first()
-    said, path = (recorded or {}).get("lineage_sha256"), Path(row.path) / LINEAGE
+    said, path = document_digests(session, row.name).get(LINEAGE), Path(row.path) / LINEAGE
     if not said or not path.is_file():
         return None
     found = file_digest(path)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.learning.play import Exam, Played
+import msgspec
+
+from benchmarks.learning.play import Played
 
 FILE = "played.json"
 
@@ -26,8 +28,4 @@ def kept(folder: Path, options: Mapping[str, object]) -> Played | None:
     found = json.loads((folder / FILE).read_text())
     if found["options"] != dict(options):
         return None
-    exams = {
-        name: Exam(**found["played"][name] | {"rewards": tuple(found["played"][name]["rewards"])})
-        for name in ("before", "after")
-    }
-    return Played(**found["played"] | exams)
+    return msgspec.convert(found["played"], Played)

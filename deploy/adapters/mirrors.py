@@ -20,12 +20,11 @@ from typing import Any, Final, Protocol
 
 from deploy.errors import DeployError
 from deploy.records import AdapterVersion
+from learner.progress.trackers import mlflow_experiment
 from sidecar.hiding import hide_in_url
 from sidecar.lines import project_of, public_model
 
 ARTIFACT: Final = "adapter"
-EXPERIMENT: Final = "learning-sidecar"
-"""MLflow's experiment that holds the runs of `learner.export` too."""
 LINE: Final = "sidecar.line"
 """Tag of a registered model of MLflow: the line whose versions it holds."""
 _REPO = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
@@ -164,9 +163,7 @@ class _Mlflow:
             "sidecar.digest": version.digest,
             "sidecar.parent": version.parent,
         }
-        known = client.get_experiment_by_name(EXPERIMENT)
-        kept = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
-        run = client.create_run(kept, run_name=version.name, tags=tags).info
+        run = client.create_run(mlflow_experiment(client), run_name=version.name, tags=tags).info
         client.log_artifacts(run.run_id, str(folder), ARTIFACT)
         client.set_terminated(run.run_id)
         source = f"{run.artifact_uri}/{ARTIFACT}"

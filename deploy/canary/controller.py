@@ -44,6 +44,7 @@ from deploy.registry.canary_rule import (
     load_wait_s,
 )
 from learner.errors import SharedFolderError
+from learner.runs.publish import document_digests
 from sidecar.lines import Line
 from sidecar.settings import Approval
 from sidecar.settings import Canary as CanarySettings
@@ -297,7 +298,7 @@ class Controller:
             row = canaries.find_row(session, canary.canary_id)
             loading = canaries.entry(row, "loading")
             version = versions.find(session, canary.candidate)
-            documents = versions.document_digests(session, canary.candidate)
+            documents = document_digests(session, canary.candidate)
             return version, Registered(digest=version.digest, documents=documents), loading
 
     def _apply(self, canary: Canary, decision: Decision, facts: Facts, *, ban: bool = True) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
+from learner.base_weights import base_folder
 from learner.policy.sizes import sizes
 from sidecar.settings import Settings
 from sidecar.settings.checks.problem import is_given
@@ -46,30 +45,14 @@ def parameters_of(base_model_path: str) -> float | None:
     Of a mixture of experts only the chosen ones count. Norms, biases and a head of its own that the
     config does not mention are left out.
     """
-    file = _config_file(base_model_path)
-    if file is None:
+    folder = base_folder(base_model_path)
+    if folder is None:
         return None
     try:
-        config = json.loads(file.read_text())
+        config = json.loads((folder / "config.json").read_text())
         config = next((config[one] for one in TEXT_CONFIGS if one in config), config)
         of = sizes(SimpleNamespace(**config))
         heads = 1 if config.get("tie_word_embeddings", True) else 2
         return float(of.layers * of.linear_weights + heads * int(config["vocab_size"]) * of.hidden)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None  # see `large_base`
-
-
-def _config_file(base_model_path: str) -> Path | None:
-    file = Path(base_model_path) / "config.json"
-    if file.is_file():
-        return file
-    if base_model_path.startswith(("/", ".", "~")) or find_spec("huggingface_hub") is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(base_model_path, "config.json")
-    except HFValidationError:  # no name of the hub
-        return None
-    return Path(cached) if isinstance(cached, str) else None

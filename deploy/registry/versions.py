@@ -25,11 +25,10 @@ from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
 from deploy.registry.history import aliases as history
-from learner.adapter_folder import CARD, LINEAGE
 from sidecar.lines import line_name
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation
-from sidecar.store.models import AdapterRow, AliasEventRow, AliasRow, AuditRow, CanaryRow
+from sidecar.store.models import AdapterRow, AliasEventRow, AliasRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
 MOST_RETIRED = 50
@@ -91,21 +90,6 @@ def resolve(session: Session, model: str, reference: str) -> str:
             "champion, previous or base"
         )
     return row.name
-
-
-def document_digests(session: Session, name: str) -> dict[str, str]:
-    """Return SHA-256 digests (hex) of a version's lineage and model card, by file name.
-
-    A file that the registration did not record is absent.
-    """
-    statement = (
-        select(AuditRow.after)
-        .where(AuditRow.action == "adapter.registered", AuditRow.subject == name)
-        .order_by(AuditRow.seq)
-    )
-    recorded = session.scalars(statement).first() or {}
-    keys = {LINEAGE: "lineage_sha256", CARD: "card_sha256"}
-    return {file: recorded[key] for file, key in keys.items() if key in recorded}
 
 
 def versions(

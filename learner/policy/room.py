@@ -33,11 +33,10 @@ from learner.policy.sizes import (
     pack_bytes,
 )
 from sidecar.settings import Learner
+from sidecar.settings.training.learner import SHORT_PACK
 
 log = structlog.get_logger()
 
-SHORT_PACK = 256
-"""Tokens of the pack that must fit, at least."""
 GB = 1e9
 
 

@@ -8,13 +8,7 @@ from types import TracebackType
 
 from sqlalchemy.orm import Session
 
-from learner.errors import (
-    FullDiskError,
-    NothingToLearnError,
-    RankLostError,
-    RunStoppedError,
-    UnpublishedError,
-)
+from learner.errors import NothingToLearnError, RunStoppedError
 from learner.progress.export import exported_run
 from learner.progress.facts import facts_of
 from learner.progress.store import StoredRun, how_ended
@@ -23,9 +17,6 @@ from learner.records import End, Parent, Watch
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
-
-LEFT = (RunStoppedError, RankLostError, UnpublishedError, FullDiskError)
-"""Errors after which the next start goes on with the run (`learner.runs.interrupted`)."""
 
 
 class Observed:
@@ -41,6 +32,8 @@ class Observed:
         """clock: Unix seconds. show: prints a line for a person."""
         self.adapter = ""
         """The version that the run made."""
+        self.left = False
+        """True: the run left its work to the next start (`learner.runs.interrupted`)."""
         self._settings = settings
         self._database = database
         self._clock = clock
@@ -88,8 +81,7 @@ class Observed:
             return recorded
         if isinstance(error, RunStoppedError) and not self._is_ours():
             return None
-        left = isinstance(error, LEFT) or not isinstance(error, Exception)
-        return "killed" if left else "failed"
+        return "killed" if self.left or not isinstance(error, Exception) else "failed"
 
     def _is_ours(self) -> bool:
         """Return False when another process goes on with the run."""

@@ -15,7 +15,7 @@ from learner.progress.facts import Fact
 from learner.records import End
 
 EXPERIMENT = "learning-sidecar"
-"""MLflow's experiment that holds the runs."""
+"""MLflow's experiment that holds the runs, and those of `sidecar adapters push`."""
 RUN_TAG = "sidecar.run_id"
 """Tag of a run of MLflow: the id of our run, whatever somebody names it there."""
 ADAPTER = "adapter"
@@ -84,13 +84,17 @@ class _TensorBoard:
         self._writer.close()
 
 
+def mlflow_experiment(client: Any) -> str:  # Any: mlflow is not installed with the sidecar
+    """Return the id of the experiment `EXPERIMENT`, which is made where there is none."""
+    known = client.get_experiment_by_name(EXPERIMENT)
+    found: str = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
+    return found
+
+
 class _Mlflow:
     def __init__(self, uri: str, opening: Opening) -> None:
         client: Any = import_module("mlflow").MlflowClient(tracking_uri=uri)
-        found = client.get_experiment_by_name(EXPERIMENT)
-        self._experiment = (
-            client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
-        )
+        self._experiment = mlflow_experiment(client)
         self._client = client
         self._run_id = opening.run_id
         known = self._newest(opening.run_id) if opening.goes_on else None

@@ -32,6 +32,8 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 ACTOR = "learner"
+REGISTERED = "adapter.registered"
+"""Action of the audit row that a registration writes."""
 PUBLISH_S = 600.0
 """How long a finished run asks a store that is locked or away."""
 PUBLISH_PAUSE_S = 1.0
@@ -214,7 +216,7 @@ def register(
         AuditRow(
             at=now,
             actor=actor,
-            action="adapter.registered",
+            action=REGISTERED,
             subject=row.name,
             before={},
             after={
@@ -238,3 +240,18 @@ def _candidate(row: AdapterRow) -> Candidate:
         digest=row.digest,
         path=Path(row.path),
     )
+
+
+def document_digests(session: Session, name: str) -> dict[str, str]:
+    """Return SHA-256 digests (hex) of a version's lineage and model card, by file name.
+
+    A file that the registration did not record is absent.
+    """
+    statement = (
+        select(AuditRow.after)
+        .where(AuditRow.action == REGISTERED, AuditRow.subject == name)
+        .order_by(AuditRow.seq)
+    )
+    recorded = session.scalars(statement).first() or {}
+    keys = {LINEAGE: "lineage_sha256", CARD: "card_sha256"}
+    return {file: recorded[key] for file, key in keys.items() if key in recorded}

@@ -194,7 +194,8 @@ class Run:
             except (NothingToLearnError, NotResumedError):
                 raise
             except BaseException as error:
-                if self.left is None:
+                observed.left = self.left is not None
+                if not observed.left:
                     self._fail(error)
                 raise
             observed.adapter = candidate.adapter

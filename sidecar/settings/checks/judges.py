@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from sidecar.settings.checks.problem import DEFAULT_PROJECT, Problem, is_changed, unsendable
+from sidecar.settings.checks.problem import (
+    DEFAULT_PROJECT,
+    Problem,
+    is_changed,
+    is_given,
+    unsendable,
+)
 
 if TYPE_CHECKING:
     from sidecar.settings.judge import Judge
@@ -51,7 +57,7 @@ def judges(settings: Settings) -> Iterator[Problem]:
     if len({(one.model, one.api_base) for one in judges}) < len(judges):
         yield ("judge", "fallbacks"), "names one judge twice; name each once"
     for section, asked in (("judge", judge), ("gate_judge", own)):
-        if asked.rubric_file and "rubric" in asked.model_fields_set:
+        if asked.rubric_file and is_given(asked, "rubric"):
             yield (
                 (section, "rubric_file"),
                 f"and {section}.rubric are both set; give the rubric once",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sidecar.settings.checks.problem import Problem, is_given
+from sidecar.settings.training.learner import SHORT_PACK
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Settings
@@ -22,8 +23,6 @@ LOSSES_OF: Mapping[str, tuple[str, ...]] = {
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
 OF_SEVERAL = ("shard_base", "processes_timeout_s")
 """Settings of a run that several processes compute."""
-SHORT_PACK = 256
-"""Tokens of a prompt and an answer that are short (`learner.policy.room.SHORT_PACK`)."""
 
 
 def useless_learner_settings(settings: Settings) -> Iterator[Problem]:

@@ -25,6 +25,9 @@ def _export(value: str) -> str:
 
 AUTO_TOKENS = 0
 """`learner.pack_tokens = "auto"`."""
+SHORT_PACK = 256
+"""Tokens of a prompt with its answer that are short: no run begins where not even these fit, and
+hardly a group would be trained on if `learner.pack_tokens` were smaller."""
 
 
 def _tokens(value: object) -> object:
