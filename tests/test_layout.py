@@ -119,30 +119,6 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert found == []
 
 
-def test_no_module_is_too_long_to_read() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in modules(*ROOMS, "demo", "benchmarks")
-        if (lines := len(path.read_text().splitlines())) > 400 and "migrations" not in path.parts
-    }
-
-    assert long == {}
-
-
-def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
-    folders = [one for room in ROOMS for one in (ROOT / room).rglob("") if one.is_dir()]
-
-    full = {
-        str(folder.relative_to(ROOT)): modules
-        for folder in folders
-        if (modules := len([one for one in folder.glob("*.py") if one.name != "__init__.py"])) > 15
-        and "migrations" not in folder.parts
-    }
-
-    assert len(folders) > 30
-    assert full == {}
-
-
 def test_the_tests_of_the_data_plane_import_no_other_room() -> None:
     tests = ROOT / "tests"
     files = {*(tests / "sidecar").rglob("*.py"), tests / "conftest.py"}
