@@ -205,8 +205,11 @@ def hidden_values(
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """Hide these values, also as JSON, Python or a URL writes them, and as parts of lines."""
-    forms = {form for value in values for form in _forms(value) if form.strip()}
+    """Hide these values, also as JSON, Python or a URL writes them, and as parts of lines.
+
+    Forms shorter than MIN_KEY stay: they occur in every text, and no secret is that short.
+    """
+    forms = {form for value in values for form in _forms(value) if len(form.strip()) >= MIN_KEY}
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
     return text

@@ -260,7 +260,7 @@ def _listen(path: Path) -> socket.socket:
             f"state_dir: {path} is too long for a unix socket ({MAX_UNIX_PATH} bytes); "
             "choose a shorter state_dir"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # left by a killed process; a live one would hold the port
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

@@ -43,7 +43,7 @@ def test_failed_tests_run_once_more(
     (tmp_path / "test_one.py").write_text(tests)
     subprocess.run(PYTEST, cwd=tmp_path, capture_output=True, check=False)
 
-    again = [sys.executable, AGAIN, *PYTEST, "-p", "no:cacheprovider"]
+    again = [sys.executable, str(AGAIN), *PYTEST, "-p", "no:cacheprovider"]
     done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == exit_code, done.stdout + done.stderr

@@ -68,7 +68,7 @@ class Child:
 
     def start(self, now: float) -> None:
         """Raises: OSError when the log cannot be written or no process can be started."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log_file = self.log_path.open("ab")
         self._log_start = self._log_file.tell()
         env, told_by = self._environment(), list[int]()

@@ -111,7 +111,7 @@ async def _answers(path: Path) -> bool:
 
 
 def _bind(path: Path) -> socket.socket:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # left by a process that was killed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

@@ -113,7 +113,7 @@ def _read(cache: Path) -> Hashes:
 def _write(cache: Path, hashes: Hashes) -> None:
     unfinished = cache.with_name(f"{cache.name}.{os.getpid()}")
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(cache)
     except OSError as error:

@@ -131,7 +131,7 @@ class LimitsFile:
 
     def _write(self, records: list[tuple[str, Usage]]) -> None:
         """Replace the file as a whole, so that a crash leaves the old one or the new one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = self._path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         size = 0

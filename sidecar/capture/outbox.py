@@ -121,7 +121,7 @@ class _File:
         if self._connection is not None and self._on_rows_gone is not None:
             self._on_rows_gone(_claim_unread(self._connection))
         self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(self.path.parent):
             if not self.path.exists():
                 # SQLite would take the log files of the old database for those of the new one.

@@ -80,7 +80,7 @@ class DeadLetters:
             connection.close()
 
     def _write(self, row: OutboxRow, reason: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.touch(mode=0o600)  # it contains what users wrote
         connection = sqlite3.connect(self._path)
         try:

@@ -47,7 +47,7 @@ def holder(state_dir: Path, name: str) -> str | None:
 
 def _open(state_dir: Path, name: str) -> int:
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Never removed: another process may just have locked it.
         return os.open(state_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:

@@ -15,7 +15,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.routing.breaker import Breaker
 from sidecar.routing.breaker_report import TripReader, TripReporter, Watched
 from sidecar.routing.source import FollowedTable, RoutingSource
-from sidecar.routing.store_watch import StoreReader
+from sidecar.routing.store_watch import RevisionReader, StoreReader
 from sidecar.routing.table import RoutingTable
 from sidecar.routing.taken_report import TakenReporter, proxy_name
 
@@ -69,7 +69,7 @@ class FollowedLines:
             poll_s=poll_s,
             metrics=metrics,
             own=[line.name for line in lines[1:]],
-            readers=(*readers, TripReader(trips, self._table)),
+            readers=(*readers, TripReader(trips, self._table), RevisionReader()),
             taken=self._report_taken,
         )
         self.own: dict[str, tuple[FollowedTable, Breaker]] = {

@@ -18,10 +18,13 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from sqlalchemy import Connection, Engine
+import structlog
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from sidecar.store.existing import open_existing
+from sidecar.store.existing import newest_revision, open_existing
+
+log = structlog.get_logger()
 
 POLLS_BETWEEN_READS = 50
 """Every so many polls an unchanged file is read all the same: a reader may have a clock of its own
@@ -41,6 +44,25 @@ class StoreReader(Protocol):
     def store_away(self, why: str) -> None:
         """Take note that this poll failed."""
         ...
+
+
+class RevisionReader:
+    """Says once that a newer release has migrated the store. A proxy of the release before reads it
+    all the same: in an upgrade the proxies come last."""
+
+    _compared = False
+
+    def read(self, connection: Connection) -> None:
+        """Raises: SQLAlchemyError."""
+        if self._compared:
+            return
+        present = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        self._compared = True
+        if present is not None and present > (known := newest_revision()):
+            log.warning("store_is_newer", store=present, known=known, to_do="upgrade this proxy")
+
+    def store_away(self, why: str) -> None:
+        """The routing source counts it."""
 
 
 class StoreWatch:

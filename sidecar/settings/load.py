@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError as UnreadableSettingError
@@ -37,11 +38,13 @@ by the children of `sidecar up`."""
 def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
     """Read the settings.
 
-    path: the TOML file; None takes `./sidecar.toml` if it is there.
+    path: the TOML file; None takes `./sidecar.toml` if it is there. Relative paths in the settings
+        begin at its folder; without a file at the working folder.
     env: for the check of unknown names; the values are read from the process environment.
     Raises: SettingsError, one line: what, why, what to do.
     """
-    values = _read_file(path)
+    path = DEFAULT_FILE if path is None and DEFAULT_FILE.exists() else path
+    values = {} if path is None else _read_file(path)
     _refuse_unknown_env(os.environ if env is None else env)
     try:
         settings = Settings(**values)
@@ -58,10 +61,48 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
             f"environment variable {shown(_too_deep(os.environ))}: lists in lists, too deep to "
             "be read; give a flat value"
         ) from None
+    folder = Path() if path is None else path.parent
+    if folder.resolve() != Path.cwd():
+        settings = _anchored(settings, folder.resolve())
     for key, what in problems(settings):
         raise SettingsError(f"setting {written(key)} {what}")
     refuse_unsafe(settings)
     return _with_rubrics(settings)
+
+
+_PATHS = frozenset(
+    {
+        "adapters_dir", "encryption_key_file", "rubric_file", "secret_file", "spans_file",
+        "state_dir",
+    }
+)  # fmt: skip
+_RELATIVE_SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)(?!/|:|file:)(.+)", re.DOTALL)
+
+Anchored = TypeVar("Anchored")
+
+
+def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
+    """Return settings whose relative paths begin at a folder, that of the settings file: then a
+    command finds the same store, adapters and state from wherever it is started."""
+    found: Any = value  # Any: a section, a mapping of sections or a plain value
+    if isinstance(found, BaseModel):
+        inner = {name: getattr(found, name) for name in type(found).model_fields}
+        changed = {
+            name: new
+            for name, old in inner.items()
+            if (new := _anchored(old, folder, name)) is not old
+        }
+        found = found.model_copy(update=changed) if changed else found
+    elif isinstance(found, Mapping) and any(isinstance(one, BaseModel) for one in found.values()):
+        found = {key: _anchored(one, folder) for key, one in found.items()}
+    elif isinstance(found, Path) or (name in _PATHS and found):
+        found = type(found)(folder / found)
+    elif name == "url" and (url := _RELATIVE_SQLITE.fullmatch(str(found))):
+        found = f"{url[1]}{folder / url[2]}"
+    elif name == "base_model_path" and found and (folder / found).is_dir():  # else a hub's name
+        found = str(folder / found)
+    kept: Anchored = found
+    return kept
 
 
 def _with_rubrics(settings: Settings) -> Settings:
@@ -118,13 +159,9 @@ def _read_rubric(key: str, path: Path) -> str:
     return text
 
 
-def _read_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        if not DEFAULT_FILE.exists():
-            return {}
-        path = DEFAULT_FILE
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(
             f"{path}: cannot be read ({error.strerror}); name it with --config"
@@ -137,6 +174,9 @@ def _read_file(path: Path | None) -> dict[str, Any]:
         raise SettingsError(
             f"{path}: is not readable as settings (a number too long, or nested too deep)"
         ) from error
+    if not values:  # a copy that was cut short would start with an empty store and no rules
+        raise SettingsError(f"{path}: holds no setting; write one, or leave --config out")
+    return values
 
 
 def _refuse_unknown_env(env: Mapping[str, str]) -> None:

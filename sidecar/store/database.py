@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,6 +38,7 @@ from sidecar.hiding import hide_in_url
 from sidecar.store.content_cache import ContentCache
 from sidecar.store.counts import add_counts
 from sidecar.store.engines import describe, is_locked, is_of_statement, open_engine
+from sidecar.store.existing import MIGRATIONS, newest_revision
 from sidecar.store.keyring import NO_KEYS, Keyring
 from sidecar.store.models import Base, FlagRow
 from sidecar.store.postgres import (
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 _STATISTICS = ("sqlite_stat1", "sqlite_stat4")
 """Tables of SQLite's ANALYZE. Statistics of a store that has grown since make its planner read
 whole tables (docs/log.md, 2026-11-22), and fresh ones choose no better plan than none."""
-MIGRATIONS = Path(__file__).with_name("migrations")
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """Errors of reading a row whose body, array, number or text is damaged."""
 ATTEMPTS = 5
@@ -116,6 +115,13 @@ class Database:
 
         Raises: StoreError.
         """
+        present = self.revision()
+        if present is not None and present > newest_revision():
+            raise StoreError(
+                f"store {self._shown_url}: a newer release has migrated it ({present}; this one "
+                f"knows {newest_revision()}); install that release, or restore the backup made "
+                "before its first start"
+            )
         # Imported here: a process that does not migrate need not wait for the import.
         from alembic import command
         from alembic.config import Config
@@ -146,8 +152,7 @@ class Database:
 
     def upgrade_if_behind(self) -> None:
         """Migrate an older schema. Imports Alembic only when it must, to save its import time."""
-        present = self.revision()
-        if present is None or present < newest_revision():
+        if self.revision() != newest_revision():
             self.upgrade()
 
     def revision(self) -> str | None:
@@ -225,11 +230,6 @@ def _kind(error: Exception) -> type[StoreError]:
     return StoreLockedError if is_locked(error) else StoreError
 
 
-def newest_revision() -> str:
-    """Return this version's revision of the schema."""
-    return max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
-
-
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
     """Begin an INSERT that supports ON CONFLICT, in the dialect of the session's database."""
     # The engine has imported the dialect that is in use.
@@ -298,6 +298,7 @@ def decompress(data: bytes) -> bytes:
 
 
 __all__ = [
+    "MIGRATIONS",
     "Base",
     "Database",
     "compress",
@@ -305,6 +306,7 @@ __all__ = [
     "decompress",
     "get_flag",
     "insert_into",
+    "newest_revision",
     "refuse_bad_arguments",
     "set_flag",
 ]

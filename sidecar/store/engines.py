@@ -33,8 +33,12 @@ CONNECTIONS = 16
 processes. A thread that finds none free waits."""
 _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
 """Database errors whose cause is the statement or its values, not the store."""
-_OF_THE_STORE = frozenset({NO_TABLE, NO_PRIVILEGE})
-"""SQLSTATEs of a ProgrammingError whose cause is the store all the same."""
+_OF_THE_VALUES = ("21", "22", "23", "42")
+"""Classes of SQLSTATEs whose cause is the statement or its values. The other classes are of the
+connection (26000: it has no such prepared statement), the server or its resources."""
+_OF_THE_STORE = frozenset({NO_TABLE, NO_PRIVILEGE, "42P05"})
+"""SQLSTATEs of these classes whose cause is the store all the same; 42P05: the connection has a
+prepared statement of this name."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _WHAT_TO_DO = {
     sqlite3.SQLITE_FULL: "free space on the disk of its file, then try again",
@@ -77,7 +81,7 @@ def open_engine(url: URL) -> Engine:
 
 def _make_private(path: Path) -> None:
     """Create a new file for its owner only: it holds prompts. SQLite's -wal gets the same mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         path.touch(mode=0o600)
 
@@ -116,7 +120,10 @@ def _open_sqlite(url: URL) -> Engine:
 
 def is_of_statement(error: Exception) -> bool:
     """Return True when the statement or its values are at fault, False when the store is."""
-    return isinstance(error, _OF_THE_STATEMENT) and state_of(error) not in _OF_THE_STORE
+    state = state_of(error)
+    if state and (not state.startswith(_OF_THE_VALUES) or state in _OF_THE_STORE):
+        return False
+    return isinstance(error, _OF_THE_STATEMENT)
 
 
 def is_locked(error: Exception) -> bool:

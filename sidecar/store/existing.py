@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, event
@@ -18,7 +19,14 @@ BUSY_TIMEOUT_S = 1.0
 CONNECTIONS = 2
 """A proxy reads in one thread and reports trips in another."""
 
-__all__ = ["REPLACEMENT", "open_existing", "read_damaged_text"]
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+__all__ = ["REPLACEMENT", "newest_revision", "open_existing", "read_damaged_text"]
+
+
+def newest_revision() -> str:
+    """Return this release's revision of the schema."""
+    return max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
 def open_existing(store_url: str) -> Engine:

@@ -53,6 +53,9 @@ def open_postgres(url: URL, *, connections: int, wait_s: float, **options: Any) 
     wait_s: how long a statement waits for a lock, and a thread for a connection of the pool.
     """
     limits = {
+        # A pooler in transaction mode gives each transaction another server connection, which does
+        # not have the statements that the driver prepared on the one before.
+        "prepare_threshold": None,
         "connect_timeout": CONNECT_TIMEOUT_S,
         "tcp_user_timeout": ANSWER_TIMEOUT_S * 1000,
         "application_name": "learning-sidecar",
@@ -69,15 +72,14 @@ def open_postgres(url: URL, *, connections: int, wait_s: float, **options: Any) 
         **options,
     )
 
-    @event.listens_for(engine, "connect")
-    def _limit(connection: Any, _record: Any) -> None:  # Any: the driver's own types
-        # SET and not the start-up parameter `options`, which poolers such as PgBouncer refuse.
-        connection.autocommit = True
-        connection.execute(f"SET lock_timeout = {int(wait_s * 1000)}")
-        connection.execute(
-            f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_S * 1000}"
+    @event.listens_for(engine, "begin")
+    def _limit(connection: Connection) -> None:
+        # For each transaction: a pooler may give the next one another server connection. Not the
+        # start-up parameter `options`, which poolers such as PgBouncer refuse.
+        connection.exec_driver_sql(
+            f"SET LOCAL lock_timeout = {int(wait_s * 1000)}; SET LOCAL "
+            f"idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_S * 1000}"
         )
-        connection.autocommit = False
 
     return engine
 

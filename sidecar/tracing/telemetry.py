@@ -107,7 +107,7 @@ def _spans(
         provider.add_span_processor(BatchSpanProcessor(exporter))
     if telemetry.spans_file:
         path = Path(telemetry.spans_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         provider.add_span_processor(
             BatchSpanProcessor(JsonLinesExporter(path), schedule_delay_millis=500)
         )

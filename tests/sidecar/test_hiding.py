@@ -19,6 +19,7 @@ from sidecar.hiding import (
     hide_in_params,
     hide_in_text,
     hide_in_url,
+    hide_values,
     is_secret_name,
 )
 from sidecar.logs import configure_logging
@@ -275,3 +276,11 @@ def test_a_message_is_cut_where_a_word_ends() -> None:
     assert beginning("a" * 20_000) == ""
     assert beginning("no " * 100_000).endswith("no")
     assert len(beginning("no " * 100_000)) <= 16_000
+
+
+@pytest.mark.parametrize("key", ["a", "e ", "x1", "\n\t"])
+def test_a_key_that_occurs_in_every_text_is_left(key: str) -> None:
+    text = "An answer: take the next exit, 1 x."
+
+    assert hide_values(text, [key, "sk-secret"]) == text
+    assert hide_values(f"{text} sk-secret", [key, "sk-secret"]) == f"{text} {HIDDEN}"

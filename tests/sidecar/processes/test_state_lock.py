@@ -94,3 +94,8 @@ def test_a_process_that_nobody_waits_for_tells_nothing(
     tell_ready()
 
     assert VARIABLE not in os.environ
+
+
+def test_a_new_state_dir_is_for_its_owner_only(tmp_path: Path) -> None:
+    with only_one(tmp_path / "new" / "state", "control"):
+        assert (tmp_path / "new" / "state").stat().st_mode & 0o777 == 0o700

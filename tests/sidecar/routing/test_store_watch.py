@@ -7,13 +7,14 @@ import random
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, text
+from structlog.testing import capture_logs
 
-from sidecar.routing.store_watch import POLLS_BETWEEN_READS, StoreWatch
+from sidecar.routing.store_watch import POLLS_BETWEEN_READS, RevisionReader, StoreWatch
 
 
 class Reader:
@@ -265,3 +266,21 @@ def test_a_settled_file_whose_reading_failed_is_read_again(tmp_path: Path) -> No
             watch.poll()
 
     assert len(reader.away) == 4
+
+
+def test_a_store_of_a_newer_release_is_said_once_and_read(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    write(path, 1)
+    with closing(sqlite3.connect(path)) as store, store:
+        store.execute("CREATE TABLE alembic_version(version_num TEXT)")
+        store.execute("INSERT INTO alembic_version VALUES ('9999_future')")
+    watch = StoreWatch(f"sqlite:///{path}", [RevisionReader(), reader], poll_s=1.0)
+
+    with capture_logs() as said:
+        watch.poll()
+        write(path, 2)
+        watch.poll()
+    watch.stop()
+
+    assert [(one["event"], one["store"]) for one in said] == [("store_is_newer", "9999_future")]
+    assert reader.read_values == [1, 2]

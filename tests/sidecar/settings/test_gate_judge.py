@@ -62,7 +62,7 @@ def test_another_model_gets_neither_key_nor_address_nor_parameters_of_the_reward
         ("params = {temperature = 1}", "gate_judge.params is set without"),
         ("model = 'x/y'\nparams = {stream = true}", "gate_judge.params holds stream"),
         ("rubric = 'r'\nrubric_file = 'f'", "gate_judge.rubric_file and gate_judge.rubric are"),
-        ("rubric_file = 'gone.txt'", "gate_judge.rubric_file: gone.txt cannot be read"),
+        ("rubric_file = 'gone.txt'", "gone.txt cannot be read"),
         ("passes = 9", "gate_judge.passes: 9 is out of range"),
     ],
 )

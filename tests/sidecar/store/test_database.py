@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, ProgrammingError
 
 from sidecar.errors import SettingsError, StoreBusyError, StoreError, StoreLockedError
 from sidecar.store import engines
@@ -19,6 +20,7 @@ from sidecar.store import url as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.existing import open_existing
 from sidecar.store.models import AuditRow, CounterRow, DeadLetterRow, FlagRow, RunRow
+from support.migrated_store import open_migrated
 from support.postgres import Databases
 from support.stores import NewStore
 
@@ -237,6 +239,18 @@ def test_a_lock_that_is_held_for_long_is_told_with_what_to_do(
             work(other)
 
 
+@pytest.mark.parametrize("open_it", [Database.upgrade, Database.upgrade_if_behind])
+def test_a_store_of_a_newer_release_is_refused_in_one_line(
+    tmp_path: Path, open_it: Callable[[Database], None]
+) -> None:
+    with closing(open_migrated(tmp_path / "store.db")) as database:
+        with database.write() as session:
+            session.execute(text("UPDATE alembic_version SET version_num = '9999_future'"))
+
+        with pytest.raises(StoreError, match=r"a newer release has migrated it \(9999_future"):
+            open_it(database)
+
+
 def test_a_full_disk_is_told_with_what_to_do() -> None:
     with closing(sqlite3.connect(":memory:")) as full:
         full.execute("CREATE TABLE one (text TEXT)")
@@ -247,6 +261,37 @@ def test_a_full_disk_is_told_with_what_to_do() -> None:
     assert engines.describe(found.value) == (
         "database or disk is full; free space on the disk of its file, then try again"
     )
+
+
+@postgres_only
+def test_a_transaction_needs_nothing_of_the_connection_before_it(new_store: NewStore) -> None:
+    """As behind a pooler, which gives each transaction another connection to the server."""
+    database = new_store()
+    for _ in range(12):  # the driver prepares what it sends for the fifth time, unless told not to
+        set_a(database)
+
+    with database.read() as session:
+        assert session.scalar(text("SELECT count(*) FROM pg_prepared_statements")) == 0
+        assert session.scalar(text("SHOW lock_timeout")) == "15s"
+        assert session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "2min"
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as plain:
+        assert plain.scalar(
+            text("SELECT reset_val FROM pg_settings WHERE name='lock_timeout'")
+        ) == ("0")
+
+
+@pytest.mark.parametrize(
+    ("state", "of_statement"),
+    [
+        *[(state, True) for state in ("22001", "23505", "42601", "42703", "21000")],
+        *[(state, False) for state in ("26000", "42P05", "42P01", "42501", "08006", "57P01")],
+    ],
+)
+def test_an_error_of_the_connection_is_not_the_statements(state: str, of_statement: bool) -> None:
+    cause = type("PostgresError", (Exception,), {"sqlstate": state})()
+    error = ProgrammingError("SELECT 1", None, cause)
+
+    assert engines.is_of_statement(error) is of_statement
 
 
 def _increase(session: object, name: str) -> None:
