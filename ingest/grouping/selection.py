@@ -38,6 +38,7 @@ from ingest.grouping.same_prompt import (
     exact,
     joined_answers,
 )
+from ingest.grouping.shares import Caller, Shares
 from ingest.grouping.turns import Turn, counts_elsewhere, last_of_each_turn
 from ingest.records import Answer, Group
 from sidecar.records import Exchange
@@ -110,7 +111,11 @@ class Standing:
     own_live: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Project -> champion and canary of its own line, where it has one."""
     pending_groups: int
-    """Number of groups that wait for candidates or for the judge."""
+    """Number of groups that wait for candidates, the judge or a run."""
+    held_places: Mapping[Caller, int] = field(default_factory=dict)
+    """The same groups by who asked."""
+    demand: Mapping[Caller, float] = field(default_factory=dict)
+    """Exchanges a day by who asked."""
     groups_by_session: Mapping[str, int]
     """Session id -> number of groups that the session had lately."""
     sessions: Mapping[str, str] = field(default_factory=dict)
@@ -157,6 +162,7 @@ def select(
         backlog that belong to the turns of new ones.
     """
     pending = standing.pending_groups
+    shares = Shares(rules.max_pending_groups, standing.held_places, standing.demand)
     by_session = dict(standing.groups_by_session)
     by_key = dict(standing.groups_by_key)
     read = [
@@ -201,6 +207,7 @@ def select(
                     by_key, rules.max_groups_per_project, rules.max_groups_per_near_prompt
                 )
                 or _why_no_room(in_session, pending, rules)
+                or (None if shares.has_room(caller_of(exchange)) else BACKLOG)
             )
         if reason is None:
             group = _make_group(
@@ -212,6 +219,7 @@ def select(
                     decisions[name] = replace(decisions[name], reason=JOINED)
             chosen = keys.columns(drawn, standing.features.get(exchange.exchange_id))
             pending += 1
+            shares.take(caller_of(exchange))
             by_session[session_id] = in_session + 1
             for kind in (("project", keys.project), ("near", keys.near or "")):
                 by_key[kind] = by_key.get(kind, 0) + 1
@@ -225,6 +233,10 @@ def select(
             siblings=found.siblings if group is not None else (),
         )
     return [decisions[name] for name in dict.fromkeys(one.exchange_id for one, _ in batch)]
+
+
+def caller_of(exchange: Exchange) -> Caller:
+    return Caller(exchange.project, exchange.key_id, exchange.user)
 
 
 def _is_free(exchange: Exchange, request: Mapping[str, Any] | None, rules: Rules) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import structlog
+from sqlalchemy import select as sql_select
 from sqlalchemy.orm import Session
 
 from ingest.best_of.groups import settle_new
@@ -28,8 +29,9 @@ from ingest.grouping.selection import (
     Standing,
     select,
 )
+from ingest.grouping.shares import SHARE, Caller, Shares, daily_demand
 from ingest.grouping.turns import turn_of
-from ingest.intake.pending import count_pending
+from ingest.intake.pending import count_pending, pending_by_caller
 from ingest.intake.same_prompt import find_same_prompts
 from ingest.intake.standing import counts_by_keys, features_in, keys_of
 from ingest.sampling.candidates import all_identical
@@ -40,6 +42,7 @@ from ingest.store.exchanges import (
     any_settled,
     load_by_selection,
     load_of_turns,
+    newest_of,
     put_aside,
     set_selection,
     turns_with,
@@ -52,8 +55,12 @@ from ingest.store.groups import (
 )
 from ingest.store.sessions import count_by_session
 from sidecar.store.database import Database, count
+from sidecar.store.models import ExchangeRow
 
 UNREADABLE = "unreadable"
+LOOKED_AT = 4_096
+"""Newest exchanges, of all and of the backlog, by which the shares of callers are decided: some
+milliseconds."""
 
 log = structlog.get_logger()
 
@@ -78,6 +85,18 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
     return len(batch)
 
 
+def recent_demand(session: Session, *, now: float) -> dict[Caller, float]:
+    """Return the exchanges a day of each caller, by the newest `LOOKED_AT`."""
+    row = ExchangeRow
+    newest = session.execute(
+        sql_select(row.project, row.key_id, row.user, row.stored_at)
+        .order_by(row.seq.desc())
+        .limit(LOOKED_AT)
+    )
+    asked = ((Caller(*who), at) for *who, at in newest if isinstance(at, float))
+    return daily_demand(asked, now=now)
+
+
 def _settled(settle_s: float, now: float) -> Settled:
     def settled(stored_at: object) -> bool:
         if not isinstance(stored_at, float):
@@ -89,20 +108,30 @@ def _settled(settle_s: float, now: float) -> Settled:
 
 
 def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:
-    """Decide the backlog again if there is room, the newest first: it is the least stale.
+    """Decide the backlog again if there is room, the newest first, for it is the least stale, and
+    of each caller what its share of the places has room for.
 
     now: Unix seconds.
     Returns: the number of exchanges decided.
     """
     with database.write() as session:
         most = rules.max_pending_groups
-        room = most - count_pending(session, live_now(session, model, rules).all, most=most)
+        live = live_now(session, model, rules).all
+        room = most - count_pending(session, live, most=most)
         if room <= 0:
             return 0
+        shares = Shares(
+            most, pending_by_caller(session, live, most=most), recent_demand(session, now=now)
+        )
+        seqs = []
+        for seq, caller in newest_of(session, BACKLOG, limit=LOOKED_AT):
+            if len(seqs) < room and shares.has_room(caller):
+                shares.take(caller)
+                seqs.append(seq)
         batch = _readable(
             session,
             BACKLOG,
-            lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True),
+            lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True, of=seqs),
         )
         decide(session, batch, rules, model=model, now=now)
     return len(batch)
@@ -142,13 +171,20 @@ def decide(
         return
     keys = keys_of(session, batch)
     since = now - rules.session_window_s
+    pending = count_pending(session, live.all, most=rules.max_pending_groups)
+    # Until a fifth of the places is taken, nobody can hold more than that.
+    crowded = SHARE * rules.max_pending_groups < pending + len(batch) and (
+        pending < rules.max_pending_groups
+    )
     standing = Standing(
         keys=keys,
         groups_by_key=counts_by_keys(session, keys.values(), rules, since=since),
         features=features_in(session, batch, keys) if rules.choose == "prefer" else {},
         live_adapters=live.shared,
         own_live=live.own,
-        pending_groups=count_pending(session, live.all, most=rules.max_pending_groups),
+        pending_groups=pending,
+        held_places=pending_by_caller(session, live.all, most=pending) if crowded else {},
+        demand=recent_demand(session, now=now) if crowded else {},
         groups_by_session=count_by_session(
             session,
             [stored.session_id for stored in batch],

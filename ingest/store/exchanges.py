@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.same_prompt import prompt_key
+from ingest.grouping.shares import Caller
 from ingest.sessions.records import Place
 from ingest.store.bases import Row, content_of, encode_contents, settle_bases
 from ingest.store.places import place_columns, place_of
@@ -213,11 +214,13 @@ def load_by_selection(
     limit_bytes: int = READ_BYTES,
     newest_first: bool = False,
     settled: Settled = lambda _: True,
+    of: Collection[int] | None = None,
 ) -> list[StoredExchange]:
     """Read up to `limit` exchanges with this value of `selection`, the oldest first by default.
 
     selection: "new" or "backlog"; no index finds the others.
     settled: those for which it is False are left out; they count towards the limit.
+    of: their numbers (`seq`), where only some of them are wanted.
     limit_bytes: of requests and replies as they were sent, which hold all token ids as text: read,
         an exchange takes at most nine times as much. The first one is read however large it is.
     Raises: UnreadableExchangesError.
@@ -229,7 +232,7 @@ def load_by_selection(
             ExchangeRow.stored_at,
             ExchangeRow.request_bytes + ExchangeRow.reply_bytes,
         )
-        .where(*_undecided(selection))
+        .where(*_undecided(selection), *(() if of is None else (ExchangeRow.seq.in_(of),)))
         .order_by(order)
         .limit(limit)
     )
@@ -244,6 +247,18 @@ def load_by_selection(
     if not seqs:
         return []
     return _load(session, select(ExchangeRow).where(ExchangeRow.seq.in_(seqs)).order_by(order))
+
+
+def newest_of(session: Session, selection: str, *, limit: int) -> list[tuple[int, Caller]]:
+    """Return number and caller of the newest exchanges with this value of `selection`."""
+    row = ExchangeRow
+    rows = session.execute(
+        select(row.seq, row.project, row.key_id, row.user)
+        .where(*_undecided(selection))
+        .order_by(row.seq.desc())
+        .limit(limit)
+    )
+    return [(seq, Caller(*who)) for seq, *who in rows]
 
 
 def load_of_turns(

@@ -159,6 +159,22 @@ def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit: Kit) -> N
     assert kit.counts("selection") == {"chosen": 2, "backlog": 2}
 
 
+@pytest.mark.both_stores
+def test_a_robot_holds_a_fifth_of_the_places_and_the_backlog_is_taken_up_fairly(kit: Kit) -> None:
+    robots = [f"r{n}" for n in range(40)]
+    users = [f"u{n}" for n in range(20)]
+    kit.choose(*(kit.exchange(name, user="robot") for name in robots[:1]), max_pending_groups=20)
+    many = [*(kit.exchange(name, user=name) for name in users)]
+    many += [kit.exchange(name, user="robot") for name in robots[1:]]
+    kit.choose(*many[::-1], max_pending_groups=20)
+
+    while backlog(kit, max_pending_groups=20):
+        pass
+
+    assert selections(kit, *robots).count("chosen") == 4
+    assert selections(kit, *users).count("chosen") == 16
+
+
 def test_groups_that_wait_for_the_judge_take_places_too(kit: Kit) -> None:
     (group_id, _) = kit.choose(kit.exchange("a"), kit.exchange("b"), max_pending_groups=1)
     with kit.database.write() as session:
