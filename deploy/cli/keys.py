@@ -37,7 +37,7 @@ def keys_create(
     name: Annotated[str, typer.Option(help="who or what holds the key")] = "",
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="`operate`, in addition to `infer`, which every key has"),
+        typer.Option(help="`operate` or `voices`, in addition to `infer`, which every key has"),
     ] = None,
     expires: Annotated[
         str, typer.Option(help="after this time, such as 12h, 30d, 8w; default: never")

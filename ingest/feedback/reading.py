@@ -4,13 +4,13 @@ reads it here (`told_of`, `Told.summary`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, case, func, literal, select
 from sqlalchemy.orm import Session
 
-from sidecar.store.models import ExchangeRow, FeedbackRow, SignalRow
+from sidecar.store.models import ApiKeyRow, ExchangeRow, FeedbackRow, SignalRow
 
 MOST: Final = 1_000
 """Feedback, and signals, that are read at once, the newest."""
@@ -33,7 +33,7 @@ class FeedbackEntry:
     label: str
     comment: str
     counts: bool = True
-    """It is the newest of its kind, its target and its source."""
+    """It is the newest of its kind, its target and its voice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
         return {}
     traces = {trace for _, trace, _ in keys.values() if trace}
     sessions = {name for _, _, name in keys.values()}
-    rows = [
+    entries = [
         *_feedback(
             session,
             FeedbackRow.exchange_id.in_(sorted(keys)),
@@ -107,24 +107,24 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
         ),
     ]
     if traces:
-        rows += _feedback(
+        entries += _feedback(
             session, FeedbackRow.target.in_(sorted(traces)), FeedbackRow.target_kind == "trace"
         )
     by_name: dict[tuple[str, ...], list[FeedbackEntry]] = {}
-    for row in rows:
+    for row, entry in entries:
         if row.exchange_id is None:
             continue
         name = {
             "exchange": ("exchange", row.exchange_id),
             "session": ("session", str(row.session_id)),
         }.get(row.target_kind, ("trace", row.project, row.target))
-        by_name.setdefault(name, []).append(_entry(row))
+        by_name.setdefault(name, []).append(entry)
     signals: dict[str, list[SignalEntry]] = {}
     for signal in _signals(session, SignalRow.exchange_id.in_(sorted(keys))):
         signals.setdefault(signal.exchange_id, []).append(signal)
     return {
         exchange_id: Told(
-            _counted(
+            _in_order(
                 one
                 for name in (
                     ("exchange", exchange_id),
@@ -143,12 +143,36 @@ def told_of_session(session: Session, session_id: str) -> Told:
     """Return what was told of a session, its exchanges and its traces."""
     rows = _feedback(session, FeedbackRow.session_id == session_id)
     found = _signals(session, SignalRow.session_id == session_id)
-    return Told(_counted(map(_entry, rows)), tuple(found))
+    return Told(_in_order(entry for _, entry in rows), tuple(found))
 
 
-def _feedback(session: Session, *where: ColumnElement[bool]) -> list[FeedbackRow]:
-    statement = select(FeedbackRow).where(*where).order_by(FeedbackRow.seq.desc()).limit(MOST)
-    return list(session.scalars(statement))
+def voice() -> ColumnElement[str]:
+    """Return whose opinion a row of feedback is: its key's, because a key may name any source. The
+    source's where the key has the scope `voices`, and where no keys are asked for."""
+    row, key = FeedbackRow, ApiKeyRow
+    spoken_for = select(key.key_id).where((" " + key.scopes + " ").contains(" voices "))
+    named = (row.key_id == "") | row.key_id.in_(spoken_for)
+    return row.key_id + case((named, literal("/") + row.source), else_="")
+
+
+def rank() -> ColumnElement[int]:
+    """Return 1 for the row of its kind and target that the proxy received last from its voice."""
+    row = FeedbackRow
+    return func.row_number().over(
+        partition_by=(row.kind, row.target_kind, row.target, row.project, voice()),
+        order_by=(row.received_at.desc(), row.feedback_id.desc()),
+    )
+
+
+def _feedback(
+    session: Session, *where: ColumnElement[bool]
+) -> list[tuple[FeedbackRow, FeedbackEntry]]:
+    """Read rows, those that count first, so that no voice keeps others out of the newest `MOST`."""
+    place = rank().label("place")
+    statement = (
+        select(FeedbackRow, place).where(*where).order_by(place, FeedbackRow.seq.desc()).limit(MOST)
+    )
+    return [(row, _entry(row, counts=at == 1)) for row, at in session.execute(statement)]
 
 
 def _signals(session: Session, where: ColumnElement[bool]) -> list[SignalEntry]:
@@ -166,17 +190,13 @@ def _signals(session: Session, where: ColumnElement[bool]) -> list[SignalEntry]:
     return sorted(found, key=lambda one: (one.at, one.exchange_id, one.kind))
 
 
-def _entry(row: FeedbackRow) -> FeedbackEntry:
+def _entry(row: FeedbackRow, *, counts: bool) -> FeedbackEntry:
     names = FeedbackEntry.__dataclass_fields__.keys() - {"counts"}
-    return FeedbackEntry(**{name: getattr(row, name) for name in names})
+    return FeedbackEntry(counts=counts, **{name: getattr(row, name) for name in names})
 
 
-def _counted(entries: Iterable[FeedbackEntry]) -> tuple[FeedbackEntry, ...]:
-    """Mark the newest of each kind, target and source, by when the proxy received it."""
-    order = sorted(entries, key=lambda one: (one.received_at, one.feedback_id))
-    newest = {(one.kind, one.target_kind, one.target, one.source): one for one in order}
-    kept = {one.feedback_id for one in newest.values()}
-    return tuple(replace(one, counts=one.feedback_id in kept) for one in order)
+def _in_order(entries: Iterable[FeedbackEntry]) -> tuple[FeedbackEntry, ...]:
+    return tuple(sorted(entries, key=lambda one: (one.received_at, one.feedback_id)))
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

@@ -10,6 +10,7 @@ import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from ingest.feedback.reading import rank
 from ingest.reward_watch.profile import (
     DamagedProfileError,
     MeanOf,
@@ -179,10 +180,11 @@ def _mean(sessions: Iterable[Sequence[int]], values: Sequence[float | None]) -> 
 
 
 def _feedback(session: Session, model: str, adapter: str) -> dict[str, float]:
-    """Return the mean score of each answer that clients scored, each source's newest."""
+    """Return the mean score of each answer that clients scored, each voice's newest."""
     row, told = WatchedAnswerRow, FeedbackRow
-    found = session.execute(
-        select(told.exchange_id, told.source, told.received_at, told.score)
+    place = rank().label("place")
+    newest = (
+        select(told.exchange_id, told.score, place)
         .join(row, row.exchange_id == told.exchange_id)
         .where(
             row.model == model,
@@ -190,22 +192,15 @@ def _feedback(session: Session, model: str, adapter: str) -> dict[str, float]:
             told.target_kind == "exchange",
             told.score.is_not(None),
         )
-        .limit(MOST_FEEDBACK)
+        .subquery()
     )
-    newest: dict[tuple[str, str], tuple[float, float]] = {}
-    for name, source, at, score in found:
-        if (
-            name is None
-            or not isinstance(score, float)
-            or not -1.0 <= score <= 1.0
-            or not isinstance(at, float)
-        ):
-            continue
-        if (name, source) not in newest or at > newest[name, source][0]:
-            newest[name, source] = (at, score)
+    found = session.execute(
+        select(newest.c.exchange_id, newest.c.score).where(newest.c.place == 1).limit(MOST_FEEDBACK)
+    )
     scores: dict[str, list[float]] = {}
-    for (name, _), (_, score) in newest.items():
-        scores.setdefault(name, []).append(score)
+    for name, score in found:
+        if name is not None and isinstance(score, float) and -1.0 <= score <= 1.0:
+            scores.setdefault(name, []).append(score)
     return {name: sum(some) / len(some) for name, some in scores.items()}
 
 

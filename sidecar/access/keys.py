@@ -19,8 +19,9 @@ from typing import Literal, get_args
 from sidecar.bounds import PROJECT
 from sidecar.errors import InvalidKeyError
 
-Scope = Literal["infer", "operate"]
-"""infer: ask the model. operate: also name an adapter by `x-sidecar-adapter`."""
+Scope = Literal["infer", "operate", "voices"]
+"""infer: ask the model. operate: also name an adapter by `x-sidecar-adapter`. voices: each `source`
+that its feedback names counts as a voice of its own; without it all of them are one."""
 SCOPES: frozenset[str] = frozenset(get_args(Scope))
 PREFIX = "sk-sidecar-"
 KEY_ID_BYTES = 6
@@ -64,7 +65,9 @@ class ApiKey:
                 "beginning with a letter or digit"
             )
         if unknown := sorted(self.scopes - SCOPES):
-            raise InvalidKeyError(f"scope {unknown[0]!r} does not exist; there are infer, operate")
+            raise InvalidKeyError(
+                f"scope {unknown[0]!r} does not exist; there are {', '.join(get_args(Scope))}"
+            )
         if not 1 <= self.best_of_max <= MAX_BEST_OF:
             raise InvalidKeyError(f"best of {self.best_of_max}: give 1 (off) to {MAX_BEST_OF}")
         for what, limit in (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from sqlalchemy import select
 
+from ingest.feedback import reading
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.intake.consume import consume
 from ingest.intake.consumed import Consumed
@@ -15,6 +16,7 @@ from ingest.intake.reader import BusReader
 from sidecar.feedback.record import Feedback, encode_feedback
 from sidecar.records import Exchange
 from sidecar.store.models import DeadLetterRow, FeedbackRow
+from support import api_keys
 from support.ingest_kit import FillBus, Kit, make_feedback, packed
 
 pytestmark = pytest.mark.both_stores
@@ -92,6 +94,37 @@ def test_all_contradictory_feedback_is_kept_and_the_newest_of_a_source_counts(ki
 
     assert scores(found) == [(1.0, False), (0.5, True), (-1.0, True)]
     assert found.summary()["feedback_score"] == -0.25
+
+
+def test_a_key_has_one_voice_unless_its_scope_lets_it_speak_for_many(kit: Kit) -> None:
+    def said(number: int, key: str, score: float) -> Feedback:
+        at = float(number)
+        return make_feedback(
+            f"f{number}", key_id=key, source=f"user-{number}", score=score, received_at=at
+        )
+
+    app, _ = api_keys.create(kit.database, scopes=frozenset({"infer"}))
+    forum, _ = api_keys.create(kit.database, scopes=frozenset({"infer", "voices"}))
+    loud = [said(number, "loud", 1.0) for number in range(60)]
+    many = [said(100 + number, forum, -1.0) for number in range(2)]
+    app_says = [said(200, app, 0.5), said(201, app, -1.0)]
+    take(kit, kit.exchange("e1"), *loud, *many, *app_says)
+
+    counting = [one.feedback_id for one in told(kit).feedback if one.counts]
+    assert counting == ["f59", "f100", "f101", "f201"]
+    assert told(kit).summary()["feedback_score"] == (1.0 - 1.0 - 1.0 - 1.0) / 4
+
+
+def test_a_flood_of_one_key_keeps_no_voice_out(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST", 10)
+    early = make_feedback("f0", key_id="app", score=-1.0, received_at=1.0)
+    flood = [
+        make_feedback(f"l{n:02}", key_id="loud", source=f"s{n}", received_at=2.0 + n)
+        for n in range(20)
+    ]
+    take(kit, kit.exchange("e1"), early, *flood)
+
+    assert told(kit).summary()["feedback_score"] == 0.0
 
 
 def test_an_idempotency_key_with_another_content_is_put_aside_and_counted(kit: Kit) -> None:
