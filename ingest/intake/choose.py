@@ -123,7 +123,7 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
         shares = Shares(
             most, pending_by_caller(session, live, most=most), recent_demand(session, now=now)
         )
-        seqs = []
+        seqs: list[int] = []
         for seq, caller in newest_of(session, BACKLOG, limit=LOOKED_AT):
             if len(seqs) < room and shares.has_room(caller):
                 shares.take(caller)
