@@ -119,8 +119,9 @@ class Drawing:
             wanted = proof_rule.gate_prompts(quality, self._rules)
             limit = SPARE_PROMPTS * wanted
             done = gate_store.compared_sessions(session, canary)
-            missing = self._held_out(session, canary, done, limit - len(done))
-            if (more := limit - len(done) - len(missing)) > 0:  # rather those that go on than none
+            left = limit - gate_store.made(session, canary.canary_id)
+            missing = self._held_out(session, canary, done, left)
+            if (more := left - len(missing)) > 0:  # rather those that go on than none
                 known = done | {prompt.session_id for prompt in missing}
                 missing += self._held_out(session, canary, known, more, settled=False)
             judged = gate_store.comparisons(session, canary.canary_id)
@@ -131,7 +132,8 @@ class Drawing:
             for one in judged
             if one.difference is not None or (one.fault == "candidate" and not quick)
         ]
-        room = min(limit - len(done), wanted - len(telling))
+        carried = 0 if quick else self._judged.carried
+        room = min(left, wanted - carried - len(telling))
         return Prompts(
             sessions=len(done) + len(missing),
             missing=tuple(missing[: max(0, room)]),
@@ -158,7 +160,7 @@ class Drawing:
                     session,
                     canary,
                     self._line(canary),
-                    after=canary.created_at,
+                    after=canary.created_at if canary.tried_since is None else canary.tried_since,
                     until=self._clock() - gate_store.SETTLED_S,
                     limit=room - len(missing),
                     known=done | {prompt.session_id for prompt in missing},
