@@ -19,6 +19,7 @@ import httpx
 from sqlalchemy import make_url
 from sqlalchemy.orm import Session
 
+from deploy.canary.pace import sessions_a_day
 from deploy.doctor.bounded import run_checks
 from deploy.doctor.facts import Facts, LineFacts, StoreFacts
 from deploy.doctor.recent import newest_adapter, newest_run, read_recent
@@ -164,12 +165,12 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 noise=_noise(session, settings.judge),
                 verifiers=read_verifiers(session),
                 waiting_for_verifiers=waiting_for(session),
-                lines=tuple(_line(session, line) for line in settings.lines),
+                lines=tuple(_line(session, line, now) for line in settings.lines),
                 recent=read_recent(session),
             )
 
 
-def _line(session: Session, line: Line) -> LineFacts:
+def _line(session: Session, line: Line, now: float) -> LineFacts:
     canary = canaries.active(session, line.name)
     return LineFacts(
         line=line,
@@ -177,6 +178,7 @@ def _line(session: Session, line: Line) -> LineFacts:
         run=newest_run(session, line.name),
         adapter=newest_adapter(session, line.name),
         canary=(canary.reason or "") if canary is not None else "",
+        sessions_a_day=sessions_a_day(session, line, now),
     )
 
 

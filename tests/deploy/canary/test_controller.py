@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.registry import transitions, versions
+from deploy.registry.canary_rule import SLOWEST
 from deploy.registry.history import bans
 from deploy.registry.rollback import rollback
 from ingest.errors import (
@@ -341,13 +342,15 @@ async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World
     world.serve("a")
     world.serve("b", held_out=True, outcome="cut")
     world.serve("c", held_out=True, status=400)
-    world.serve("d", held_out=True)
+    older = world.serve("d", held_out=True)
     newest = world.serve("d", held_out=True)
     other = world.serve("e", held_out=True)
 
     await tick(world, 2)
 
-    assert {row.exchange_id for row in world.comparisons()} == {newest, other}
+    asked = {row.exchange_id for row in world.comparisons()}
+    assert len(asked) == 2
+    assert asked < {older, newest, other}, "one turn of each session"
     assert world.canary(name).phase == "ramping"
 
 
@@ -764,7 +767,10 @@ async def test_a_step_without_traffic_is_inconclusive_at_its_limit(world: World)
     name = world.register(1)
     await to_ramp(world, name)
     world.clock.now += 1_000.0
+    await tick(world)
+    assert world.canary(name).phase == "ramping", "its sessions may still come"
 
+    world.clock.now += (SLOWEST - 1) * 1_000.0
     await tick(world)
 
     assert world.canary(name).phase == "inconclusive"
