@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from benchmarks.sessions.play import compaction, shapes
+from benchmarks.sessions.play import compaction, given, shapes
 from benchmarks.sessions.play.clients import Client
 from benchmarks.sessions.play.delegation import sub_agents
 from benchmarks.sessions.records import SentRequest
@@ -102,6 +102,17 @@ def _traces(data: Data, seed: str) -> list[SentRequest]:
             for step, task in enumerate(three)
         ]
     return play(made, seed=seed, spacing_s=SPACING_S / 3)
+
+
+def _examples(words: Sequence[str], *, anew: bool) -> Callable[[Data, str], list[SentRequest]]:
+    """One key, one prompt; each request is a session."""
+
+    def make(data: Data, seed: str) -> list[SentRequest]:
+        tasks = data.general()
+        shape = given.examples(tasks, words, anew=anew)
+        return play(parts(tasks, Client(), shape, seed=seed), seed=seed)
+
+    return make
 
 
 _SHAPES: tuple[shapes.Shape, ...] = (
@@ -247,6 +258,20 @@ MIXES: tuple[Mix, ...] = (
         what="three agents asked the same behind one key",
         make=_several_agents,
     ),
+    *(
+        Mix(name=f"few-shot-{name}{how}", what=what, make=_examples(words, anew=bool(how)))
+        for name, words in (("labels", given.LABELS), ("answers", given.ANSWERS))
+        for how, what in (
+            ("", "examples in all requests, replies in their words"),
+            ("-anew", "examples drawn for each request, replies in their words"),
+        )
+    ),
+    Mix(
+        name="greeting",
+        what="the client's greeting, which the model repeats",
+        make=_each(_of, Client(), given.greeted),
+    ),
+    Mix(name="react", what="one message that grows", make=_each(_of, Client(), given.react)),
     Mix(name="late", what="a fifth of the records late", make=_each(_of, late=0.2)),
     Mix(name="responses", what="the responses surface", make=_each(_of, _surface("responses"))),
     Mix(name="messages", what="Anthropic's surface", make=_each(_of, _surface("messages"))),

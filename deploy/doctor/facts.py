@@ -25,6 +25,8 @@ class Recent:
 
     selections: Mapping[str, int] = field(default_factory=dict)
     """Number of the newest exchanges by `selection`."""
+    sessions: int = 0
+    """Number of their sessions."""
     served: Mapping[str, int] = field(default_factory=dict)
     """Number of the newest groups' served answers by `trainable`, or by why they are masked."""
     ends: Mapping[str, int] = field(default_factory=dict)

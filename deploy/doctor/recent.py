@@ -21,7 +21,12 @@ CLOCKS = 20
 
 def read_recent(session: Session) -> Recent:
     exchanges = session.execute(
-        select(ExchangeRow.selection, ExchangeRow.started_at, ExchangeRow.stored_at)
+        select(
+            ExchangeRow.selection,
+            ExchangeRow.started_at,
+            ExchangeRow.stored_at,
+            ExchangeRow.session_id,
+        )
         .order_by(ExchangeRow.seq.desc())
         .limit(EXCHANGES)
     ).all()
@@ -43,6 +48,7 @@ def read_recent(session: Session) -> Recent:
     ]
     return Recent(
         selections=Counter(str(one.selection) for one in exchanges),
+        sessions=len({one.session_id for one in exchanges}),
         served=Counter(str(why or "trainable") for why in served),
         ends=Counter(
             str(one.reason if one.status in (SET_ASIDE, DROPPED) else one.status) for one in groups

@@ -58,6 +58,16 @@ SELECTIONS: Final[Mapping[str, str]] = {
     "stale_adapter": "nothing, after a promotion; else look at what serves: `sidecar status`",
 }
 """Selection -> what to do when most exchanges end with it."""
+_ONE_SESSION: Final = (
+    "where conversations that have nothing to do with each other share one (`placed_by` in "
+    "docs/sessions.md says why), have agents send x-sidecar-session, another for each conversation"
+)
+KEPT_OUT_TO_DO: Final[Mapping[str, str]] = {
+    "held_out": f"look at exchange.session_id: {_ONE_SESSION}; else lower groups.held_out_rate",
+    "capped": f"look at exchange.session_id: {_ONE_SESSION}; else raise the limit: "
+    "groups.max_groups_per_session, max_groups_per_project or max_groups_per_near_prompt",
+}
+"""What keeps most exchanges from training -> what to do."""
 MASKS: Final[Mapping[str, str]] = {
     "temperature_zero": "have agents ask at a temperature above 0 (1 is best); greedy answers are "
     "all alike and teach nothing",

@@ -11,13 +11,23 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
-from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
+from deploy.doctor.facts import Diagnosis, Facts, Recent, StoreFacts
 from deploy.doctor.lines import of_lines
-from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
+from deploy.doctor.remedies import (
+    ENDS,
+    KEPT_OUT_TO_DO,
+    MASKS,
+    OF_CHECKS,
+    OF_SETTINGS,
+    REFUSED,
+    SELECTIONS,
+)
 from deploy.doctor.verifiers import failing_verifiers
 from deploy.funnel.pile_up import PileUp, said, to_do
 from deploy.funnel.stages import STAGES, Name, Stage
 from deploy.preflight.verifiers import CAUSE as VERIFIER
+from ingest.grouping.caps import NEAR_CAP, PROJECT_CAP
+from ingest.grouping.selection import HELD_OUT, SESSION_CAP
 from ingest.judge_watch.advice import advice_on
 from sidecar.plurals import counted
 
@@ -25,6 +35,9 @@ FEW = 3
 """Records that must share a fate before it is called a rule."""
 MOST = 0.5
 """Share of the newest records that end for one reason, from which on it stops the stage."""
+KEPT_OUT = 0.6
+"""Share of the newest exchanges that are held out, or capped, from which on it is named: their
+sessions are then few, and larger than conversations are."""
 NEARLY_ALL = 0.9
 """Share of the served answers that are masked for one reason, from which on it is named."""
 SKEW_S = 30.0
@@ -39,8 +52,9 @@ JUDGE_FAILS: Final[Mapping[str, str]] = {
     "no_credit": "judge_no_credit",
 }
 """State of the judge, as score saw it, in which no group is scored -> cause of the diagnosis."""
-NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "session_cap", "retried_turn")
-"""Selections that are no fault: others of the same traffic are chosen."""
+CAPS: Final = (SESSION_CAP, PROJECT_CAP, NEAR_CAP)
+NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "retried_turn", *CAPS)
+"""Selections that are no fault while they are few: others of the same traffic are chosen."""
 
 
 def diagnose(facts: Facts) -> list[Diagnosis]:
@@ -136,6 +150,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _bus(facts, store, stages["bus"])
     yield from _fields(store.recent.fields_refused)
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
+    yield from _kept_out(store.recent)
     yield from _budget(store, stages["sampling"])
     yield from _judge(facts, store)
     yield from _judge_drift(store)
@@ -321,6 +336,25 @@ def _most_end(
             text=f"{number} of the newest {decided} decided exchanges are not suitable: {reason}",
             to_do=to_do.get(reason, "see `exchange.selection` in docs/data-dictionary.md"),
         )
+
+
+def _kept_out(recent: Recent) -> Iterator[Diagnosis]:
+    """Yield that most of the newest exchanges are held out, or capped. A few of both are normal."""
+    counts = recent.selections
+    decided = sum(counts.values()) - counts.get("new", 0)
+    for cause, reasons in (("held_out", (HELD_OUT,)), ("capped", CAPS)):
+        found = {why: counts[why] for why in reasons if counts.get(why)}
+        number = sum(found.values())
+        if number >= FEW and number > KEPT_OUT * decided:
+            names = counted(recent.sessions, "session")
+            yield Diagnosis(
+                stage="selection",
+                cause=cause,
+                text=f"{number} of the newest {decided} decided exchanges do not teach: "
+                f"{', '.join(f'{count} {why}' for why, count in found.items())}; "
+                f"the newest {sum(counts.values())} exchanges are of {names}",
+                to_do=KEPT_OUT_TO_DO[cause],
+            )
 
 
 FIELDS_REFUSED: Final = "fields_refused"

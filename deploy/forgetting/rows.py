@@ -79,6 +79,17 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         ]
 
 
+def callers_of(database: Database, target: Target) -> tuple[int, int]:
+    """Return how many callers (key and user of a project) said what a target means, and in how many
+    exchanges."""
+    caller = ExchangeRow.project, ExchangeRow.key_id, ExchangeRow.user
+    with database.read() as session:
+        counts = session.execute(
+            select(*caller, func.count()).where(_is_of(target)).group_by(*caller)
+        ).all()
+    return len(counts), sum(one[-1] for one in counts)
+
+
 def _is_of(target: Target) -> ColumnElement[bool]:
     names = sorted(target.stored_names)
     if target.kind == "user":

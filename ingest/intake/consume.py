@@ -28,6 +28,7 @@ from ingest.feedback.signals import tool_error
 from ingest.feedback.store import save_derived, withdraw_abandonments
 from ingest.intake.consumed import Consumed
 from ingest.intake.forgotten import forgotten_of
+from ingest.intake.placing import STAGE as SESSIONS_STAGE
 from ingest.intake.placing import Sessions, as_moved
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
@@ -279,6 +280,11 @@ def _store(
             decide(session, as_moved(session, stored) if sessions.moved else stored)
         counts = Counter((TOKEN_STAGE, record.tokens) for record in new)
         counts.update((BOUND_STAGE, reason) for record in new for reason in record.bounded)
+        counts.update(
+            (SESSIONS_STAGE, record.stored.place.full)
+            for record in new
+            if record.stored is not None and record.stored.place.full is not None
+        )
         counts.update(
             (PRIVACY_STAGE, reason)
             for record in (*new, *(one for one in records if one.dropped))

@@ -7,7 +7,7 @@ from typing import Final
 
 from ingest.sessions.node import Key, Node
 
-KINDS: Final = range(11)
+KINDS: Final = range(12)
 SAME_KEY: Final = 32
 """Nodes remembered under one key, the newest."""
 (
@@ -22,11 +22,13 @@ SAME_KEY: Final = 32
     GIVEN,
     WANTED,
     WANTED_ASKED,
+    GROWN,
 ) = KINDS
 """Kinds of keys: the conversation with its reply; without it; the reply wherever it stands; a
 tool's result or a user's message wherever it stands; parts of a reply; an argument of its calls;
 the ids of its calls; parts of users' messages; parts of tools' results; the `ANSWERED`
-that the parent of the exchange would have; the `ASKED` that it would have."""
+that the parent of the exchange would have; the `ASKED` that it would have; the end of the last
+message with a reply behind it."""
 GUESSED: Final = frozenset({HEARD, QUOTED, TOLD, GIVEN, CALLED})
 """The many keys of a node; they serve while its conversation goes on."""
 

@@ -65,6 +65,22 @@ def shingles(scope: bytes, text: str) -> Iterator[int]:
     )
 
 
+def grown(before: bytes, text: str, reply: str) -> tuple[int, bytes] | None:
+    """Return the marks of a message with a reply behind it: of the last run of words, by which a
+    message that begins with both finds it, and of the whole. None for a few words.
+
+    before: digest of the messages before it.
+    """
+    words = f"{text} {reply}".split()
+    last = list(shingles(before, " ".join(words[-WORDS:])))
+    return (last[0], whole_of(before, words)) if last and reply else None
+
+
+def whole_of(before: bytes, words: Sequence[str]) -> bytes:
+    """Return the mark of a text, whatever its white space."""
+    return _mark(before, "".join(words))
+
+
 def of_reply(scope: bytes, text: str) -> list[int]:
     """Return the first marks of a text, about every second one, chosen by their own value: so it is
     found again inside another text, whatever stands around it (Schleimer et al., Winnowing, SIGMOD

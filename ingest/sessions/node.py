@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
 
-from ingest.sessions.messages import Conversation, digest_of
-from ingest.sessions.records import Arrival, How, Place
+from ingest.sessions.messages import Conversation, Message, digest_of
+from ingest.sessions.records import Arrival, Full, How, Place
 
 _DIGITS: Final = re.compile(r"[0-9]+")
 _LINES: Final = 12
@@ -21,6 +21,19 @@ Key = bytes | int
 """A mark of `ingest.sessions.marks`."""
 MAX_AGENTS: Final = 1_000
 """Agents remembered by `Agents`, in 2 kB each."""
+MAX_CALLERS: Final = 8
+"""Callers (key and user of a project) of one session: agents with keys of their own, and people who
+hand a conversation over, are fewer."""
+MAX_OPENINGS: Final = 256
+"""Openings of one session: an agent's run with all its sub-agents and summaries has fewer."""
+TOLD: Final = 512
+"""Messages of a request that its node remembers, the newest, in 4 bytes each."""
+
+
+def told(messages: Sequence[Message]) -> bytes:
+    """Return 4 bytes for each of the newest messages, in order: those of successive messages stand
+    side by side."""
+    return b"".join(message.digest()[:4] for message in messages[-TOLD:])
 
 
 class Agent:
@@ -69,10 +82,21 @@ class Agents:
         return agent
 
 
+class Newcomer(Protocol):
+    """An exchange that may join a session."""
+
+    owner: bytes
+    """Digest of its caller."""
+    beginning: bytes
+    """Digest of how its request begins."""
+    first: bytes
+    """`told` of its first message."""
+
+
 class Session:
     """All nodes of one session."""
 
-    __slots__ = ("held_out", "name", "names", "nodes", "opening")
+    __slots__ = ("callers", "held_out", "name", "names", "nodes", "opening", "openings")
 
     def __init__(self, name: str, opening: str | None, held_out: bool) -> None:
         """opening: `Search.opening` of the first request; None when there is none, or it is not
@@ -83,6 +107,29 @@ class Session:
         self.nodes: dict[Node, None] = {}
         self.names: list[bytes] = []
         """What the client calls it: digests of headers and traces."""
+        self.callers: list[bytes] = []
+        self.openings: list[bytes] = []
+
+    def refuses(self, one: Newcomer, parent: Node | None) -> Full | None:
+        """Return why an exchange may not join: so many callers or openings are no conversation, but
+        a name, or words, that many share. parent: what it was found to continue."""
+        if one.owner not in self.callers and len(self.callers) >= MAX_CALLERS:
+            return "too_many_callers"
+        if self._opens(one, parent) and len(self.openings) >= MAX_OPENINGS:
+            return "too_many_openings"
+        return None
+
+    def admit(self, one: Newcomer, parent: Node | None) -> None:
+        """Count the caller and the opening of an exchange."""
+        if one.owner not in self.callers:
+            self.callers.append(one.owner)
+        if self._opens(one, parent):
+            self.openings.append(one.beginning)
+
+    def _opens(self, one: Newcomer, parent: Node | None) -> bool:
+        """Return whether it begins in a new way, and not with a message of its parent."""
+        known = parent is not None and one.first in parent.told
+        return not known and one.beginning not in self.openings
 
 
 class Node:
@@ -90,20 +137,24 @@ class Node:
 
     __slots__ = (
         "agent",
+        "asked",
         "at",
         "branch",
         "children",
         "exact",
         "exchange_id",
+        "grown",
         "has_reply",
         "how",
         "keys",
         "parent",
         "parts",
         "placed_at",
+        "repeats",
         "segment",
         "session",
         "shares_opening",
+        "told",
         "trace_id",
         "turn",
         "turn_id",
@@ -114,6 +165,13 @@ class Node:
         self.exchange_id, self.at = arrival.exchange_id, arrival.at
         self.trace_id, self.turn_id = arrival.trace_id, arrival.turn_id
         self.has_reply = bool(arrival.replies)
+        self.told = told(arrival.conversation.messages)
+        self.repeats = any(
+            message.role == "assistant" for message in arrival.conversation.messages[1:]
+        )
+        """Its request holds replies, besides a greeting."""
+        self.asked = b""
+        """Digest of all that it asks, of the system prompt apart."""
         self.agent = agent
         self.session = session
         self.placed_at = placed_at
@@ -126,6 +184,8 @@ class Node:
         self.keys: list[tuple[int, Collection[Key]]] = []
         """Where the indexes hold this node: number of the index, keys."""
         self.shares_opening = False
+        self.grown: tuple[bytes, ...] = ()
+        """Marks of its last message with each reply behind it (`ingest.sessions.marks.grown`)."""
         self.parts: dict[int, int] = {}
         """Number of marks under which parts of its texts are remembered, by kind of index."""
         session.nodes[self] = None
@@ -137,6 +197,11 @@ class Node:
         self.parent, self.how = parent, how
         self.branch = 1 + max((child.branch for child in parent.children), default=-1)
         parent.children.append(self)
+
+    def branches(self, how: How) -> int:
+        """Number of requests that differ, among those that were found to continue it in this way:
+        the same request again is no branch."""
+        return len({child.asked for child in self.children if child.how == how})
 
     def is_above(self, other: Node) -> bool:
         """Return True when this node is the other one, or an ancestor of it."""

@@ -14,6 +14,8 @@ messages of a conversation that was shortened, or a summary that was made of it;
 is an argument of a tool call; `prefix`: it repeats an earlier part of a conversation; `trace`,
 `header`: only the name that the client sent; `root`: nothing is known of it."""
 
+Full = Literal["too_many_callers", "too_many_openings"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
@@ -80,3 +82,6 @@ class Place:
     rule: it must be neither trained on nor asked in an exam."""
     moved_from: str | None = None
     """The session that it stood in before; None for an exchange that is new."""
+    full: Full | None = None
+    """Why the session that was found did not take it, so that it begins one of its own. Not
+    stored."""

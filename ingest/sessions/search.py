@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final
 
@@ -13,6 +14,7 @@ from ingest.sessions.indexes import (
     CALL_IDS,
     CALLED,
     GIVEN,
+    GROWN,
     HEARD,
     QUOTED,
     REPLIED,
@@ -22,7 +24,7 @@ from ingest.sessions.indexes import (
     Indexes,
 )
 from ingest.sessions.messages import digest_of
-from ingest.sessions.node import ALIKE, Agent, Key, Node, Session
+from ingest.sessions.node import ALIKE, Agent, Key, Node, Session, told
 from ingest.sessions.records import Arrival, How
 from sidecar.routing.opening import mark, opening
 
@@ -31,6 +33,16 @@ SKEW_S: Final = 1.0
 
 PIECES: Final = 4
 """Parts of a reply that are searched for in its own prompt."""
+MOST_BRANCHES: Final = 32
+"""Requests that continue one exchange; agents that try several ways have fewer."""
+BRANCHES: Final[Mapping[How, int]] = {"asked": 4, "prefix": 4, "kept": 4}
+"""The same where the link is a guess: independent requests may share what it rests on."""
+MOST_ENDS: Final = 64
+"""Places in a message, the last, that are tried for the end of an earlier one with its reply."""
+MOST_GROWN: Final = 4
+"""The same where the link is within one message: examples in a prompt look like it."""
+COPIES: Final = 8
+"""Sub-agents with one task, word for word, from one exchange."""
 
 
 class Search:
@@ -45,13 +57,20 @@ class Search:
         self._messages = arrival.conversation.messages
         self.agent = agent
         owner = (arrival.project, arrival.key_id, arrival.user)
-        self._owner = digest_of("\x00".join(owner))
+        self.owner = digest_of("\x00".join(owner))
         self._scope = digest_of("\x00".join((*owner, arrival.session_header)))
         self._chain = marks.chain(self._scope, self._messages)
         self._replied = [
             at for at, message in enumerate(self._messages, 1) if message.role == "assistant"
         ]
         """Lengths of the beginnings that end with a reply."""
+        # Many clients put a greeting of their own before the first question.
+        asked = next((at for at, one in enumerate(self._messages) if one.role == "user"), 0)
+        replied = (end - 1 for end in self._replied if end > asked)
+        self._opening = next(replied, len(self._messages))
+        """Length of the beginning up to the first reply to the user."""
+        self.beginning = self._chain[self._opening]
+        self.first = told(self._messages[:1])
         self.names: list[bytes] = []
         if arrival.session_header:
             self.names.append(
@@ -70,14 +89,11 @@ class Search:
         """
         if self._arrival.session_header or not self._messages:
             return None, False
-        # Many clients put a greeting of their own before the first question.
-        asked = next((at for at, one in enumerate(self._messages) if one.role == "user"), 0)
-        replied = (end - 1 for end in self._replied if end > asked)
-        end = next(replied, len(self._messages))
+        end = self._opening
         said, _ = opening((one.role, mark(one.text)) for one in self._messages)
         # Without a user's words, all of the beginning tells it.
-        scope = said or marks.chain(self._owner, self._messages[:end])[-1]
-        return blake2b(self._owner + scope, digest_size=8).hexdigest(), end == len(self._messages)
+        scope = said or marks.chain(self.owner, self._messages[:end])[-1]
+        return blake2b(self.owner + scope, digest_size=8).hexdigest(), end == len(self._messages)
 
     def find(self) -> tuple[Node | None, How, bool]:
         """Return the parent, how it was found, and whether it is exact."""
@@ -85,29 +101,45 @@ class Search:
         if retried is not None:
             self.session = retried.session
             return retried.parent, "retry", not retried.may_move
+        given = False
         if self._replied:
             last = self._replied[-1]
             caller = self._caller()
-            node = self._pick(ANSWERED, self._chain[last], caller=caller)
-            if node is not None:
+            node = self._pick(ANSWERED, self._chain[last], "answered", caller=caller)
+            if node is not None and not self._is_given(node):
                 return node, "answered", True
-            if caller is not None:
+            asked = self._pick(ASKED, self._chain[last - 1], "asked", least=ALIKE)
+            given = bool(self._waiting())
+            if caller is not None and not given:
                 return caller, "kept", True
-            node = self._pick(ASKED, self._chain[last - 1], least=ALIKE)
-            if node is not None:
-                return node, "asked", True
-        prefix, length = self._longest()
-        kept, weight = traces.kept(self._indexes, self._scope, self._messages, self._before)
-        if kept is not None and (
-            prefix is None or kept.session is prefix.session or weight > length
-        ):
-            return kept, "kept" if prefix is None else "prefix", False
-        if prefix is not None:
-            return prefix, "prefix", False
+            if asked is not None and node is None and not self._is_given(asked):
+                return asked, "asked", True
+        grown = self._grown()
+        if grown is not None:
+            return grown, "answered", True
+        if not given:
+            prefix, length = self._longest()
+            kept, weight = traces.kept(
+                self._indexes,
+                self._scope,
+                self._messages,
+                lambda node: self._before(node) and not self._is_spread(node, "kept"),
+            )
+            if kept is not None and (
+                prefix is None or kept.session is prefix.session or weight > length
+            ):
+                return kept, "kept" if prefix is None else "prefix", False
+            if prefix is not None:
+                return prefix, "prefix", False
         called = self._called()
         if called is not None:
             return called, "called", False
-        texts = [message.text for message in self._messages[: traces.SEARCHED]]
+        # What the assistant says in a message of its own was compared above, as a whole.
+        texts = [
+            message.text
+            for at, message in enumerate(self._messages[: traces.SEARCHED])
+            if message.role != "assistant" or (at == 0 and not given)
+        ]
         texts.append(self._arrival.conversation.system)
         summary = traces.quoted(self._indexes, self._scope, texts, self._before)
         if summary is not None:
@@ -122,6 +154,7 @@ class Search:
     def register(self, node: Node) -> list[bytes]:
         """Remember the exchange. Returns: its `answered` digests."""
         indexes, whole = self._indexes, self._chain[-1]
+        node.asked = whole
         indexes.add(ASKED, (whole,), node)
         answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
         indexes.add(ANSWERED, answered, node)
@@ -141,6 +174,11 @@ class Search:
                 parts = found[GIVEN if message.role == "tool" else TOLD]
                 if len(parts) < marks.SHINGLES:
                     parts.update(marks.of_heard(self._scope, message.text))
+        if self._messages and self._messages[-1].role == "user":
+            before, last_text = self._chain[-2], self._messages[-1].text
+            grown = [marks.grown(before, last_text, one.text) for one in self._arrival.replies]
+            found[GROWN].update(one[0] for one in grown if one is not None)
+            node.grown = tuple(one[1] for one in grown if one is not None)
         for reply in self._arrival.replies:
             found[REPLIED].add(marks.link(self._scope, reply))
             by_ids = marks.calls(self._scope, reply)
@@ -182,17 +220,63 @@ class Search:
                 return node
         return None
 
+    def _waiting(self) -> list[Node]:
+        """Return other requests that begin with the same messages, up to the last reply, and for
+        which no exchange is known that gave this reply. One such request may have lost its
+        parent, or be early. Where there are more, the client writes the beginning itself: it is
+        given, and tells nothing."""
+        whole = self._chain[-1]
+        waiting = self._indexes.under(WANTED, self._chain[self._replied[-1]])
+        return [one for one in waiting if one.may_move and one.asked != whole]
+
+    def _is_given(self, node: Node) -> bool:
+        """Return whether the beginning that `node` and its reply make was used before it, so that
+        the reply only happens to have the same words. The first that continues it may be right
+        all the same: of many conversations that begin alike one may have lost its parent."""
+        whole = self._chain[-1]
+        if not node.children or any(child.asked == whole for child in node.children):
+            return False
+        return any(one.at < node.at for one in self._waiting())
+
     def _before(self, node: Node) -> bool:
         return node.at <= self._arrival.at + SKEW_S
 
+    def _grown(self) -> Node | None:
+        """Return the exchange with whose message and reply the last message of this request
+        begins: some agents write all of their work into one message. Of several, the one that
+        makes up most of it."""
+        if not self._messages or self._messages[-1].role != "user":
+            return None
+        before, text = self._chain[-2], self._messages[-1].text
+        words = text.split()
+        ends = [
+            (at, nodes)
+            for at, mark in enumerate(marks.shingles(before, text), marks.WORDS)
+            if (nodes := self._indexes.under(GROWN, mark))
+        ]
+        for at, nodes in reversed(ends[-MOST_ENDS:]):
+            whole = marks.whole_of(before, words[:at])
+            for node in reversed(nodes):
+                if whole in node.grown and not self._is_spread(node, "answered", MOST_GROWN):
+                    return node
+        return None
+
     def _caller(self) -> Node | None:
         """Return whose reply made the calls that the request repeats last, if their ids tell."""
-        by_ids = marks.calls(self._scope, self._messages[self._replied[-1] - 1])
+        at = self._replied[-1] - 1
+        by_ids = marks.calls(self._scope, self._messages[at])
         nodes = self._indexes.under(CALL_IDS, by_ids)
-        return nodes[0] if len(nodes) == 1 else None  # some models number the calls of a reply
+        # Some models number the calls of a reply.
+        return nodes[0] if len(nodes) == 1 and traces.is_new(nodes[0], self._messages, at) else None
 
     def _pick(
-        self, index: int, key: bytes | None, *, least: int = 0, caller: Node | None = None
+        self,
+        index: int,
+        key: bytes | None,
+        how: How,
+        *,
+        least: int = 0,
+        caller: Node | None = None,
     ) -> Node | None:
         """Choose among conversations that are the same up to here: the same trace, the agent that
         is most alike, one that was answered, one that nobody has continued yet, and of these the
@@ -203,7 +287,7 @@ class Search:
         trace = self._arrival.trace_id
         for node in self._indexes.under(index, key):
             likeness = self.agent.likeness(node.agent)
-            if likeness < least:
+            if likeness < least or self._is_spread(node, how):
                 continue
             is_open = not node.children
             rank = (
@@ -219,12 +303,20 @@ class Search:
                 best, best_rank = node, rank
         return best
 
+    def _is_spread(self, node: Node, how: How, most: int = 0) -> bool:
+        """Return whether so many requests were found to continue `node` in this way that it is no
+        conversation: its words are in all prompts of a kind."""
+        most = most or BRANCHES.get(how, MOST_BRANCHES)
+        if len(node.children) < most or node.branches(how) < most:
+            return False
+        return all(child.asked != self._chain[-1] for child in node.children)
+
     def _longest(self) -> tuple[Node | None, int]:
         """Return who shares the longest beginning that ends with a reply, and its length."""
         for length in reversed(self._replied[:-1]):
-            node = self._pick(ANSWERED, self._chain[length])
+            node = self._pick(ANSWERED, self._chain[length], "prefix")
             if node is None:
-                node = self._pick(ASKED, self._chain[length - 1], least=ALIKE)
+                node = self._pick(ASKED, self._chain[length - 1], "prefix", least=ALIKE)
             if node is not None:
                 return node, length
         return None, 0
@@ -233,7 +325,21 @@ class Search:
         """Return whose reply called for this: the text is an argument of one of its calls."""
         for message in self._messages[:4]:
             if message.role == "user":
-                node = self._pick(CALLED, marks.whole(self._scope, message.text))
-                if node is not None:
+                node = self._pick(CALLED, marks.whole(self._scope, message.text), "called")
+                if node is not None and not self._is_usual(node):
                     return node
         return None
+
+    def _is_usual(self, node: Node) -> bool:
+        """Return whether this request is made without `node` too: one like it began a session of
+        its own before, or `node` has had its share of them."""
+        same = self._indexes.under(ASKED, self._chain[-1])
+        if sum(one.parent is node for one in same) >= COPIES:
+            return True
+        return any(
+            one.parent is None
+            and one.at < node.at
+            and one.session is not node.session
+            and one.agent.likeness(self.agent) >= ALIKE
+            for one in same
+        )

@@ -8,13 +8,13 @@ request's text among the arguments of calls.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from ingest.sessions import marks
 from ingest.sessions.indexes import GIVEN, HEARD, QUOTED, REPLIED, TOLD, Indexes
 from ingest.sessions.messages import Message
-from ingest.sessions.node import Node, Session
+from ingest.sessions.node import Node, Session, told
 
 SEARCHED: Final = 64
 """Messages of a request that are searched for."""
@@ -34,27 +34,71 @@ Before = Callable[[Node], bool]
 
 
 def kept(
-    indexes: Indexes, scope: bytes, messages: Sequence[Message], before: Before
+    indexes: Indexes,
+    scope: bytes,
+    messages: Sequence[Message],
+    may_continue: Callable[[Node], bool],
 ) -> tuple[Node | None, float]:
-    """Return who gave the same replies, wherever they stand, and the weight of what is the same in
-    its session. Only replies that vLLM gave count: many clients begin with a greeting of their
-    own."""
+    """Return the exchange whose reply stands last in a shortened conversation, and the weight of
+    what is the same in its session."""
     weights: dict[Session, float] = defaultdict(float)
-    newest: dict[Session, Node] = {}
-    for message in reversed(messages[-SEARCHED:]):
-        by_assistant = message.role == "assistant"
-        under = indexes.under(REPLIED if by_assistant else HEARD, marks.link(scope, message))
-        nodes = [node for node in under if before(node)]
+    replied: dict[Session, list[tuple[int, Node]]] = defaultdict(list)
+    first = max(0, len(messages) - SEARCHED)
+    said = [at for at in range(first, len(messages)) if messages[at].role == "assistant"]
+    near = {at: told(messages[max(0, at - 1) : at + 2]) for at in said}
+    for at in reversed(range(first, len(messages))):
+        message = messages[at]
+        under = indexes.under(REPLIED if at in near else HEARD, marks.link(scope, message))
+        nodes = [node for node in under if may_continue(node)]
         sessions = {node.session for node in nodes}
         for session in sessions:
             weights[session] += min(1.0, message.length / CERTAIN) / len(sessions)
-        if by_assistant:
+        if at in near:
             for node in reversed(nodes):
-                newest.setdefault(node.session, node)
-    best = max(newest, key=weights.__getitem__, default=None)
-    if best is None or weights[best] < KNOWN:
-        return None, 0.0
-    return newest[best], weights[best]
+                replied[node.session].append((at, node))
+    for session in sorted(replied, key=weights.__getitem__, reverse=True):
+        if weights[session] < KNOWN:
+            break
+        for at, node in replied[session]:
+            if is_new(node, messages, at) and _is_of(node, messages, at, near):
+                return node, weights[session]
+    return None, 0.0
+
+
+def is_new(node: Node, messages: Sequence[Message], at: int) -> bool:
+    """Return whether the reply at `at` is none that `node` had in its own request already, after
+    the same message: then the client gives it to many requests."""
+    pair = told(messages[max(0, at - 1) : at + 1])
+    return not node.told.startswith(pair) if at == 0 else pair not in node.told
+
+
+def _is_of(node: Node, messages: Sequence[Message], at: int, near: Mapping[int, bytes]) -> bool:
+    """Return whether the messages before the reply at `at` are what is left of the request of
+    `node`. Examples come from anywhere, so these are asked of it: the message right before the
+    reply, after the reply before that; and most of the replies in the request, in their order,
+    with a neighbour or by their own length. A reply that nothing stands before counts neither way.
+    Where `node` itself begins with replies that nobody gave, one of them has to be there still.
+
+    near: for each reply its digest between those of its neighbours (`told`).
+    """
+    if at:
+        begin = at - 2 if at - 2 in near else at - 1
+        if told(messages[begin:at]) not in node.told:
+            return False
+    known, total, place = 0, 0, 0
+    for number, three in near.items():
+        if number:
+            total += 1
+            if number < at:
+                parts = [three[:8], three[4:]]
+                if messages[number].length >= marks.LONG:
+                    parts.append(three[4:8])
+                found = max(node.told.find(part, place) for part in parts)
+                known += found >= 0
+                place = max(place, found)
+    if node.parent is None and node.repeats and at and not known:
+        return False
+    return 2 * (known + (at > 0)) > total or not total
 
 
 def quoted(indexes: Indexes, scope: bytes, texts: Iterable[str], before: Before) -> Node | None:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from ingest.sessions.indexes import GUESSED, WANTED, WANTED_ASKED, Indexes
 from ingest.sessions.node import ALIKE, Agents, Node, Session
 from ingest.sessions.records import Arrival, Family, How, Kin, Place
-from ingest.sessions.search import Search
+from ingest.sessions.search import SKEW_S, Search
 
 MAX_NODES: Final = 50_000
 """Exchanges remembered, in 3 kB each; the oldest are forgotten first."""
@@ -89,9 +90,18 @@ class SessionTree:
         self._forget(now)
         search = Search(self._indexes, arrival, self._agents.of(arrival.conversation))
         parent, how, exact = search.find()
-        if how == "root" and any(name in self._named for name in search.names):
+        found = self._found(search, parent)
+        if how == "root" and found is not None:
             how = "header" if arrival.session_header else "trace"
-        session = self._session(arrival, search, parent)
+        full = None if found is None else found.refuses(search, parent)
+        if full is not None:
+            parent, how, exact = None, "root", False
+            session = self._new(arrival.exchange_id, search)
+        else:
+            name = arrival.session_header or arrival.exchange_id
+            session = found or self._sessions.get(name) or self._new(name, search)
+            self._name(session, search.names)
+        session.admit(search, parent)
         node = Node(arrival, search.agent, session, now)
         if session.opening is not None and session.name == node.exchange_id:
             by_opening = self._is_held_out(session.opening)
@@ -101,7 +111,7 @@ class SessionTree:
             node.segment = parent.segment + (how == "kept")
         answered = self._add(node, search, parent, how, exact=exact)
         moved = self._adopt(node, answered, search.asked)
-        return [node.place(), *moved]
+        return [replace(node.place(), full=full), *moved]
 
     def kin(self, exchange_id: str) -> Kin | None:
         """Return who stands beside an exchange; None when it is not remembered any more."""
@@ -157,6 +167,7 @@ class SessionTree:
             )
         session.held_out = session.held_out and held_out
         self._name(session, search.names)
+        session.admit(search, parent)
         node = Node(arrival, search.agent, session, now)
         node.shares_opening = place.shares_opening
         self._add(node, search, parent, place.how, exact=place.how in EXACT)
@@ -182,24 +193,17 @@ class SessionTree:
             self._indexes.forget(self._guessed.popleft(), GUESSED)
         return search.register(node)
 
-    def _session(self, arrival: Arrival, search: Search, parent: Node | None) -> Session:
+    def _found(self, search: Search, parent: Node | None) -> Session | None:
         session = search.session if parent is None else parent.session
         for name in search.names:
             session = session or self._named.get(name)
-        if session is None:
-            name_of = arrival.session_header or arrival.exchange_id
-            session = self._sessions.get(name_of)
-            if session is None:
-                session = self._new(arrival, search)
-        self._name(session, search.names)
         return session
 
-    def _new(self, arrival: Arrival, search: Search) -> Session:
+    def _new(self, name: str, search: Search) -> Session:
         """Begin a session. Sessions with one opening are all held out, or none of them, because
         they may be taken for each other, and their first requests are the same prompt. Only of an
         opening that is used again and again each session goes by its own name: else an agent that
         always begins alike would be held out as a whole, or never."""
-        name = arrival.session_header or arrival.exchange_id
         opening, _ = search.opening()
         by_name = opening is None or self._openings[opening] >= COMMON
         return self._begin(name, opening, self._is_held_out(name if by_name else str(opening)))
@@ -228,12 +232,20 @@ class SessionTree:
         """Move those under `node` that arrived before it."""
         moved: list[Place] = []
         for key in answered:
-            for child in list(self._indexes.under(WANTED, key)):
-                if child.may_move and child is not node:
-                    moved += self._move(child, node, "answered")
-        for child in list(self._indexes.under(WANTED_ASKED, asked)):
-            if not child.exact and child.agent.likeness(node.agent) >= ALIKE:
-                moved += self._move(child, node, "asked")
+            waiting = [
+                child
+                for child in self._indexes.under(WANTED, key)
+                if child.may_move and child is not node
+            ]
+            for child in _later(waiting, node):
+                moved += self._move(child, node, "answered")
+        waiting = [
+            child
+            for child in self._indexes.under(WANTED_ASKED, asked)
+            if not child.exact and child.agent.likeness(node.agent) >= ALIKE
+        ]
+        for child in _later(waiting, node):
+            moved += self._move(child, node, "asked")
         return moved
 
     def _move(self, child: Node, node: Node, how: How) -> list[Place]:
@@ -283,6 +295,16 @@ class SessionTree:
             for name in session.names:
                 del self._named[name]
             self._end(session)
+
+
+def _later(waiting: list[Node], node: Node) -> list[Node]:
+    """Return the requests that may have waited for `node` as their parent: none that began before
+    it. Where there is such a one, its client gives the words that `node` was answered in; then one
+    other may be a true child, and more are not."""
+    later = [one for one in waiting if one.at + SKEW_S >= node.at]
+    if len(later) == len(waiting):
+        return later
+    return [] if node.children else sorted(later, key=lambda one: one.at)[:1]
 
 
 def _family(parent: Node | Session) -> list[Node]:

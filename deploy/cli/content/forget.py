@@ -38,6 +38,10 @@ def forget(
         typer.Option("--retire", help="go back to the newest champion that did not learn from it"),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    all_callers: Annotated[
+        bool,
+        typer.Option("--all-callers", help="also when several keys or users share the session"),
+    ] = False,
     vacuum: Annotated[
         bool, typer.Option("--vacuum", help="rewrite a large file too; writers wait meanwhile")
     ] = False,
@@ -57,6 +61,8 @@ def forget(
     require_store(settings.store.url)
     with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
         database.upgrade_if_behind()
+        if target.kind == "session" and not all_callers:
+            _refuse_shared(database, target)
         if not yes:
             _ask(database, settings, target)
         try:
@@ -84,6 +90,20 @@ def _target(*, user: str, session: str, exchange: str) -> Target:
     if user:
         return Target("user", user)
     return Target("session", session) if session else Target("exchange", exchange)
+
+
+def _refuse_shared(database: Database, target: Target) -> None:
+    """End the command when the session holds what several callers said: they may have nothing to
+    do with each other."""
+    from deploy.forgetting.rows import callers_of
+
+    callers, exchanges = callers_of(database, target)
+    if callers > 1:
+        note(
+            f"the session {target.name} holds {exchanges} exchanges of {callers} callers (keys or "
+            "users); name one user (--user) or exchange (--exchange), or say --all-callers"
+        )
+        raise typer.Exit(2)
 
 
 def _ask(database: Database, settings: Settings, target: Target) -> None:

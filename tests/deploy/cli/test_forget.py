@@ -107,6 +107,21 @@ def test_a_user_who_only_gave_feedback_was_found(database: Database, run: Run) -
     assert out.startswith("Removed: 0 exchanges, 0 groups, 1 record of feedback")
 
 
+def test_a_session_of_several_callers_is_refused_with_its_numbers(
+    database: Database, run: Run
+) -> None:
+    for number, user in enumerate(("ann", "ann", "bob")):
+        exchange = make_exchange(f"e{number}", user=user, session_key="shared")
+        with database.write() as session:
+            assert save_exchange(session, exchange, held_out=False, now=1.0)
+
+    code, _, said = run("--session", "shared", "--yes")
+
+    assert code == 2
+    assert "holds 3 exchanges of 2 callers" in said
+    assert "Removed: 3 exchanges" in run("--session", "shared", "--yes", "--all-callers")[1]
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from deploy.doctor.facts import Facts, StoreFacts
+from deploy.doctor.facts import Facts, Recent, StoreFacts
 from deploy.doctor.report import report_lines
 from deploy.doctor.rules import diagnose, waits_for
 from deploy.funnel.read import Funnel
@@ -46,6 +48,33 @@ def test_a_diagnosis_agrees_with_its_number(waiting: int, exchanges: str, groups
 
     assert texts["ingest_down"].startswith(exchanges)
     assert texts["budget_spent"].startswith(groups)
+
+
+@pytest.mark.parametrize(
+    ("selections", "cause"),
+    [
+        ({"held_out": 61, "chosen": 39}, "held_out"),
+        ({"held_out": 60, "chosen": 40}, None),
+        ({"session_cap": 50, "near_prompt_cap": 15, "chosen": 35, "new": 90}, "capped"),
+        ({"session_cap": 50, "held_out": 50}, None),
+        ({"held_out": 2}, None),
+    ],
+)
+def test_most_exchanges_held_out_or_capped_is_what_stops_learning(
+    selections: dict[str, int], cause: str | None
+) -> None:
+    found = facts(passed=7, waiting=1)
+    assert found.store is not None
+    store = replace(found.store, recent=Recent(selections=selections, sessions=1))
+
+    causes = {one.cause: one.text for one in diagnose(replace(found, store=store))}
+
+    assert causes.keys() & {"held_out", "capped"} == ({cause} if cause else set())
+    if cause == "capped":
+        assert causes[cause] == (
+            "65 of the newest 100 decided exchanges do not teach: 50 session_cap, 15 "
+            "near_prompt_cap; the newest 190 exchanges are of 1 session"
+        )
 
 
 def test_what_is_waited_for_agrees_with_its_number() -> None:

@@ -305,6 +305,31 @@ def test_an_answer_that_many_gave_is_found_by_its_other_parts(sidecar: Sidecar) 
     assert sidecar.parent(sidecar.send([asks(record)])) == first
 
 
+def test_work_that_grows_within_one_message_is_a_chain(sidecar: Sidecar) -> None:
+    """Two agents with one prompt and the same short replies; the white space differs."""
+    sent: dict[str, list[str]] = {"Boston": [], "Denver": []}
+    texts = dict.fromkeys(sent, "Answer with Thought, Action and Observation. Question: Dogs in ")
+    for step in range(4):
+        for city in sent:
+            texts[city] += f"{city}?\nThought:" if step == 0 else f"\nObservation: {city}\nThought:"
+            sent[city].append(sidecar.send([asks(texts[city])], " Look.\nAction: search"))
+            texts[city] += " Look.\n\nAction:  search"
+
+    for names in sent.values():
+        assert [sidecar.parent(one) for one in names] == [None, *names[:-1]]
+        assert {sidecar.places[one].how for one in names[1:]} == {"answered"}
+        assert {sidecar.session(one) for one in names} == {names[0]}
+
+
+def test_a_message_that_only_begins_like_an_earlier_one_continues_nothing(
+    sidecar: Sidecar,
+) -> None:
+    first = sidecar.send([asks("Where is my parcel with the lamp?")], "It comes on Friday.")
+    other = sidecar.send([asks("Where is my parcel with the lamp? It is late again.")], "Sorry.")
+
+    assert sidecar.session(other) != sidecar.session(first)
+
+
 @pytest.mark.parametrize("where", ["system", "user"])
 def test_an_answer_that_the_prompt_dictates_joins_nothing(sidecar: Sidecar, where: str) -> None:
     canned = "I am sorry, the information is not available in the given context."
