@@ -123,6 +123,8 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the reply's body in bytes, if the relay counted it; -1 if not."""
     returned_index: int = 0
     """See `Exchange.returned_index`."""
+    address_hash: str = ""
+    """See `Exchange.address_hash`."""
 
     @property
     def size(self) -> int:
@@ -183,6 +185,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """Length of the request's body in bytes, as the agent sent it."""
     reply_bytes: int = 0
     """Length of the reply's body in bytes, as vLLM sent it."""
+    address_hash: str = ""
+    """4 hex digits of the connection's address (`sidecar.routing.session_key.hash_of_address`);
+    empty where the caller has a key, or no canary runs."""
 
 
 _encoder = msgspec.msgpack.Encoder()

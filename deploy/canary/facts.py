@@ -61,8 +61,9 @@ def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySetting
 
 
 def _guard(kind: str, state: GuardState, rules: CanarySettings) -> Facts:
-    counts = {"canary": state.canary, "champion": state.champion}
-    return counts | _claim(state.bets, guard_level(kind, rules))
+    counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
+    claim = _claim(state.bets, guard_level(kind, rules))
+    return counts | claim | {"nats_by_caller": state.by_caller.peak}
 
 
 def _claim(bets: Bets, level: float) -> Facts:

@@ -259,7 +259,7 @@ class UpstreamAttempt:
         elif plan is not None:
             body = plan.body_for(record.routes[0])
             # A compressed reply could not be edited, nor its usage be read: ask for none.
-            encoding = plan.strip.nothing and not plan.metered
+            encoding = plan.strip.nothing and not plan.metered and plan.canary_as is None
         length = len(body) if isinstance(body, bytes) else body.length
         head = self._head_to_send(replica, length, encoding)
         self._connection = connection

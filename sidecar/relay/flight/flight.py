@@ -108,13 +108,14 @@ class Flight(Asker):
             head.status >= 500 and self._may_fall_back
         ):
             self._body = HeldBody(STRIP_NOTHING)
-        elif not self._strip.nothing and not self._is_judged:
+        elif record.plan is not None:
             headers = head.headers
             self._body = reply_body(
                 status=head.status,
                 content_type=headers.content_type,
                 encoded=headers.encoded,
-                strip=self._strip,
+                strip=STRIP_NOTHING if self._is_judged else self._strip,
+                names=record.plan.canary_as,
             )
         if head.headers.streams:
             record.streamed = True
@@ -299,6 +300,7 @@ class Flight(Asker):
         self._attempt.pause()
 
     def resume(self) -> None:
+        self._touched = _now()  # it was the client that was silent, not vLLM
         self._attempt.resume()
 
     def tick(self, now: float) -> None:
@@ -320,7 +322,8 @@ class Flight(Asker):
         if plan is not None and record.sent and silent_s > context.slow_first_byte_s:
             signs.slow = True
             guard = context.guard_of(record.admission.project)
-            guard.reply(plan.canary_tag, record.routes[0].arm, plan.session_key, SLOW)
+            arm, caller = record.routes[0].arm, record.admission.key_id or plan.address_hash
+            guard.reply(plan.canary_tag, arm, plan.session_key, SLOW, caller=caller)
 
     # -- the end
 
@@ -328,10 +331,9 @@ class Flight(Asker):
         record = self._record
         if record.plan is None:
             return ()
-        own: tuple[bytes, ...] = (
-            b"x-sidecar-exchange-id: " + record.exchange_id.encode(),
-            b"x-sidecar-adapter: " + record.routes[0].adapter.encode(),
-        )
+        own: tuple[bytes, ...] = (b"x-sidecar-exchange-id: " + record.exchange_id.encode(),)
+        if not record.plan.hides_arm:
+            own = (*own, b"x-sidecar-adapter: " + record.routes[0].adapter.encode())
         if record.admission.headers:
             own = (*own, *header_lines(record.admission.headers))
         return own if self._best_of is None else (*own, *self._best_of.own_lines)

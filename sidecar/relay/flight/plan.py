@@ -25,7 +25,13 @@ from sidecar.relay.surface.refusals import Refusal, unknown_model
 from sidecar.relay.surface.surfaces import SurfaceRule
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.breaker import NO_CANARY
-from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
+from sidecar.routing.session_key import (
+    DEFAULT_PROJECT,
+    hash_of_address,
+    header_name,
+    session_key,
+    short_name,
+)
 
 SESSION_HEADER: Final = b"x-sidecar-session"
 USER_HEADER: Final = b"x-sidecar-user"
@@ -35,9 +41,11 @@ class Circumstances:
     """What a plan depends on, apart from the request itself."""
 
     __slots__ = (
+        "address",
         "key_id",
         "metered",
         "needs_session",
+        "operator",
         "pinned",
         "project",
         "routing",
@@ -53,11 +61,15 @@ class Circumstances:
         metered: bool = False,
         needs_session: bool = True,
         pinned: Assignment | None = None,
+        operator: bool = True,
+        address: str = "",
     ) -> None:
         """skip_reason: why the exchange is not captured; None when it is.
         metered: the key has an allowance of tokens, so the usage must be known.
         needs_session: the session key is needed even where no canary splits the traffic.
-        pinned: an operator named the adapter."""
+        pinned: an operator named the adapter.
+        operator: the caller may know which arm answers while a canary runs.
+        address: of the connection, as text; looked at while a canary runs."""
         self.routing = routing
         self.skip_reason = skip_reason
         self.project = project
@@ -65,6 +77,8 @@ class Circumstances:
         self.metered = metered
         self.needs_session = needs_session
         self.pinned = pinned
+        self.operator = operator
+        self.address = address
 
 
 class Plan:
@@ -72,7 +86,10 @@ class Plan:
     made for every request.)"""
 
     __slots__ = (
+        "address_hash",
+        "canary_as",
         "canary_tag",
+        "hides_arm",
         "metered",
         "peek",
         "public_model",
@@ -97,13 +114,19 @@ class Plan:
         strip: Strip,
         metered: bool,
         canary_tag: float = NO_CANARY,
+        hides_arm: bool = False,
+        canary_as: tuple[bytes, bytes] | None = None,
+        address_hash: str = "",
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
         strip: the reply fields that only the sidecar asked for.
         canary_tag: the breaker's tag of the canary that this request's session was assigned
-        against."""
+        against.
+        hides_arm: a canary runs, and the caller is not told which adapter answered.
+        canary_as: names to replace in the reply for that (`CompiledRouting`); None: none.
+        address_hash: as in `sidecar.records.Exchange`."""
         self.rule = rule
         self.metered = metered
         self.peek = peek
@@ -114,6 +137,9 @@ class Plan:
         self.skip_reason = skip_reason
         self.strip = strip
         self.canary_tag = canary_tag
+        self.hides_arm = hides_arm
+        self.canary_as = canary_as
+        self.address_hash = address_hash
 
     def body_for(self, route: Assignment) -> bytes | PiecedBody:
         """The body to send to vLLM."""
@@ -184,6 +210,11 @@ def plan_request(
         reason = reason or "pinned"
     else:
         routes = routing.routes(key) if rule.adapted else routing.base
+    hides_arm = routing.splits and not around.operator
+    in_canary = hides_arm and routes[0].arm == "canary"
+    address_hash = ""
+    if routing.splits and not around.key_id:
+        address_hash = hash_of_address(around.address, routing.table.salt)
     return Plan(
         rule,
         peek,
@@ -195,6 +226,9 @@ def plan_request(
         metered=around.metered,
         canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
         strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
+        hides_arm=hides_arm,
+        canary_as=routing.canary_as if in_canary else None,
+        address_hash=address_hash,
     )
 
 
