@@ -35,6 +35,7 @@ SHORTENED: Final = {
     "replica": 255,
     "turn_id": 64,
     "trace_id": 64,
+    "address_hash": 64,
     "untrainable_reason": 48,
 }
 """Longest text in characters; a longer one is shortened. The reason leaves room for the words that
@@ -84,7 +85,7 @@ def _is_plain(exchange: Exchange) -> bool:
                 exchange.fallback_from,
             ),
             *(exchange.project, exchange.key_id, exchange.session_key, exchange.user),
-            *(exchange.replica, exchange.turn_id, exchange.trace_id),
+            *(exchange.replica, exchange.turn_id, exchange.trace_id, exchange.address_hash),
             *(exchange.untrainable_reason or "", *reasons),
         )
     )
@@ -118,6 +119,7 @@ def _is_plain(exchange: Exchange) -> bool:
         and len(exchange.replica) <= 255
         and len(exchange.turn_id) <= 64
         and len(exchange.trace_id) <= 64
+        and len(exchange.address_hash) <= 64
         and len(exchange.untrainable_reason or "") <= 48
         and all(len(reason) <= LONGEST_FINISH_REASON for reason in reasons)
         and math.isfinite(numbers)

@@ -125,6 +125,8 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     """See `Exchange.returned_index`."""
     fields_refused: bool = False
     """It was sent without ids and log-probabilities, which were wanted: this vLLM refuses them."""
+    address_hash: str = ""
+    """See `Exchange.address_hash`."""
 
     @property
     def size(self) -> int:
@@ -185,6 +187,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """Length of the request's body in bytes, as the agent sent it."""
     reply_bytes: int = 0
     """Length of the reply's body in bytes, as vLLM sent it."""
+    address_hash: str = ""
+    """4 hex digits of the connection's address (`sidecar.routing.session_key.hash_of_address`);
+    empty where the caller has a key, or no canary runs."""
 
 
 _encoder = msgspec.msgpack.Encoder()

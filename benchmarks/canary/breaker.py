@@ -56,6 +56,8 @@ def stop(
                 canary=reply.canary,
                 weight=weight_bp / BUCKETS,
                 bad=reply.bad,
+                caller=request.key,
+                shared=reply.nobody,
             )
             at = request.at  # a reply takes no time here
             order.add(turn, started_at=at, stored_at=at, took_s=0.0, place=place)

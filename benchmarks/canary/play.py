@@ -104,7 +104,14 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
             at, _, request = heapq.heappop(due)
             reply = reply_to(request, world, salt=canary.salt, weight_bp=canary.weight_bp, rng=rng)
             weight = canary.weight_bp / BUCKETS
-            turn = Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)
+            turn = Turn(
+                unit=request.key,
+                canary=reply.canary,
+                weight=weight,
+                bad=reply.bad,
+                caller=request.key,
+                shared=reply.nobody,
+            )
             spent_s = took_s(world, canary=reply.canary, rng=rng)
             ends, place = at + spent_s, place + 1
             order.add(turn, started_at=at, stored_at=ends + STORED_S, took_s=spent_s, place=place)

@@ -73,8 +73,9 @@ def _interval(chart: Sequence) -> tuple[float, float]:
 
 
 def _guard(kind: str, state: GuardState, rules: CanarySettings) -> Facts:
-    counts = {"canary": state.canary, "champion": state.champion}
-    return counts | _claim(state.bets, guard_level(kind, rules))
+    counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
+    claim = _claim(state.bets, guard_level(kind, rules))
+    return counts | claim | {"nats_by_caller": state.by_caller.peak}
 
 
 def _claim(bets: Bets, level: float) -> Facts:

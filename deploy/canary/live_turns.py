@@ -10,7 +10,8 @@ The unit is `session_key`, what the proxy hashed to choose the arm, and not the 
 finds later: two conversations that open alike share an arm. A request counts for the arm that it
 was routed to, also if another adapter answered it (`fallback_from`) or failed too: a request of the
 champion that fails counts, so an outage of both arms must count in both. The weight is the
-propensity that the proxy stored.
+propensity that the proxy stored. The caller is the key; where none was asked for, the name of the
+user that the client gives and the address of its connection.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sqlalchemy import ColumnElement, TextClause, select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import flaws_of
-from deploy.canary.ramp_counts import NOT_FOUND, given_choices
+from deploy.canary.ramp_counts import given_choices
 from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
 from deploy.records import Canary
@@ -60,6 +61,9 @@ class _Row(NamedTuple):
     started_at: float
     stored_at: float
     project: str
+    key_id: str
+    user: str
+    address_hash: str
     timings: object
     """As the store has it: `sidecar.records.Timings` as JSON."""
 
@@ -73,9 +77,13 @@ class _Row(NamedTuple):
         return max(0.0, self.stored_at - self.started_at)
 
     @property
+    def answered(self) -> bool:
+        """vLLM answered, whichever adapter it was."""
+        return self.outcome != "upstream_error" and self.status < 400
+
+    @property
     def failed(self) -> bool:
-        known = not self.fallback_from and self.status != NOT_FOUND
-        return not known or self.outcome == "upstream_error" or self.status >= 400
+        return bool(self.fallback_from) or not self.answered
 
     @property
     def cut(self) -> bool:
@@ -177,7 +185,18 @@ def _turns(session: Session, canary: Canary, rows: Sequence[_Row]) -> Iterator[t
         weight = row.propensity if row.arm == "canary" else 1.0 - row.propensity
         kind = "failed" if row.failed else "cut" if row.cut else None
         bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
-        yield row, Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad)
+        yield (
+            row,
+            Turn(
+                unit=row.session_key,
+                canary=canary_was_due,
+                weight=weight,
+                bad=bad,
+                caller=f"key {row.key_id}" if row.key_id else row.user and f"user {row.user}",
+                address=row.address_hash,
+                shared=bool(row.fallback_from) and not row.answered,
+            ),
+        )
 
 
 def _counts(row: _Row, canary: Canary) -> bool:

@@ -15,6 +15,11 @@ together.
   may come after long health, so some gamblers begin later (`deploy.evidence.betting.pay_out`).
   They bet on first turns only: of long sessions that began together, the better arm's are the last
   to have a bad turn, and who bets on that stretch alone takes the better arm for the worse one.
+- Nearly all of this a client can cause: it breaks streams off, asks for one token, or for words of
+  a refusal, under as many session names as it likes. So each guard has a second e-process, which
+  counts a *caller* once, at its first bad unit: only that one says something of the candidate
+  (`deploy.registry.proof_rule`). A failure after which the other adapter answered the same request
+  is no client's doing: there each unit counts in it.
 - The mismatch counts every unit once, at its first turn: it is the candidate's with odds
   `w / (1 - w)`. If not, traffic is lost or routed by something else, and no comparison of the arms
   holds.
@@ -25,7 +30,7 @@ Source of the guards: Lindon and Malek, "Anytime-valid inference for multinomial
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -69,6 +74,12 @@ class Turn:
     """Guards that it is bad for."""
     late: bool = False
     """True when it took so long that later ones were counted before it."""
+    caller: str = ""
+    """Its sender's key or name. Without one, and without an address, the unit stands for it."""
+    address: str = ""
+    """A hash of the connection's address, where the sender only claims its name; else empty."""
+    shared: bool = False
+    """True when another adapter was asked the same and failed too."""
 
 
 @dataclass(slots=True)
@@ -76,9 +87,13 @@ class GuardState:
     """One guard."""
 
     bets: Bets = field(default_factory=lambda: begin(2 * len(WORSE), kept=KEPT))
+    by_caller: Bets = field(default_factory=lambda: begin(2 * len(WORSE), kept=KEPT))
+    """Each caller counts once."""
     canary: int = 0
     """Units of the candidate with a bad turn."""
     champion: int = 0
+    callers: int = 0
+    """Callers of those of the candidate."""
 
 
 class Live:
@@ -93,6 +108,13 @@ class Live:
         self._ratios = ratios
         self._met: OrderedDict[int, int] = OrderedDict()
         """Hash of a unit -> bit mask of the guards that counted it; the one met last at the end."""
+        self._spoke: dict[int, int] = {}
+        """Hash of a caller -> bit mask of the guards that counted it, and above them of those to
+        whose `callers` it belongs."""
+        self._addresses = Counter[str]()
+        """Units by the address they came from."""
+        self._addressed = 0
+        """Units with an address."""
         self.guards: dict[str, GuardState] = {kind: GuardState() for kind in GUARDS}
         self.split = begin(len(UNEVEN))
         """Against "units are split by the weight"."""
@@ -123,6 +145,9 @@ class Live:
         if met is None:
             met = 0
             self._split(turn)
+            if turn.address:
+                self._addresses[turn.address] += 1
+                self._addressed += 1
             if len(self._met) >= MOST_UNITS:
                 self._met.popitem(last=False)
                 self.forgotten += 1
@@ -143,6 +168,31 @@ class Live:
         state.canary += turn.canary
         state.champion += not turn.canary
         odds = ratio * turn.weight / (1.0 - turn.weight)
-        bets = pay_out(state.bets, len(WORSE)) if first else state.bets
-        beliefs = _BAD_AT_FIRST if first else _BAD_ONCE
-        state.bets = bet_on_arm(bets, turn.canary, odds, beliefs)
+        state.bets = _bet(state.bets, turn.canary, odds, first=first)
+        place = GUARDS.index(kind)
+        if turn.canary and self._is_new(turn, place + len(GUARDS)):
+            state.callers += 1
+        if (kind == "failed" and not turn.shared) or self._is_new(turn, place):
+            state.by_caller = _bet(state.by_caller, turn.canary, odds, first=first)
+
+    def _is_new(self, turn: Turn, place: int) -> bool:
+        """Return True when the caller is met for the first time for this bit, and note it.
+
+        A claimed name is as cheap as a session's, so its address must be new too; except one that
+        half of all units come from: that is a gateway or the application, which names its users.
+        """
+        names = [hash(name) for name in (turn.caller, turn.address) if name] or [hash(turn.unit)]
+        main = 2 * self._addresses[turn.address] >= self._addressed
+        counted = names[:1] if main else names
+        is_new = not any(self._spoke.get(name, 0) & 1 << place for name in counted)
+        if len(self._spoke) >= MOST_UNITS:
+            return False
+        for name in names:
+            self._spoke[name] = self._spoke.get(name, 0) | 1 << place
+        return is_new
+
+
+def _bet(bets: Bets, canary: bool, odds: float, *, first: bool) -> Bets:
+    if first:
+        bets = pay_out(bets, len(WORSE))
+    return bet_on_arm(bets, canary, odds, _BAD_AT_FIRST if first else _BAD_ONCE)

@@ -16,24 +16,26 @@ In plain words:
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
    groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in a
-   row. It is held while users' sessions are not split by the weight, more than
-   `MOST_IN_BOTH_ARMS` of the conversations met both arms, a signal fails, or a metric
-   cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges` and
-   `step_min_sessions`, not while the newest `BREAKER_FAILURES` requests all met an unknown adapter.
-   One that reaches `step_max_s` first is inconclusive, unless its sessions only come slowly
-   (`step_limit_s`); when the groups have proven the candidate by then, the next step begins. An
-   operator may waive what a step must last and see (`skip-step`), and nothing else. After the last
-   step the candidate is promoted, if the groups prove what `promote_on` asks for and no guard is
-   suspicious. Until then it waits, up to `max_groups` or `evidence_max_s`; then the canary is
+   row. A guard whose sessions come from too few callers ends the canary as inconclusive instead: a
+   client may have caused them. The canary is held while users' sessions are not split by the
+   weight, more than `MOST_IN_BOTH_ARMS` of the conversations met both arms, a signal fails, or a
+   metric cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges`
+   and `step_min_sessions`, not while the newest `BREAKER_FAILURES` requests all met an unknown
+   adapter. One that reaches `step_max_s` first is inconclusive, unless its sessions only come
+   slowly (`step_limit_s`); when the groups have proven the candidate by then, the next step begins.
+   An operator may waive what a step must last and see (`skip-step`), and nothing else. After the
+   last step the candidate is promoted, if the groups prove what `promote_on` asks for and no guard
+   is suspicious. Until then it waits, up to `max_groups` or `evidence_max_s`; then the canary is
    inconclusive.
 
 The levels are settings, and docs/canary.md states what they add up to. With `promote_on = "quick"`
 the mean difference over the gate's prompts decides, and nothing must be proven. The guards hold.
 
 When the proxy's breaker (`sidecar.routing.breaker`) takes a candidate out, the canary is rolled
-back at once. A paused canary instead stays paused, without traffic, until an operator resumes or
-aborts it; a paused canary makes no other transition. Inconclusive keeps the champion and retires
-the candidate. An ended canary never changes.
+back at once, or inconclusive where too few callers may have caused it. A paused canary instead
+stays paused, without traffic, until an operator resumes or aborts it; a paused canary makes no
+other transition. Inconclusive keeps the champion and retires the candidate. An ended canary never
+changes.
 """
 
 from __future__ import annotations
@@ -337,6 +339,8 @@ def _after_ramping(
     harm = harm or outside.broken_guardrail(evidence.metrics, since=canary.ramp_began_at)
     if harm is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=harm)
+    if (doubt := proof_rule.guard_doubt(evidence.guards, rules)) is not None:
+        return _inconclusive(doubt)
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
     spent_s = elapsed_s(canary, now)
     step = f"step {canary.step + 1}"

@@ -20,6 +20,7 @@ __all__ = [
     "flaw_suspicion",
     "gate_doubt",
     "gate_prompts",
+    "guard_doubt",
     "guard_harm",
     "harm",
     "has_anchor",
@@ -38,6 +39,9 @@ RAISES = ("over_anchor", "champion_over_anchor")
 """Claims that move the anchor (`anchor_after`)."""
 CLAIMS = ("no_worse", "anchored", "better", *RAISES)
 """What groups may prove in favour of a candidate or its champion (`deploy.evidence.quality`)."""
+SEVERAL = 3
+"""Callers whose sessions of the canary were bad that a guard of what clients can cause needs. Where
+each session has a caller of its own, fewer are never over the limit at a weight of 1% or more."""
 SUSPICIOUS = 5.0
 """Evidence against a candidate over which its promotion waits."""
 DOUBTED = 3
@@ -101,16 +105,43 @@ def guard_level(kind: str, rules: CanarySettings) -> float:
 
 
 def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
-    """Return in words what users' sessions prove against the candidate, or None."""
+    """Return in words what users' sessions prove against the candidate, or None.
+
+    Each caller counts once, and `SEVERAL` are needed: one that tells the arms apart, by its own
+    means, could make the rest up.
+    """
     for kind, state in guards.items():
-        level = guard_level(kind, rules)
-        if state.bets.peak >= threshold(level):
+        limit = threshold(guard_level(kind, rules))
+        if state.by_caller.peak >= limit and (state.callers >= SEVERAL or kind == "failed"):
+            evidence = _evidence(state, state.by_caller.peak, limit)
+            return f"{_bad_sessions(kind, state)}: {evidence}"
+    return None
+
+
+def guard_doubt(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
+    """Return in words which guard ends the canary without a verdict on the candidate, or None: its
+    sessions would prove harm, but too few callers stand behind them."""
+    for kind, state in guards.items():
+        limit = threshold(guard_level(kind, rules))
+        if state.bets.peak >= limit:
             return (
-                f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
-                f"{_HAPPENED[kind]}: evidence {odds(state.bets.peak)}, the limit is "
-                f"{odds(threshold(level))}"
+                f"{_bad_sessions(kind, state)}: {_evidence(state, state.bets.peak, limit)}; it is "
+                f"{odds(state.by_caller.peak)} where each caller counts once, so it may be their "
+                "doing"
             )
     return None
+
+
+def _bad_sessions(kind: str, state: GuardState) -> str:
+    return (
+        f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
+        f"{_HAPPENED[kind]}"
+    )
+
+
+def _evidence(state: GuardState, log_e: float, limit: float) -> str:
+    callers = counted(state.callers, "caller")
+    return f"evidence from {callers}: {odds(log_e)}, the limit is {odds(limit)}"
 
 
 def suspicion(
@@ -124,7 +155,8 @@ def suspicion(
         if state.bets.log_e > threshold(1.0 / SUSPICIOUS):
             return (
                 f"more sessions: {state.canary} of the canary's and {state.champion} of the "
-                f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)}"
+                f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)} from "
+                f"{counted(state.callers, 'caller')}"
             )
     return flaw_suspicion(quality, rules)
 

@@ -21,6 +21,7 @@ from deploy.registry import audit, canaries, proof_rule, routing_writer, version
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
 from sidecar.records import BASE
+from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
 
@@ -118,6 +119,7 @@ def take_out(
 ) -> Canary:
     """Apply a trip of the proxy's breaker: roll back, or stop the traffic of a paused canary.
 
+    A trip that few callers may have caused is no verdict: the canary is inconclusive.
     The operator who paused a canary decides about it, so it stays paused: `resume` gives the
     candidate its traffic back, `abort` ends the canary. A repeated trip has no effect.
     """
@@ -127,6 +129,8 @@ def take_out(
         return before
     if not before.paused:
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
+        if why.endswith(FEW_CALLERS):
+            move = Move(to="inconclusive", candidate_state="retired", reason=reason)
         _move(session, row, move, now=now, actor=actor)
         return canaries.to_canary(row)
     canaries.add_evidence(row, breaker=why)

@@ -85,6 +85,7 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
         project=raw.project,
         key_id=raw.key_id,
         returned_index=raw.returned_index,
+        address_hash=raw.address_hash,
         user=raw.user,
         turn_id=turn_id,
         retry_count=raw.retry_count,

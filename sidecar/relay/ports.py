@@ -8,6 +8,10 @@ from typing import Protocol
 class ClientSide(Protocol):
     """A client's connection, as the request in flight uses it."""
 
+    @property
+    def address(self) -> str:
+        """The client's IP address; "" where the connection has none."""
+
     def write(self, data: bytes) -> None:
         """Send bytes to the client, or keep them until it reads."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Final
 
-from msgspec import Raw
+from msgspec import Raw, json
 
 from sidecar.lines import line_of_adapter, public_model
 from sidecar.records import BASE, Arm, Assignment
@@ -55,6 +55,7 @@ class CompiledRouting:
         "_salt",
         "_weight",
         "base",
+        "canary_as",
         "canary_tag",
         "public_name",
         "splits",
@@ -68,6 +69,12 @@ class CompiledRouting:
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0
         """Different adapters answer different sessions, so a request's session must be known."""
+        self.canary_as: tuple[bytes, bytes] | None = None
+        """The canary's name and the one that callers without a scope read in its place, both as
+        JSON: the champion's. None: nothing is split."""
+        if table.canary is not None and self.splits:
+            champion = upstream_model(table.public_model, table.champion)
+            self.canary_as = (json.encode(table.canary), json.encode(champion))
         self.canary_tag = canary_tag(table) if self.splits else NO_CANARY
         """The breaker's tag of the canary that takes part in the split."""
         share = table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0

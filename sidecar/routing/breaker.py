@@ -10,9 +10,12 @@ Each line of adapters (`sidecar.lines`) has a breaker and shared memory of its o
 The canary stays out as long as the routing table names it with the same salt. Control ends it, or a
 person resumes it, which gives it a new salt (`deploy.registry.transitions`).
 
-After a session's first bad reply, only every `FADE`th of its replies counts, good or bad, in either
-arm. So one client that cuts every reply, or whose prompts never get an answer, does not condemn an
-adapter that serves all others well. Where all users share one session, its replies still count.
+After the first bad reply of a session, or of a caller under whatever names of sessions, only every
+`FADE`th of its replies counts, good or bad, in either arm. So one client that cuts every reply, or
+whose prompts never get an answer, does not condemn an adapter that serves all others well. Errors
+of vLLM count whoever the caller is: no client causes them. Where all users share one session, its
+replies still count, and those of a caller with half of all replies are not thinned out. What a few
+callers may have caused takes the canary out, but says nothing of the adapter (`FEW_CALLERS`).
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ FADE = 4
 reply that counts adds 1.7 nats, and each good reply of others subtracts 0.7. Users who all share
 one session end it with 1 + 7 * 4 = 29 bad replies, or 53 if the champion has answered nobody yet.
 """
-SESSIONS = 16_384
-"""Slots for sessions that had a bad reply, by hash: 128 kB shared by all workers. Two sessions in
-one slot count as one, which only leaves out some replies."""
-ROW = 1 + 2 * TALLY
-"""Floats in one row: the tag of the counts, the canary's tally, the champion's tally."""
+SLOTS = 16_384
+"""Slots for callers and sessions that had a bad reply, by hash: 128 kB shared by all workers. Two
+in one slot count as one, which only leaves out some replies."""
+ROW = 1 + 2 * TALLY + len(KINDS)
+"""Floats in one row: the tag of the counts, the canary's tally, the champion's tally, and for each
+kind the callers whose first bad reply it was, of the canary's."""
 
 
 def canary_tag(table: RoutingTable) -> float:
@@ -58,8 +62,8 @@ def canary_tag(table: RoutingTable) -> float:
 
 def memory_bytes(rows: int) -> int:
     """Return the shared memory the breaker needs, in bytes: the tag of the canary that is out, one
-    row a worker, the session slots."""
-    return 8 * (1 + rows * ROW + SESSIONS)
+    row a worker, the slots."""
+    return 8 * (1 + rows * ROW + SLOTS)
 
 
 class Breaker:
@@ -84,14 +88,17 @@ class Breaker:
             memory = memoryview(bytearray(memory_bytes(rows)))
         self._cells: memoryview[float] = memory[: memory_bytes(rows)].cast("d")
         self._row = 1 + row * ROW
-        self._sessions = 1 + rows * ROW
-        self._rows = range(1, self._sessions, ROW)
+        self._slots = 1 + rows * ROW
+        self._rows = range(1, self._slots, ROW)
         self._on_trip = on_trip
         self._metrics = metrics
         self._shown = metrics.breaker_open if shown is None else shown
         self._table: RoutingTable | None = None
         self._tag = NO_CANARY
         self._test = ExcessTest()
+        self._replies: dict[str, int] = {}
+        """Replies of this worker by caller, of the first `SLOTS` callers."""
+        self._all_replies = 0
 
     def follow(self, table: RoutingTable) -> None:
         """Follow a new routing table. A canary that is new starts without counts."""
@@ -101,6 +108,7 @@ class Breaker:
             return
         self._tag = tag
         self._test = ExcessTest()
+        self._replies, self._all_replies = {}, 0
         cells, row = self._cells, self._row
         if cells[row] != tag:  # else continue the counts of a worker that died
             cells[row] = NO_CANARY
@@ -131,19 +139,39 @@ class Breaker:
         if self._cells[0] == NO_CANARY:
             self.open(table)
 
-    def reply(self, tag: float, arm: Arm, session: str, bad: int, *, counted: bool = False) -> None:
+    def reply(
+        self,
+        tag: float,
+        arm: Arm,
+        session: str,
+        bad: int,
+        *,
+        caller: str | None = None,
+        counted: bool = False,
+    ) -> None:
         """Count a reply.
 
         tag: the canary's tag when the request was assigned; replies of another canary are left out.
         bad: bits of what was wrong; 0 for a good reply.
+        caller: whose request it was: a key, else an address. A user's name is the client's word.
+            None: the session stands for it.
         counted: the reply was counted before, and only `bad` is new.
         """
         if tag != self._tag or tag == NO_CANARY:
             return
-        if not self._counts(session, bad=bool(bad)):
+        counts, first = self._counts(session, bad=bool(bad))
+        if caller is not None:
+            is_main = self._is_main(caller)
+            if not bad & ERROR:
+                of_caller, first = self._counts(f"by {caller}", bad=bool(bad))
+                counts = counts and (of_caller or is_main)
+        if not counts:
             return
         cells = self._cells
         at = self._row + 1 + (0 if arm == "canary" else TALLY)
+        if first and arm == "canary":
+            for kind in range(len(KINDS)):
+                cells[self._row + 1 + 2 * TALLY + kind] += bad >> kind & 1
         if not counted:
             cells[at + REPLIES] += 1.0
         if bad:
@@ -156,30 +184,40 @@ class Breaker:
             if excess is not None:
                 self._trip(excess)
 
-    def _counts(self, session: str, *, bad: bool) -> bool:
-        """Return True if this reply of a session counts; see `FADE`. Two workers may write one slot
-        at once, which miscounts one reply."""
-        place = self._sessions + xxh3_64_intdigest(session.encode("utf-8", "replace")) % SESSIONS
+    def _is_main(self, caller: str) -> bool:
+        """Return True for a caller with half of this worker's replies, this one among them. It is
+        the only one, or could end the canary anyway."""
+        known = self._replies
+        replies = known.get(caller, 0) + 1
+        if replies > 1 or len(known) < SLOTS:
+            known[caller] = replies
+        self._all_replies += 1
+        return 2 * replies >= self._all_replies
+
+    def _counts(self, who: str, *, bad: bool) -> tuple[bool, bool]:
+        """Return whether this reply of a caller or session counts (`FADE`), and whether it is the
+        first bad one. Two workers may write one slot at once, which miscounts one reply."""
+        place = self._slots + xxh3_64_intdigest(who.encode("utf-8", "replace")) % SLOTS
         # The canary's tag and the replies since the first bad one, modulo FADE, in one number.
         tag, since = divmod(self._cells[place], FADE)
         if tag != self._tag:
             if bad:
                 self._cells[place] = self._tag * FADE
-            return True
+            return True, bad
         since = (since + 1.0) % FADE
         self._cells[place] = self._tag * FADE + since
-        return since == 0.0
+        return since == 0.0, False
 
-    def _totals(self) -> tuple[list[float], list[float]]:
-        """Return the tallies of both arms, the canary's first, summed over the workers that follow
-        the same canary."""
+    def _totals(self) -> tuple[list[float], list[float], list[float]]:
+        """Return the tallies of both arms, the canary's first, and its callers by kind, summed over
+        the workers that follow the same canary."""
         cells, tag = self._cells, self._tag
-        total = [0.0] * (2 * TALLY)
+        total = [0.0] * (ROW - 1)
         for row in self._rows:
             if cells[row] == tag:
                 for at, value in enumerate(cells[row + 1 : row + ROW]):
                     total[at] += value
-        return total[:TALLY], total[TALLY:]
+        return total[:TALLY], total[TALLY : 2 * TALLY], total[2 * TALLY :]
 
     def _trip(self, excess: Excess) -> None:
         table = self._table

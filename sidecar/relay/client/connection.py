@@ -124,6 +124,11 @@ class ClientConnection(asyncio.Protocol):
 
     # -- for the flight
 
+    @property
+    def address(self) -> str:
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) and peer else ""
+
     def write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)

@@ -167,6 +167,8 @@ def _receive_model_request(
             allowance is not None and allowance.tokens_per_day is not None,
             context.replicas.many or context.traced,
             pinned,
+            admission.operator,
+            client.address if routing.splits else "",
             known=context.sessions,
         ),
     )

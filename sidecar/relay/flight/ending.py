@@ -85,6 +85,7 @@ def settle(
             reply_bytes=reply_bytes,
             returned_index=record.returned_index,
             fields_refused=plan.kinds & CAPTURE != 0 and not record.added & CAPTURE,
+            address_hash=plan.address_hash,
         )
     )
 
@@ -124,6 +125,7 @@ def _tell_breaker(
     fault, and those that failed on both arms.
     """
     guard, session = context.guard_of(record.admission.project), plan.session_key
+    caller = record.admission.key_id or plan.address_hash
     if record.fell_back:
         if outcome != "upstream_error":
             guard.reply(plan.canary_tag, "canary", session, ERROR)
@@ -142,7 +144,8 @@ def _tell_breaker(
     if not signs.slow and (record.first_byte or ended) - record.sent > context.slow_first_byte_s:
         bad |= SLOW
     if bad or not signs.slow:
-        guard.reply(plan.canary_tag, record.routes[0].arm, session, bad, counted=signs.slow)
+        arm = record.routes[0].arm
+        guard.reply(plan.canary_tag, arm, session, bad, caller=caller, counted=signs.slow)
 
 
 def _charge(

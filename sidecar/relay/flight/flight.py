@@ -126,6 +126,8 @@ class Flight(Asker):
         record = self._record
         record.head = head
         headers = head.headers
+        plan = record.plan
+        names = None if plan is None else plan.canary_as
         if head.status >= 400:
             self._failed = True
             self._refused = record.added != 0 and self._attempt.may_ask_plainly(head.status)
@@ -135,17 +137,20 @@ class Flight(Asker):
                 or (head.status >= 500 and self._may_fall_back)
             ):
                 self._body = HeldBody(STRIP_NOTHING)
-        elif not self._is_judged:
-            if not record.strip.nothing:
-                self._body = reply_body(
-                    status=head.status,
-                    content_type=headers.content_type,
-                    encoded=headers.encoded,
-                    strip=record.strip,
-                )
-            if (record.added or record.refused) and headers.streams and not headers.encoded:
-                self._opening = StreamOpening(self._body)
-                self._body = self._opening
+                names = None
+        strip = STRIP_NOTHING if self._failed or self._is_judged else record.strip
+        if names is not None or not strip.nothing:
+            self._body = reply_body(
+                status=head.status,
+                content_type=headers.content_type,
+                encoded=headers.encoded,
+                strip=strip,
+                names=names,
+            )
+        edited = bool(record.added or record.refused) and not self._failed and not self._is_judged
+        if edited and headers.streams and not headers.encoded:
+            self._opening = StreamOpening(self._body)
+            self._body = self._opening
         if headers.streams:
             record.streamed = True
             self._context.accounts.streams_open.inc()
@@ -374,6 +379,7 @@ class Flight(Asker):
         self._attempt.pause()
 
     def resume(self) -> None:
+        self._touched = _now()  # it was the client that was silent, not vLLM
         self._attempt.resume()
 
     def tick(self, now: float) -> None:
@@ -395,7 +401,8 @@ class Flight(Asker):
         if plan is not None and record.sent and silent_s > context.slow_first_byte_s:
             signs.slow = True
             guard = context.guard_of(record.admission.project)
-            guard.reply(plan.canary_tag, record.routes[0].arm, plan.session_key, SLOW)
+            arm, caller = record.routes[0].arm, record.admission.key_id or plan.address_hash
+            guard.reply(plan.canary_tag, arm, plan.session_key, SLOW, caller=caller)
 
     # -- the end
 
@@ -403,10 +410,9 @@ class Flight(Asker):
         record = self._record
         if record.plan is None:
             return ()
-        own: tuple[bytes, ...] = (
-            b"x-sidecar-exchange-id: " + record.exchange_id.encode(),
-            b"x-sidecar-adapter: " + record.routes[0].adapter.encode(),
-        )
+        own: tuple[bytes, ...] = (b"x-sidecar-exchange-id: " + record.exchange_id.encode(),)
+        if not record.plan.hides_arm:
+            own = (*own, b"x-sidecar-adapter: " + record.routes[0].adapter.encode())
         if record.admission.headers:
             own = (*own, *header_lines(record.admission.headers))
         return own if self._best_of is None else (*own, *self._best_of.own_lines)

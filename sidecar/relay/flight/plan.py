@@ -29,6 +29,7 @@ from sidecar.routing.breaker import NO_CANARY
 from sidecar.routing.session_key import (
     DEFAULT_PROJECT,
     KnownSessions,
+    hash_of_address,
     header_name,
     session_key,
     short_name,
@@ -42,10 +43,12 @@ class Circumstances:
     """What a plan depends on, apart from the request itself."""
 
     __slots__ = (
+        "address",
         "key_id",
         "known",
         "metered",
         "needs_session",
+        "operator",
         "pinned",
         "project",
         "routing",
@@ -61,12 +64,16 @@ class Circumstances:
         metered: bool = False,
         needs_session: bool = True,
         pinned: Assignment | None = None,
+        operator: bool = True,
+        address: str = "",
         known: KnownSessions | None = None,
     ) -> None:
         """skip_reason: why the exchange is not captured; None when it is.
         metered: the key has an allowance of tokens, so the usage must be known.
         needs_session: the session key is needed even where no canary splits the traffic.
         pinned: an operator named the adapter.
+        operator: the caller may know which arm answers while a canary runs.
+        address: of the connection, as text; looked at while a canary runs.
         known: what the relay remembers of earlier requests; None: nothing."""
         self.routing = routing
         self.skip_reason = skip_reason
@@ -76,6 +83,8 @@ class Circumstances:
         self.needs_session = needs_session
         self.pinned = pinned
         self.known = known or KnownSessions()
+        self.operator = operator
+        self.address = address
 
 
 class Plan:
@@ -83,7 +92,10 @@ class Plan:
     made for every request.)"""
 
     __slots__ = (
+        "address_hash",
+        "canary_as",
         "canary_tag",
+        "hides_arm",
         "kinds",
         "metered",
         "peek",
@@ -110,6 +122,9 @@ class Plan:
         metered: bool,
         kinds: int = 0,
         canary_tag: float = NO_CANARY,
+        hides_arm: bool = False,
+        canary_as: tuple[bytes, bytes] | None = None,
+        address_hash: str = "",
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
         kinds: of what is added on the sidecar's account (`own_fields`).
@@ -117,7 +132,10 @@ class Plan:
         skip_reason: why the exchange is not captured; None when it is.
         strip: the reply fields that only the sidecar asked for.
         canary_tag: the breaker's tag of the canary that this request's session was assigned
-        against."""
+        against.
+        hides_arm: a canary runs, and the caller is not told which adapter answered.
+        canary_as: names to replace in the reply for that (`CompiledRouting`); None: none.
+        address_hash: as in `sidecar.records.Exchange`."""
         self.rule = rule
         self.metered = metered
         self.kinds = kinds
@@ -129,6 +147,9 @@ class Plan:
         self.skip_reason = skip_reason
         self.strip = strip
         self.canary_tag = canary_tag
+        self.hides_arm = hides_arm
+        self.canary_as = canary_as
+        self.address_hash = address_hash
 
     def strip_with(self, kinds: int) -> Strip:
         """The reply fields that are asked for where only these kinds of additions are made."""
@@ -207,6 +228,11 @@ def plan_request(
     kinds = CAPTURE if strip.token_ids or strip.logprobs else 0
     if strip.usage or (around.metered and ACCEPT_ENCODING in headers.aside):
         kinds |= USAGE
+    hides_arm = routing.splits and not around.operator
+    in_canary = hides_arm and routes[0].arm == "canary"
+    address_hash = ""
+    if routing.splits and not around.key_id:
+        address_hash = hash_of_address(around.address, routing.table.salt)
     return Plan(
         rule,
         peek,
@@ -219,6 +245,9 @@ def plan_request(
         canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
         strip=strip,
         kinds=kinds,
+        hides_arm=hides_arm,
+        canary_as=routing.canary_as if in_canary else None,
+        address_hash=address_hash,
     )
 
 

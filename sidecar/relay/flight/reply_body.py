@@ -16,7 +16,13 @@ from msgspec import json
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.http1.heads import EVENT_STREAM
 from sidecar.relay.http1.sse import EventSplitter, is_one_event
-from sidecar.relay.payload.reply_edit import MAX_HELD_BYTES, Strip, strip_event, strip_reply
+from sidecar.relay.payload.reply_edit import (
+    MAX_HELD_BYTES,
+    Strip,
+    renamed,
+    strip_event,
+    strip_reply,
+)
 from sidecar.relay.payload.template import EventShape, learn_shape
 
 LESSONS: Final = 16
@@ -26,6 +32,8 @@ ERROR_BYTES: Final = 1024
 """Where a reply, or an event, is looked at for an error and for its role: at its beginning. The
 model's name stands before a role; prompts of any length stand behind."""
 
+Names = tuple[bytes, bytes]
+"""The `model` that vLLM writes and the one that the client reads, both as JSON."""
 Length = Literal["kept", "whole", "unknown"]
 """kept: as vLLM's head says; whole: sent in one piece; unknown: not known before the end."""
 
@@ -75,11 +83,12 @@ class PassedBody(ReplyBody):
 class EventBody(ReplyBody):
     """Passes events on as they complete, without what the client did not ask for."""
 
-    __slots__ = ("_lessons", "_passing", "_shape", "_splitter", "_strip")
+    __slots__ = ("_lessons", "_names", "_passing", "_shape", "_splitter", "_strip")
 
-    def __init__(self, strip: Strip) -> None:
+    def __init__(self, strip: Strip, names: Names | None = None) -> None:
         super().__init__(holds=False, length="unknown")
         self._strip = strip
+        self._names = names
         self._splitter = EventSplitter()
         self._passing = False
         self._shape: EventShape | None = None
@@ -88,20 +97,28 @@ class EventBody(ReplyBody):
     def feed(self, data: bytes) -> bytes:
         if self._passing:
             return data
-        splitter = self._splitter
+        events = self._whole_events(data)
+        return events if self._names is None else renamed(events, self._names)
+
+    def _whole_events(self, data: bytes) -> bytes:
+        splitter, strip = self._splitter, self._strip
+        if strip.nothing:
+            if not splitter.pending and is_one_event(data):
+                return data
+            return b"".join(splitter.feed(data))
         if not splitter.pending:
             if self._shape is not None:
                 stripped = self._shape.strip(data)
                 if stripped is not None:
                     return stripped
             if is_one_event(data):
-                stripped = strip_event(data, self._strip)
+                stripped = strip_event(data, strip)
                 if self._shape is None and self._lessons:
                     self._lessons -= 1
                     self._shape = learn_shape(data, stripped)
                 return stripped
         events = splitter.feed(data)
-        out = b"".join([strip_event(event, self._strip) for event in events])
+        out = b"".join([strip_event(event, strip) for event in events])
         if splitter.pending_bytes > MAX_HELD_BYTES:
             self._passing = True
             return out + splitter.rest()
@@ -118,11 +135,12 @@ class EventBody(ReplyBody):
 class HeldBody(ReplyBody):
     """Passes nothing on until the end, then the whole reply, edited."""
 
-    __slots__ = ("_pieces", "_size", "_strip")
+    __slots__ = ("_names", "_pieces", "_size", "_strip")
 
-    def __init__(self, strip: Strip) -> None:
+    def __init__(self, strip: Strip, names: Names | None = None) -> None:
         super().__init__(holds=True, length="whole")
         self._strip = strip
+        self._names = names
         self._pieces: list[bytes] = []
         self._size = 0
 
@@ -138,7 +156,9 @@ class HeldBody(ReplyBody):
 
     def end(self) -> bytes:
         whole = self._take()
-        return whole if self._strip.nothing else strip_reply(whole, self._strip)
+        if not self._strip.nothing:
+            whole = strip_reply(whole, self._strip)
+        return whole if self._names is None else renamed(whole, self._names)
 
     def rest_dropped(self, last: bytes) -> bool:
         return False
@@ -236,13 +256,20 @@ PASSED: Final[ReplyBody] = PassedBody()
 """It has no state, so one object serves all replies."""
 
 
-def reply_body(*, status: int, content_type: bytes, encoded: bool, strip: Strip) -> ReplyBody:
+def reply_body(
+    *,
+    status: int,
+    content_type: bytes,
+    encoded: bool,
+    strip: Strip,
+    names: Names | None = None,
+) -> ReplyBody:
     """Choose one of the three ways. content_type: lower case. encoded: the reply is compressed and
-    cannot be edited."""
-    if strip.nothing or status != 200 or encoded:
+    cannot be edited. names: None keeps the reply's `model`."""
+    if (strip.nothing and names is None) or status != 200 or encoded:
         return PASSED
     if content_type.startswith(EVENT_STREAM):
-        return EventBody(strip)
+        return EventBody(strip, names)
     if content_type.startswith(b"application/json"):
-        return HeldBody(strip)
+        return HeldBody(strip, names)
     return PASSED

@@ -32,6 +32,8 @@ _PROMPT_IDS: Final = b'"prompt_token_ids"'
 _IDS: Final = b'"token_ids"'
 _LOGPROBS: Final = b'"logprobs"'
 _COLON: Final = ord(":")
+_MODEL_KEYS: Final = (b'"model":', b'"model": ')
+"""As vLLM's servers write it, and Python's `json`."""
 _BACKSLASH: Final = b"\\"
 _ESCAPED_ASCII: Final = b"\\u00"
 """A name that needs no escape may be written with some. vLLM escapes control characters alone."""
@@ -98,6 +100,17 @@ def strip_event(event: bytes, strip: Strip) -> bytes:
         except (_NotCertainError, *UNREADABLE_JSON):
             return _strip_any_event(event, strip)
     return _strip_any_event(event, strip)
+
+
+def renamed(data: bytes, names: tuple[bytes, bytes]) -> bytes:
+    """Return whole events, or a whole reply, with another `model`. names: the old and the new one,
+    as JSON. A quotation mark inside a string is escaped, so no text of a model matches."""
+    old, new = names
+    if data.find(old) < 0:
+        return data
+    for key in _MODEL_KEYS:
+        data = data.replace(key + old, key + new)
+    return data
 
 
 def _exists_for_us(reply: ReplyFields, strip: Strip) -> bool:

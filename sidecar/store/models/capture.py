@@ -96,6 +96,7 @@ class ExchangeRow(Base):
     project: Mapped[str] = mapped_column(String(64))
     user: Mapped[str] = mapped_column(String(255))
     key_id: Mapped[str] = mapped_column(String(64), default="")
+    address_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
     turn_id: Mapped[str] = mapped_column(String(64), default="")
     """The same for a request and its retries; empty: a turn of its own."""
     retry_count: Mapped[int] = mapped_column(default=0)

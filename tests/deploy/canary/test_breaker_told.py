@@ -9,6 +9,7 @@ import pytest
 from deploy.errors import TransitionError
 from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
+from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.store.models import BreakerTripRow
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ async def name(world: World) -> str:
     return found
 
 
-def trip(world: World, name: str) -> None:
+def trip(world: World, name: str, reason: str = "8 of 8 were empty") -> None:
     """What a proxy writes."""
     canary = world.canary(name)
     with world.database.write() as session:
@@ -41,7 +42,7 @@ def trip(world: World, name: str) -> None:
                 canary=name,
                 salt=canary.salt,
                 at=1.0,
-                reason="8 of 8 were empty",
+                reason=reason,
             )
         )
 
@@ -64,6 +65,19 @@ async def test_a_canary_that_the_breaker_took_out_is_rolled_back(world: World, n
     assert canary.reason == "the proxy's breaker took it out: 8 of 8 were empty"
     assert world.table().canary is None
     assert world.adapter(name).state == "rolled_back"
+
+
+async def test_a_trip_that_few_callers_may_have_caused_is_inconclusive_and_bans_nothing(
+    world: World, name: str
+) -> None:
+    trip(world, name, f"8 of 8 were cut{FEW_CALLERS}")
+
+    await tick(world)
+
+    assert world.canary(name).phase == "inconclusive"
+    assert world.table().canary is None
+    assert world.adapter(name).state == "retired"
+    assert "adapter.banned" not in world.actions()
 
 
 async def test_a_paused_canary_loses_its_traffic_and_stays_paused(world: World, name: str) -> None:

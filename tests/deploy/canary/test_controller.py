@@ -664,7 +664,7 @@ async def test_failing_replies_roll_back(world: World) -> None:
     assert world.adapter(name).state == "rolled_back"
     assert world.table().canary is None
     assert (world.canary(name).reason or "").startswith(
-        "5 of the canary's sessions and 0 of the champion's failed: evidence "
+        "5 of the canary's sessions and 0 of the champion's failed: evidence from 5 callers: "
     )
 
 

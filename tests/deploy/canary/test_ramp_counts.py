@@ -342,7 +342,7 @@ async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: 
 
     assert world.canary(name).phase == "rolled_back"
     assert (world.canary(name).reason or "").startswith(
-        "5 of the canary's sessions and 0 of the champion's failed: evidence "
+        "5 of the canary's sessions and 0 of the champion's failed: evidence from 5 callers: "
     )
     assert world.table().canary is None
 

@@ -315,7 +315,7 @@ def test_a_rollback_says_what_was_counted(rules: CanarySettings) -> None:
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("rolled_back", "rolled_back")
     assert decision.reason.startswith(
-        "8 of the canary's sessions and 1 of the champion's failed: evidence "
+        "8 of the canary's sessions and 1 of the champion's failed: evidence from 8 callers: "
     )
     assert decision.reason.endswith(", the limit is 100")
 

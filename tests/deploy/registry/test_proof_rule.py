@@ -340,7 +340,7 @@ def test_evidence_just_below_its_limit_does_not_look_as_if_it_had_reached_it() -
 def test_evidence_that_reached_a_limit_of_many_digits_does_not_look_below_it() -> None:
     rules = RULES.model_copy(update={"harm_level": 0.03, "guard_level": 0.03})
     over = replace(Quality().harm, peak=math.log(33.34), peak_at=9)
-    guards = {"cut": GuardState(canary=9, champion=0, bets=over)}
+    guards = {"cut": GuardState(canary=9, champion=0, by_caller=over, callers=9)}
 
     assert (harm(replace(Quality(), harm=over), rules) or "").endswith("33.3, the limit is 33.3")
     assert (guard_harm(guards, rules) or "").endswith("33.3, the limit is 33.3")
