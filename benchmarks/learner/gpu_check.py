@@ -1,70 +1,577 @@
-"""`scripts/gpu_check`: what only a card can tell of the learner, in one command and one JSON.
+"""`scripts/gpu_check`: what only a card can tell of the learner, within the minutes that it is lent.
 
-Attention over segments against torch's own with a mask, values and gradients; the estimate of a
-pack's memory against the peak; whether 8 answers to a prompt of 16,384 fit one card of 80 GB with
-an 8B model; bf16 against fp32; then the benchmark on drawn weights, and which share of the card's
-operations it uses. On a CPU the same path runs on small sizes, and the memory is what autograd
-keeps between the passes.
+A list of measures, the targets first. Each gives a row, which is in a file before the next begins:
+a machine that is taken away loses one row. An error, memory that does not suffice among them, is a
+row as well. After an error that spoils the card for its process, the rest runs in a new process. A
+measure that the minutes left do not hold is left out, and its row says so. Weights are drawn on the
+card, in the product's own loader; nothing is downloaded. On a CPU the same path runs small.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.autograd import DeviceType
 
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
 from benchmarks.learner.cells import Cell
-from learner.policy.attention.check import (
-    FORMS,
-    HALF_TOLERANCE,
-    TOLERANCE,
-    WINDOW,
-    difference,
-)
-from learner.policy.logprobs import Policy
-from learner.policy.memory import pack_estimate, recompute_layers
+from learner.explain import one_line
+from learner.grpo.trainer import GrpoTrainer
+from learner.policy.attention.check import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, difference
+from learner.policy.logprobs import Policy, packs_of
+from learner.policy.memory import Checkpointing, pack_estimate, prepare
 from learner.policy.packing import Pack, pack_group
+from learner.policy.room import is_out_of_memory
 from learner.policy.self_test import BF16_TOLERANCE
+from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
+from sidecar.settings import Learner
 
-LONGEST_S = 480.0
 ABOUT = """\
-Check the learner on a GPU, in one command and one JSON (gpu-check.json):
-  - attention over segments against torch's own with a mask, values and gradients;
-  - the estimate of a pack's memory against the peak, without and with checkpointing;
-  - an 8B model with a prompt of 16,384 and 8 answers of 500 in 80 GB (left out on smaller cards);
-  - packed bf16 against fp32 rows;
-  - the benchmark of the learner, and on an H100 or H200 the share of the card's operations.
-Weights are drawn: nothing is downloaded. It takes about 3 minutes on an H200 (estimated, not
-measured), is to take less than 8 (a target), and needs 17 GB of disk for a while.
+Measure the learner on a GPU. Rows go to gpu-check.jsonl one by one, and at the end with the targets
+to gpu-check.json. In this order:
+  - the card's own speed; attention over segments against a mask; packed bf16 against fp32 rows;
+  - a whole run of the trainer at 1.7B (prompt 3,000, 8 answers of 500), with a profile of a step;
+  - passes alone, small groups, 8B, prompts of 16,000, TRL's step, the drift of bf16.
+Weights are drawn on the card: nothing is downloaded.
 Exit code: 0 all targets hold, 1 one does not, 2 there is no such device."""
 WIDTHS = (64, 128)
-MEMORY_CELLS = (Cell(axis="memory", group=4, prompt=2_048, answer=256),)
-SMALL_CELLS = (Cell(axis="memory", group=4, prompt=200, answer=40),)
-OFF_BY = 2.0
-"""Largest factor between a peak and its estimate."""
-LONG_CELL = Cell(axis="long", group=8, prompt=16_384, answer=500)
-CARD_GB = 80.0
-QWEN3_8B = {
-    "num_hidden_layers": 36, "hidden_size": 4_096, "intermediate_size": 12_288,
-    "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
-"""Its config; the head is that of the embeddings here, which is 1.2 GB less than Qwen3-8B's."""
+TIMES = (1, 31)
+"""Lengths of the drawn segments, in those of the learner's own check: all stay odd."""
 PEAK_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0}
 """Dense bf16 operations a second of a card, 1e12, by a part of its name (NVIDIA's data sheets)."""
 LEAST_MFU = 0.4
 """Share of them that a step on unique tokens takes, counting 4 operations for a frozen weight."""
+SAME, SAME_HALF = 1e-3, 0.1
+"""Largest |difference| of a gradient to the CPU's in fp32, over the CPU's, in fp32 and in bf16. In
+bf16 each product rounds by 2^-9, and the residual stream of 30 layers adds them up."""
+CARD_GB = 80.0
+TARGET = Cell(axis="target", group=8, prompt=3_000, answer=500)
+SMALL = Cell(axis="small", group=8, prompt=512, answer=128)
+LONG = Cell(axis="long", group=8, prompt=16_000, answer=1_000)
+SHORT = Cell(axis="arithmetic", group=8, prompt=201, answer=61)
+TINY = Cell(axis="tiny", group=3, prompt=32, answer=8)
+"""In place of all of them on a CPU."""
+PACK_TOKENS = 32_768
+KERNELS, HOST = 25, 15
+"""Entries of a profile that a row keeps."""
+SHAPES = {"135M": sides.SMOLLM2_135M, "1.7B": sides.ON_CUDA, "8B": sides.QWEN3_8B}
+
+
+class Watched(Silent):
+    """Times the phases of a run, and profiles its last step."""
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        cuda = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+        activities = [torch.profiler.ProfilerActivity.CPU, *cuda]
+        self.profile = torch.profiler.profile(activities=activities)
+        self.steps: list[StepMetrics] = []
+        self.seconds: dict[str, float] = {}
+        self._last, self._at, self._of = "loading", time.perf_counter(), steps
+
+    def phase(self, name: Phase | str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._last] = round(self.seconds.get(self._last, 0) + now - self._at, 3)
+        self._last, self._at = name, now
+
+    def plan(self, stages: Sequence[Stage]) -> None:
+        self.phase(stages[0].name)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+        if len(self.steps) == self._of - 1:
+            self.profile.start()
+        elif len(self.steps) == self._of:
+            self.profile.stop()
+
+
+@dataclass(slots=True)
+class Bench:
+    """The measures on one device. Each returns a row."""
+
+    device: torch.device
+    folder: Path
+    _policy: tuple[tuple[object, ...], Policy] | None = None
+    _expected: tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+    """Of the arithmetic: the loss, the gradients and the adapter's weights of the CPU."""
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def shape(self, size: str) -> dict[str, int]:
+        return SHAPES[size] if self.cuda else sides.ON_CPU
+
+    def policy(self, size: str, *key: object) -> Policy:
+        """Return a policy; one of another key is given up first. key: what was changed in it."""
+        if self._policy is None or self._policy[0] != (size, *key):
+            self.release()
+            precision = "bfloat16" if self.cuda else "float32"
+            made = sides.make_policy(self.folder, self.shape(size), str(self.device), precision)
+            self._policy = ((size, *key), made)
+        return self._policy[1]
+
+    def release(self) -> None:
+        self._policy = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def ceilings(self) -> results.Row:
+        """What the card reaches in a copy (read and written) and a product of bf16."""
+        numbers = 2**30 if self.cuda else 2**20
+        of = torch.randn(numbers, device=self.device, dtype=torch.bfloat16)
+        to = torch.empty_like(of)
+        copy = min(self._time(lambda: to.copy_(of)) for _ in range(5))
+        side = 8_192 if self.cuda else 256
+        left = of[: side**2].view(side, side)
+        product = min(self._time(lambda: left @ left) for _ in range(5))
+        return {"copy_tb_s": 4 * numbers / copy / 1e12, "tflops": 2 * side**3 / product / 1e12}
+
+    def product(self) -> results.Row:
+        """The head's product of bf16 into fp32, at odd sizes, against fp64."""
+        rows, width, out = (499, 2_049, 4_001) if self.cuda else (49, 65, 33)
+        left, right = (
+            torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+            for shape in ((rows, width), (width, out))
+        )
+        exact = left.double() @ right.double()
+        found = (
+            torch.mm(left, right, out_dtype=torch.float32)
+            if self.cuda
+            else left.float() @ right.float()
+        )
+        return {"value": float((found - exact).norm() / exact.norm()), "limit": 1e-5}
+
+    def kernel(self, form: Any, dtype: torch.dtype, times: int) -> results.Row:
+        """The largest difference to a dense mask, for each width, with and without a window."""
+        found = [
+            difference(form, self.device, dtype, width, window, times)
+            for width in WIDTHS
+            for window in (None, WINDOW)
+        ]
+        limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
+        # The gradient of a value is a sum over its queries, and its rounding grows as their root.
+        return {"value": max(found), "limit": limit * times**0.5}
+
+    def arithmetic(self, precision: str, *, alone: bool) -> results.Row:
+        """Loss and gradients against fp32 rows on the CPU, on the same weights."""
+        if self._expected is None:
+            self._expected = self._gradients("cpu", "float32", alone=True)
+        loss, expected, weights = self._expected
+        found_loss, found, same = self._gradients(str(self.device), precision, alone=alone)
+        assert all(torch.equal(same[name], one) for name, one in weights.items()), "other weights"
+        apart = sum(float((found[name] - one).square().sum()) for name, one in expected.items())
+        whole = sum(float(one.square().sum()) for one in expected.values())
+        return {
+            "value": (apart / whole) ** 0.5,
+            "limit": SAME if precision == "float32" else SAME_HALF,
+            "loss_differs": found_loss - loss,
+            "gradient_norm": whole**0.5,
+        }
+
+    def _gradients(
+        self, device: str, precision: str, *, alone: bool
+    ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        self.release()
+        shape = self.shape("135M")
+        policy = sides.make_policy(self.folder, shape, device, precision, drawn_on="cpu")
+        group = cells.drawn(SHORT if self.cuda else TINY, policy.vocabulary)
+        loss = sides.gradients(policy, pack_group(group, max_tokens=PACK_TOKENS, alone=alone))
+        of = {name: one for name, one in policy.model.named_parameters() if one.requires_grad}
+        gradients = {n: one.grad.double().cpu() for n, one in of.items() if one.grad is not None}
+        return loss, gradients, {name: one.detach().cpu() for name, one in of.items()}
+
+    def train(self, size: str, cell: Cell, groups: int, steps: int) -> results.Row:
+        """A whole run of the trainer; figures of all steps but the last, which is profiled."""
+        self.release()
+        settings = Learner.model_validate(
+            {
+                "device": str(self.device),
+                "precision": "bfloat16" if self.cuda else "float32",
+                "steps": steps,
+                "pack_tokens": PACK_TOKENS,
+            }
+        )
+        shape = self.shape(size)
+        watch = Watched(self.device, steps)
+        with tempfile.TemporaryDirectory(dir=self.folder) as base:
+            adapter = Path(base) / "adapter"
+            adapter.mkdir()
+            job = TrainingJob(
+                base_model_path=base,
+                parent=Parent(name="base"),
+                groups=tuple(_unrecorded(cell, shape["vocab_size"], n) for n in range(groups)),
+                settings=settings,
+                folder=adapter,
+                check_stop=lambda: None,
+                watch=watch,
+            )
+            with sides.drawn_base(Path(base), shape, str(self.device)):
+                outcome = GrpoTrainer().train(job)
+        watch.phase("")
+        timed = watch.steps[:-1]
+        seconds = sum(one.seconds for one in timed)
+        tokens = sum(one.computed_tokens for one in timed)
+        policy = self.policy(size)
+        packs = packs_of(policy, cells.drawn(cell, policy.vocabulary), PACK_TOKENS)
+        operations = run.flops(policy, packs) * sum(one.groups for one in timed)
+        return {
+            "seconds": seconds,
+            "step_seconds": [one.seconds for one in watch.steps],
+            "groups": [one.groups for one in watch.steps],
+            "tokens": tokens,
+            **self._speed(tokens, operations, seconds),
+            "peak_mb": watch.steps[-1].peak_memory_bytes // 2**20,
+            "recompute": outcome.algorithm["checkpointing"],
+            "phases": watch.seconds,
+            "profile": _profile(watch.profile, watch.steps[-1].seconds),
+        }
+
+    def passes(
+        self,
+        size: str,
+        cell: Cell,
+        *,
+        checkpointing: Checkpointing = "auto",
+        casts: bool = True,
+        alone: bool = False,
+        groups: int = 1,
+        repeats: int = 3,
+    ) -> results.Row:
+        """Forward and backward passes of groups one by one: the least of some repeats.
+
+        casts: False: without peft's copies of LoRA's inputs in fp32. alone: a row for each answer.
+        """
+        policy = self.policy(size, checkpointing, casts, alone)
+        for module in policy.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = casts
+        group = cells.drawn(cell, policy.vocabulary)
+        once = (
+            pack_group(group, max_tokens=run.LONGEST, alone=True)
+            if alone
+            else packs_of(policy, group, run.LONGEST)
+        )
+        longest, gathered = max(len(one.input_ids) for one in once), max(map(_gathered, once))
+        weights = sum(one.numel() * one.element_size() for one in policy.model.parameters())
+        said = pack_estimate(policy, longest, gathered)
+        again = prepare(policy, checkpointing, longest=longest, gathered=gathered)
+        packs = once * groups
+        timed = [
+            run.timed_step(self.device, lambda: sides.ours(policy, packs))
+            for _ in range(repeats + 1)
+        ]
+        seconds = min(one[0] for one in timed[1:])
+        tokens = sum(len(pack.input_ids) for pack in packs)
+        return {
+            "seconds": seconds,
+            "first_seconds": timed[0][0],
+            "tokens": tokens,
+            "packs": len(packs),
+            **self._speed(tokens, run.flops(policy, packs), seconds),
+            "peak_mb": round(timed[-1][2] / 2**20),
+            "estimate_mb": round((weights + said[again]) / 2**20),
+            "recompute": again,
+            "form": policy.form,
+            "loss": timed[0][1],
+        }
+
+    def trl(self, *, checkpointing: Checkpointing) -> results.Row:
+        """TRL's step on the tokens of the target, its padded batch at once."""
+        policy = self.policy("1.7B", "trl", checkpointing)
+        cell = TARGET if self.cuda else TINY
+        prepare(policy, checkpointing, longest=cell.padded_tokens)
+        step = sides.Trl(policy, self.folder, cell.answer).step
+        group = cells.drawn(cell, policy.vocabulary)
+        timed = [run.timed_step(self.device, lambda: step(policy, group)) for _ in range(3)]
+        seconds = min(one[0] for one in timed[1:])
+        useful = run.flops(policy, packs_of(policy, group, run.LONGEST))
+        return {
+            "seconds": seconds,
+            "tokens": cell.padded_tokens,
+            **self._speed(cell.padded_tokens, useful, seconds),
+            "peak_mb": round(timed[-1][2] / 2**20),
+            "loss": timed[0][1],
+        }
+
+    def half(self) -> results.Row:
+        """Packed bf16 log-probabilities against fp32 rows, on the same weights, nats a token."""
+        shape = {**self.shape("1.7B"), "num_hidden_layers": 8 if self.cuda else 2}
+        cell = Cell(axis="half", group=4, prompt=512, answer=32) if self.cuda else TINY
+        values: list[torch.Tensor] = []
+        for precision in ("float32", "bfloat16"):
+            self.release()
+            policy = sides.make_policy(self.folder, shape, str(self.device), precision)
+            exact = precision == "float32"
+            group = cells.drawn(cell, policy.vocabulary)
+            packs = pack_group(group, max_tokens=run.LONGEST, alone=exact)
+            policy = replace(policy, form="dense") if exact else policy
+            with torch.no_grad():
+                values.append(torch.cat([policy.logprobs(pack)[0] for pack in packs]).cpu())
+            del policy
+        return {"value": float((values[0] - values[1]).abs().mean()), "limit": BF16_TOLERANCE}
+
+    def _time(self, work: Callable[[], object]) -> float:
+        return run.timed_step(self.device, lambda: (work(), 0.0)[1])[0] or 1e-9
+
+    def _speed(self, tokens: int, operations: float, seconds: float) -> dict[str, object]:
+        tflops = operations / seconds / 1e12
+        peak = peak_tflops(torch.cuda.get_device_name(self.device) if self.cuda else "")
+        mfu = {"mfu": tflops / peak} if peak else {}
+        return {"tokens_per_s": round(tokens / seconds), "tflops": tflops, **mfu}
+
+
+def peak_tflops(card: str) -> float | None:
+    """Return the peak of a card; None where it is not known here."""
+    return next((value for name, value in PEAK_TFLOPS.items() if name in card), None)
+
+
+def _unrecorded(cell: Cell, vocabulary: int, number: int) -> TrainingGroup:
+    """A group whose log-probabilities the check before the first step fills in."""
+    group = cells.drawn(replace(cell, prompt=cell.prompt + number), vocabulary)
+    rows = tuple(replace(row, recorded=False) for row in group.rows)
+    return replace(group, group_id=f"drawn {number}", rows=rows)
+
+
+def _gathered(pack: Pack) -> int:
+    """Return how many keys the form `varlen` copies for a pack."""
+    return sum(one.position + one.length for one in pack.segments)
+
+
+def _profile(profile: Any, wall_s: float) -> results.Row:  # Any: torch's profiler is not typed
+    """Return where a step's time went, in ms: on the card by kernel, on the host by operation."""
+    entries = profile.key_averages()
+    card = [one for one in entries if one.device_type == DeviceType.CUDA]
+    host = [one for one in entries if one.device_type != DeviceType.CUDA]
+
+    def most(found: list[Any], time_us: str, number: int) -> list[list[object]]:
+        found = sorted(found, key=lambda one: -getattr(one, time_us))[:number]
+        return [[one.key[:90], round(getattr(one, time_us) / 1e3, 2), one.count] for one in found]
+
+    return {
+        "wall_ms": round(wall_s * 1e3, 1),
+        "card_busy_ms": round(sum(one.self_device_time_total for one in card) / 1e3, 1),
+        "kernels": sum(one.count for one in card),
+        "by_kernel": most(card, "self_device_time_total", KERNELS),
+        "by_host": most(host, "self_cpu_time_total", HOST),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One row to come."""
+
+    check: str
+    what: str
+    work: Callable[[], results.Row]
+    minutes: float = 0.1
+    """What it takes on an H100, as estimated before one was at hand."""
+
+
+def measures(at: Bench) -> list[Measure]:
+    """Return what is measured, the most wanted first."""
+    target, small, long = (TARGET, SMALL, LONG) if at.cuda else (TINY, TINY, TINY)
+    some, many = (16, 24) if at.cuda else (2, 4)
+    forms = FORMS[at.device.type]
+    # The kernel of `varlen` takes half precision alone.
+    types = [(f, d) for f in forms for d in (torch.bfloat16, torch.float32)]
+    kernels = [(f, d) for f, d in types if not (f == "varlen" and d == torch.float32)]
+    return [
+        Measure(check="device", what="copy and product", work=at.ceilings),
+        Measure(check="product", what="bf16 into fp32 against fp64", work=at.product),
+        *(
+            Measure(
+                check="kernel",
+                what=f"{form}, {dtype}, segments x {times}: largest difference to a mask",
+                work=partial(at.kernel, form, dtype, times),
+            )
+            for form, dtype in kernels
+            for times in (TIMES if at.cuda else (1, 3))
+        ),
+        *(
+            Measure(
+                check="arithmetic",
+                what=f"135M, {precision} {'rows' if alone else 'packed'}: gradient against fp32 "
+                "rows on the CPU",
+                work=partial(at.arithmetic, precision, alone=alone),
+                minutes=0.3,
+            )
+            for precision, alone in (("bfloat16", False), ("float32", False), ("bfloat16", True))
+        ),
+        Measure(
+            check="step",
+            what="1.7B, 3,000 + 8 x 500: whole run of 4 groups in 3 steps",
+            work=partial(at.train, "1.7B", target, 4, 3),
+            minutes=1,
+        ),
+        *(
+            Measure(
+                check="pass",
+                what=f"1.7B, 3,000 + 8 x 500: {name}",
+                work=partial(at.passes, "1.7B", target, **how),
+                minutes=0.4,
+            )
+            for name, how in PASSES.items()
+        ),
+        Measure(
+            check="small",
+            what="1.7B, 16 groups of 512 + 8 x 128, one by one: passes",
+            work=partial(at.passes, "1.7B", small, groups=some),
+            minutes=0.4,
+        ),
+        Measure(
+            check="small",
+            what="1.7B, 24 groups of 512 + 8 x 128, one by one: whole run in 3 steps",
+            work=partial(at.train, "1.7B", small, many, 3),
+            minutes=0.8,
+        ),
+        *(
+            Measure(
+                check="8B",
+                what=f"8B, 3,000 + 8 x 500: {name}",
+                work=partial(at.passes, "8B", target, repeats=2, **how),
+                minutes=0.5,
+            )
+            for name, how in PASSES_8B.items()
+        ),
+        *(
+            Measure(
+                check="long",
+                what=f"{size}, 16,000 + 8 x 1,000: as the learner decides",
+                work=partial(at.passes, size, long, repeats=1),
+                minutes=0.6,
+            )
+            for size in ("1.7B", "8B")
+        ),
+        *(
+            Measure(
+                check="trl",
+                what=f"1.7B, 3,000 + 8 x 500: TRL's step, layers computed {times}",
+                work=partial(at.trl, checkpointing=how),
+                minutes=0.5,
+            )
+            for times, how in (("twice", "on"), ("once", "off"))
+        ),
+        Measure(check="bf16", what="packed bf16 against fp32 rows, nats a token", work=at.half),
+    ]
+
+
+PASSES: Mapping[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, without peft's casts": {"casts": False},
+    "rows": {"alone": True},
+}
+PASSES_8B: Mapping[str, dict[str, Any]] = {
+    "as the learner decides": {},
+    "without peft's casts, layers computed once": {"casts": False, "checkpointing": "off"},
+    "layers computed once": {"checkpointing": "off"},
+}
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Rows in a file, each of them before the next is measured."""
+
+    path: Path
+    facts: Mapping[str, object]
+    rows: list[results.Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            self.rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def has(self, one: Measure) -> bool:
+        return any((row["check"], row["what"]) == (one.check, one.what) for row in self.rows)
+
+    def add(self, one: Measure, found: results.Row) -> None:
+        row = {"check": one.check, "what": one.what, **found, **self.facts}
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        short = {key: value for key, value in found.items() if not isinstance(value, (dict, list))}
+        print(f"{one.check:11}{one.what}: {short}", flush=True)
+
+
+def attempt(one: Measure) -> tuple[results.Row, bool]:
+    """Measure; any error is a row. Returns: the row, and whether the process can go on."""
+    started = time.perf_counter()
+    usable = True
+    try:
+        found = one.work()
+    except Exception as error:
+        full = is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error)
+        usable = full or not isinstance(error, torch.AcceleratorError)
+        found = {
+            "why": f"{'out of memory: ' if full else ''}{type(error).__name__}: {one_line(error)}"
+        }
+    # Outside of the handler, because the error's frames keep the tensors alive.
+    if usable:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {**found, "took_s": round(time.perf_counter() - started, 2)}, usable
+
+
+def targets(rows: Sequence[results.Row]) -> list[results.Target]:
+    """Return what must hold of the rows that were measured. Pure."""
+    found: list[results.Target] = []
+    for row in rows:
+        what, why = f"{row['check']}: {row['what']}", str(row.get("why", ""))
+        if "limit" in row:
+            value = float(str(row["value"]))
+            found.append(results.at_most(what, value, float(str(row["limit"]))))
+        elif "mfu" in row and row["check"] in ("step", "8B") or "packed" in what and "mfu" in row:
+            share = float(str(row["mfu"]))
+            found.append(results.at_least(f"{what}: share of the card", share, LEAST_MFU))
+        elif why and row["check"] in ("product", "kernel", "arithmetic", "step", "bf16"):
+            found.append(results.at_most(what, None, 0, why))
+        if row.get("peak_mb") and row["check"] in ("8B", "long"):
+            held = float(str(row["peak_mb"])) * 2**20 / 1e9
+            found.append(results.at_most(f"{what}: GB", held, CARD_GB))
+    return found
+
+
+def facts(device: torch.device, commit: str) -> dict[str, object]:
+    """Return what each row carries."""
+    driver = None
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    about = run.about(str(device), torch.get_num_threads())
+    return {
+        "card": about["device"],
+        "driver": driver,
+        "torch": about["torch"],
+        "transformers": about["transformers"],
+        "peft": about["peft"],
+        "commit": commit,
+    }
+
+
+def _commit() -> str:
+    """Return this checkout's commit; "unknown" where git does not know it."""
+    ask = ["git", "describe", "--always", "--dirty"]
+    told = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write `gpu-check.json`. Returns: 1 when a target does not hold, 2 without the device."""
+    """Write both files. Returns: 1 when a target does not hold, 2 without the device."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
         description=ABOUT,
@@ -78,165 +585,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder for gpu-check.json (default benchmarks/results; with --device cpu .bench)",
+        help="folder for the two files (default benchmarks/results; with --device cpu .bench); "
+        "what gpu-check.jsonl has there is not measured again",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="a measure that would end later is left out, the last of the list first (default 10)",
+    )
+    parser.add_argument("--only", nargs="+", help="names of checks, such as step, 8B, long")
+    parser.add_argument("--commit", help="of the code, where there is no git")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device; --device cpu runs the same path small")
         return 2
-    small = device.type == "cpu"
-    started = time.monotonic()
-    machine = {**results.machine(), **run.about(options.device, 1)}
-    rows, found = check_kernels(device)
+    # A new process after an error of the card goes on with the same minutes.
+    started = float(os.environ.setdefault("GPU_CHECK_STARTED", str(time.time())))
+    folder = options.out or (results.FOLDER if device.type == "cuda" else Path(".bench"))
+    folder.mkdir(parents=True, exist_ok=True)
+    told = facts(device, options.commit or _commit())
+    sheet = Sheet(folder / "gpu-check.jsonl", told)
     with tempfile.TemporaryDirectory() as work:
-        for check in (check_memory, check_long, check_half):
-            more, targets = check(Path(work), device, small=small)
-            rows, found = [*rows, *more], [*found, *targets]
-            if not small:
-                torch.cuda.empty_cache()
-    bench = run.measure(options.device, small=small, repeats=1 if small else 2)
-    rows += [{"check": "benchmark", **row} for row in bench]
-    if not small:
-        found += [*run.targets(bench, half=True), *check_use(bench, str(machine["device"]))]
-    found.append(results.at_most("seconds of all", time.monotonic() - started, LONGEST_S))
-    columns = ["check", "what", "value", "limit", "contender", "seconds", "tokens", "tflops"]
-    print(results.table(rows, [*columns, "peak_mb", "why"]))
+        for one in measures(Bench(device, Path(work))):
+            if sheet.has(one) or (options.only and one.check not in options.only):
+                continue
+            left = options.minutes - (time.time() - started) / 60
+            if device.type == "cuda" and one.minutes > left:
+                sheet.add(one, {"why": f"left out: {left:.1f} minutes are left"})
+                continue
+            row, usable = attempt(one)
+            sheet.add(one, row)
+            if not usable:
+                os.execv(sys.executable, sys.orig_argv)
+    found = targets(sheet.rows)
     print(f"\n{results.targets_table(found)}")
-    folder = options.out or (Path(".bench") if small else results.FOLDER)
-    print(results.write("gpu-check", rows, found, machine=machine, folder=folder))
+    machine = {**results.machine(), **told}
+    print(results.write("gpu-check", sheet.rows, found, machine=machine, folder=folder))
     return results.exit_code(found)
-
-
-Found = tuple[list[results.Row], list[results.Target]]
-
-
-def check_kernels(device: torch.device) -> Found:
-    """Compare the device's forms with a dense mask, for each width and type, with windows."""
-    rows: list[results.Row] = []
-    targets: list[results.Target] = []
-    types = [torch.bfloat16, torch.float32]
-    for form, dtype in [(form, dtype) for form in FORMS[device.type] for dtype in types]:
-        if form == "varlen" and dtype == torch.float32:
-            continue  # the kernel takes half precision alone: `paths` is for the rest
-        limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
-        for width in WIDTHS:
-            for window in (None, WINDOW):
-                what = f"{form}, {dtype}, width {width}, window {window}"
-                try:
-                    value: float | None = difference(form, device, dtype, width, window)
-                    why = ""
-                except (RuntimeError, TypeError, ImportError, ValueError, AttributeError) as error:
-                    value, why = None, f"{type(error).__name__}: {error}"
-                rows.append({"check": "kernel", "what": what, "value": value, "limit": limit})
-                targets.append(results.at_most(f"{what}: difference to a mask", value, limit, why))
-    return rows, targets
-
-
-def check_memory(folder: Path, device: torch.device, *, small: bool) -> Found:
-    """Compare what a pack takes with its estimate, without and with checkpointing."""
-    shape = sides.ON_CPU if small else {**sides.ON_CUDA, "num_hidden_layers": 8}
-    precision = "float32" if small else "bfloat16"
-    policy = sides.make_policy(folder / "memory", shape, str(device), precision)
-    rows: list[results.Row] = []
-    targets: list[results.Target] = []
-    (cell,) = SMALL_CELLS if small else MEMORY_CELLS
-    (pack,) = pack_group(cells.drawn(cell, policy.vocabulary), max_tokens=run.LONGEST)
-    estimates = pack_estimate(policy, len(pack.input_ids), _gathered(pack))
-    for checkpointing, said in zip((False, True), estimates, strict=True):
-        if checkpointing:
-            recompute_layers(policy)
-        taken = _taken(policy, pack)
-        factor = max(taken / said, said / taken)
-        what = f"{len(pack.input_ids)} tokens, checkpointing {'on' if checkpointing else 'off'}"
-        rows.append(
-            {"check": "memory", "what": what, "value": taken / 2**20, "limit": said / 2**20}
-        )
-        # On a CPU the head's allowance and the layer that is computed again are not kept.
-        if not small:
-            targets.append(results.at_most(f"{what}: factor to the estimate", factor, OFF_BY))
-    return rows, targets
-
-
-def check_long(folder: Path, device: torch.device, *, small: bool) -> Found:
-    """Take a long prompt with an 8B model, its layers computed twice: all that the card holds."""
-    total = 0 if small else torch.cuda.get_device_properties(device).total_memory
-    if not small and total < 0.9 * CARD_GB * 1e9:
-        why = f"the card has {total / 1e9:.0f} GB"
-        return [{"check": "long", "what": "8B, prompt 16,384, 8 answers", "why": why}], []
-    shape, precision = (sides.ON_CPU, "float32") if small else (QWEN3_8B, "bfloat16")
-    policy = sides.make_policy(folder / "long", shape, str(device), precision)
-    recompute_layers(policy)
-    cell = SMALL_CELLS[0] if small else LONG_CELL
-    (pack,) = pack_group(cells.drawn(cell, policy.vocabulary), max_tokens=run.LONGEST)
-    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    said = weights + pack_estimate(policy, len(pack.input_ids), _gathered(pack))[1]
-    held = weights + _taken(policy, pack)
-    what = f"{len(pack.input_ids)} tokens, {weights / 1e9:.3g} GB of weights"
-    row = {"check": "long", "what": what, "value": held / 2**20, "limit": said / 2**20}
-    return [row], [] if small else [results.at_most(f"{what}: GB in all", held / 1e9, CARD_GB)]
-
-
-def check_use(rows: Sequence[Mapping[str, object]], card: str) -> list[results.Target]:
-    """Return the share of the card's operations that the step of the target's cell uses; none for
-    cards whose peak is not known here."""
-    peak = next((value for name, value in PEAK_TFLOPS.items() if name in card), None)
-    used = [
-        float(str(row["tflops"]))
-        for row in rows
-        if row.get("axis") == "target" and row.get("contender") == "auto" and "tflops" in row
-    ]
-    if peak is None:
-        return []
-    value = max(used) / peak if used else None
-    what = f"share of {peak:g} TFLOP/s on unique tokens, prompt 3,000 and 8 answers of 500"
-    return [results.at_least(what, value, LEAST_MFU)]
-
-
-def _gathered(pack: Pack) -> int:
-    """Return how many keys the form `varlen` copies for a pack."""
-    return sum(one.position + one.length for one in pack.segments)
-
-
-def _taken(policy: Policy, pack: Pack) -> int:
-    """Bytes of a forward and backward pass: the peak on a card, what autograd keeps on a CPU."""
-    kept: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    cuda = policy.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(policy.device)
-    before = torch.cuda.memory_allocated(policy.device) if cuda else 0
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.logprobs(pack)[0].sum().backward()
-    policy.model.zero_grad()
-    return torch.cuda.max_memory_allocated(policy.device) - before if cuda else sum(kept.values())
-
-
-def check_half(folder: Path, device: torch.device, *, small: bool) -> Found:
-    """Compare packed bf16 log-probabilities with fp32 rows, on the same weights."""
-    shape = sides.ON_CPU if small else {**sides.ON_CUDA, "num_hidden_layers": 8}
-    cell = Cell(axis="half", group=4, prompt=64 if small else 512, answer=32)
-    values: dict[str, torch.Tensor] = {}
-    for precision in ("float32", "bfloat16"):
-        policy = sides.make_policy(folder / "half", shape, str(device), precision)
-        group = cells.drawn(cell, policy.vocabulary)
-        exact = precision == "float32"
-        packs = pack_group(group, max_tokens=run.LONGEST, alone=exact)
-        policy = replace(policy, form="dense") if exact else policy
-        with torch.no_grad():
-            values[precision] = torch.cat([policy.logprobs(pack)[0] for pack in packs]).cpu()
-        del policy
-    drift = float((values["float32"] - values["bfloat16"]).abs().mean())
-    what = "packed bf16 against fp32 rows, nats a token"
-    row = {"check": "bf16", "what": what, "value": drift, "limit": BF16_TOLERANCE}
-    return [row], [results.at_most(what, drift, BF16_TOLERANCE)]
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,30 +31,68 @@ ON_CUDA = {
     "vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 """Qwen3-1.7B's config."""
+QWEN3_8B = {
+    "num_hidden_layers": 36, "hidden_size": 4_096, "intermediate_size": 12_288,
+    "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SMOLLM2_135M = {
+    "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1_536,
+    "vocab_size": 49_152, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+}  # fmt: skip
+"""Its sizes; the architecture is Qwen3's, as of the others."""
 
 
-def make_policy(folder: Path, shape: dict[str, int], device: str, precision: str) -> Policy:
-    """Draw a model of this shape with a LoRA that is not the base, through the product's loader."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_policy(
+    folder: Path, shape: dict[str, int], device: str, precision: str, drawn_on: str = ""
+) -> Policy:
+    """Draw a model of this shape with a LoRA that is not the base, through the product's loader.
 
-    torch.manual_seed(1)
-    if not (folder / "config.json").is_file():
-        config = Qwen3Config(**shape, max_position_embeddings=40_960, tie_word_embeddings=True)
-        with torch.device(device):
-            model = Qwen3ForCausalLM(config)
-        model.to(torch.bfloat16 if device != "cpu" else torch.float32).save_pretrained(folder)
-        del model  # the loader reads it again, and a large one stands on the device but once
+    drawn_on: device whose random numbers the weights are; empty: `device`. With "cpu" a card gets
+        the weights that a CPU gets.
+    """
     settings = Learner.model_validate({"rank": 8, "device": device, "precision": precision})
-    policy = load_policy(str(folder), Parent(name="base"), settings)
+    with drawn_base(folder, shape, drawn_on or device):
+        policy = load_policy(str(folder), Parent(name="base"), settings)
+    draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.02)
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
     return policy
+
+
+@contextmanager
+def drawn_base(folder: Path, shape: dict[str, int], device: str) -> Iterator[None]:
+    """Let the product's loader draw a base of this shape where it would read its weights.
+
+    A file of 16 GB, which a lent machine has no minutes for, is neither written nor read.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    tied: dict[str, Any] = {"tie_word_embeddings": True, **shape}
+    config = Qwen3Config(**tied, max_position_embeddings=40_960)
+    config.save_pretrained(folder)
+
+    def draw(_: str, *, dtype: torch.dtype, **options: Any) -> Any:
+        torch.manual_seed(1)
+        with torch.device(device):  # in bf16 first, so that each precision gets the same weights
+            base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
+        return base.to(dtype).eval()
+
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", draw):
+        yield
 
 
 def ours(policy: Policy, packs: Sequence[Pack]) -> float:
     """Compute the step's loss and its gradient, pack by pack. Returns: the loss."""
+    loss = gradients(policy, packs)
+    policy.model.zero_grad()
+    return loss
+
+
+def gradients(policy: Policy, packs: Sequence[Pack]) -> float:
+    """As `ours`; the gradient stays in the parameters."""
     aim: Objective = objective(Learner.model_validate(SETTINGS))
     denominator = aim.denominator(packs)
     total = 0.0
@@ -61,7 +101,6 @@ def ours(policy: Policy, packs: Sequence[Pack]) -> float:
         found = aim.sums(tokens_of(pack, logprobs_N))
         (found.loss / denominator).backward()
         total += float(found.loss)
-    policy.model.zero_grad()
     return total / denominator
 
 

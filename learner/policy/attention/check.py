@@ -83,10 +83,18 @@ def _fault(form: Form, device: torch.device, dtype: torch.dtype, width: int) -> 
 
 
 def difference(
-    form: Form, device: torch.device, dtype: torch.dtype, width: int, window: int | None
+    form: Form,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    window: int | None,
+    times: int = 1,
 ) -> float:
-    """Return the largest |difference| of values and gradients to the dense form's."""
-    segments = drawn_segments()
+    """Return the largest |difference| of values and gradients to the dense form's.
+
+    times: how much longer than `LENGTHS` the segments are.
+    """
+    segments = drawn_segments(times)
     draw = torch.Generator().manual_seed(3)
 
     def tensor(heads: int) -> Tensor:
@@ -122,10 +130,11 @@ def dense(
     return out.transpose(1, 2)
 
 
-def drawn_segments() -> tuple[Segment, ...]:
-    """Return a trie with two levels of branches."""
+def drawn_segments(times: int = 1) -> tuple[Segment, ...]:
+    """Return a trie with two levels of branches, `times` as long as `LENGTHS`."""
     prompt, first, second, short, long = (
-        tuple(range(100 * number, 100 * number + length)) for number, length in enumerate(LENGTHS)
+        tuple(range(100 * times * number, times * (100 * number + length)))
+        for number, length in enumerate(LENGTHS)
     )
     rows = (prompt + first + short, prompt + first + long, prompt + second, prompt + long)
     return fold(rows).segments
