@@ -1,4 +1,4 @@
-"""`scripts/gpu_check`: what only a card can tell of the learner, within the minutes that it is lent.
+"""`scripts/gpu_check`: what only a card can tell of the learner, in the minutes that it is lent.
 
 A list of measures, the targets first. Each gives a row, which is in a file before the next begins:
 a machine that is taken away loses one row. An error, memory that does not suffice among them, is a
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,8 @@ SHAPES = {"135M": sides.SMOLLM2_135M, "1.7B": sides.ON_CUDA, "8B": sides.QWEN3_8
 class Watched(Silent):
     """Times the phases of a run, and profiles its last step."""
 
-    def __init__(self, device: torch.device, steps: int) -> None:
-        cuda = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
-        activities = [torch.profiler.ProfilerActivity.CPU, *cuda]
-        self.profile = torch.profiler.profile(activities=activities)
+    def __init__(self, profile: torch.profiler.profile | None, steps: int) -> None:
+        self.profile = profile
         self.steps: list[StepMetrics] = []
         self.seconds: dict[str, float] = {}
         self._last, self._at, self._of = "loading", time.perf_counter(), steps
@@ -93,9 +91,9 @@ class Watched(Silent):
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
-        if len(self.steps) == self._of - 1:
+        if self.profile is not None and len(self.steps) == self._of - 1:
             self.profile.start()
-        elif len(self.steps) == self._of:
+        elif self.profile is not None and len(self.steps) == self._of:
             self.profile.stop()
 
 
@@ -172,8 +170,9 @@ class Bench:
         if self._expected is None:
             self._expected = self._gradients("cpu", "float32", alone=True)
         loss, expected, weights = self._expected
-        found_loss, found, same = self._gradients(str(self.device), precision, alone=alone)
-        assert all(torch.equal(same[name], one) for name, one in weights.items()), "other weights"
+        found_loss, found, _ = self._gradients(
+            str(self.device), precision, alone=alone, weights=weights
+        )
         apart = sum(float((found[name] - one).square().sum()) for name, one in expected.items())
         whole = sum(float(one.square().sum()) for one in expected.values())
         return {
@@ -184,19 +183,34 @@ class Bench:
         }
 
     def _gradients(
-        self, device: str, precision: str, *, alone: bool
+        self,
+        device: str,
+        precision: str,
+        *,
+        alone: bool,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """weights: of the adapter; peft draws those of a bf16 base in bf16."""
         self.release()
         shape = self.shape("135M")
         policy = sides.make_policy(self.folder, shape, device, precision, drawn_on="cpu")
         group = cells.drawn(SHORT if self.cuda else TINY, policy.vocabulary)
-        loss = sides.gradients(policy, pack_group(group, max_tokens=PACK_TOKENS, alone=alone))
         of = {name: one for name, one in policy.model.named_parameters() if one.requires_grad}
+        with torch.no_grad():
+            for name, one in (weights or {}).items():
+                of[name].copy_(one)
+        loss = sides.gradients(policy, pack_group(group, max_tokens=PACK_TOKENS, alone=alone))
         gradients = {n: one.grad.double().cpu() for n, one in of.items() if one.grad is not None}
         return loss, gradients, {name: one.detach().cpu() for name, one in of.items()}
 
-    def train(self, size: str, cell: Cell, groups: int, steps: int) -> results.Row:
-        """A whole run of the trainer; figures of all steps but the last, which is profiled."""
+    def profiler(self) -> torch.profiler.profile:
+        kinds = torch.profiler.ProfilerActivity
+        return torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA] * self.cuda])
+
+    def train(
+        self, size: str, cell: Cell, groups: int, steps: int, *, profiled: bool = False
+    ) -> results.Row:
+        """A whole run of the trainer; figures of all steps but the last, which may be profiled."""
         self.release()
         settings = Learner.model_validate(
             {
@@ -207,7 +221,8 @@ class Bench:
             }
         )
         shape = self.shape(size)
-        watch = Watched(self.device, steps)
+        profile = self.profiler() if profiled else None
+        watch = Watched(profile, steps)
         with tempfile.TemporaryDirectory(dir=self.folder) as base:
             adapter = Path(base) / "adapter"
             adapter.mkdir()
@@ -238,7 +253,7 @@ class Bench:
             "peak_mb": watch.steps[-1].peak_memory_bytes // 2**20,
             "recompute": outcome.algorithm["checkpointing"],
             "phases": watch.seconds,
-            "profile": _profile(watch.profile, watch.steps[-1].seconds),
+            **({"profile": _profile(profile, watch.steps[-1].seconds)} if profile else {}),
         }
 
     def passes(
@@ -250,13 +265,20 @@ class Bench:
         casts: bool = True,
         alone: bool = False,
         groups: int = 1,
+        together: bool = False,
+        compiled: bool = False,
+        profiled: bool = False,
         repeats: int = 3,
     ) -> results.Row:
         """Forward and backward passes of groups one by one: the least of some repeats.
 
         casts: False: without peft's copies of LoRA's inputs in fp32. alone: a row for each answer.
+        together: in one pack, which gives the sum of their gradients alone. compiled: the blocks.
         """
-        policy = self.policy(size, checkpointing, casts, alone)
+        policy = self.policy(size, checkpointing, casts, alone, compiled)
+        if compiled:
+            for block in policy.model.get_base_model().get_decoder().layers:
+                block.compile(dynamic=True)
         for module in policy.model.modules():
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = casts
@@ -266,18 +288,24 @@ class Bench:
             if alone
             else packs_of(policy, group, run.LONGEST)
         )
-        longest, gathered = max(len(one.input_ids) for one in once), max(map(_gathered, once))
+        packs = [joined(once * groups)] if together else once * groups
+        longest, gathered = max(len(one.input_ids) for one in packs), max(map(_gathered, packs))
         weights = sum(one.numel() * one.element_size() for one in policy.model.parameters())
         said = pack_estimate(policy, longest, gathered)
         again = prepare(policy, checkpointing, longest=longest, gathered=gathered)
-        packs = once * groups
         timed = [
             run.timed_step(self.device, lambda: sides.ours(policy, packs))
             for _ in range(repeats + 1)
         ]
         seconds = min(one[0] for one in timed[1:])
         tokens = sum(len(pack.input_ids) for pack in packs)
+        profile = {}
+        if profiled:
+            with self.profiler() as found:
+                wall, *_ = run.timed_step(self.device, lambda: sides.ours(policy, packs))
+            profile = {"profile": _profile(found, wall)}
         return {
+            **profile,
             "seconds": seconds,
             "first_seconds": timed[0][0],
             "tokens": tokens,
@@ -308,18 +336,20 @@ class Bench:
             "loss": timed[0][1],
         }
 
-    def half(self) -> results.Row:
-        """Packed bf16 log-probabilities against fp32 rows, on the same weights, nats a token."""
+    def half(self, one: tuple[str, bool], other: tuple[str, bool]) -> results.Row:
+        """Mean |difference| of the log-probabilities, on the same weights, nats a token.
+
+        one, other: precision, and whether each answer is a row of its own behind a dense mask.
+        """
         shape = {**self.shape("1.7B"), "num_hidden_layers": 8 if self.cuda else 2}
         cell = Cell(axis="half", group=4, prompt=512, answer=32) if self.cuda else TINY
         values: list[torch.Tensor] = []
-        for precision in ("float32", "bfloat16"):
+        for precision, alone in (one, other):
             self.release()
             policy = sides.make_policy(self.folder, shape, str(self.device), precision)
-            exact = precision == "float32"
             group = cells.drawn(cell, policy.vocabulary)
-            packs = pack_group(group, max_tokens=run.LONGEST, alone=exact)
-            policy = replace(policy, form="dense") if exact else policy
+            packs = pack_group(group, max_tokens=run.LONGEST, alone=alone)
+            policy = replace(policy, form="dense") if alone else policy
             with torch.no_grad():
                 values.append(torch.cat([policy.logprobs(pack)[0] for pack in packs]).cpu())
             del policy
@@ -350,6 +380,34 @@ def _unrecorded(cell: Cell, vocabulary: int, number: int) -> TrainingGroup:
 def _gathered(pack: Pack) -> int:
     """Return how many keys the form `varlen` copies for a pack."""
     return sum(one.position + one.length for one in pack.segments)
+
+
+def joined(packs: Sequence[Pack]) -> Pack:
+    """Return one pack of several, which attend to nothing of each other."""
+    found, tokens, segments, answers = packs[0], 0, 0, 0
+    made: dict[str, list[Any]] = {one.name: [] for one in fields(Pack)}
+    for pack in packs:
+        for name, values in made.items():
+            values += getattr(pack, name) if name not in ("group_id", "adapter") else []
+        at = len(made["segments"]) - len(pack.segments)
+        made["segments"][at:] = [
+            replace(
+                one,
+                start=one.start + tokens,
+                stop=one.stop + tokens,
+                last=one.last + tokens,
+                parent=one.parent + segments if one.parent >= 0 else -1,
+            )
+            for one in pack.segments
+        ]
+        number = len(pack.targets)
+        made["sources"][-number:] = [place + tokens for place in pack.sources]
+        made["answers"][-number:] = [place + answers for place in pack.answers]
+        tokens += len(pack.input_ids)
+        segments += len(pack.segments)
+        answers += max(pack.answers) + 1
+    whole = {name: tuple(values) for name, values in made.items() if values}
+    return replace(found, **whole)
 
 
 def _profile(profile: Any, wall_s: float) -> results.Row:  # Any: torch's profiler is not typed
@@ -415,7 +473,7 @@ def measures(at: Bench) -> list[Measure]:
         Measure(
             check="step",
             what="1.7B, 3,000 + 8 x 500: whole run of 4 groups in 3 steps",
-            work=partial(at.train, "1.7B", target, 4, 3),
+            work=partial(at.train, "1.7B", target, 4, 3, profiled=True),
             minutes=1,
         ),
         *(
@@ -432,6 +490,11 @@ def measures(at: Bench) -> list[Measure]:
             what="1.7B, 16 groups of 512 + 8 x 128, one by one: passes",
             work=partial(at.passes, "1.7B", small, groups=some),
             minutes=0.4,
+        ),
+        Measure(
+            check="small",
+            what="1.7B, 16 groups of 512 + 8 x 128 in one pack: pass",
+            work=partial(at.passes, "1.7B", small, groups=some, together=True),
         ),
         Measure(
             check="small",
@@ -466,10 +529,37 @@ def measures(at: Bench) -> list[Measure]:
             )
             for times, how in (("twice", "on"), ("once", "off"))
         ),
-        Measure(check="bf16", what="packed bf16 against fp32 rows, nats a token", work=at.half),
+        *(
+            Measure(
+                check="bf16",
+                what=f"{name}, nats a token",
+                work=partial(at.half, one, other),
+            )
+            for name, one, other in HALVES
+        ),
+        *(
+            Measure(
+                check="profile",
+                what=f"1.7B: pass of {name}",
+                work=partial(at.passes, "1.7B", cell, profiled=True, repeats=1),
+                minutes=0.4,
+            )
+            for name, cell in (("3,000 + 8 x 500", target), ("512 + 8 x 128", small))
+        ),
+        Measure(
+            check="compiled",
+            what="1.7B, 3,000 + 8 x 500: packed, without peft's casts, blocks compiled",
+            work=partial(at.passes, "1.7B", target, casts=False, compiled=True),
+            minutes=1.5,
+        ),
     ]
 
 
+HALVES = (
+    ("packed bf16 against fp32 rows", ("bfloat16", False), ("float32", True)),
+    ("bf16 rows against fp32 rows", ("bfloat16", True), ("float32", True)),
+    ("packed bf16 against bf16 rows", ("bfloat16", False), ("bfloat16", True)),
+)
 PASSES: Mapping[str, dict[str, Any]] = {
     "packed": {},
     "packed, without peft's casts": {"casts": False},
@@ -514,7 +604,7 @@ def attempt(one: Measure) -> tuple[results.Row, bool]:
     usable = True
     try:
         found = one.work()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is the row's result
         full = is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error)
         usable = full or not isinstance(error, torch.AcceleratorError)
         found = {
@@ -535,7 +625,7 @@ def targets(rows: Sequence[results.Row]) -> list[results.Target]:
         if "limit" in row:
             value = float(str(row["value"]))
             found.append(results.at_most(what, value, float(str(row["limit"]))))
-        elif "mfu" in row and row["check"] in ("step", "8B") or "packed" in what and "mfu" in row:
+        elif "mfu" in row and (row["check"] in ("step", "8B") or what.endswith(": packed")):
             share = float(str(row["mfu"]))
             found.append(results.at_least(f"{what}: share of the card", share, LEAST_MFU))
         elif why and row["check"] in ("product", "kernel", "arithmetic", "step", "bf16"):
