@@ -411,14 +411,14 @@ def joined(packs: Sequence[Pack]) -> Pack:
 
 
 def _profile(profile: Any, wall_s: float) -> results.Row:  # Any: torch's profiler is not typed
-    """Return where a step's time went, in ms: on the card by kernel, on the host by operation."""
+    """Return where a step's time went: on the card by kernel, on the host by operation."""
     entries = profile.key_averages()
     card = [one for one in entries if one.device_type == DeviceType.CUDA]
     host = [one for one in entries if one.device_type != DeviceType.CUDA]
 
-    def most(found: list[Any], time_us: str, number: int) -> list[list[object]]:
+    def most(found: list[Any], time_us: str, number: int) -> list[str]:
         found = sorted(found, key=lambda one: -getattr(one, time_us))[:number]
-        return [[one.key[:90], round(getattr(one, time_us) / 1e3, 2), one.count] for one in found]
+        return [f"{getattr(one, time_us) / 1e3:.2f} ms in {one.count}: {one.key}" for one in found]
 
     return {
         "wall_ms": round(wall_s * 1e3, 1),

@@ -128,9 +128,14 @@ def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed
 
 
 def open_device(name: str) -> torch.device:
-    """Return the torch device of this name, tested with one addition. Raises: DeviceError."""
+    """Return the torch device of this name, tested with one addition. Raises: DeviceError.
+
+    A card becomes the process's current one, which FSDP2 and NCCL take.
+    """
     try:
         device = torch.device(name)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
         (torch.ones(1, device=device) + 1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # torch's message continues with advice about its source code

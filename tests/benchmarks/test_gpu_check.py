@@ -14,23 +14,85 @@ from benchmarks.learner import art, gpu_check, run
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
 from benchmarks.learner.run import ratios, targets
 from benchmarks.results import Row
+from learner.policy.attention.trie import pairs
+from learner.policy.packing import pack_group
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_path_runs_small_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_same_path_runs_small_on_a_cpu_and_an_error_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert gpu_check.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    monkeypatch.delenv("GPU_CHECK_STARTED", raising=False)
+    full = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+    monkeypatch.setattr(gpu_check.Bench, "ceilings", fails(RuntimeError(full)))
+    monkeypatch.setattr(gpu_check, "measures", small_measures)
+    argv = ["--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
 
+    assert gpu_check.main(argv) == 0
+
+    rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    checks = {row["check"] for row in found["rows"]}
-    assert checks == {"kernel", "memory", "long", "bf16", "benchmark"}
+    assert found["rows"] == rows
+    assert [row["check"] for row in rows] == ["device", "product", "arithmetic", "step", "small"]
+    assert {(row["card"], row["torch"], row["commit"]) for row in rows} == {
+        ("cpu", torch.__version__, "abc")
+    }
+    assert rows[0]["why"] == f"out of memory: RuntimeError: {full}"
+    assert rows[2]["value"] < 1e-5
+    assert (rows[3]["groups"], len(rows[3]["step_seconds"])) == ([2, 1, 1], 3)
+    assert rows[3]["profile"]["by_host"]
     assert all(one["holds"] for one in found["targets"])
-    contenders = {row["contender"] for row in found["rows"] if row["check"] == "benchmark"}
-    assert contenders == {"auto", "packed", "rows", "trl", "art"}
-    plain, saving = (row["value"] for row in found["rows"] if row["check"] == "memory")
-    assert saving < plain / 2
-    assert "holds" in capsys.readouterr().out
+
+    assert gpu_check.main(argv) == 0, "what the file has is not measured again"
+    assert len((tmp_path / "gpu-check.jsonl").read_text().splitlines()) == len(rows)
+
+
+def small_measures(at: gpu_check.Bench) -> list[gpu_check.Measure]:
+    wanted = ("copy and product", "bf16 into fp32", "135M, float32", "whole run of 4", "one pack")
+    every = MEASURES(at)
+    return [one for part in wanted for one in every if part in one.what]
+
+
+MEASURES = gpu_check.measures
+
+
+def fails(error: Exception) -> Any:
+    def work(_: gpu_check.Bench) -> Row:
+        raise error
+
+    return work
+
+
+def test_what_the_minutes_do_not_hold_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_CHECK_STARTED", "0")  # long ago
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "facts", lambda *_: {"card": "H100"})
+
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "long", "trl"]) == 0
+
+    rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
+    assert [row["check"] for row in rows] == ["long", "long", "trl", "trl"]
+    assert all(row["why"].startswith("left out: ") for row in rows)
+
+
+def test_groups_in_one_pack_attend_to_nothing_of_each_other() -> None:
+    group = drawn(Cell(axis="x", group=2, prompt=5, answer=3), 50)
+    (pack,) = pack_group(group, max_tokens=100)
+
+    whole = gpu_check.joined([pack, pack])
+
+    assert whole.input_ids == pack.input_ids * 2
+    assert whole.positions == pack.positions * 2
+    assert whole.sources[len(pack.sources) :] == tuple(one + 9 for one in pack.sources)
+    assert whole.answers == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+    spans = [(one.start, one.stop, one.last, one.parent) for one in whole.segments]
+    assert spans == [
+        *((0, 5, 9, -1), (5, 7, 7, 0), (7, 9, 9, 0)),
+        *((9, 14, 18, -1), (14, 16, 16, 3), (16, 18, 18, 3)),
+    ]
+    assert pairs(whole.segments) == 2 * pairs(pack.segments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
@@ -40,23 +102,30 @@ def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "shares"),
-    [("NVIDIA H200", [0.45]), ("NVIDIA H100 80GB HBM3", [0.45]), ("NVIDIA H100 PCIe", [])],
+    ("card", "peak"),
+    [("NVIDIA H200", 989.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", None)],
 )
-def test_the_share_of_a_cards_operations_is_known_for_cards_with_a_known_peak(
-    card: str, shares: list[float]
+def test_the_peak_of_a_card_is_known_or_there_is_no_share_of_it(
+    card: str, peak: float | None
 ) -> None:
+    assert gpu_check.peak_tflops(card) == peak
+
+
+def test_targets_are_bounds_shares_of_the_card_and_memory() -> None:
     rows: list[Row] = [
-        {"axis": "target", "contender": "auto", "tflops": 445.05},
-        {"axis": "target", "contender": "rows", "tflops": 900.0},
-        {"axis": "prompt", "contender": "auto", "tflops": 900.0},
+        {"check": "kernel", "what": "varlen", "value": 0.04, "limit": 0.05},
+        {"check": "step", "what": "1.7B", "mfu": 0.41, "peak_mb": 90_000},
+        {"check": "pass", "what": "1.7B: rows", "mfu": 0.1},
+        {"check": "pass", "what": "1.7B: packed", "mfu": 0.3},
+        {"check": "8B", "what": "8B", "mfu": 0.5, "peak_mb": 80_000},
+        {"check": "arithmetic", "what": "bf16", "why": "RuntimeError: no"},
+        {"check": "trl", "what": "once", "why": "out of memory"},
     ]
 
-    found = gpu_check.check_use(rows, card)
+    found = [(one.value, one.holds) for one in gpu_check.targets(rows)]
 
-    assert [one.value for one in found] == shares
-    assert all(one.holds for one in found)
-    assert [one.holds for one in gpu_check.check_use([], card)] == [False] * len(shares)
+    shares = [(0.41, True), (0.3, False), (0.5, True), (83.8861, False)]
+    assert found == [(0.04, True), *shares, (None, False)]
 
 
 def test_art_gets_the_prompt_once_and_its_last_token_before_each_answer() -> None:
@@ -110,7 +179,7 @@ def test_tiny_cells_write_no_committed_file_and_have_no_target_of_speed(
 @pytest.mark.parametrize(
     ("main", "words"),
     [
-        (gpu_check.main, ["about 3 minutes", "less than 8", "folder for gpu-check.json"]),
+        (gpu_check.main, ["about a minute", "folder for the two files", "left out, the last"]),
         (run.main, ["folder for the JSON and the plot", "of which the least counts"]),
     ],
 )

@@ -139,7 +139,7 @@ class Learner(ObjectiveSection):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
-    """A torch device. This release is tested on the CPU only."""
+    """A torch device. This release is tested on CPUs, and was run once on an H100."""
     processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
     """Processes that compute a run together on this machine; each has the base, and a card where
     there are cards."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import IncompleteAdapterError, NonFiniteError, ParentError
-from learner.policy.adapter_io import load_policy, sampled_by, save_adapter
+from learner.policy.adapter_io import load_policy, open_device, sampled_by, save_adapter
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent
@@ -314,3 +314,16 @@ def test_a_sampler_that_peft_gives_up_halfway_leaves_nothing_in_the_policy(
         pass
     save_adapter(policy, tmp_path / "after")
     assert folder_digest(tmp_path / "after") == folder_digest(tmp_path / "before")
+
+
+@pytest.mark.parametrize(("name", "current"), [("cuda:1", [1]), ("cuda", []), ("cpu", [])])
+def test_an_opened_card_is_the_one_that_fsdp_and_nccl_take(
+    name: str, current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))  # there is no card
+
+    assert open_device(name) == torch.device(name)
+
+    assert [one.index for one in chosen] == current
