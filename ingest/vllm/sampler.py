@@ -204,6 +204,8 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
         reply = read_whole(body)
     except (UnreadableReplyError, RecursionError) as error:
         raise SamplingError(f"not a reply: {error}") from error
+    if reply.completion_tokens is None:
+        raise SamplingError("not a reply: it has no usage")
     if reply.models != {asked}:
         raise SamplingError(f"asked {asked}, {', '.join(reply.models) or 'nobody'} answered")
     if len(reply.choices) != 1:

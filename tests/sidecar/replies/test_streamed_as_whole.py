@@ -85,8 +85,8 @@ def replies(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
         choices.append(choice)
         events.append(of_choice)
     usage = {"prompt_tokens": 3, "completion_tokens": sum(len(c["token_ids"]) for c in choices)}
-    head = {"id": "c", "object": "chat.completion.chunk", "model": "m"}
-    stream = [{**head, "choices": [one]} for one in merged(draw, events)]
+    head: Json = {"id": "c", "object": "chat.completion.chunk", "model": "m"}
+    stream: list[Json] = [{**head, "choices": [one]} for one in merged(draw, events)]
     stream[0]["prompt_token_ids"] = PROMPT
     if draw(st.booleans()):
         stream.append({**head, "choices": [], "usage": usage})
