@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes.open_files import raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +35,7 @@ def _main(argv: list[str] | None) -> int:
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing
 
+    raise_open_files()
     try:
         settings = load_settings(arguments.config)
         configure_logging(settings.telemetry, "control")

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from deploy.adapters.needed import FolderRule
 from deploy.adapters.prune import Pruner
 from deploy.admin.context import AdminContext
-from deploy.admin.wire.connections import AdminConnection
+from deploy.admin.wire.connections import MOST, AdminConnection
 from deploy.engine.checked_load import in_folder_thread
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
@@ -39,6 +39,7 @@ from ingest.ruler.judge import Judge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
 from learner.shared_folders import shared_folders
 from sidecar.errors import StoreError
+from sidecar.processes.open_files import connections_that_fit
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.checks.lines import LOADED_OF_A_LINE
@@ -257,6 +258,7 @@ async def _run(
         loops=lambda: {loop.name: loop.view for loop in loops},
         lease=lambda: (lease.acts, lease.other),
     )
+    AdminConnection.most = connections_that_fit(MOST, files_each=1)
     server = admin_server(with_page(context))
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes.open_files import raise_open_files
 
 if TYPE_CHECKING:
     from ingest.intake.loop import Intake
@@ -37,6 +38,7 @@ def _main(argv: list[str] | None) -> int:
     from sidecar.processes.state_lock import only_one
     from sidecar.settings import load_settings
 
+    raise_open_files()
     try:
         settings = load_settings(arguments.config)
         with only_one(settings.state_dir, PROCESS):

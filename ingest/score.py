@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes.open_files import raise_open_files
 
 if TYPE_CHECKING:
     from sidecar.settings import Settings
@@ -41,6 +42,7 @@ def _main(argv: list[str] | None) -> int:
     from sidecar.settings import load_settings
     from sidecar.tracing.telemetry import configure_tracing
 
+    raise_open_files()
     try:
         settings = load_settings(arguments.config)
     except SettingsError as error:

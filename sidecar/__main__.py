@@ -1,4 +1,4 @@
-"""`python -m sidecar`: the proxy process, or with `--workers N` the parent of N of them."""
+"""`python -m sidecar`: the parent of the proxy's workers, of which there is one at least."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes.open_files import raise_open_files
 
 if TYPE_CHECKING:
-    from sidecar.capture.durable_counts import DurableCounts
-    from sidecar.forwarding.process import ForwardingProcess
     from sidecar.proxy import Proxy
     from sidecar.settings import Settings
 
@@ -57,16 +56,16 @@ def _main(argv: list[str] | None) -> int:
     from sidecar.logs import configure_logging
     from sidecar.settings import load_settings, with_workers
 
+    raise_open_files()
     try:
         settings = load_settings(arguments.config)
         if arguments.workers is not None:
             settings = with_workers(settings, arguments.workers)
         configure_logging(settings.telemetry, "proxy")
-        if arguments.worker is None:  # several workers say it once
-            _log_if_interpreted()
-        if settings.proxy.workers > 1 and arguments.worker is None:
-            return _run_workers(settings, arguments.config)
-        return _run_proxy(settings, arguments.worker, arguments.config)
+        if arguments.worker is not None:
+            return _run_worker(settings, arguments.worker)
+        _log_if_interpreted()
+        return _run_workers(settings, arguments.config)
     except SettingsError as error:
         print(f"sidecar proxy: {error}", file=sys.stderr)  # noqa: T201 - to the person who typed it
         return 2
@@ -102,64 +101,36 @@ def _run_workers(settings: Settings, config: Path | None) -> int:
     return asyncio.run(Workers(settings, config).run())
 
 
-def _run_proxy(settings: Settings, worker: str | None, config: Path | None) -> int:
+def _run_worker(settings: Settings, worker: str) -> int:
     import structlog
     import uvloop
 
-    from sidecar.capture.durable_counts import DurableCounts
-    from sidecar.forwarding.process import forwarding_process
     from sidecar.proxy import Proxy
     from sidecar.tracing.spans import GivenIds
     from sidecar.tracing.telemetry import configure_tracing
     from sidecar.workers.handover import decode_handover
 
-    handover = decode_handover(worker) if worker is not None else None
-    if handover is not None:
-        structlog.contextvars.bind_contextvars(worker=handover.slot)
+    handover = decode_handover(worker)
+    structlog.contextvars.bind_contextvars(worker=handover.slot)
     tracing = configure_tracing(settings.telemetry, "proxy", GivenIds())
     proxy = Proxy(settings, tracing, handover=handover)
-    forwarder = counts = None  # with several workers, their parent has them
-    if handover is None:
-        forwarder = forwarding_process(settings, config, proxy.metrics.forwarding)
-        counts = DurableCounts(settings.store.url, lambda: [proxy.metrics_table.read()])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        host = settings.proxy.host
-        runner.run(_serve(proxy, forwarder, counts, host, is_worker=handover is not None))
+        runner.run(_serve(proxy))
     tracing.shutdown()
     return 0
 
 
-async def _serve(
-    proxy: Proxy,
-    forwarder: ForwardingProcess | None,
-    counts: DurableCounts | None,
-    host: str,
-    *,
-    is_worker: bool,
-) -> None:
-    from sidecar.processes.readiness import tell_ready
-    from sidecar.settings.kinds import base_url
-
+async def _serve(proxy: Proxy) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    port = await proxy.start(parent_gone=stopping.set)
-    if forwarder is not None:
-        forwarder.start()
-    if counts is not None:
-        counts.start()
-    if not is_worker:  # with several workers, their parent reports readiness
-        tell_ready(base_url(host, port))
+    await proxy.start(parent_gone=stopping.set)
     _tune_garbage_collection()
     await stopping.wait()
     await proxy.stop()
-    if forwarder is not None:  # after the proxy, so that it forwards the last captures
-        await forwarder.stop()
-    if counts is not None:
-        await asyncio.to_thread(counts.stop)
 
 
 def _keep_freed_memory() -> None:

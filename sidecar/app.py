@@ -17,6 +17,7 @@ from sidecar.feedback.door import FeedbackDoor
 from sidecar.feedback.reading import FeedbackRefusedError
 from sidecar.feedback.record import Kind
 from sidecar.metrics.proxy import Metrics
+from sidecar.processes.probes import Readiness
 from sidecar.relay.surface.refusals import upstream_failed, vllm_error
 from sidecar.relay.upstream.watch import ReplicaWatch
 from sidecar.routing.followed import FollowedLines
@@ -28,9 +29,11 @@ def make_app(
     watch: ReplicaWatch,
     keys: Keys | None = None,
     feedback: FeedbackDoor | None = None,
+    readiness: Readiness | None = None,
 ) -> FastAPI:
     """Build the application. keys: None when `access.mode` is not `keys`."""
     routing = lines.source.default
+    readiness = readiness or Readiness()
     # Spans of scrapes and health checks would outnumber those of model requests.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, telemetry={"tracing": False})
 
@@ -41,12 +44,13 @@ def make_app(
 
     @app.api_route("/readyz", methods=["GET", "HEAD"])
     async def readyz() -> JSONResponse:
-        """Readiness: requests can be relayed."""
+        """Readiness: requests can be relayed, and the process does not end soon."""
         answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
         keys_read = keys is None or keys.ring is not None
-        ready = any(answers) and keys_read
+        status_code = readiness.status(works=any(answers) and keys_read)
         state: dict[str, Any] = {
-            "ready": ready,
+            "ready": status_code == 200,
+            "leaving": readiness.leaving,
             "upstreams": [
                 {"url": status.url, "reachable": reachable}
                 for status, reachable in zip(watch.statuses, answers, strict=True)
@@ -59,14 +63,14 @@ def make_app(
                 project: {"generation": own.table.generation}
                 for project, (own, _) in lines.own.items()
             }
-        return JSONResponse(state, status_code=200 if ready else 503)
+        return JSONResponse(state, status_code=status_code)
 
     @app.get("/health")
     @app.api_route("/ping", methods=["GET", "POST"])
     async def health() -> Response:
         """As vLLM answers its probes: nothing but the status. 200 while any vLLM is healthy."""
         answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
-        return Response(status_code=200 if any(answers) else 503)
+        return Response(status_code=readiness.status(works=any(answers)))
 
     @app.get("/metrics")
     async def exposition() -> Response:

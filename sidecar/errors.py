@@ -6,6 +6,7 @@ SidecarError
 ├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
 ├── UnstorableError (ValueError)    no store can hold the record: put it aside, the message says why
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
+│   └── OutOfFilesError             this process may open no more files: answer 503
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
 │   ├── StoreBusyError              the transaction conflicts with another one: repeat it
@@ -43,6 +44,10 @@ class UnstorableError(SidecarError, ValueError):
 
 class UpstreamError(SidecarError, ConnectionError):
     """vLLM refused, dropped or never answered before the first byte of a reply."""
+
+
+class OutOfFilesError(UpstreamError):
+    """This process may open no further file, so it could not connect."""
 
 
 class StateLockError(SidecarError, OSError):

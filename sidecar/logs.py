@@ -50,9 +50,7 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
     )
     structlog.contextvars.bind_contextvars(process=process)
     # Libraries log only warnings; their info lines would hide ours.
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Hiding(telemetry))
-    logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler])
+    logging.basicConfig(level=max(level, logging.WARNING), handlers=[_OfLibraries(telemetry)])
 
 
 class Lines:
@@ -95,16 +93,20 @@ class _LinesFactory:
         return self._lines
 
 
-class _Hiding(logging.Formatter):
-    """Hides what the telemetry URLs hold beside their path: the exporters' libraries quote it."""
+class _OfLibraries(logging.Handler):
+    """Logs what libraries log as events of ours, and hides what the telemetry URLs hold beside
+    their path: the exporters' libraries quote it."""
 
     def __init__(self, telemetry: Telemetry) -> None:
-        super().__init__(logging.BASIC_FORMAT)
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
         endpoints = (telemetry.otlp_endpoint, telemetry.otlp_metrics_endpoint)
         self._secrets = [text for url in endpoints for text in values_beside_path(url)]
 
-    def format(self, record: logging.LogRecord) -> str:
-        return hide_values(super().format(record), self._secrets)
+    def emit(self, record: logging.LogRecord) -> None:
+        said = hide_values(self.format(record), self._secrets)
+        level = max(logging.DEBUG, min(logging.CRITICAL, record.levelno // 10 * 10))
+        structlog.get_logger().log(level, "library_said", library=record.name, said=said)
 
 
 def _said(

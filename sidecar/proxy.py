@@ -26,6 +26,7 @@ from sidecar.feedback.writer import LOCKED_S, FeedbackWriter
 from sidecar.metrics.loop_lag import LoopLag
 from sidecar.metrics.proxy import Metrics
 from sidecar.metrics.table import MetricTable
+from sidecar.processes.probes import Readiness
 from sidecar.relay.client.server import RelayServer
 from sidecar.relay.flight import flight
 from sidecar.relay.flight.context import RelayContext
@@ -41,7 +42,7 @@ from sidecar.settings.checks.storage import MAX_UNIX_PATH
 from sidecar.tracing.spans import request_spans
 from sidecar.tracing.telemetry import Tracing
 from sidecar.tracing.trace_context import Propagation
-from sidecar.workers.handover import READY, Handover
+from sidecar.workers.handover import PROBED, READY, Handover
 from sidecar.workers.worker import ORPHAN_DRAIN_S, ParentLine
 
 log = structlog.get_logger()
@@ -158,11 +159,21 @@ class Proxy:
             may_ask=self._watch.status_of_key if settings.access.mode == "upstream" else None,
             clock=clock,
         )
-        self._parent = ParentLine(handover, self._relay) if handover is not None else None
+        self.readiness = Readiness(self._say_probed)
+        self._parent: ParentLine | None = None
+        if handover is not None:
+            self._parent = ParentLine(handover, self._relay, self.readiness)
         self._lag = LoopLag(self.metrics.event_loop_lag, self.metrics_table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(
-                make_app(self.metrics, self.lines, self._watch, self._keys, self._feedback),
+                make_app(
+                    self.metrics,
+                    self.lines,
+                    self._watch,
+                    self._keys,
+                    self._feedback,
+                    self.readiness,
+                ),
                 log_config=None,
                 access_log=False,
                 date_header=False,
@@ -196,6 +207,10 @@ class Proxy:
             self._parent.open(parent_gone)
             self._parent.say(READY)
         return port
+
+    def _say_probed(self) -> None:
+        if self._parent is not None:
+            self._parent.say(PROBED)
 
     async def stop(self) -> None:
         """Finish the requests in flight, write the captures, and stop."""

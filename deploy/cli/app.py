@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -103,7 +103,9 @@ def up(context: typer.Context) -> None:
     from deploy.supervise.supervisor import Supervisor
     from learner.ready import why_no_packages
     from sidecar.logs import configure_logging
+    from sidecar.processes.open_files import raise_open_files
 
+    raise_open_files()
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
@@ -186,10 +188,17 @@ def control(context: typer.Context) -> None:
 def status(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What serves, what is on canary, what the learner does, how many records there are."""
     from deploy.cli.status import status_lines
+    from deploy.cli.times import shown_cron
+    from sidecar.errors import SettingsError
 
     found = admin_client(context, project).get("/status")
-    schedule = settings_of(context).learner.schedule
-    lines = status_lines(found, time.time(), schedule=schedule) if output != "json" else None
+    learner, now = settings_of(context).learner, time.time()
+    times = ""
+    with suppress(SettingsError):  # `sidecar doctor` tells of a line that cannot be read
+        times = shown_cron(learner, now)
+    lines = None
+    if output != "json":
+        lines = status_lines(found, now, schedule=learner.schedule, times=times)
     if lines is None:
         print_found(found, output)
         return

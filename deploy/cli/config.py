@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, say, say_json
+from deploy.cli.times import shown_cron
 
 if TYPE_CHECKING:
     from deploy.preflight.findings import Finding
@@ -88,6 +90,8 @@ def config_check(
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
+    if output != "json" and (times := shown_cron(settings.learner, time.time())):
+        note(f"to know: learner.cron runs next {times}")
     if output == "json":
         _check_json(settings, online=online, learner=learner)
         return

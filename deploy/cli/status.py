@@ -157,8 +157,10 @@ def status_lines(
     now: float,
     *,
     schedule: str = "",
+    times: str = "",
 ) -> list[str] | None:
-    """The sentences, one for each line. now: Unix seconds. schedule: `learner.schedule`.
+    """The sentences, one for each line. now: Unix seconds. schedule: `learner.schedule`. times: of
+    `learner.cron`, as `shown_cron` has them.
 
     Returns None when `found` is not as this version knows it: the caller prints it as it is.
     """
@@ -171,7 +173,7 @@ def status_lines(
         *other_lines(status.lines, status.project),
         *_canary(status.canary, now),
         *_queued(status.queued, now),
-        *_learner(status, now, schedule),
+        *_learner(status, now, schedule, times),
         *_engine(status.engine),
         *_control(status.control),
         *_lease(status),
@@ -246,7 +248,7 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
         yield f"  {what}: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
-def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
+def _learner(status: Status, now: float, schedule: str, times: str) -> Iterator[str]:
     learner, watch_holds = status.learner, status.watch_holds
     of_line = f" --project {status.project}" if status.project else ""
     if learner.paused:
@@ -259,6 +261,8 @@ def _learner(status: Status, now: float, schedule: str) -> Iterator[str]:
     else:
         yield "Learner: follows its schedule."
     yield from _next_run(learner, now, by_hand=schedule == "manual")
+    if times:
+        yield f"  learner.cron runs next {times}."
     for lack in learner.lacks:
         yield f"  It found at its start: {lack}."
     run = learner.last_run

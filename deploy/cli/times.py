@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from deploy.iso_times import sibling
+
+if TYPE_CHECKING:
+    from sidecar.settings import Learner
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
@@ -25,6 +29,20 @@ def shown_time(at: float, now: float) -> str:
     except (OverflowError, ValueError, OSError):  # no time of our calendar: a damaged row
         return str(at)
     return f"{moment:%Y-%m-%dT%H:%M:%SZ} ({shown_age(now - at)})"
+
+
+def shown_cron(learner: Learner, now: float) -> str:
+    """The next three times of `learner.cron`; "" under another schedule. now: Unix seconds.
+
+    Raises: SettingsError.
+    """
+    if learner.schedule != "cron":
+        return ""
+    from learner.schedule.cron import next_times
+
+    times = next_times(learner, datetime.fromtimestamp(now, UTC))
+    shown = ", ".join(f"{one:%a %Y-%m-%d %H:%M}" for one in times)
+    return f"{shown} ({learner.timezone})"
 
 
 def shown_age(age_s: float) -> str:

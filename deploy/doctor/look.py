@@ -198,7 +198,7 @@ def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:
     if learner.schedule != "cron":
         return None, ""
     try:
-        trigger = read_cron(learner.cron)
+        trigger = read_cron(learner)
     except SettingsError as problem:
         return None, str(problem)
     due = trigger.get_next_fire_time(None, datetime.fromtimestamp(now, UTC))

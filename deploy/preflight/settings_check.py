@@ -20,7 +20,7 @@ from sidecar.store.url import refuse_bad_arguments
 def checked_settings(config: Path | None) -> Settings:
     """The settings, if every process can work with them. Raises: SettingsError."""
     settings = load_settings(config)
-    read_cron(settings.learner.cron)
+    read_cron(settings.learner)
     try:
         refuse_bad_arguments(settings.store.url)
     except ValueError as error:

@@ -167,9 +167,9 @@ class Child:
         lines = tail.decode("utf-8", "replace").strip().splitlines()
         return _printable(lines[-1])[:300] if lines else ""
 
-    def terminate(self) -> None:
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
         if self.process is not None and self.process.poll() is None:
-            self._signal(signal.SIGTERM)
+            self._signal(number)
 
     def join(self, deadline: float) -> None:
         if self.process is None:

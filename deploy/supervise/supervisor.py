@@ -24,14 +24,14 @@ from deploy.supervise.processes import ENGINE, GIVE_UP_DEATHS, ProcessSpec, plan
 from sidecar.errors import StateLockError
 from sidecar.processes.state_lock import holder, only_one
 from sidecar.settings import Settings
-from sidecar.workers.handover import bind_listeners, cannot_listen
+from sidecar.workers.handover import BALANCER_S, bind_listeners, cannot_listen
 
 TICK_S = 0.2
 STOP_TIMEOUT_S = 35.0
-"""A child that still runs this long after TERM is killed. Longer than the proxy needs to drain and
-to write its captures."""
-BEYOND_DRAIN_S = 20.0
-"""Added to `proxy.drain_timeout_s` when that makes the limit longer."""
+"""A child that still runs this long after TERM is killed."""
+BEYOND_DRAIN_S = 30.0
+"""What the proxy may need before and after its drain: captures 15 s, forwarding 8 s, counts 5 s,
+telemetry 1 s."""
 LEFTOVER_ENGINE_S = 10.0
 """How long the vLLM of a killed `sidecar up` may take to end."""
 REMIND_S = 30.0
@@ -57,7 +57,12 @@ class Supervisor:
         chosen = plan(settings, config) if specs is None else specs
         self.children = [Child(spec, logs / f"{spec.name}.log") for spec in chosen]
         self.stopping = threading.Event()
-        self._stop_timeout_s = max(STOP_TIMEOUT_S, settings.proxy.drain_timeout_s + BEYOND_DRAIN_S)
+        self._asked = signal.SIGTERM
+        """The signal that ended `sidecar up`. The proxy waits for load balancers after TERM alone:
+        Ctrl-C does not."""
+        proxy = settings.proxy
+        delay_s = BALANCER_S if proxy.shutdown_delay_s is None else proxy.shutdown_delay_s
+        self._stop_timeout_s = max(STOP_TIMEOUT_S, delay_s + proxy.drain_timeout_s + BEYOND_DRAIN_S)
 
     def run(self) -> int:
         """Supervise until SIGINT or SIGTERM. Returns: the exit code, 0.
@@ -67,7 +72,7 @@ class Supervisor:
         never ready dies again and again. Every child is stopped first.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self.stopping.set())
+            signal.signal(number, self._end)
         with only_one(self._settings.state_dir, "up"):
             self._wait_for_leftovers()
             if not self.stopping.is_set():
@@ -95,6 +100,10 @@ class Supervisor:
         finally:
             self.stop()
 
+    def _end(self, number: int, _frame: object) -> None:
+        self._asked = signal.Signals(number)
+        self.stopping.set()
+
     def stop(self) -> None:
         """Stop the children. Our own vLLM is last: the proxy needs it to drain."""
         self.stopping.set()
@@ -103,7 +112,7 @@ class Supervisor:
         for together in ([child for child in self.children if child not in engine], engine):
             deadline = time.monotonic() + self._stop_timeout_s
             for child in together:
-                child.terminate()
+                child.terminate(self._asked if child.spec.name == "proxy" else signal.SIGTERM)
             for child in together:
                 child.join(deadline)
         self._announce("stopped")

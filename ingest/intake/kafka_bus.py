@@ -50,6 +50,9 @@ DEAD_LETTER_PAUSE_S = 60.0
 would last longer than `MAX_POLL_INTERVAL_MS`, and the brokers would take the partitions away."""
 REQUEST_S = 5.0
 """How long a commit or a question about offsets may take."""
+CLOSE_S = 1.0
+"""To leave the group. Nothing waits to be sent then, and brokers that are away must not hold the
+end of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +181,9 @@ class KafkaBus:
         consumer, self._consumer = self._consumer, None
         producer, self._producer = self._producer, None
         if producer is not None:
-            producer.close(timeout=REQUEST_S)
+            producer.close(timeout=CLOSE_S)
         if consumer is not None:
-            consumer.close(autocommit=False, timeout_ms=int(REQUEST_S * 1_000))
+            consumer.close(autocommit=False, timeout_ms=int(CLOSE_S * 1_000))
 
     # -- inside
 

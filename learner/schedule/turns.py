@@ -38,7 +38,8 @@ def trigger_of(learner: Learner) -> tuple[BaseTrigger, str] | None:
         seconds = int(learner.interval_s)
         return IntervalTrigger(seconds=seconds, timezone=UTC), f"every {seconds} s"
     if learner.schedule == "cron":
-        return read_cron(learner.cron), f"cron {learner.cron}"
+        zone = "" if learner.timezone == "UTC" else f" {learner.timezone}"
+        return read_cron(learner), f"cron {learner.cron}{zone}"
     return None
 
 

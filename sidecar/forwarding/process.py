@@ -26,6 +26,10 @@ STOP_S = 8.0
 which loses nothing."""
 
 
+AWAY_STOP_S = 1.0
+"""The same while the brokers are away: they would not take more in a longer time."""
+
+
 class ForwardingProcess:
     """`start`, then `stop`. For one event loop, which only reads a line a second."""
 
@@ -36,6 +40,7 @@ class ForwardingProcess:
         self._task: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._reachable = True
 
     @property
     def pid(self) -> int | None:
@@ -55,7 +60,8 @@ class ForwardingProcess:
             task.cancel()
         else:
             self._signal(signal.SIGTERM)
-        done, _ = await asyncio.wait([task], timeout=STOP_S)
+        timeout_s = STOP_S if self._reachable else AWAY_STOP_S
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
         if not done:
             log.warning("forwarder_killed", why="it did not end in time; nothing is lost")
             self._signal(signal.SIGKILL)
@@ -123,6 +129,7 @@ class ForwardingProcess:
             metrics.set_aside.labels(reason).inc(count)
         if report.waiting is not None:
             metrics.waiting.set(float(report.waiting))
+        self._reachable = report.reachable
         metrics.reachable.set(float(report.reachable))
 
 

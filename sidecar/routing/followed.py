@@ -7,6 +7,7 @@ rollback, a canary, a trip of the breaker, leaves the others as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -81,11 +82,10 @@ class FollowedLines:
         self.default = (self.source.default, self.breakers[lines[0].name])
 
     def stop(self) -> None:
-        """Wait for attempts in progress to tell the store. It may take some seconds."""
-        for reporter in self._reporters:
-            reporter.stop()
-        for taken in self._taken.values():
-            taken.stop()
+        """Wait for attempts in progress to tell the store, a second or so for all lines."""
+        ends = [*self._reporters, *self._taken.values()]
+        with ThreadPoolExecutor(len(ends)) as threads:
+            list(threads.map(lambda one: one.stop(), ends))
 
     def _table(self, line: str) -> RoutingTable:
         return self.source.lines[line].table

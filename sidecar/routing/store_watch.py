@@ -31,6 +31,10 @@ POLLS_BETWEEN_READS = 50
 (`sidecar.access.key_source.FULL_READ_S`)."""
 
 
+STOP_S = 1.0
+"""Longest wait for a poll in progress."""
+
+
 class StoreReader(Protocol):
     """What the watch calls at every poll."""
 
@@ -94,7 +98,7 @@ class StoreWatch:
         if self._serves.locked():
             self._serves.release()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_S)  # a store that hangs must not hold the end of the process
         if self._kept is not None:
             self._kept.close()
         self._engine.dispose()

@@ -124,7 +124,8 @@ class Proxy(Section):
     connect_timeout_s: Timeout = 5.0
     """Longest time to connect to one vLLM; then the next replica is asked."""
     max_connections: Count = 4096
-    """Client connections at once, per worker; a further one is closed as it comes."""
+    """Client connections at once, per worker, if the limit of open files has room for them; for a
+    further one the idlest is closed."""
     max_in_flight: Count = 2048
     """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     idle_timeout_s: Timeout = 75.0
@@ -143,7 +144,11 @@ class Proxy(Section):
     drain_timeout_s: Annotated[
         float, Between(0, 86_400, "0 cuts them at once; a stop that takes a day is none", "s")
     ] = 20.0
-    """On SIGTERM, replies in flight have this long to finish."""
+    """At the end, replies in flight have this long to finish."""
+    shutdown_delay_s: Annotated[float, Between(0, 3_600, "a stop must end", "s")] | None = None
+    """On SIGTERM, `/readyz` says 503 for this long before the drain, and requests are still
+    answered: a load balancer stops sending. Not set: 5 s if one is seen to ask (two probes within
+    100 s), else 0. SIGINT, which people send, never waits."""
     routing_poll_s: Annotated[
         float, Between(0.001, 60, "a rollback and a revoked key wait for it", "s")
     ] = 0.2

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -25,6 +28,10 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from sidecar.settings import Telemetry
 from sidecar.settings.no_proxy import ask_loopback_directly
 
+log = structlog.get_logger()
+EXIT_S = 1.0
+"""How long what was not sent yet may hold the end of a process. The exporters' own limit is 10 s
+for each try, and longer where a collector takes connections and does not answer."""
 CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 
@@ -42,6 +49,41 @@ class JsonLinesExporter(SpanExporter):
         except OSError:
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
+
+
+class _Counted(SpanExporter):
+    """Counts the spans that an exporter sent."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self.sent = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.sent += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _ToCollector(BatchSpanProcessor):
+    """Sends spans in batches, and knows how many were not sent."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._counted = _Counted(exporter)
+        super().__init__(self._counted)
+        self._ended = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._ended += 1
+        super().on_end(span)
+
+    @property
+    def unsent(self) -> int:
+        return self._ended - self._counted.sent
 
 
 def _as_dict(span: ReadableSpan) -> dict[str, object]:
@@ -67,13 +109,25 @@ class Tracing:
     metrics: MeterProvider | None
     content: bool
     """Spans may hold the content of requests."""
+    collector: _ToCollector | None = field(default=None, repr=False)
 
     def shutdown(self) -> None:
-        """Flush and stop the exporters. Call it when the process ends."""
-        if self.spans is not None:
-            self.spans.shutdown()
-        if self.metrics is not None:
-            self.metrics.shutdown()
+        """Send what waits, for `EXIT_S` at most, and stop the exporters. Call it when the process
+        ends."""
+        ends = [
+            threading.Thread(target=one.shutdown, name="telemetry", daemon=True)
+            for one in (self.spans, self.metrics)
+            if one is not None
+        ]
+        deadline = time.monotonic() + EXIT_S
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join(max(0.0, deadline - time.monotonic()))
+        late = any(end.is_alive() for end in ends)
+        unsent = self.collector.unsent if self.collector is not None else 0
+        if late or unsent:
+            log.warning("telemetry_not_sent", spans=unsent, given_up_after_s=EXIT_S if late else 0)
 
 
 def configure_tracing(
@@ -83,10 +137,14 @@ def configure_tracing(
     if telemetry.otlp_endpoint or telemetry.otlp_metrics_endpoint:
         ask_loopback_directly(os.environ, telemetry.otlp_endpoint, telemetry.otlp_metrics_endpoint)
     resource = Resource.create({"service.name": "learning-sidecar", "service.instance.id": process})
+    collector = None
+    if telemetry.otlp_endpoint:
+        collector = _ToCollector(OTLPSpanExporter(endpoint=telemetry.otlp_endpoint))
     return Tracing(
-        spans=_spans(telemetry, resource, id_generator),
+        spans=_spans(telemetry, resource, id_generator, collector),
         metrics=_metrics(telemetry, resource),
         content=telemetry.content or content_by_environment(os.environ.get(CONTENT_VARIABLE, "")),
+        collector=collector,
     )
 
 
@@ -97,20 +155,23 @@ def content_by_environment(value: str) -> bool:
 
 
 def _spans(
-    telemetry: Telemetry, resource: Resource, id_generator: IdGenerator | None
+    telemetry: Telemetry,
+    resource: Resource,
+    id_generator: IdGenerator | None,
+    collector: _ToCollector | None,
 ) -> TracerProvider | None:
     if not telemetry.otlp_endpoint and not telemetry.spans_file:
         return None
-    provider = TracerProvider(resource=resource, id_generator=id_generator)
-    if telemetry.otlp_endpoint:
-        exporter = OTLPSpanExporter(endpoint=telemetry.otlp_endpoint)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+    # Not at the interpreter's exit, which would wait for a collector without a limit.
+    provider = TracerProvider(resource=resource, id_generator=id_generator, shutdown_on_exit=False)
     if telemetry.spans_file:
         path = Path(telemetry.spans_file)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         provider.add_span_processor(
             BatchSpanProcessor(JsonLinesExporter(path), schedule_delay_millis=500)
         )
+    if collector is not None:  # the last: the ones before it must not wait for it at the end
+        provider.add_span_processor(collector)
     trace.set_tracer_provider(provider)
     return provider
 
@@ -119,4 +180,5 @@ def _metrics(telemetry: Telemetry, resource: Resource) -> MeterProvider | None:
     if not telemetry.otlp_metrics_endpoint:
         return None
     exporter = OTLPMetricExporter(endpoint=telemetry.otlp_metrics_endpoint)
-    return MeterProvider([PeriodicExportingMetricReader(exporter)], resource=resource)
+    reader = PeriodicExportingMetricReader(exporter)
+    return MeterProvider([reader], resource=resource, shutdown_on_exit=False)

@@ -42,9 +42,9 @@ class Child:
     def serves(self) -> bool:
         return self.ready.is_set() and not self.left.is_set()
 
-    def tell(self, word: str, listener: int) -> None:
+    def tell(self, *words: str | int) -> None:
         if self.writer is not None and not self.ended.is_set():
-            self.writer.write(f"{word} {listener}\n".encode())
+            self.writer.write(f"{' '.join(map(str, words))}\n".encode())
 
     def terminate(self) -> None:
         if not self.ended.is_set():

@@ -14,8 +14,12 @@ import msgspec
 
 from sidecar.metrics.table import MetricTable, map_regions
 
-READY, DRAINING, TAKE, LEAVE = "ready", "draining", "take", "leave"
+READY, PROBED, DRAINING, TAKE, LEAVE = "ready", "probed", "draining", "take", "leave"
+LEAVING = "leaving"
 """The words of the protocol between a worker and its parent (`sidecar.workers.worker`)."""
+BALANCER_S = 5.0
+"""How long a load balancer that probes is given to stop sending, where `proxy.shutdown_delay_s` is
+not set: HAProxy needs three probes 2 s apart, Kubernetes about a second."""
 PARENT_REGION = 0
 """The region of the metrics' memory that the parent writes; a worker writes the one of its slot.
 The last regions are those of the breakers, one for each line of adapters."""

@@ -1,19 +1,23 @@
-"""Several proxy processes behind one port: start them, keep them alive, end them together.
+"""Proxy processes behind one port: start them, keep them alive, end them together.
 
-The parent relays nothing. It holds every worker's listener (SO_REUSEPORT, one port), so that the
-kernel does not reset connections that wait for a worker which ends or dies: while a listener has no
-worker of its own, another worker accepts its connections too. It holds the memory in which workers
-count metrics and limits, so no count dies with a worker.
+One worker has a parent too, for a reload. The parent relays nothing. It holds every worker's
+listener (SO_REUSEPORT, one port), so that the kernel does not reset connections that wait for a
+worker which ends or dies: while a listener has no worker of its own, another worker accepts its
+connections too. It holds the memory in which workers count metrics and limits, so no count dies
+with a worker.
 
-TERM or INT: all workers drain and end. HUP: each worker is replaced by a new one, one after the
-other; the old one drains. A worker that ends unasked is counted and restarted with back-off; one
-whose event loop is blocked while it serves is killed first. A worker that starts or drains may
-block: it may wait for a disk, and accepts no connections.
+TERM or INT: all workers drain and end. After TERM a load balancer is told first: probes get 503 for
+`proxy.shutdown_delay_s`, and all else is answered as before. INT or a second signal ends that. HUP:
+each worker is replaced by a new one, one after the other; the old one drains. A worker that ends
+unasked is counted and restarted with back-off; one whose event loop is blocked while it serves is
+killed first. A worker that starts or drains may block: it may wait for a disk, and accepts no
+connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -41,6 +45,7 @@ from sidecar.metrics.table import (
     signs_of_life,
 )
 from sidecar.processes.children import own_environment, own_python
+from sidecar.processes.probes import WATCHED_S
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
@@ -54,9 +59,12 @@ from sidecar.workers.child import (
     takers,
 )
 from sidecar.workers.handover import (
+    BALANCER_S,
     DRAINING,
     LEAVE,
+    LEAVING,
     PARENT_REGION,
+    PROBED,
     READY,
     TAKE,
     Handover,
@@ -80,6 +88,9 @@ class Workers:
         self._config = config
         self._hung_after_s = hung_after_s
         self._drain_s = proxy.drain_timeout_s
+        self._shutdown_delay_s = proxy.shutdown_delay_s
+        self._probed_at = float("-inf")
+        """When a load balancer was last known to probe, on the monotonic clock."""
         self._listeners = bind_listeners(proxy.host, proxy.port, proxy.workers)
         self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
         # Twice as many slots as workers: while one drains, its successor serves.
@@ -102,7 +113,8 @@ class Workers:
         self._own = own
         self._limits: int | None = None
         self._limits_file: LimitsFile | None = None
-        if settings.access.mode == "keys":
+        # A worker alone counts in its own memory, which takes a third of the time.
+        if settings.access.mode == "keys" and proxy.workers > 1:
             self._limits = shared_memory(1)
             self._limits_file = _limits_file(settings, self._limits, counts)
         self._serving: list[Child | None] = [None] * proxy.workers
@@ -119,6 +131,8 @@ class Workers:
         self._watches: set[asyncio.Task[None]] = set()
         """Tasks that each follow one worker until it ends."""
         self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        """Nobody is to be told before the end."""
         self._exit_code = 0
 
     async def run(self) -> int:
@@ -126,7 +140,7 @@ class Workers:
         not start; 1 when a worker had to be killed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(number, self._end, number)
         loop.add_signal_handler(
             signal.SIGHUP, lambda: self._begin(self._replace_all(), self._lives)
         )
@@ -149,7 +163,7 @@ class Workers:
         first = await self._spawn(0)
         if not await ready(first):
             self._exit_code = first.process.returncode or 1
-            self._stopping.set()
+            self._end()
             return
         self._begin(self._keep(0, first), self._lives)
         for position in range(1, len(self._serving)):
@@ -263,6 +277,8 @@ class Workers:
             while word := (await reader.readline()).decode().strip():
                 if word == READY:
                     child.ready.set()
+                elif word == PROBED:
+                    self._probed_at = time.monotonic()
                 elif word == DRAINING:
                     child.left.set()
                     self._assign()
@@ -299,9 +315,29 @@ class Workers:
 
     # -- the end
 
+    def _end(self, number: int = signal.SIGINT) -> None:
+        if number != signal.SIGTERM or self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    async def _tell_balancers(self) -> None:
+        """Answer probes with 503, and everything else as before, for long enough."""
+        watched = time.monotonic() - self._probed_at < WATCHED_S
+        delay_s = self._shutdown_delay_s
+        if delay_s is None:
+            delay_s = BALANCER_S if watched else 0.0
+        if not delay_s or self._hurry.is_set() or not any(one.serves for one in self._children):
+            return
+        log.info("leaving", drains_in_s=delay_s)
+        for child in self._children:
+            child.tell(LEAVING)
+        with contextlib.suppress(TimeoutError):  # the delay is over
+            await asyncio.wait_for(self._hurry.wait(), delay_s)
+
     async def _stop(self) -> None:
         for task in self._lives:
             task.cancel()
+        await self._tell_balancers()
         for child in list(self._children):
             child.terminate()
         close_all(self._listeners)
@@ -336,7 +372,7 @@ class Workers:
         if error is not None:
             log.error("workers_failed", exc_info=error)
             self._exit_code = 1
-            self._stopping.set()
+            self._end()
 
 
 def _limits_file(settings: Settings, memory: int, counts: MetricSet) -> LimitsFile:

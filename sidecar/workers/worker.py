@@ -1,8 +1,9 @@
 """The parent-death guard of a worker, and its messages to and from the parent.
 
 Both talk over a socket pair, one word and perhaps a number on each line:
-    worker -> parent    ready | draining
+    worker -> parent    ready | probed | draining
     parent -> worker    take N | leave N    (accept connections of listener N, or stop doing so)
+                        leaving             (all end soon: tell those who probe)
 The end of the stream means that the parent has died; then the worker drains briefly and ends.
 """
 
@@ -16,8 +17,9 @@ from collections.abc import Callable
 
 import structlog
 
+from sidecar.processes.probes import Readiness
 from sidecar.relay.client.server import RelayServer
-from sidecar.workers.handover import DRAINING, LEAVE, TAKE, Handover, close_all
+from sidecar.workers.handover import DRAINING, LEAVE, LEAVING, TAKE, Handover, close_all
 
 log = structlog.get_logger()
 ORPHAN_DRAIN_S = 1.0
@@ -30,8 +32,9 @@ EXIT_ORPHANED = 3
 class ParentLine:
     """The worker's end of the socket pair: `open`, `say`, `close`."""
 
-    def __init__(self, handover: Handover, relay: RelayServer) -> None:
+    def __init__(self, handover: Handover, relay: RelayServer, readiness: Readiness) -> None:
         self._handover = handover
+        self._readiness = readiness
         self._relay = relay
         self.orphaned = False
         self._line = socket.socket(fileno=handover.control)
@@ -90,6 +93,8 @@ class ParentLine:
             await self._relay.accept_also(int(number), self.listeners[int(number)])
         elif word == LEAVE:
             self._relay.accept_no_more(int(number))
+        elif word == LEAVING:
+            self._readiness.leaving = True
         log.debug("parent_said", line=line)
 
 

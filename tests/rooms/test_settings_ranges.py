@@ -412,12 +412,12 @@ def test_what_would_break_a_process_is_refused_with_what_why_and_what_to_do(
 @pytest.mark.parametrize(
     ("cron", "message"),
     [
-        ("0 3 * *", "Wrong number of fields; got 4, expected 5; give five fields, UTC"),
-        ("0 3 * * * *", "Wrong number of fields; got 6, expected 5"),
-        ("61 3 * * *", "is higher than the maximum value (59)"),
-        ("* * * * nosuchday", "Invalid weekday name"),
+        ("0 3 * *", "has 4 fields instead of 5; give five fields: minute, hour, day, month"),
+        ("0 3 * * * *", "has 6 fields instead of 5"),
+        ("61 3 * * *", "minute 61 is not in 0 to 59"),
+        ("* * * * nosuchday", "weekday 'nosuchday' is no number and no name"),
         ("0 0 31 2 *", "names a day that never comes"),
-        ("", "Wrong number of fields; got 0"),
+        ("", "has 0 fields instead of 5"),
     ],
 )
 def test_a_cron_line_is_read_at_the_check(

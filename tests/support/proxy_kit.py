@@ -185,8 +185,15 @@ class Child(Target):
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
+    @property
+    def worker(self) -> int:
+        """Process id of the worker that serves."""
+        pid = self.process.pid
+        (found,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(found)
+
     def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        pages = Path(f"/proc/{self.worker}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Final, cast
+from typing import ClassVar, Final, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,6 +33,8 @@ on most systems."""
 class AdminConnection(H11Protocol):
     """One connection."""
 
+    most: ClassVar[int] = MOST
+    """Connections at once, where fewer files than for `MOST` may be open."""
     _timer: asyncio.TimerHandle | None = None
     _since: float = 0.0
     _writing: asyncio.TimerHandle | None = None
@@ -48,7 +50,7 @@ class AdminConnection(H11Protocol):
         self._wait()
         open_ones = cast(list[AdminConnection], list(self.connections))
         open_ones = [one for one in open_ones if not one._is_gone()]
-        if len(open_ones) > MOST:
+        if len(open_ones) > self.most:
             self._make_room(open_ones)
 
     def data_received(self, data: bytes) -> None:

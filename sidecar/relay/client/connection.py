@@ -11,6 +11,8 @@ One connection never blocks the event loop for the others: in one iteration it p
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import termios
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final, cast
@@ -38,6 +40,14 @@ LINGER_S: Final = 1.0
 at once would reset the connection, perhaps before the client has read the refusal."""
 DRAIN_IDLE_S: Final = 0.5
 """While draining, an idle connection stays open this long: a request may be on its way."""
+STILL_S: Final = 10.0
+"""A request or reply whose client moves no byte for so long may be cut to make room for others.
+Mobile networks stand still for seconds."""
+SILENT: Final = 100.0
+"""A second in which a connection that has asked nothing yet stays silent counts as so many of one
+that waits between two requests: a flood of silent ones displaces itself, not the clients."""
+AT_WORK: Final = -1.0
+_NOTHING: Final = bytes(4)
 _now: Final = perf_counter
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -56,6 +66,8 @@ class ClientConnection(asyncio.Protocol):
         self._early = EarlyBytes()
         self._reading_paused = self._writing_paused = False
         self._pumping = self._closing = self._draining = False
+        self._asked = False
+        """A request has come."""
         self._yielded = False
         """The next iteration of the event loop goes on with this connection."""
         self._watch = BodyWatch(context)
@@ -145,6 +157,28 @@ class ClientConnection(asyncio.Protocol):
     def _close_if_idle(self) -> None:
         if self._flight is None and not self._parser.begun and not self._yielded:
             self._close()
+
+    def idle_s(self, now: float) -> float:
+        """Return for how long nothing happens, in seconds that are comparable over connections;
+        `AT_WORK` while a request is answered or comes in. now: `time.perf_counter()`."""
+        if self._transport is None or self._yielded or self._early.size:
+            return AT_WORK
+        since = self._since if self._closing else self._progress
+        if self._closing or self._writing_paused or self._parser.body_bytes:
+            return now - since if now - since > STILL_S else AT_WORK
+        if self._flight is not None:
+            return AT_WORK
+        return (now - self._since) * (1.0 if self._asked else SILENT)
+
+    def make_room(self) -> bool:
+        """Close this connection, which is idle. Returns: False if bytes of its client have come
+        that were not read yet."""
+        sock = self._open_transport().get_extra_info("socket")
+        if fcntl.ioctl(sock.fileno(), termios.FIONREAD, _NOTHING) != _NOTHING:
+            return False
+        self._closing, self._since = True, _now()
+        self.abort()
+        return True
 
     def tick(self, now: float) -> None:
         """Enforce the timeouts; called periodically. now: `time.perf_counter()`."""
@@ -269,6 +303,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self, item: ClientRequest | Refusal) -> None:
         admitted = self._watch.admitted()
+        self._asked = True
         if isinstance(item, Refusal):
             self._refuse(item, head_only=False, keep_alive=False)
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from operator import itemgetter
 from time import perf_counter
 
 import structlog
 
+from sidecar.processes.open_files import connections_that_fit
 from sidecar.relay.client.connection import ClientConnection
 from sidecar.relay.flight.context import RelayContext
 
@@ -21,10 +23,15 @@ LISTEN_GRACE_S = 0.05
 before connections without a request are closed."""
 LONGEST_TICK_S = 1.0
 """Longest interval between two checks of the connections' timeouts."""
+FILES_EACH = 2
+"""Files that a connection needs: its own, and one to vLLM."""
+ALL_BUSY_S = 0.01
+"""When no connection was idle, none is looked for again for so long: looking at 4,096 takes about a
+millisecond."""
 
 
 class TurnedAway(asyncio.Protocol):
-    """Closes a connection over `proxy.max_connections` as soon as it is accepted."""
+    """Closes a connection for which there is no room as soon as it is accepted."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
@@ -35,6 +42,11 @@ class RelayServer:
 
     def __init__(self, context: RelayContext) -> None:
         self._context = context
+        self._most = context.proxy.max_connections
+        self._idlest: list[tuple[float, ClientConnection]] = []
+        """The idlest quarter of the connections when last looked for, with `idle_s`; the idlest is
+        the last."""
+        self._all_busy_until = 0.0
         self._connections: set[ClientConnection] = set()
         self._emptied = asyncio.Event()
         self._ticking: asyncio.TimerHandle | None = None
@@ -53,6 +65,15 @@ class RelayServer:
         Returns the port (which matters when the setting is 0). Raises OSError.
         """
         proxy = self._context.proxy
+        self._most = connections_that_fit(proxy.max_connections, files_each=FILES_EACH)
+        if self._most < proxy.max_connections:
+            log.warning(
+                "max_connections_lowered",
+                to=self._most,
+                setting=proxy.max_connections,
+                why="the hard limit of open files leaves room for no more",
+                to_do="raise it (`ulimit -Hn`, LimitNOFILE), or lower proxy.max_connections",
+            )
         if sockets is not None:
             await self.accept_also(OWN, sockets)
         else:
@@ -119,15 +140,41 @@ class RelayServer:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def _accept(self) -> asyncio.Protocol:
-        if len(self._connections) >= self._context.proxy.max_connections:
-            self._context.metrics.clients_cut.inc(("too_many",))
+        if len(self._connections) >= self._most:
+            made_room = self._make_room()
+            self._context.metrics.clients_cut.inc(("made_room" if made_room else "too_many",))
             self._context.rate_limited_log.warning(
-                "too_many_connections", limit=len(self._connections)
+                "too_many_connections", limit=self._most, closed="idlest" if made_room else "newest"
             )
-            return TurnedAway()
+            if not made_room:
+                return TurnedAway()
         connection = ClientConnection(self._context, self._forget)
         self._connections.add(connection)
         return connection
+
+    def _make_room(self) -> bool:
+        """Close the idlest connection. Returns: False when all are at work."""
+        now = perf_counter()
+        if self._close_idlest(now):
+            return True
+        if now < self._all_busy_until:
+            return False
+        found = [(one.idle_s(now), one) for one in self._connections]
+        idle = sorted((one for one in found if one[0] >= 0.0), key=itemgetter(0))
+        # The order of a quarter still holds when new connections have taken its place.
+        self._idlest = idle[-(len(idle) // 4 + 1) :]
+        closed = self._close_idlest(now)
+        if not closed:
+            self._all_busy_until = now + ALL_BUSY_S
+        return closed
+
+    def _close_idlest(self, now: float) -> bool:
+        while self._idlest:
+            idle_s, one = self._idlest.pop()
+            # One that did something since is less idle than it was.
+            if one in self._connections and one.idle_s(now) >= idle_s and one.make_room():
+                return True
+        return False
 
     def _forget(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)

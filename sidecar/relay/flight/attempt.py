@@ -14,7 +14,7 @@ from typing import Final
 
 from sidecar.access.admission import Keep
 from sidecar.access.header_names import OWN_KEY_ID, OWN_PROJECT, OWN_USER
-from sidecar.errors import UpstreamError
+from sidecar.errors import OutOfFilesError, UpstreamError
 from sidecar.relay.best_of.exchange import BestOf, BestOfConnection
 from sidecar.relay.flight.client_request import SentHead
 from sidecar.relay.flight.context import RelayContext
@@ -237,6 +237,10 @@ class UpstreamAttempt:
     async def _connect(self, replica: Replica) -> None:
         try:
             connection = await replica.pool.connect()
+        except OutOfFilesError as error:
+            if self._asker is not None:
+                self._asker.give_up(str(error), 503)
+            return
         except UpstreamError as error:
             if not self.over:
                 self._unreachable(replica, str(error))

@@ -160,7 +160,8 @@ def upstream_failed(url: str, why: str, status: int = 502, surface: Surface = "c
         f"The sidecar got no reply from vLLM at {url} ({why}). "
         "Check that vLLM is running and that serving.upstreams names its address."
     )
-    kind = "BadGatewayError" if status == 502 else "GatewayTimeoutError"
+    kinds = {502: "BadGatewayError", 503: "ServiceUnavailableError"}
+    kind = kinds.get(status, "GatewayTimeoutError")
     return surface_error(surface, status, message, kind=kind)
 
 

@@ -17,7 +17,8 @@ from time import perf_counter
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
-from sidecar.errors import SettingsError, UpstreamError
+from sidecar.errors import OutOfFilesError, SettingsError, UpstreamError
+from sidecar.processes.open_files import OUT_OF_FILES
 from sidecar.relay.http1.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 from sidecar.relay.payload.request_edit import JOINED_BYTES, PiecedBody
 
@@ -231,7 +232,10 @@ class UpstreamPool:
         except TimeoutError as error:
             raise UpstreamError(f"no connection within {self._connect_timeout_s:g} s") from error
         except OSError as error:
-            raise UpstreamError(error.strerror or str(error)) from error
+            why = error.strerror or str(error)
+            if error.errno in OUT_OF_FILES:
+                raise OutOfFilesError(f"{why} in the sidecar itself") from error
+            raise UpstreamError(why) from error
         return connection
 
     def give_back(self, connection: UpstreamConnection) -> None:

@@ -144,9 +144,7 @@ def disk(settings: Settings) -> Iterator[Problem]:
 
 
 def _socket_name(proxy: Proxy) -> str:
-    """Return the longest name of a socket of the proxy or one of its workers."""
-    if proxy.workers == 1:
-        return f"proxy-{proxy.port}.sock"
+    """Return the longest name of a socket of the proxy's workers."""
     return f"proxy-{proxy.port or MAX_PORT}-{2 * proxy.workers}.sock"
 
 

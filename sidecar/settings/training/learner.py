@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -20,6 +21,18 @@ def _export(value: str) -> str:
             "is not tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, without spaces and without "
             "a user or password (MLflow and W&B take those from their own variables)"
         )
+    return value
+
+
+def _zone(value: str) -> str:
+    try:
+        # A machine without the zones' files has UTC all the same.
+        value == "UTC" or ZoneInfo(value)
+    except (ValueError, OSError, ZoneInfoNotFoundError):
+        raise ValueError(
+            "is no time zone that this machine knows; give one as Europe/Berlin, and install "
+            "tzdata where even that is unknown"
+        ) from None
     return value
 
 
@@ -52,7 +65,9 @@ class Learner(ObjectiveSection):
     ] = 3600.0
     """For `schedule = "interval"`; rounded down to whole seconds."""
     cron: Line = "0 3 * * *"
-    """For `cron`; five fields, UTC; APScheduler's own reading, where Monday is day 0."""
+    """For `cron`; five fields as crontab(5) has them: 0 and 7 are Sunday."""
+    timezone: Annotated[Line, AfterValidator(_zone)] = "UTC"
+    """The time zone of `cron`."""
     idle_below: Annotated[float, Between(0, 1_000_000_000, "0 sets no limit")] = 0.0
     """A scheduled run starts only while users make fewer requests a minute than this; 0: always."""
     idle_window_s: Annotated[

@@ -178,7 +178,7 @@ def test_who_reads_slowly_is_served_and_who_stops_is_dropped() -> None:
 def test_those_that_read_nothing_make_room_for_those_that_ask(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST", 5)
+    monkeypatch.setattr(connections.AdminConnection, "most", 5)
     monkeypatch.setattr(connections, "STUCK_S", 3_600.0, raising=False)
     stuck = [never_read(port, STATIC) for _ in range(5)]
     try:
@@ -202,7 +202,7 @@ def _answers(port: int) -> bool:
 def test_those_that_ask_nothing_make_room_for_those_that_ask(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST", 5)
+    monkeypatch.setattr(connections.AdminConnection, "most", 5)
     waiting = [connect(port, HALF) for _ in range(12)]
     deadline = time.monotonic() + 30
     try:

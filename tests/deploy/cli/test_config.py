@@ -256,3 +256,20 @@ def test_a_context_that_holds_a_group_is_taken(tmp_path: Path, tokens: int) -> N
     path.write_text(f"[judge]\nmodel = 'm'\ncontext_tokens = {tokens}\n")
 
     assert main(["--config", str(path), "config", "check"]) == 0
+
+
+def test_the_next_three_times_of_a_cron_line_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(
+        '[learner]\nschedule = "cron"\ncron = "0 3 * * 7"\ntimezone = "Europe/Berlin"\n'
+    )
+
+    assert main(["--config", str(path), "config", "check"]) == 0
+
+    told = capsys.readouterr().err
+    sunday = r"Sun \d{4}-\d\d-\d\d 03:00"
+    assert re.search(
+        rf"to know: learner\.cron runs next {sunday}, {sunday}, {sunday} \(Europe/Berlin\)\n", told
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ from deploy.admin.out import (
     VerifierOut,
 )
 from deploy.cli.status import status_lines
-from deploy.cli.times import shown_time
+from deploy.cli.times import shown_cron, shown_time
 from deploy.examiner import examiner_of
 from deploy.funnel.pile_up import PileUp
-from sidecar.settings import Settings
+from sidecar.settings import Learner, Settings
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 CHAMPION, CANDIDATE = "m--v3-0a0b0c0d0e0f", "m--v4-1a1b1c1d1e1f"
@@ -764,3 +765,17 @@ def test_a_bus_that_is_away_or_not_known_is_said() -> None:
 
         assert lines is not None
         assert lines[-2] == line
+
+
+def test_the_next_times_of_a_cron_line_are_told_below_the_learner() -> None:
+    rules = Learner(schedule="cron", cron="30 3 * * mon-fri", timezone="America/New_York")
+    friday = datetime(2027, 1, 8, 8, 30, 1, tzinfo=UTC).timestamp()  # 03:30:01 in New York
+
+    lines = status_lines(status(), NOW, times=shown_cron(rules, friday)) or []
+
+    assert shown_cron(Learner(), friday) == ""
+    at = lines.index("Learner: follows its schedule.")
+    assert (
+        "  learner.cron runs next Mon 2027-01-11 03:30, Tue 2027-01-12 03:30, "
+        "Wed 2027-01-13 03:30 (America/New_York)."
+    ) in lines[at:]

@@ -346,3 +346,25 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(said) == 1
     assert said[0].startswith("waiting for vLLM at http://a or http://b: nothing answers; check")
     assert answers == {"http://a/v1/models": [], "http://b/v1/models": []}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_proxy_gets_the_signal_that_ended_up_and_all_others_term(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After TERM alone the proxy waits for load balancers."""
+    specs = [ProcessSpec(name=name, command=("true",)) for name in ("engine", "proxy", "ingest")]
+    supervisor = Supervisor(
+        Settings(state_dir=tmp_path), None, announce=lambda _: None, specs=specs
+    )
+    sent: dict[str, signal.Signals] = {}
+    for child in supervisor.children:
+        monkeypatch.setattr(
+            child, "terminate", lambda number, name=child.spec.name: sent.update({name: number})
+        )
+
+    supervisor._end(number, None)
+    supervisor.stop()
+
+    term = signal.SIGTERM
+    assert sent == {"engine": term, "proxy": number, "ingest": term}

@@ -16,7 +16,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from sqlalchemy import delete, update
 from structlog.testing import capture_logs
 
-from learner.schedule.cron import read_cron
+from learner.schedule.cron import Cron
 from learner.schedule.job_store import latest_missed
 from learner.schedule.loop import Clock
 from learner.schedule.turns import keep_turns
@@ -176,7 +176,7 @@ def test_years_of_missed_minutes_of_a_cron_are_one_turn(
 def test_of_the_missed_times_of_a_cron_the_last_is_kept(cron: str, last: datetime) -> None:
     now = datetime(2026, 3, 4, 10, 30, 20, tzinfo=UTC)
     of_1970 = datetime(1970, 1, 1, tzinfo=UTC)
-    trigger = read_cron(cron)
+    trigger = Cron(cron)
 
     assert latest_missed(trigger, of_1970, now) == last
     assert latest_missed(trigger, last, now) == last
@@ -186,8 +186,8 @@ def test_a_missed_time_that_no_other_followed_stays() -> None:
     at = datetime(2026, 3, 4, 3, tzinfo=UTC)
     now = datetime(2026, 3, 4, 10, 30, tzinfo=UTC)
 
-    assert latest_missed(read_cron("0 3 * * *"), at, now) == at
-    assert latest_missed(read_cron("0 3 * * *"), now, at) == now
+    assert latest_missed(Cron("0 3 * * *"), at, now) == at
+    assert latest_missed(Cron("0 3 * * *"), now, at) == now
 
 
 def test_an_interval_turns_again_and_again(process: Start) -> None:

@@ -163,7 +163,7 @@ async def test_a_full_disk_costs_captures_only(
     folder = small_disk or state_dir
     child = await start_process(bus={"url": f"sqlite:///{folder}/outbox.db"})
     if small_disk is None:  # the same for one process: no file of its may grow further
-        resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+        resource.prlimit(child.worker, resource.RLIMIT_FSIZE, (200_000, 200_000))
     async with faults.traffic(child) as traffic:
         await traffic.more(200)  # about 2 kB each
         await lost_some(faults, child)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from time import perf_counter
+
+import pytest
 
 from sidecar.relay.client.connection import ClientConnection
 from support.proxy_kit import Running, StartProxy
-from support.strict_peers import Connect, Dial, StrictVllm, Tools
+from support.strict_peers import Connect, Dial, StrictVllm, Tools, other_end
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 LONG_S = 30.0
@@ -207,29 +210,94 @@ async def test_places_of_clients_that_left_are_free_again(
     assert running.metric("sidecar_requests_total", status="503") == 0
 
 
-async def test_connections_over_the_limit_are_closed_and_those_open_stay(
+async def test_a_connection_for_which_all_others_are_at_work_is_closed(
     start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
+    go_on = asyncio.Event()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    fake_vllm.script = lambda _: [go_on, answer]
     running = await start_proxy(proxy={"max_connections": 3})
     held = [await dial(running) for _ in range(3)]
-    for client in held:
+    for client in held[:2]:
         client.say(post())
-        assert (await client.hear()).status == 200
+    head, body = post().split(b"{", 1)
+    held[2].say(head + b"{")  # the rest of its body is on its way
+    async with asyncio.timeout(60):
+        while len(fake_vllm.requests) < 2:
+            await asyncio.sleep(0.001)
 
     more = await dial(running)
     more.say(post())
     assert await more.hear_or_end() is None
 
-    held[0].say(post())
-    assert (await held[0].hear()).status == 200
-    held[1].hang_up()
-    async with asyncio.timeout(60):
-        while True:
-            again = await dial(running)
-            again.say(post())
-            if (reply := await again.hear_or_end()) is not None:
-                break
-    assert reply.status == 200
+    held[2].say(body)
+    go_on.set()
+    assert [(await client.hear()).status for client in held] == [200] * 3
+    assert running.metric("sidecar_clients_cut_total", reason="too_many") == 1
+    assert running.metric("sidecar_clients_cut_total", reason="made_room") == 0
+
+
+async def test_the_connection_that_was_idle_longest_makes_room(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
+    running = await start_proxy(proxy={"max_connections": 3})
+    held = [await dial(running) for _ in range(3)]
+    for client in (held[1], held[0], held[2]):
+        client.say(post())
+        assert (await client.hear()).status == 200
+
+    more = await dial(running)
+    more.say(post())
+
+    assert (await more.hear()).status == 200
+    assert await held[1].closed()
+    for client in (held[0], held[2]):
+        client.say(post())
+        assert (await client.hear()).status == 200
+    assert running.metric("sidecar_clients_cut_total", reason="made_room") == 1
+
+
+@pytest.mark.parametrize("sent", [b"", post()[:30], post()[: -len(REQUEST)]], ids=len)
+async def test_a_flood_that_asks_nothing_displaces_itself_and_no_client(
+    sent: bytes, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
+    """Ten times as many connections as may be open: silent, with half a head, with no body."""
+    running = await start_proxy(proxy={"max_connections": 20})
+    kept = await dial(running)
+    kept.say(post())
+    assert (await kept.hear()).status == 200
+
+    flood = []
+    for _ in range(10):
+        for _ in range(20):
+            flood.append(await dial(running))
+            flood[-1].say(sent)
+        kept.say(post())
+        assert (await kept.hear()).status == 200
+        new = await dial(running)
+        new.say(post())
+        assert (await new.hear()).status == 200
+
+    assert len(fake_vllm.requests) == 21
+    assert running.metric("sidecar_clients_cut_total", reason="too_many") == 0
+
+
+async def test_a_client_whose_bytes_are_not_read_yet_is_not_idle(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
+    """The relay accepts many connections before it reads what the first of them sent."""
+    running = await start_proxy(proxy={"max_connections": 1})
+    first = await dial(running)
+    first.say(post())
+    connection = next(iter(running.proxy._relay._connections))
+    assert connection.idle_s(perf_counter()) >= 0
+    with other_end(first.writer) as sock:
+        while not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            pass
+
+        assert not connection.make_room()
+
+    assert (await first.hear()).status == 200
 
 
 async def test_a_client_that_never_reads_is_cut_and_counted(

@@ -7,15 +7,19 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from sidecar.settings import Telemetry
+from sidecar.tracing import telemetry
 from sidecar.tracing.spans import GivenIds
 from sidecar.tracing.telemetry import Tracing, configure_tracing, content_by_environment
 from support.fake_vllm import FakeVllm
@@ -278,3 +282,45 @@ async def test_metrics_have_the_names_of_the_conventions(
     (point,) = duration.histogram.data_points
     assert (point.count, duration.unit) == (1, "s")
     assert values(point.attributes)["gen_ai.response.model"] == "smollm2-135m"
+
+
+def test_a_collector_that_never_answers_does_not_hold_the_end_and_what_it_missed_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(telemetry, "EXIT_S", 0.05)
+    silent, reached = threading.Event(), threading.Event()
+
+    def export(_exporter: object, _spans: object) -> SpanExportResult:
+        reached.set()
+        silent.wait()
+        return SpanExportResult.FAILURE
+
+    monkeypatch.setattr(telemetry.OTLPSpanExporter, "export", export)
+    file = tmp_path / "spans.jsonl"
+    tracing = configure_tracing(
+        Telemetry(otlp_endpoint="http://127.0.0.1:9/v1/traces", spans_file=str(file)), "proxy"
+    )
+    assert tracing.spans is not None
+    for _ in range(3):
+        tracing.spans.get_tracer("test").start_span("one").end()
+
+    with structlog.testing.capture_logs() as logged:
+        tracing.shutdown()
+
+    assert not silent.is_set()
+    (event,) = [one for one in logged if one["event"] == "telemetry_not_sent"]
+    assert (event["spans"], event["given_up_after_s"]) == (3, 0.05)
+    assert len(file.read_text().splitlines()) == 3  # the file does not wait for the collector
+    assert reached.wait(60)
+    silent.set()
+
+
+def test_what_a_collector_took_is_not_counted_as_lost(collector: Collector) -> None:
+    tracing = collector.tracing()
+    assert tracing.spans is not None
+    tracing.spans.get_tracer("test").start_span("one").end()
+
+    with structlog.testing.capture_logs() as logged:
+        tracing.shutdown()
+
+    assert logged == []

@@ -32,6 +32,7 @@ WAIT_S = 60.0
 """For what takes a second on a machine that is not busy."""
 CHAT = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 REFUSED = "HTTP/1.1 429 Too Many Requests"
+UNAVAILABLE = "HTTP/1.1 503 Service Unavailable"
 STREAM = CHAT[:-1] + b',"stream":true}'
 IMPATIENT_S = 3.0
 """After this long without a sign of life a worker is taken for hung, where a test says so."""
@@ -413,16 +414,17 @@ async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
     assert all(b"[DONE]" in rest for rest in finished)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 async def test_replacing_every_worker_under_load_fails_no_request(
-    held: asyncio.Event, start: StartService
+    workers: int, held: asyncio.Event, start: StartService
 ) -> None:
-    service = await start(2)
+    service = await start(workers)
     old = set(service.workers())
     load = Load(service.port)
     load.begin(2, kept=2)
 
     service.process.send_signal(signal.SIGHUP)
-    await service.serving(4)
+    await service.serving(2 * workers)
     await until(lambda: not any(map(alive, old)), "the old workers end")
     await load.more(20)
     await load.end()
@@ -430,7 +432,7 @@ async def test_replacing_every_worker_under_load_fails_no_request(
     assert load.failed == []
     totals = await service.metrics()
     assert totals["sidecar_exchanges_total/ok"] == load.answered
-    assert totals["sidecar_workers_alive"] == 2
+    assert totals["sidecar_workers_alive"] == workers
     assert "sidecar_worker_restarts_total/ended" not in totals
     assert service.events("worker_ended") == []
     assert service.errors() == set()
@@ -475,6 +477,50 @@ async def test_term_lets_streams_finish_and_ends_with_0(
     assert code == 0
     assert len(service.events("proxy_stopped")) == 2
     assert not list(state_dir.glob("*.sock"))
+
+
+async def test_after_term_probes_are_refused_and_requests_served_until_the_delay_is_over(
+    held: asyncio.Event, start: StartService
+) -> None:
+    service = await start(1, shutdown_delay_s=3600)
+    kept = await open_stream(service.port)
+
+    service.process.send_signal(signal.SIGTERM)
+    for path in ("/readyz", "/health", "/ping"):
+        while (await exchange(service.port, b"", "GET", path))[0] != UNAVAILABLE:
+            assert service.process.poll() is None
+    served = [(await exchange(service.port, CHAT))[0] for _ in range(5)]
+    alive_status, _ = await exchange(service.port, b"", "GET", "/healthz")
+    service.process.send_signal(signal.SIGTERM)  # a second one ends the delay
+    await until(lambda: not accepts(service.port), "new connections are refused")
+    held.set()
+
+    assert served == ["HTTP/1.1 200 OK"] * 5
+    assert alive_status == "HTTP/1.1 200 OK"
+    assert (await kept.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert await asyncio.to_thread(service.process.wait, WAIT_S) == 0
+    assert [event["drains_in_s"] for event in service.events("leaving")] == [3600]
+
+
+async def test_interrupt_waits_for_no_load_balancer_and_term_only_for_one_that_probes(
+    held: asyncio.Event, start: StartService
+) -> None:
+    interrupted = await start(1, shutdown_delay_s=3600)
+    interrupted.process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(interrupted.process.wait, WAIT_S) == 0
+
+    unwatched = await start(1)
+    await exchange(unwatched.port, b"", "GET", "/readyz")  # whoever waits for the start
+    unwatched.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(unwatched.process.wait, WAIT_S) == 0
+
+    watched = await start(1)
+    for _ in range(2):
+        await exchange(watched.port, b"", "GET", "/ping")
+    watched.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(watched.process.wait, WAIT_S) == 0
+    assert interrupted.events("leaving") == unwatched.events("leaving") == []
+    assert [event["drains_in_s"] for event in watched.events("leaving")] == [5.0]
 
 
 async def test_workers_whose_parent_was_killed_end_soon_and_free_the_port(

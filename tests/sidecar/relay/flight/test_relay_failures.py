@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,27 @@ async def test_vllm_away_gives_502_that_says_what_to_check(
     assert headers["x-sidecar-adapter"] == "base"
     exchange = (await running.captured(1))[0]
     assert (exchange.status, exchange.outcome, exchange.choices) == (502, "upstream_error", ())
+
+
+async def test_a_file_too_few_of_our_own_gives_503_and_is_no_fault_of_vllms(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start_proxy()
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def refuse(make: Any, host: str, port: int, **more: Any) -> Any:
+        if port == fake_vllm.port:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(make, host, port, **more)
+
+    monkeypatch.setattr(loop, "create_connection", refuse)
+    replies = [wire.split(await running.send(wire.post(REQUEST))) for _ in range(5)]
+
+    assert {line for line, _, _ in replies} == {"HTTP/1.1 503 Service Unavailable"}
+    assert b"Too many open files in the sidecar itself" in replies[0][2]
+    url = f"http://127.0.0.1:{fake_vllm.port}"
+    assert running.metric("sidecar_replica_ejections_total", replica=url) == 0
 
 
 async def test_vllm_back_is_used_without_a_restart(
