@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
@@ -295,7 +296,7 @@ def test_a_collector_that_never_answers_does_not_hold_the_end_and_what_it_missed
         silent.wait()
         return SpanExportResult.FAILURE
 
-    monkeypatch.setattr(telemetry.OTLPSpanExporter, "export", export)
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
     file = tmp_path / "spans.jsonl"
     tracing = configure_tracing(
         Telemetry(otlp_endpoint="http://127.0.0.1:9/v1/traces", spans_file=str(file)), "proxy"
