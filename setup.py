@@ -66,6 +66,7 @@ COMPILED = (
     "sidecar/relay/flight/plan.py",
     "sidecar/relay/client/reception.py",
     "sidecar/relay/surface/refusals.py",
+    "sidecar/relay/upstream/own_fields.py",
     "sidecar/relay/upstream/replicas.py",
     "sidecar/relay/flight/reply_body.py",
     "sidecar/relay/payload/reply_edit.py",

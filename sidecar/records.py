@@ -123,6 +123,8 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the reply's body in bytes, if the relay counted it; -1 if not."""
     returned_index: int = 0
     """See `Exchange.returned_index`."""
+    fields_refused: bool = False
+    """It was sent without ids and log-probabilities, which were wanted: this vLLM refuses them."""
 
     @property
     def size(self) -> int:

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
 from deploy.admin.json import UnreadableError
 from deploy.admin.wire.scopes import EVERY_SCOPE, check_scope, scopes_of
 from deploy.errors import DeployError
+from sidecar.access.origins import host_name, is_other_site
 from sidecar.settings.addresses import is_loopback
 from sidecar.settings.kinds import AdminScope
 
 LOCAL = "local"
 """Actor in the audit when no token is configured."""
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 
 RefusalReason = Literal[
     "no_token", "unknown_token", "foreign_host", "foreign_origin", "unreadable", "too_large",
@@ -83,7 +81,7 @@ def admit(headers: Iterable[tuple[bytes, bytes]], tokens: Collection[str]) -> Gr
         found[name] = value
     host, origin = _text(found, b"host"), _text(found, b"origin")
     asked_host = _host_name(host)
-    netloc = _netloc(origin)
+    other_site = _is_other_site(origin, host)
     if tokens:
         return grant_of(found.get(b"authorization"), tokens)
     if not is_loopback(asked_host):
@@ -91,7 +89,7 @@ def admit(headers: Iterable[tuple[bytes, bytes]], tokens: Collection[str]) -> Gr
             "foreign_host",
             f"Host {host!r} is not this machine; without admin.tokens use 127.0.0.1",
         )
-    if origin is not None and netloc != host:
+    if other_site:
         raise ForbiddenError("foreign_origin", f"web pages of {origin!r} may not use the admin API")
     return Grant(LOCAL, EVERY_SCOPE)
 
@@ -147,14 +145,14 @@ def _host_name(host: str | None) -> str:
     """Return the host without its port; empty when the header is absent or empty."""
     if not host:
         return ""
-    match = _HOST.fullmatch(host)
-    if match is None:
+    name = host_name(host)
+    if name is None:
         raise UnreadableError("header host: is not a host name with an optional port")
-    return match[1].strip("[]").lower()
+    return name
 
 
-def _netloc(origin: str | None) -> str:
+def _is_other_site(origin: str | None, host: str | None) -> bool:
     try:
-        return urlsplit(origin or "").netloc
+        return is_other_site(origin, host)
     except ValueError as error:
         raise UnreadableError("header origin: is not a URL") from error

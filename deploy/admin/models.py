@@ -345,6 +345,9 @@ class StatusOut(Out):
     """The canary that begins when this one has ended; null: none waits."""
     learner: LearnerOut
     engine: EngineOut
+    fields_refused: dict[str, int] = Field(default_factory=dict)
+    """vLLM by base URL -> how many of the newest 200 exchanges it answered without token ids and
+    log-probabilities, because it fails when it is asked for them."""
     control: dict[str, LoopOut]
     """Loops of control by name: its lease (`lease`), the canary's (`tick`), the champion's
     (`guard`) and one for each vLLM (`reconcile URL`)."""

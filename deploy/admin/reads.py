@@ -130,6 +130,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 learner=read_learner(session, model),
                 watch_holds=ask(session, model, context.watch).reason or None,
                 engine=EngineOut.of(context.engine),
+                fields_refused=tallies.fields_refused(session),
                 control={
                     name: LoopOut.model_validate(view) for name, view in context.loops().items()
                 },

@@ -130,6 +130,7 @@ class Status(msgspec.Struct, kw_only=True):
     learner: Learner
     watch_holds: str | None = None
     engine: Engine
+    fields_refused: dict[str, int] = {}
     control: dict[str, Loop]
     acts: bool = True
     acts_instead: str = ""
@@ -173,6 +174,7 @@ def status_lines(
         *_queued(status.queued, now),
         *_learner(status, now, schedule),
         *_engine(status.engine),
+        *_fields(status.fields_refused),
         *_control(status.control),
         *_lease(status),
         f"Adapters: {_tally(status.adapters)}.",
@@ -323,6 +325,15 @@ def _engine(engine: Engine) -> Iterator[str]:
             yield f"vLLM at {url}: answers; it has loaded {loaded}."
         for name, why in replica.refused.items():
             yield f"  It does not serve {name}: {why}"
+
+
+def _fields(refused: Mapping[str, int]) -> Iterator[str]:
+    for url, number in refused.items():
+        of = counted(number, "of the newest 200 exchanges has", "of the newest 200 exchanges have")
+        yield (
+            f"vLLM at {url}: fails when it is asked for token ids and log-probabilities, so users "
+            f"are served without; {of} none and cannot be learned from."
+        )
 
 
 def _control(loops: Mapping[str, Loop]) -> Iterator[str]:

@@ -31,6 +31,9 @@ class Recent:
     """Number of the newest groups by status; of those that ended without an adapter by reason."""
     detail: str = ""
     """What the newest group that ended says in words."""
+    fields_refused: Mapping[str, int] = field(default_factory=dict)
+    """vLLM by base URL -> number of the newest exchanges that came without token ids and
+    log-probabilities, because it fails when it is asked for them."""
     started_ahead_s: float = 0.0
     """Least number of seconds by which the newest exchanges began after they were stored."""
 

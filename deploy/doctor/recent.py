@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.doctor.facts import LastRun, Recent
+from deploy.registry.tallies import fields_refused
 from ingest.store.groups import SET_ASIDE
 from learner.runs.source import DROPPED
 from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow, RunRow
@@ -47,6 +48,7 @@ def read_recent(session: Session) -> Recent:
             str(one.reason if one.status in (SET_ASIDE, DROPPED) else one.status) for one in groups
         ),
         detail=str(ended[0].detail or "") if ended else "",
+        fields_refused=fields_refused(session),
         started_ahead_s=max(0.0, min(ahead, default=0.0)),
     )
 

@@ -14,6 +14,7 @@ OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
     "vllm_model": ("requests", "vllm_model"),
     "kafka_away": ("bus", "kafka_away"),
     "no_token_ids": ("selection", "no_token_ids"),
+    "fields_refused": ("selection", "fields_refused"),
     "no_load": ("sampling", "vllm_load_unknown"),
     "sampling_away": ("sampling", "sampling_vllm_away"),
     "no_judge": ("sampling", "no_judge"),
@@ -44,6 +45,8 @@ SELECTIONS: Final[Mapping[str, str]] = {
     "it that drops the field",
     "untrainable:no_prompt_token_ids": "use vLLM 0.32, which obeys return_token_ids",
     "untrainable:logprobs_missing": "start vLLM with --max-logprobs of at least 1",
+    "untrainable:fields_refused": "use a vLLM that gives both (vLLM 0.32 does); `curl` it with "
+    "`logprobs` and `return_token_ids` to see what it says",
     "untrainable:text_only": "have agents ask /v1/chat/completions: other surfaces give no ids",
     "untrainable:masking_unknown": "state serving.grammar; `engine_not_known` in ingest's log "
     "says why it is not found out",

@@ -134,6 +134,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     stages = {stage.name: stage for stage in store.funnel.stages}
     yield from _captures(stages["requests"])
     yield from _bus(facts, store, stages["bus"])
+    yield from _fields(store.recent.fields_refused)
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
     yield from _budget(store, stages["sampling"])
     yield from _judge(facts, store)
@@ -254,6 +255,19 @@ def _judge_drift(store: StoreFacts) -> Iterator[Diagnosis]:
         )
 
 
+def _fields(refused: Mapping[str, int]) -> Iterator[Diagnosis]:
+    if sum(refused.values()) < FEW:
+        return
+    who = ", ".join(f"{url} ({number:,})" for url, number in refused.items())
+    yield Diagnosis(
+        stage="selection",
+        cause=FIELDS_REFUSED,
+        text="of the newest exchanges these came without token ids and log-probabilities, because "
+        f"their vLLM fails when it is asked for them: {who}; users are served all the same",
+        to_do=SELECTIONS[f"untrainable:{FIELDS_REFUSED}"],
+    )
+
+
 def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:
     answers = sum(served.values())
     masked = {why: number for why, number in served.items() if why != "trainable"}
@@ -300,7 +314,7 @@ def _most_end(
         return
     reason, number = max(odd.items(), key=lambda one: one[1])
     if number >= FEW and number > MOST * decided:
-        cause = "no_token_ids" if reason in IDS_MISSING else reason
+        cause = CAUSES.get(reason, reason)
         yield Diagnosis(
             stage=stage,
             cause=cause,
@@ -309,7 +323,13 @@ def _most_end(
         )
 
 
-IDS_MISSING = ("untrainable:ids_missing", "untrainable:no_prompt_token_ids")
+FIELDS_REFUSED: Final = "fields_refused"
+CAUSES: Final[Mapping[str, str]] = {
+    "untrainable:ids_missing": "no_token_ids",
+    "untrainable:no_prompt_token_ids": "no_token_ids",
+    "untrainable:fields_refused": FIELDS_REFUSED,
+}
+"""Selection -> cause of the diagnosis, where it has another name; checks find the same causes."""
 
 
 def _schedule(facts: Facts) -> Iterator[Diagnosis]:

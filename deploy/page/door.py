@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +22,7 @@ from deploy.admin.auth import ForbiddenError, Grant, admit, grant_of
 from deploy.admin.context import AdminContext
 from deploy.page import signing
 from deploy.page.signing import Session
+from sidecar.access.origins import is_other_site
 
 SESSION: Final = "sidecar_admin_session"
 """Cookie of a login."""
@@ -134,10 +134,10 @@ class Door:
     def _check_origin(request: Request) -> None:
         origin, host = request.headers.get("origin"), request.headers.get("host")
         try:
-            netloc = urlsplit(origin or "").netloc
+            other_site = is_other_site(origin, host)
         except ValueError as error:
             raise ForbiddenError("foreign_origin", "the Origin is not a URL") from error
-        if origin is not None and netloc != host:
+        if other_site:
             raise ForbiddenError("foreign_origin", f"web pages of {origin!r} may not send forms")
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise ForbiddenError("foreign_origin", "another site may not send forms")

@@ -143,20 +143,22 @@ async def _check_adapters(
 
 
 async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> AsyncIterator[Finding]:
-    reply = await client.post(
-        "/v1/chat/completions",
-        json={
-            "model": model,
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 1,
-            "logprobs": True,
-            "return_token_ids": True,
-        },
-    )
-    if reply.status_code != 200:
+    path = "/v1/chat/completions"
+    plain = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    reply = await client.post(path, json={**plain, "logprobs": True, "return_token_ids": True})
+    refused = f"{reply.status_code}: {reply.text[:200]}"
+    if reply.status_code != 200 and (await client.post(path, json=plain)).status_code == 200:
         yield error(
             "serving.upstreams",
-            f"{url} answers a request of one token with {reply.status_code}: {reply.text[:200]}",
+            f"{url} fails when it is asked for log-probabilities and token ids ({refused}), so "
+            "users are served without them, and nothing can be learned from its replies; "
+            "use a vLLM that gives both (vLLM 0.32 does)",
+            "fields_refused",
+        )
+    elif reply.status_code != 200:
+        yield error(
+            "serving.upstreams",
+            f"{url} answers a request of one token with {refused}",
         )
     elif not _has_token_ids(reply):
         yield error(

@@ -1,13 +1,19 @@
-"""The number of exchanges, from the durable counters: to count the rows would read them all."""
+"""Numbers of exchanges, from the durable counters (to count the rows would read them all) or of the
+newest ones."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.intake.consume import STAGE as CONSUME
 from ingest.intake.consume import STORED
-from sidecar.store.models import CounterRow
+from sidecar.store.models import CounterRow, ExchangeRow
+
+NEWEST = 200
+"""Exchanges that are looked at for which vLLM refuses our fields now."""
 
 
 def exchanges(session: Session) -> int:
@@ -22,3 +28,14 @@ def of_stage(session: Session, stage: str) -> dict[str, int]:
         select(CounterRow).where(CounterRow.stage == stage).order_by(CounterRow.reason)
     )
     return {row.reason: row.count for row in rows if isinstance(row.count, int) and row.count}
+
+
+def fields_refused(session: Session) -> dict[str, int]:
+    """Return for each vLLM (base URL) how many of the newest exchanges it answered without token
+    ids and log-probabilities, because it fails when it is asked for them."""
+    newest = session.execute(
+        select(ExchangeRow.replica, ExchangeRow.untrainable_reason)
+        .order_by(ExchangeRow.seq.desc())
+        .limit(NEWEST)
+    )
+    return dict(Counter(str(url) for url, reason in newest if reason == "fields_refused"))

@@ -2,7 +2,8 @@
 
 `access.mode` is one of three. `open`: no key is needed; for a loopback listener. `keys`: the
 sidecar's own keys, from the store; vLLM never sees them. `upstream`: vLLM checks the caller's
-credentials; the sidecar knows nothing of the caller, so no limits apply.
+credentials; the sidecar knows nothing of the caller, so no limits apply. Where no key is asked for,
+or none was sent, web pages of other sites are refused (`origins`).
 
 `Access.admit` runs on the event loop for every request, so a known key without limits must cost
 next to nothing: `Credentials`, read once for a head that repeats, holds the SHA-256 of the key, and
@@ -21,6 +22,7 @@ from typing import Literal, Protocol
 
 from sidecar.access.denials import (
     EXPIRED,
+    FOREIGN_PAGE,
     KEYS_UNKNOWN,
     MALFORMED,
     MAY_NOT_ASK,
@@ -34,9 +36,10 @@ from sidecar.access.denials import (
     over_limit,
     rate_headers,
 )
-from sidecar.access.header_names import AUTHORIZATION, X_API_KEY
+from sidecar.access.header_names import AUTHORIZATION, HOST, ORIGIN, X_API_KEY
 from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
 from sidecar.access.limits import Allowance, Limiter
+from sidecar.access.origins import is_foreign_page
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
@@ -96,7 +99,7 @@ class _Holder:
 class Credentials:
     """What a request's head says of its sender. Made once for a head that repeats."""
 
-    __slots__ = ("denial", "digest", "names_adapter", "presented")
+    __slots__ = ("denial", "digest", "host", "names_adapter", "origin", "presented")
 
     def __init__(self, headers: Mapping[bytes, bytes]) -> None:
         """headers: by lower-case name, at least those that this module names. A header that came
@@ -107,6 +110,8 @@ class Credentials:
         """Why the headers hold no key; None when they hold one."""
         self.digest = sha256(self.presented).digest()
         self.names_adapter = ADAPTER in headers
+        self.origin = headers.get(ORIGIN)
+        self.host = headers.get(HOST)
 
 
 class Access:
@@ -137,6 +142,8 @@ class Access:
             best_of_max=best_of_max,
             replace_authorization=KEEP,
         )
+        self._open = mode == "open"
+        self._local = anyone_operates
         self._ring: KeyRing | None = None
         self._known: dict[bytes, _Holder] = {}
         """SHA-256 of a key that `_ring` knows -> its admission."""
@@ -171,6 +178,9 @@ class Access:
     def _judge(self, shown: Credentials, now: float) -> Admission | Denial:
         keys = self._keys
         if keys is None:
+            no_key = self._open or shown.denial is NO_KEY
+            if shown.origin is not None and no_key and self._is_foreign(shown):
+                return FOREIGN_PAGE
             admission = self._anyone
             return NOT_OPERATOR if shown.names_adapter and not admission.operator else admission
         ring = keys.ring
@@ -191,6 +201,9 @@ class Access:
         if shown.names_adapter and not holder.admission.operator:
             return NOT_OPERATOR
         return holder.admission
+
+    def _is_foreign(self, shown: Credentials) -> bool:
+        return is_foreign_page(shown.origin, shown.host, local=self._local)
 
     def _recognise(self, presented: bytes) -> _Holder | Denial:
         if self._ring is None:

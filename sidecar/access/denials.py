@@ -85,6 +85,11 @@ NOT_OPERATOR = _forbidden(
     "`x-sidecar-adapter` needs a key with the scope `operate`: remove the header, or use such a "
     "key (`sidecar keys create --scope operate`).",
 )
+FOREIGN_PAGE = _forbidden(
+    "foreign_origin",
+    "A web page of another site sent this request, and no key is asked for here. Send it from a "
+    'program, or have the operator of this sidecar ask for keys (access.mode = "keys").',
+)
 KEYS_UNKNOWN = Denial(
     reason="keys_unknown",
     status=503,

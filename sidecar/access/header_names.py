@@ -7,6 +7,9 @@ from typing import Final
 AUTHORIZATION: Final = b"authorization"
 X_API_KEY: Final = b"x-api-key"
 """Where Anthropic's SDK puts the key."""
+HOST: Final = b"host"
+ORIGIN: Final = b"origin"
+"""The web page that has its browser send the request; other clients do not send it."""
 OWN_PROJECT: Final = b"x-sidecar-project"
 OWN_KEY_ID: Final = b"x-sidecar-key-id"
 """Written by the relay alone, for the sidecar's own application: what a client sends under a name

@@ -44,6 +44,8 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
         reason = "unreadable_sampling"
     else:
         reason = untrainable(reply, raw.surface, raw.route.upstream_model)
+        if raw.fields_refused and reason in ("ids_missing", "logprobs_missing"):
+            reason = "fields_refused"
     turn_id = (turns or Turns(0)).name(
         raw.exchange_id,
         project=raw.project,

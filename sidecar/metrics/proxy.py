@@ -126,6 +126,17 @@ class Metrics:
             ["replica"],
             merge="min",
         )
+        self.own_fields = make.labelled_counter(
+            "sidecar_own_fields",
+            "What became of fields that only the sidecar adds to requests, by vLLM.",
+            ["replica", "event"],
+        )
+        self.replica_takes_fields = make.labelled_gauge(
+            "sidecar_replica_takes_fields",
+            "0 if a worker leaves out fields that only the sidecar adds: this vLLM refuses them.",
+            ["replica", "fields"],
+            merge="min",
+        )
         self.replica_in_flight = make.labelled_gauge(
             "sidecar_replica_in_flight", "Requests in progress at this vLLM.", ["replica"]
         )

@@ -27,6 +27,8 @@ class AdapterEndpoints:
         """Folder -> the status and the words with which it is refused."""
         self.overrides: dict[str, tuple[int, bytes]] = {}
         """Path of a request, or "" for all -> the status and the body of every reply."""
+        self.fails_on_logprobs = False
+        """A request of a chat for log-probabilities is answered 500."""
         self.max_loras: int | None = None
         """What its metrics tell, as after a first request; None: before."""
         self.busy: set[str] = set()
@@ -48,6 +50,8 @@ class AdapterEndpoints:
     def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if (override := self.overrides.get(path, self.overrides.get(""))) is not None:
             return override
+        if self.fails_on_logprobs and path == "/v1/chat/completions" and body.get("logprobs"):
+            return _error(500, "list index out of range")
         if (method, path) == ("GET", "/v1/models"):
             cards = [{"id": MODEL, "parent": None}]
             cards += [{"id": name, "parent": MODEL} for name in self.adapters]

@@ -80,10 +80,14 @@ class BestOf:
         """
         if status != 400 or self.plan is None:
             return False
+        self.send_plainly()
+        return True
+
+    def send_plainly(self) -> None:
+        """One answer is asked for from now on, because vLLM refused the request for several."""
         self.plan = None
         self._fallback = "refused"
         self._sampled = 1
-        return True
 
     def material(self, answers: Answers) -> Material:
         self._sampled = len(answers.messages)

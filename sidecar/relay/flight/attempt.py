@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
@@ -21,8 +22,10 @@ from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.record import FlightRecord
 from sidecar.relay.http1.heads import TRACEPARENT, lines_on_demand, request_lines
 from sidecar.relay.http1.reply_parser import ReplyReader
+from sidecar.relay.payload.reply_edit import STRIP_NOTHING
 from sidecar.relay.payload.request_edit import PiecedBody
 from sidecar.relay.upstream.connection import SendingConnection
+from sidecar.relay.upstream.own_fields import CAPTURE, KINDS, TRACE, USAGE
 from sidecar.relay.upstream.replicas import Replica
 
 _now: Final = perf_counter
@@ -136,6 +139,7 @@ class UpstreamAttempt:
     def ask_again(self, since: float) -> None:
         """Send the request to the same replica once more."""
         self._working_since = since
+        self._retried = False  # a reply came since
         self._send(self._asked(), reuse=True)
 
     def ask_where_loaded(self, since: float) -> None:
@@ -164,6 +168,45 @@ class UpstreamAttempt:
         self._working_since = since
         self._send_to_a_replica()
 
+    # -- which of our own additions the replica takes
+
+    def may_ask_plainly(self, status: int) -> bool:
+        """The request failed with additions. True if it is to be sent again without them."""
+        context, record, replica = self._context, self._record, self._asked()
+        may = replica.fields.may_ask_plainly(record.added, status, context.monotonic())
+        if not may:
+            context.metrics.own_fields.inc((replica.url, "busy"))
+        return may
+
+    def ask_plainly(self, since: float, *, evidence: bool) -> None:
+        """Send the request once more, as the client sent it. evidence: a success now tells against
+        the additions; not where more than they was left out."""
+        record = self._record
+        record.refused = record.added if evidence else 0
+        record.plainly = True
+        self._context.metrics.own_fields.inc((self._asked().url, "asked_again"))
+        self.ask_again(since)
+
+    def note_reply(self, *, well: bool) -> None:
+        """A reply ended. well: with no error in its status or its first event."""
+        context, record, replica = self._context, self._record, self._record.replica
+        if replica is None:
+            return
+        replica.answered()
+        refused, record.refused = record.refused, 0
+        if not well:
+            return
+        fields = replica.fields
+        if record.added & fields.unproven and fields.took(record.added):
+            context.rate_limited_log.warning("own_fields_taken", url=replica.url)
+        if refused:
+            context.metrics.own_fields.inc((replica.url, "refused"))
+            left_out = fields.refuses(refused, context.monotonic())
+            if left_out:
+                context.rate_limited_log.warning(
+                    "own_fields_refused", url=replica.url, fields=KINDS[left_out]
+                )
+
     def _asked(self) -> Replica:
         replica = self._record.replica
         assert replica is not None, "it was asked"
@@ -172,6 +215,8 @@ class UpstreamAttempt:
     def _leave(self, replica: Replica) -> None:
         replica.in_flight -= 1
         self._record.replica = None
+        # What comes now is of another replica, or of another adapter.
+        self._record.refused, self._record.plainly = 0, False
 
     def _send_to_a_replica(self) -> None:
         """Choose who answers, and send. Nobody is left only when somebody was tried."""
@@ -254,18 +299,40 @@ class UpstreamAttempt:
         plan, encoding = record.plan, True
         body: bytes | PiecedBody = record.request.body
         if best_of is not None and best_of.plan is not None:
-            body, encoding = best_of.plan.body_for(record.routes[0].upstream_model), False
-            connection = BestOfConnection(connection, best_of, best_of.plan, record.keep)
+            several = best_of.plan
+            kinds = self._kinds_to_add(replica, 0 if several.strip.nothing else CAPTURE)
+            if not kinds & CAPTURE:
+                several = replace(several, strip=STRIP_NOTHING)
+            body, encoding = several.body_for(record.routes[0].upstream_model), False
+            connection = BestOfConnection(connection, best_of, several, record.keep)
         elif plan is not None:
-            body = plan.body_for(record.routes[0])
+            kinds = self._kinds_to_add(replica, plan.kinds)
+            record.strip = plan.strip_with(kinds)
+            body = plan.body_for(record.routes[0], record.strip)
             # A compressed reply could not be edited, nor its usage be read: ask for none.
-            encoding = plan.strip.nothing and not plan.metered
+            encoding = not kinds & (CAPTURE | USAGE)
         length = len(body) if isinstance(body, bytes) else body.length
         head = self._head_to_send(replica, length, encoding)
         self._connection = connection
         connection.send(asker, head, body, head_only=record.request.head.head_only)
         record.sent = now = _now()
         record.overhead_s += now - self._working_since
+
+    def _kinds_to_add(self, replica: Replica, kinds: int) -> int:
+        """Which additions the request gets, of those that are wanted."""
+        record, context, fields = self._record, self._context, replica.fields
+        if record.plainly:
+            kinds = 0
+        else:
+            if context.outgoing_trace is not None:
+                kinds |= TRACE
+            if kinds & fields.refused:
+                wanted = kinds
+                kinds = fields.to_send(wanted, context.monotonic())
+                if kinds != wanted:
+                    context.metrics.own_fields.inc((replica.url, "left_out"))
+        record.added = kinds
+        return kinds
 
     def _head_to_send(self, replica: Replica, length: int, encoding: bool) -> bytes:
         """The head for a body of `length` bytes. encoding: the reply may be compressed.
@@ -281,7 +348,8 @@ class UpstreamAttempt:
             return b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, length)
         if record.plan is not None and context.outgoing_trace is not None:
             came = head.headers.aside.get(TRACEPARENT)
-            own = record.own_traceparent = context.outgoing_trace(came)
+            record.own_traceparent = context.outgoing_trace(came)
+            own = record.own_traceparent if record.added & TRACE else None
             lines = self._head_lines(replica, instead, encoding, own)
             return b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, length)
         sent = head.sent

@@ -12,6 +12,7 @@ from sidecar.relay.flight.record import FlightRecord
 from sidecar.relay.http1.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
 from sidecar.relay.payload.reply_signs import ReplySigns
 from sidecar.relay.payload.usage import UsageMeter
+from sidecar.relay.upstream.own_fields import CAPTURE
 from sidecar.routing.breaker import CUT, EMPTY, ERROR, SHORT, SLOW
 
 LONGEST_KEY: Final = 256
@@ -83,6 +84,7 @@ def settle(
             fallback_from=record.fallback_from,
             reply_bytes=reply_bytes,
             returned_index=record.returned_index,
+            fields_refused=plan.kinds & CAPTURE != 0 and not record.added & CAPTURE,
         )
     )
 

@@ -6,12 +6,16 @@ the upstream connection owns the reply's framing, and `ClientReply` owns the cli
 - A replica that cannot be reached was sent nothing, so another one is asked (`attempt.py`).
 - An adapter that vLLM does not know is replaced by the same one on another replica, else by the
   champion, else by the base.
+- A request with additions of the sidecar's (`own_fields`) that vLLM answers with 400 or more, or
+  with an error where the answer should begin, is sent again as the client sent it. The client gets
+  that reply, whatever it is. A failed request has no effect that the second could repeat.
 - Once a byte went to the client nothing is tried again: a stream ends as vLLM's own failure would
   end it, anything else by the close of the connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 from typing import Final
 
@@ -22,7 +26,14 @@ from sidecar.relay.flight.client_reply import ClientReply
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.ending import settle
 from sidecar.relay.flight.record import FlightRecord
-from sidecar.relay.flight.reply_body import PASSED, HeldBody, ReplyBody, reply_body
+from sidecar.relay.flight.reply_body import (
+    PASSED,
+    HeldBody,
+    ReplyBody,
+    StreamOpening,
+    is_error,
+    reply_body,
+)
 from sidecar.relay.http1.heads import header_lines
 from sidecar.relay.http1.reply_parser import ReplyHead
 from sidecar.relay.payload.reply_edit import STRIP_NOTHING
@@ -39,6 +50,9 @@ from sidecar.routing.breaker import SLOW
 STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""
 RESPONSE_COMPLETED: Final = b"event: response.completed\n"
+OPENING_S: Final = 0.02
+"""How long a stream's role is held for the event behind it. vLLM 0.32 writes both in one turn of
+its loop (`chat_completion_stream_generator`), so this holds back no answer of it."""
 
 _now: Final = perf_counter
 
@@ -52,12 +66,14 @@ class Flight(Asker):
         "_body",
         "_client",
         "_context",
+        "_failed",
         "_framed",
         "_last",
+        "_opening",
         "_out",
         "_record",
+        "_refused",
         "_reply",
-        "_strip",
         "_touched",
     )
 
@@ -77,7 +93,6 @@ class Flight(Asker):
         self._record = record
         self._best_of = best_of
         self._attempt = UpstreamAttempt(context, record, self, best_of)
-        self._strip = STRIP_NOTHING if record.plan is None else record.plan.strip
         self._touched = 0.0
         self._await_reply(keep_alive=keep_alive and record.request.head.keep_alive)
 
@@ -87,6 +102,12 @@ class Flight(Asker):
         self._last = b""
         self._framed = False
         """`_last` is whole chunks, not the body in them."""
+        self._failed = False
+        """The reply is an error, by its status or by what it begins with."""
+        self._refused = False
+        """The reply is not the client's: without our additions the request is sent once more."""
+        self._opening: StreamOpening | None = None
+        """Holds the beginning of a stream that may be an error."""
         self._reply = ClientReply(self._client, self._record.request, keep_alive=keep_alive)
 
     def start(self) -> None:
@@ -104,19 +125,28 @@ class Flight(Asker):
     def reply_head(self, head: ReplyHead) -> None:
         record = self._record
         record.head = head
-        if (head.status == 404 and len(record.routes) > 1) or (
-            head.status >= 500 and self._may_fall_back
-        ):
-            self._body = HeldBody(STRIP_NOTHING)
-        elif not self._strip.nothing and not self._is_judged:
-            headers = head.headers
-            self._body = reply_body(
-                status=head.status,
-                content_type=headers.content_type,
-                encoded=headers.encoded,
-                strip=self._strip,
-            )
-        if head.headers.streams:
+        headers = head.headers
+        if head.status >= 400:
+            self._failed = True
+            self._refused = record.added != 0 and self._attempt.may_ask_plainly(head.status)
+            if (
+                self._refused
+                or (head.status == 404 and len(record.routes) > 1)
+                or (head.status >= 500 and self._may_fall_back)
+            ):
+                self._body = HeldBody(STRIP_NOTHING)
+        elif not self._is_judged:
+            if not record.strip.nothing:
+                self._body = reply_body(
+                    status=head.status,
+                    content_type=headers.content_type,
+                    encoded=headers.encoded,
+                    strip=record.strip,
+                )
+            if (record.added or record.refused) and headers.streams and not headers.encoded:
+                self._opening = StreamOpening(self._body)
+                self._body = self._opening
+        if headers.streams:
             record.streamed = True
             self._context.accounts.streams_open.inc()
 
@@ -167,7 +197,7 @@ class Flight(Asker):
             self._begin_again()
             self._attempt.ask_again(received_at)
             return
-        if head.status >= 500 and self._may_fall_back:
+        if head.status >= 500 and self._may_fall_back and not self._refused:
             if complete:
                 self._attempt.reply_ended()
             else:
@@ -181,11 +211,22 @@ class Flight(Asker):
             self._attempt.reply_ended()
             if self._body is not PASSED:
                 self._goes_out(self._body.end())
+        opening = self._opening
+        if opening is not None:
+            self._look_at_opening(opening)
         out = out_pieces[0] if len(out_pieces) == 1 else b"".join(out_pieces)
         out_pieces.clear()
         if complete and head.status == 404 and self._answers_for_unknown_model(out):
             self._begin_again()
             self._attempt.ask_where_loaded(received_at)
+            return
+        if not self._failed and complete and record.added | record.refused and is_error(out):
+            self._fail()
+        known = complete or opening is not None or head.status >= 500
+        if self._refused and known and not self._reply.begun:
+            if not complete:
+                self._attempt.abort()  # nobody needs the rest, which may never come
+            self._ask_plainly(received_at)
             return
         if complete or not self._body.holds:
             own = () if self._reply.begun else self._own_lines()
@@ -193,8 +234,7 @@ class Flight(Asker):
         now = _now()
         record.overhead_s += now - received_at
         if complete:
-            if record.replica is not None:
-                record.replica.answered()
+            self._attempt.note_reply(well=not self._failed)
             self._finish("upstream_error" if head.status >= 500 else "ok", head.status, now)
             self._client.reply_done(keep_alive=self._reply.keep_alive, at=now)
 
@@ -242,6 +282,41 @@ class Flight(Asker):
             self._client.reply_broken()
 
     # -- another try
+
+    def _fail(self) -> None:
+        self._failed = True
+        self._refused = self._record.added != 0
+
+    def _look_at_opening(self, opening: StreamOpening) -> None:
+        """Let the beginning of a stream go, unless it is an error or says nothing yet."""
+        if opening.failed:
+            self._fail()
+            if opening.holds and not self._refused:  # without our additions it fails too
+                self._goes_out(opening.let_go())
+        elif opening.waits:
+            asyncio.get_running_loop().call_later(OPENING_S, self._opening_waited, opening)
+        if not opening.holds:
+            self._body, self._opening = opening.inner, None
+
+    def _opening_waited(self, opening: StreamOpening) -> None:
+        """The role came some time ago, and nothing else: it goes out alone."""
+        head = self._record.head
+        if self._opening is not opening or self._attempt.over or head is None:
+            return
+        self._goes_out(opening.let_go())
+        self._body, self._opening = opening.inner, None
+        out = b"".join(self._out)
+        self._out.clear()
+        self._reply.write(head, self._body, out, self._own_lines(), complete=False)
+
+    def _ask_plainly(self, now: float) -> None:
+        """The request failed with our additions: send it as the client sent it."""
+        best_of = self._best_of
+        several = best_of is not None and best_of.plan is not None
+        if best_of is not None and several:
+            best_of.send_plainly()
+        self._begin_again()
+        self._attempt.ask_plainly(now, evidence=not several)
 
     def _answers_for_unknown_model(self, body: bytes) -> bool:
         """This replica does not know the adapter, and another adapter may answer."""

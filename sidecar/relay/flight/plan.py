@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from sidecar.records import Assignment
-from sidecar.relay.http1.heads import RequestHeaders
+from sidecar.relay.http1.heads import ACCEPT_ENCODING, RequestHeaders
 from sidecar.relay.payload.peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.payload.reply_edit import STRIP_NOTHING, STRIP_USUAL, Strip
 from sidecar.relay.payload.request_edit import (
@@ -23,6 +23,7 @@ from sidecar.relay.payload.request_edit import (
 )
 from sidecar.relay.surface.refusals import Refusal, unknown_model
 from sidecar.relay.surface.surfaces import SurfaceRule
+from sidecar.relay.upstream.own_fields import CAPTURE, USAGE
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.breaker import NO_CANARY
 from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
@@ -73,6 +74,7 @@ class Plan:
 
     __slots__ = (
         "canary_tag",
+        "kinds",
         "metered",
         "peek",
         "public_model",
@@ -96,9 +98,11 @@ class Plan:
         skip_reason: str | None,
         strip: Strip,
         metered: bool,
+        kinds: int = 0,
         canary_tag: float = NO_CANARY,
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
+        kinds: of what is added on the sidecar's account (`own_fields`).
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
         strip: the reply fields that only the sidecar asked for.
@@ -106,6 +110,7 @@ class Plan:
         against."""
         self.rule = rule
         self.metered = metered
+        self.kinds = kinds
         self.peek = peek
         self.public_model = public_model
         self.session_key = session_key
@@ -115,9 +120,21 @@ class Plan:
         self.strip = strip
         self.canary_tag = canary_tag
 
-    def body_for(self, route: Assignment) -> bytes | PiecedBody:
-        """The body to send to vLLM."""
-        peek, strip = self.peek, self.strip
+    def strip_with(self, kinds: int) -> Strip:
+        """The reply fields that are asked for where only these kinds of additions are made."""
+        strip = self.strip
+        if kinds & self.kinds == self.kinds:
+            return strip
+        captures = kinds & CAPTURE != 0
+        return Strip(
+            token_ids=captures and strip.token_ids,
+            logprobs=captures and strip.logprobs,
+            usage=kinds & USAGE != 0 and strip.usage,
+        )
+
+    def body_for(self, route: Assignment, strip: Strip) -> bytes | PiecedBody:
+        """The body to send to vLLM. strip: what to add to it (`strip_with`)."""
+        peek = self.peek
         if not _is_valid(self.rule, peek):
             return peek.body
         named = peek.model or self.public_model
@@ -129,7 +146,7 @@ class Plan:
         new = kept if kept is not None else b'"%b"' % route.upstream_model.encode()
         may_splice = not strip.usage or not peek.says_stream_options
         if old is not None and may_splice and peek.asks_nothing_of_ours:
-            spliced = splice_request(peek.body, old, new, self._in_front())
+            spliced = splice_request(peek.body, old, new, self._in_front(strip))
             if spliced is not None:
                 return spliced
         wanted = {MODEL: new}
@@ -142,8 +159,7 @@ class Plan:
             wanted[STREAM_OPTIONS] = asked
         return edit_request(peek.body, wanted)
 
-    def _in_front(self) -> bytes:
-        strip = self.strip
+    def _in_front(self, strip: Strip) -> bytes:
         front = b'"return_token_ids":true,' if strip.token_ids else b""
         if strip.logprobs:
             front += b'"logprobs":%b,' % self.rule.logprobs_ask
@@ -184,6 +200,10 @@ def plan_request(
         reason = reason or "pinned"
     else:
         routes = routing.routes(key) if rule.adapted else routing.base
+    strip = _strip(rule, peek, captured=reason is None, metered=around.metered)
+    kinds = CAPTURE if strip.token_ids or strip.logprobs else 0
+    if strip.usage or (around.metered and ACCEPT_ENCODING in headers.aside):
+        kinds |= USAGE
     return Plan(
         rule,
         peek,
@@ -194,7 +214,8 @@ def plan_request(
         skip_reason=reason,
         metered=around.metered,
         canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
-        strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
+        strip=strip,
+        kinds=kinds,
     )
 
 

@@ -12,6 +12,7 @@ from sidecar.relay.flight.client_request import ClientRequest
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.plan import Plan
 from sidecar.relay.http1.reply_parser import ReplyHead
+from sidecar.relay.payload.reply_edit import STRIP_NOTHING, Strip
 from sidecar.relay.payload.reply_signs import ReplySigns
 from sidecar.relay.payload.usage import UsageMeter
 from sidecar.relay.upstream.replicas import Replica
@@ -22,6 +23,7 @@ class FlightRecord:
     """Times are on the clock of `time.perf_counter()`, except `started_at`."""
 
     __slots__ = (
+        "added",
         "admission",
         "began",
         "exchange_id",
@@ -33,7 +35,9 @@ class FlightRecord:
         "overhead_s",
         "own_traceparent",
         "pieces",
+        "plainly",
         "plan",
+        "refused",
         "replica",
         "reply_buffer",
         "request",
@@ -43,6 +47,7 @@ class FlightRecord:
         "signs",
         "started_at",
         "streamed",
+        "strip",
     )
 
     def __init__(
@@ -72,6 +77,14 @@ class FlightRecord:
         """Adapter that vLLM did not know, when another one answers for it."""
         self.fell_back = False
         """The canary failed before the first byte; the champion answers in its place."""
+        self.added = 0
+        """Kinds of additions that were sent (`own_fields`)."""
+        self.strip: Strip = STRIP_NOTHING
+        """The reply fields that were asked for on the sidecar's account."""
+        self.plainly = False
+        """It is sent as the client sent it: it failed with additions."""
+        self.refused = 0
+        """The additions with which it failed, until the reply without them comes."""
         self.sent = 0.0
         """When the request was last sent; 0: never."""
         self.overhead_s = 0.0

@@ -2,13 +2,18 @@
 
 passed: unchanged. events: each server-sent event is edited. held: the whole body is edited when it
 is complete, because the edit changes its length.
+`StreamOpening` holds the beginning of a stream in front of each of them.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import Final, Literal
 
+from msgspec import json
+
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.http1.heads import EVENT_STREAM
 from sidecar.relay.http1.sse import EventSplitter, is_one_event
 from sidecar.relay.payload.reply_edit import MAX_HELD_BYTES, Strip, strip_event, strip_reply
@@ -17,6 +22,9 @@ from sidecar.relay.payload.template import EventShape, learn_shape
 LESSONS: Final = 16
 """Events from which a template is tried to be learned; a stream of another kind has none."""
 EVENT_END: Final = (b"\n\n", b"\r\n\r\n")
+ERROR_BYTES: Final = 1024
+"""Where a reply, or an event, is looked at for an error and for its role: at its beginning. The
+model's name stands before a role; prompts of any length stand behind."""
 
 Length = Literal["kept", "whole", "unknown"]
 """kept: as vLLM's head says; whole: sent in one piece; unknown: not known before the end."""
@@ -141,6 +149,89 @@ class HeldBody(ReplyBody):
         return whole
 
 
+class StreamOpening(ReplyBody):
+    """Holds a stream until an event says more than the role: until then an engine may still fail.
+
+    vLLM 0.32 sends the role before it looks at the first token's log-probabilities, and fails then.
+    """
+
+    __slots__ = ("_held", "_splitter", "failed", "inner")
+
+    def __init__(self, inner: ReplyBody) -> None:
+        """inner: gets the stream when nothing is held any more."""
+        super().__init__(holds=True, length=inner.length)
+        self.inner = inner
+        self.failed = False
+        """The stream begins with an error."""
+        self._splitter = EventSplitter()
+        self._held: list[bytes] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whole events are held, none of which says more than the role."""
+        return self.holds and bool(self._held) and not self.failed
+
+    def feed(self, data: bytes) -> bytes:
+        if not self.holds:
+            return self.inner.feed(data)
+        events = self._splitter.feed(data)
+        self._held += events
+        for event in () if self.failed else events:
+            if is_error_event(event):
+                self.failed = True
+                break
+            if not _says_little(event):
+                return self.let_go()
+        if self._splitter.pending_bytes > MAX_HELD_BYTES:
+            return self.let_go()
+        return b""
+
+    def let_go(self) -> bytes:
+        """Return what was held, as it goes to the client."""
+        self.holds = False
+        held = b"".join((*self._held, self._splitter.rest()))
+        self._held.clear()
+        return self.inner.feed(held)
+
+    def end(self) -> bytes:
+        held = self.let_go() if self.holds else b""
+        return held + self.inner.end()
+
+    def rest_dropped(self, last: bytes) -> bool:
+        return self.inner.rest_dropped(last)
+
+
+def is_error(body: bytes) -> bool:
+    """True if a JSON body is an error in a form of vLLM or of a gateway. Errors begin with it."""
+    if body.find(_ERROR, 0, ERROR_BYTES) < 0:
+        return False
+    try:
+        found = json.decode(body)
+    except UNREADABLE_JSON:
+        return False
+    if not isinstance(found, dict) or "choices" in found:
+        return False
+    return bool(found.get("error")) or "error" in (found.get("object"), found.get("type"))
+
+
+def is_error_event(event: bytes) -> bool:
+    """True if an event, with its blank line, is an error."""
+    if event.find(b"error", 0, ERROR_BYTES) < 0:
+        return False
+    lines = event.splitlines()
+    if b"event: error" in lines or b"event:error" in lines:
+        return True
+    return is_error(b"\n".join([line[5:] for line in lines if line.startswith(b"data:")]))
+
+
+def _says_little(event: bytes) -> bool:
+    """True for a comment, and for an event with a role and no answer."""
+    return event.find(b"data:") < 0 or _ROLE_ALONE.search(event, 0, ERROR_BYTES) is not None
+
+
+_ERROR: Final = b'error"'
+_NOTHING: Final = rb'\s*"(?:role":\s*"\w*"|\w+":\s*(?:""|null|\[\]))\s*'
+_ROLE_ALONE: Final = re.compile(rb'"delta":\s*\{' + _NOTHING + b"(?:," + _NOTHING + rb")*\}")
 PASSED: Final[ReplyBody] = PassedBody()
 """It has no state, so one object serves all replies."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from sidecar.access.header_names import AUTHORIZATION, X_API_KEY
+from sidecar.access.header_names import AUTHORIZATION, ORIGIN, X_API_KEY
 
 Header = tuple[bytes, bytes]
 
@@ -39,7 +39,7 @@ ASIDE: Final = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SEN
 """Request headers that are not passed on unchanged."""
 JOINED: Final = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
 """Repeated values of these are joined: a repeated key is then not a valid key."""
-READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
+READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY, ORIGIN})
 _AGENTS_SEND: Final = (
     b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
     b"X-Stainless-Arch", b"X-Stainless-Runtime", b"X-Stainless-Runtime-Version",

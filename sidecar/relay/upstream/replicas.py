@@ -15,6 +15,7 @@ from typing import Final
 
 from sidecar.backoff import Backoff
 from sidecar.relay.upstream.connection import Endpoint, UpstreamPool
+from sidecar.relay.upstream.own_fields import OwnFields
 
 SHARE: Final = 1.25
 """A replica keeps its sessions up to this multiple of the mean number of requests in flight."""
@@ -30,6 +31,7 @@ class Replica:
         "_ejections",
         "_failures",
         "ejected_until",
+        "fields",
         "healthy",
         "in_flight",
         "models",
@@ -49,6 +51,7 @@ class Replica:
         self.models: frozenset[str] | None = None
         """Model names that it lists, adapters included; None: not known yet."""
         self.ejected_until = 0.0
+        self.fields = OwnFields()
         self._failures = 0
         self._ejections = 0
 
@@ -82,8 +85,10 @@ class Replica:
         return True
 
     def came_back(self) -> None:
-        """Note that it is back after an outage: earlier failures no longer count."""
+        """Note that it is back after an outage: earlier failures no longer count, and it may have
+        come back with other options."""
         self.answered()
+        self.fields = OwnFields()
         self.ejected_until = 0.0
 
     def usable(self, now: float) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import structlog
 
 from sidecar.metrics.proxy import Metrics
+from sidecar.relay.upstream.own_fields import KINDS
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.relay.upstream.vllm_status import VllmStatus
 
@@ -69,6 +70,10 @@ class ReplicaWatch:
         failed = 0
         up = self._metrics.replica_up.labels(replica.url)
         in_flight = self._metrics.replica_in_flight.labels(replica.url)
+        takes = {
+            kind: self._metrics.replica_takes_fields.labels(replica.url, name)
+            for kind, name in KINDS.items()
+        }
         said: bool | None = None
         while True:
             if await status.reachable():
@@ -88,6 +93,8 @@ class ReplicaWatch:
                 _say(replica)
             up.set(float(replica.healthy))
             in_flight.set(replica.in_flight)
+            for kind, gauge in takes.items():
+                gauge.set(float(not replica.fields.refused & kind))
             early.clear()
             try:
                 await asyncio.wait_for(early.wait(), self._interval_s)

@@ -84,6 +84,16 @@ def judge(state: str, **changes: Any) -> JudgeOut:
     return JudgeOut(**{**fields, **changes})
 
 
+def test_a_vllm_that_refuses_our_fields_has_a_line() -> None:
+    lines = status_lines(status(fields_refused={URL: 1}), NOW)
+
+    assert lines is not None
+    assert (
+        f"vLLM at {URL}: fails when it is asked for token ids and log-probabilities, so users are "
+        "served without; 1 of the newest 200 exchanges has none and cannot be learned from."
+    ) in lines
+
+
 def test_what_keeps_sampling_from_its_work_has_a_line() -> None:
     sampling = TroubleOut(since=NOW - 60, why="spent: 15 tokens", until=NOW + 3_600)
 

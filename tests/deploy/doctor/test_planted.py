@@ -398,6 +398,36 @@ def test_a_vllm_that_lacks_what_learning_needs(
     assert stop_of(online.doctor(capsys)) == (1, stage, cause)
 
 
+def test_a_vllm_that_fails_when_it_is_asked_for_log_probabilities(
+    online: Sidecar, vllm: tuple[str, AdapterEndpoints], capsys: pytest.CaptureFixture[str]
+) -> None:
+    vllm[1].fails_on_logprobs = True
+
+    found = online.doctor(capsys)
+
+    assert stop_of(found) == (1, "selection", "fields_refused")
+    assert "500: " in found[1]["diagnoses"][0]["text"]
+    assert "list index out of range" in found[1]["diagnoses"][0]["text"]
+
+
+@pytest.mark.parametrize(("refused", "stops"), [(2, False), (3, True), (4, True)])
+def test_exchanges_without_our_fields_show_in_the_store_by_their_vllm(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str], refused: int, stops: bool
+) -> None:
+    """One of several vLLMs may refuse: its records stop, whatever their share."""
+    fields = {"untrainable_reason": "fields_refused", "replica": "http://one:8000"}
+    sidecar.serve(*(exchange(number, **fields) for number in range(refused)))
+    sidecar.serve(*(exchange(number + 10, replica="http://two:8000") for number in range(6)))
+
+    code, found = sidecar.doctor(capsys, "--offline")
+
+    texts = [one["text"] for one in found["diagnoses"] if one["cause"] == "fields_refused"]
+    assert len(texts) == stops
+    if stops:
+        assert f": http://one:8000 ({refused});" in texts[0]
+        assert stop_of((code, found))[:2] == (1, "selection")
+
+
 def test_agents_that_name_another_model(
     sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,62 @@ def test_a_mode_without_its_keys_is_refused() -> None:
             Access(mode, keys=keys, limiter=MemoryLimiter(), denied=print)  # type: ignore[arg-type]
 
 
+# Web pages of other sites
+
+HERE = "127.0.0.1:8080"
+PAGES = [
+    ("http://evil.example", HERE, False, False),
+    ("http://127.0.0.1:3000", HERE, False, False),  # another port is another site
+    ("https://127.0.0.1:8080.evil.example", HERE, False, False),
+    ("null", HERE, False, False),
+    ("", HERE, False, False),
+    ("http://[", HERE, False, False),
+    (b"http://\xff", HERE, False, False),
+    ("http://127.0.0.1:8080", HERE, True, True),
+    ("http://localhost:8080", "localhost:8080", True, True),
+    ("http://[::1]:8080", "[::1]:8080", True, True),
+    ("http://evil.example:8080", "evil.example:8080", False, True),  # DNS rebinding
+    ("http://gateway.internal", "gateway.internal", False, True),
+]
+"""Origin, Host, let in by a loopback listener, let in by another."""
+
+
+@pytest.mark.parametrize(("origin", "host", "local", "remote"), PAGES)
+@pytest.mark.parametrize("mode", ["open", "upstream"])
+def test_where_no_key_says_who_asks_pages_of_other_sites_are_refused(
+    mode: Mode, origin: str | bytes, host: str, local: bool, remote: bool
+) -> None:
+    for here, let_in in ((True, local), (False, remote)):
+        door = Door(mode, anyone_operates=here)
+
+        answer = door.ask(origin=origin, host=host)
+
+        if let_in:
+            assert isinstance(answer, Admission)
+        else:
+            assert refusal(answer) == (403, "foreign_origin")
+        assert door.denied == ({} if let_in else {"foreign_origin": 1})
+
+
+def test_a_program_is_let_in_whatever_host_it_names() -> None:
+    """Behind a gateway, or from a container, Host is no name of the loopback."""
+    assert isinstance(Door("open", anyone_operates=True).ask(host="api.example"), Admission)
+
+
+def test_a_page_in_mode_open_is_refused_whatever_key_it_sends() -> None:
+    answer = Door("open").ask(origin="http://evil.example", host=HERE, authorization="Bearer x")
+    assert refusal(answer) == (403, "foreign_origin")
+
+
+def test_a_page_with_a_key_that_is_checked_is_let_in(door: Door) -> None:
+    page = {"origin": "http://shop.example", "host": HERE}
+
+    assert isinstance(door.asked_with(door.key(), **page), Admission)
+    assert refusal(door.ask(**page)) == (401, "no_key")
+    theirs = Door("upstream").ask(authorization="Bearer theirs", **page)
+    assert isinstance(theirs, Admission)
+
+
 # Keys
 
 

@@ -150,6 +150,41 @@ async def test_who_meets_a_5xx_of_the_canary_gets_the_champions_answer(
     assert len(fallen) == 8
 
 
+async def test_an_engine_that_fails_on_our_fields_is_no_fault_of_the_canary(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
+    def answer(request: Any) -> Sequence[Any]:
+        if json.loads(request.body).get("logprobs"):
+            return [wire.whole_reply(b"{}", "500 Internal Server Error")]
+        return [wire.whole_reply(chat("Hello."))]
+
+    fake_vllm.script = answer
+    running = await start_proxy()
+    running.proxy.routing.table = TABLE
+
+    assert await hurt_users(running, wire) == 0
+
+    assert running.metric("sidecar_canary_fallbacks_total") == 0
+    assert running.metric("sidecar_bad_replies_total", arm="canary", kind="error") == 0
+    assert running.metric("sidecar_adapter_replies_total", adapter=CANARY, arm="canary") > 20
+    assert len(fake_vllm.requests) == USERS + 3  # three refusals, then it is asked plainly at once
+
+
+async def test_the_champion_is_asked_with_our_fields_when_the_canary_fails_with_and_without(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
+    fake_vllm.script = script(wire, BAD["answers 500"](wire))
+    running = await start_proxy()
+    running.proxy.routing.table = TABLE
+
+    assert await hurt_users(running, wire) == 0
+
+    asked = [json.loads(request.body) for request in fake_vllm.requests]
+    of_canary = [bool(one.get("logprobs")) for one in asked if one["model"] == CANARY]
+    assert of_canary == [True, False] * 8
+    assert all(one.get("logprobs") for one in asked if one["model"] != CANARY)
+
+
 @pytest.mark.parametrize("rest", ["hangs", "is long"])
 async def test_a_5xx_needs_no_end_for_the_champion_to_answer(
     rest: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire

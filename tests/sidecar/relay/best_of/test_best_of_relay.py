@@ -207,7 +207,9 @@ async def test_the_clients_own_mistake_is_answered_by_vllm(
     line, _, body = wire.split(await running.send(asking(wire)))
 
     assert (line, body) == ("HTTP/1.1 400 Bad Request", b'{"error":1}')
-    assert len(fake_vllm.requests) == 2
+    asked = [json.loads(seen.body) for seen in fake_vllm.requests]
+    assert [one.get("n") for one in asked] == [2, None, None]
+    assert [one.get("logprobs") for one in asked] == [True, True, None]
 
 
 async def test_with_capture_off_it_works_and_nothing_is_kept(

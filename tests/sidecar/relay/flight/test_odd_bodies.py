@@ -211,7 +211,7 @@ def test_no_part_of_the_plan_fails_on_any_value_at_any_depth(member: str, more: 
             if not isinstance(plan, Plan):
                 assert plan.status in (400, 404)
                 continue
-            sent = plan.body_for(plan.routes[0])
+            sent = plan.body_for(plan.routes[0], plan.strip)
             assert isinstance(sent, bytes)
             if plan.strip.usage:
                 asked = b'"include_usage":true' in sent.replace(b" ", b"")

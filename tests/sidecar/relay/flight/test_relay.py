@@ -287,7 +287,7 @@ async def test_another_404_is_passed_on(
 
     line, headers, body = wire.split(await running.send(wire.post(REQUEST)))
 
-    assert (line, body, len(fake_vllm.requests)) == ("HTTP/1.1 404 Not Found", other, 1)
+    assert (line, body, len(fake_vllm.requests)) == ("HTTP/1.1 404 Not Found", other, 2)
     assert headers["content-length"] == str(len(other))
 
 
