@@ -212,7 +212,7 @@ static int answer(Server *server) {
         server->sent = 0;
         server->events = (int)number_of(server, "\"max_tokens\"", 16);
         server->gap = (uint64_t)number_of(server, "\"seed\"", 1000) * 1000;
-        server->due = now_ns() + server->gap;
+        server->due = now_ns();  /* vLLM sends the role and the first token in one turn of its loop */
         if (streams == MAX_STREAMS) errno = EMFILE, die("streams");
         streaming[streams++] = server;
     }
