@@ -20,7 +20,7 @@ def by_key(stream: Iterable[SentRequest]) -> Iterator[Found]:
         key = session_key(
             header=one.session_header or None,
             user=one.user,
-            conversation_prefix=peek_request(one.request).conversation_prefix(),
+            opening=peek_request(one.request).opening({})[0],
             project=one.project,
             key_id=one.key_id,
         )

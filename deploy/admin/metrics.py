@@ -139,6 +139,11 @@ class StoreCollector(Collector):
                 float(canary is not None and canary.paused),
             ),
             (
+                "canary_in_both_arms",
+                "Share of the ramp's conversations whose turns met both arms, 0..1.",
+                _in_both_arms(session, self._model),
+            ),
+            (
                 "routing_generation",
                 "Generation of the routing table; 0: there is none, or it is damaged.",
                 routing.generation if routing else 0,
@@ -182,6 +187,15 @@ class StoreCollector(Collector):
         for name, loop in self._loops().items():
             failures.add_metric([name], float(loop.failures))
         yield failures
+
+
+def _in_both_arms(session: Session, model: str) -> float:
+    row = canaries.active_row(session, model)
+    step = {} if row is None else canaries.entry(row, f"step_{canaries.to_canary(row).step + 1}")
+    both, conversations = step.get("in_both_arms"), step.get("conversations")
+    if isinstance(both, int) and isinstance(conversations, int) and conversations > 0:
+        return both / conversations
+    return 0.0
 
 
 def _of_projects(session: Session, own: Mapping[str, str]) -> Iterator[Metric]:

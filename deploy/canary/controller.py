@@ -21,6 +21,7 @@ from sqlalchemy import func, select
 
 from deploy.canary import ramp_counts, tick_errors
 from deploy.canary.approving import with_approval
+from deploy.canary.both_arms import count_conversations
 from deploy.canary.facts import guard_facts, quality_facts, step_facts
 from deploy.canary.gate import Gate
 from deploy.canary.judged import Judged
@@ -242,9 +243,12 @@ class Controller:
             )
             quality = self._judged.read(session, canary, open_from=open_from)
             live, behind = self._turns.read(session, canary, self._clock())
+            conversations, in_both_arms = count_conversations(session, canary, self._line)
         evidence = replace(
             counts,
             guards=live.guards,
+            conversations=conversations,
+            in_both_arms=in_both_arms,
             mismatch=live.mismatch,
             behind=behind,
             quality=quality,

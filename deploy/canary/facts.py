@@ -27,6 +27,8 @@ def step_facts(canary: Canary, evidence: RampEvidence) -> Facts:
         "seen": evidence.seen,
         "sessions": evidence.sessions,
         "missing_in_a_row": evidence.missing_in_a_row,
+        "conversations": evidence.conversations,
+        "in_both_arms": evidence.in_both_arms,
     }
 
 

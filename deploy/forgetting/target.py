@@ -45,7 +45,7 @@ class Target:
         project, _, rest = sent.partition("/")
         if not rest:
             project, rest = DEFAULT_PROJECT, sent
-        key = session_key(header=rest, user="", conversation_prefix=(), project=project)
+        key = session_key(header=rest, user="", project=project)
         return frozenset({self.name, key})
 
     @property

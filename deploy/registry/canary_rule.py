@@ -16,7 +16,8 @@ In plain words:
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
    groups prove harm, or a guardrail from outside (`deploy.evidence.outside`) fails some checks in a
-   row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
+   row. It is held while users' sessions are not split by the weight, more than
+   `MOST_IN_BOTH_ARMS` of the conversations met both arms, a signal fails, or a metric
    cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges` and
    `step_min_sessions`, not while the newest `BREAKER_FAILURES` requests all met an unknown adapter.
    One that reaches `step_max_s` first is inconclusive. An operator may waive what a step must last
@@ -56,6 +57,9 @@ MAX_LOAD_FAILURES = 8
 """Failed loads, where no replica proved the adapter, after which the canary is inconclusive."""
 MAX_PARTLY_LOADED = 34
 """The same where one did: an hour to mend the other vLLM (docs/canary.md)."""
+MOST_IN_BOTH_ARMS = 0.01
+"""Share of the conversations whose turns may have met both arms: their users compare two models in
+one task, and no comparison of the arms holds. A single one never holds a step."""
 NOT_LOADED = "vLLM failed to load it"
 LOAD_WAITS = Backoff(first_s=2.0, last_s=128.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
@@ -164,6 +168,10 @@ class RampEvidence:
     """Number of the candidate's sessions in the step."""
     guards: Mapping[str, GuardState] = field(default_factory=dict)
     """What the whole ramp's sessions say, by guard."""
+    conversations: int = 0
+    """Conversations among the newest exchanges of the ramp."""
+    in_both_arms: int = 0
+    """Those of them whose turns met both arms."""
     mismatch: float = 0.0
     """Evidence in nats that sessions are not split by the weight."""
     behind: bool = False
@@ -309,6 +317,14 @@ def _after_ramping(
         if spent_s >= rules.step_max_s:
             return _inconclusive(split)
         return Hold(reason=f"{split}; look for a proxy that routes by another table")
+    if evidence.in_both_arms > max(1, MOST_IN_BOTH_ARMS * evidence.conversations):
+        both = (
+            f"{step} stands: {evidence.in_both_arms} of "
+            f"{counted(evidence.conversations, 'conversation')} met both arms"
+        )
+        if spent_s >= rules.step_max_s:
+            return _inconclusive(both)
+        return Hold(reason=f"{both}; send x-sidecar-session (docs/sessions.md)")
     if (unasked := outside.away(evidence.metrics)) is not None:
         return Hold(reason=f"{step} stands: {unasked}", stops_clock=True)
     if (signal := outside.standing(evidence.metrics)) is not None:

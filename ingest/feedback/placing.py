@@ -15,9 +15,9 @@ from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.feedback.drawn_again import draw_again, draw_session_again
-from ingest.sessions.arrival import NAMED
 from ingest.store.forgotten import forgotten_feedback
 from sidecar.feedback.record import Feedback
+from sidecar.routing.session_key import NAMED
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import ExchangeRow, FeedbackRow
 from sidecar.store.models.capture import IN_TRACE, NAMED_OTHERWISE

@@ -18,6 +18,7 @@ import msgspec
 
 from ingest.grouping.chat_request import has_tools
 from sidecar.records import Exchange
+from sidecar.routing.opening import without_notes
 
 SHOWN: Final = 500
 """Characters of a text that a key reads at each end: a prompt of 100,000 tokens costs what one of
@@ -115,7 +116,8 @@ def surprisals(logprobs: Sequence[float]) -> tuple[float, float]:
 
 
 def opening_key(project: str, request: Mapping[str, Any]) -> str:
-    """Return a digest that steps of one program share: system prompt and names of the tools."""
+    """Return a digest that steps of one program share: its system prompt without what changes, and
+    the names of its tools."""
     messages = request.get("messages")
     first = messages[0] if isinstance(messages, list) and messages else None
     system = first if isinstance(first, Mapping) and first.get("role") != "user" else None
@@ -130,7 +132,7 @@ def opening_key(project: str, request: Mapping[str, Any]) -> str:
 
 def near_key(project: str, request: Mapping[str, Any]) -> str:
     """Return a digest that near-identical prompts share: the last two messages without numbers,
-    ids, case and punctuation, and the roles.
+    ids, case, punctuation and what agents write anew for each request, and the roles.
 
     A digest of normalised text finds what a template filled with other numbers, at one pass over at
     most 2,000 characters and one indexed look-up. Locality-sensitive hashes (MinHash, SimHash) find
@@ -147,6 +149,7 @@ def _plain(message: Any) -> str:  # Any: JSON
     content = message.get("content")
     if not isinstance(content, str):
         content = _text_of(content)
+    content = without_notes(content)
     if len(content) > 2 * SHOWN:
         content = f"{content[:SHOWN]} {content[-SHOWN:]}"
     text = _VARIABLE.sub("0", content.lower())

@@ -19,9 +19,8 @@ from ingest.sessions.messages import (
 from ingest.sessions.records import Arrival
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Exchange
+from sidecar.routing.session_key import NAMED
 
-NAMED = ("h:", "hx:")
-"""Beginnings of the session keys that a client's header names (`sidecar.routing.session_key`)."""
 Content = TypeVar("Content")
 NOTHING = Conversation((), "", ())
 

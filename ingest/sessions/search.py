@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from hashlib import blake2b
 from typing import Final
 
 from ingest.sessions import marks, traces
@@ -23,6 +24,7 @@ from ingest.sessions.indexes import (
 from ingest.sessions.messages import digest_of
 from ingest.sessions.node import ALIKE, Agent, Key, Node, Session
 from ingest.sessions.records import Arrival, How
+from sidecar.routing.opening import mark, opening
 
 SKEW_S: Final = 1.0
 """How far the clocks of two proxies may be apart: a parent begins before its child."""
@@ -59,12 +61,12 @@ class Search:
             self.names.append(digest_of("\x00".join(("trace", *owner, arrival.trace_id))))
 
     def opening(self) -> tuple[str | None, bool]:
-        """Return a digest of how the conversation begins, up to its first reply, and whether the
-        request holds nothing else. None: the client names its sessions, or there is no message.
+        """Return a digest of how the conversation begins (`sidecar.routing.opening`), and whether
+        the request holds nothing after it. None: the client names its sessions, or there is no
+        message.
 
         All requests of a conversation have the same opening, as long as the client does not shorten
-        it, and so have all conversations of one user that begin alike. Numbers in the system prompt
-        make no difference: many contain the time of day.
+        it, and so have all conversations of one user that begin alike.
         """
         if self._arrival.session_header or not self._messages:
             return None, False
@@ -72,8 +74,10 @@ class Search:
         asked = next((at for at, one in enumerate(self._messages) if one.role == "user"), 0)
         replied = (end - 1 for end in self._replied if end > asked)
         end = next(replied, len(self._messages))
-        scope = self._owner + self.agent.numberless
-        return marks.chain(scope, self._messages[:end])[-1].hex(), end == len(self._messages)
+        said, _ = opening((one.role, mark(one.text)) for one in self._messages)
+        # Without a user's words, all of the beginning tells it.
+        scope = said or marks.chain(self._owner, self._messages[:end])[-1]
+        return blake2b(self._owner + scope, digest_size=8).hexdigest(), end == len(self._messages)
 
     def find(self) -> tuple[Node | None, How, bool]:
         """Return the parent, how it was found, and whether it is exact."""

@@ -67,9 +67,9 @@ def _names(name: str) -> Iterator[str]:
     sent = header_name(name.encode("utf-8", "surrogatepass"))
     project, _, rest = sent.partition("/")
     if rest:
-        yield session_key(header=rest, user="", conversation_prefix=(), project=project)
+        yield session_key(header=rest, user="", project=project)
     if sent:
-        yield session_key(header=sent, user="", conversation_prefix=())
+        yield session_key(header=sent, user="")
 
 
 def save_moves(session: Session, moves: Iterable[Place]) -> None:

@@ -166,7 +166,7 @@ def _target(read: _Targets, project: str) -> tuple[TargetKind, str]:
         if len(value) > LONGEST["target"]:
             raise _invalid(name, f"has over {LONGEST['target']} characters, as no stored name has")
         return "session", value  # as `sidecar exchanges` shows it
-    return "session", session_key(header=value, user="", conversation_prefix=(), project=project)
+    return "session", session_key(header=value, user="", project=project)
 
 
 def _source(named: str | None, caller: Caller) -> str:

@@ -1,27 +1,36 @@
-"""Which conversation a request belongs to, with or without the agent's help. Pure."""
+"""The session key of a request: its conversation, with or without the agent's help. Pure.
+
+Named, in this order: by the sidecar's own header; by a session name that coding agents and chat
+applications send; by the opening of the conversation (`sidecar.routing.opening`). A client's own
+name counts for its key and user only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import sha256
-from typing import Any, Final
+from typing import Final
 
-from xxhash import xxh3_128_digest
+import msgspec
 
 DEFAULT_PROJECT: Final = "default"
 LONGEST_NAME_BYTES: Final = 255
 """Longest session key or user name, in bytes of UTF-8: the store's columns hold no more."""
-LONG_PIECE_BYTES: Final = 64 * 1024
-"""A longer message is hashed by its XXH3 digest: SHA-256 of a megabyte takes 0.7 ms, as
-long as the scan of the whole prompt, and XXH3 0.02. A client that makes two messages collide only
-mixes up two conversations of its own."""
+NAMED: Final = ("h:", "hx:", "n:")
+"""Beginnings of the keys of sessions that the client names."""
+MOST_OPENINGS: Final = 8
+"""Conversations that begin in one session: its task, a title, some sub-agents. A name with more is
+one that a client gives to all of its conversations, such as the id of its process."""
+NAMES_KEPT: Final = 4096
+AGENT_SESSION: Final = "_session_"
 
 
 def session_key(
     *,
     header: str | None,
     user: str,
-    conversation_prefix: Iterable[Any],
+    opening: bytes = b"",
+    name: str = "",
+    hint: str = "",
     project: str = DEFAULT_PROJECT,
     key_id: str = "",
 ) -> str:
@@ -30,25 +39,75 @@ def session_key(
     header: the agent's own `x-sidecar-session`, which wins when it is sent.
     user: `short_name` of `x-sidecar-user` or of the body's `user`; two users that open alike stay
     apart.
-    conversation_prefix: bytes or msgspec's Raw (which its types call bytes, so that mypyc would
-    insist on them): what the conversation opens with, up to and including the first user message,
-    as it stands in the body: every later turn repeats it. With nothing the key and the user name
-    it. project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
-    key_id: of the API key, for requests that open with nothing. Returns: "h:" + header, "hx:" + 64
-    hex digits for a header that is too long, or "m:" + 32 hex digits.
+    opening: digest of what the conversation opens with; b"" when nobody knows.
+    name: what the client calls the session. hint: what it tells of it, beside the opening.
+    project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
+    key_id: of the API key; it holds no zero byte. Returns: "h:" + header, "hx:" + 64 hex digits for
+    a header that is too long, "n:" + 32 hex digits for a name, or "m:" + 32 for an opening.
     """
     if header:
         return _of_header(header, project)
-    pieces: list[Any] = [_short(piece) for piece in conversation_prefix]
-    named_by_key = not pieces
-    pieces.append(user.encode("utf-8", "surrogatepass"))
-    pieces.append(project.encode("utf-8", "surrogatepass"))
-    if named_by_key:
-        # No project is named like this, so what ends with a project is never the same.
-        pieces.append(b"key:" + key_id.encode("utf-8", "surrogatepass"))
-    # JSON and names have no zero bytes, and a digest is told by its name and length: pieces stay
-    # apart.
-    return "m:" + sha256(b"\x00".join(pieces)).digest()[:16].hex()
+    kind, what = ("n:", _encoded(short_name(name))) if name else ("m:", opening.hex().encode())
+    # `short_name` leaves no zero byte, so the pieces stay apart.
+    pieces = (what, _encoded(short_name(hint)), _encoded(user), _encoded(project), _encoded(key_id))
+    return kind + sha256(b"\x00".join(pieces)).digest()[:16].hex()
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+class KnownSessions:
+    """Remembers openings and names, and recognises names that a client gives to many conversations.
+    For one thread."""
+
+    def __init__(self) -> None:
+        self.marks: dict[bytes, bytes] = {}
+        """The cache of `RequestPeek.opening`."""
+        self._openings: dict[str, set[bytes]] = {}
+
+    def is_shared(self, key: str, opening: bytes, *, goes_on: bool) -> bool:
+        """Return whether more than `MOST_OPENINGS` conversations began with this name.
+
+        key: the session key by that name: two callers' names are two. goes_on: the request holds
+        more than the opening. Then nothing begins: where the client keeps the newest messages only,
+        each turn has another opening.
+        """
+        known = self._openings.pop(key, None)
+        if known is None:
+            known = set()
+            if len(self._openings) >= NAMES_KEPT:
+                del self._openings[next(iter(self._openings))]
+        self._openings[key] = known  # the newest at the end
+        if not goes_on and len(known) <= MOST_OPENINGS:
+            known.add(opening)
+        return len(known) > MOST_OPENINGS
+
+
+def user_and_session(user_id: str) -> tuple[str, str]:
+    """Split `metadata.user_id` as coding agents write it: JSON with a `session_id`, or
+    "user_..._account_..._session_...". Returns: user and session; the session is "" without one."""
+    if user_id.startswith("{"):
+        try:
+            value = msgspec.json.decode(user_id)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return user_id, ""
+        session = value.get("session_id")
+        if not isinstance(session, str) or not session:
+            return user_id, ""
+        for name in ("account_uuid", "device_id", "user_id"):
+            user = value.get(name)
+            if isinstance(user, str) and user:
+                return user, session
+        return "", session
+    user, _, session = user_id.rpartition(AGENT_SESSION)
+    return (user, session) if user and session else (user_id, "")
+
+
+def looks_drawn(name: str) -> bool:
+    """Return whether a name looks like an id that was drawn for one conversation, as a UUID does,
+    and not like an application's."""
+    return len(name) >= 16 and sum(map(str.isdigit, name)) >= 4 and " " not in name
 
 
 def short_name(text: str) -> str:
@@ -93,10 +152,3 @@ def _of_header(header: str, project: str) -> str:
     if len(encoded) <= LONGEST_NAME_BYTES:
         return key
     return "hx:" + sha256(encoded).hexdigest()
-
-
-def _short(piece: Any) -> Any:  # Any: as in `conversation_prefix`
-    """The piece, or what stands for a long one; JSON begins with no letter `x`."""
-    if len(piece) <= LONG_PIECE_BYTES:
-        return piece
-    return b"xxh3:" + xxh3_128_digest(piece)

@@ -167,6 +167,7 @@ def _receive_model_request(
             allowance is not None and allowance.tokens_per_day is not None,
             context.replicas.many or context.traced,
             pinned,
+            known=context.sessions,
         ),
     )
     if isinstance(plan, Refusal):

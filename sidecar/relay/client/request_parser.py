@@ -242,6 +242,7 @@ class RequestParser:
             return
         if lower in READ_TOO:
             self._aside.setdefault(lower, value)
+        self._headers.read_session(lower, value)
         self._lines.append(name + b": " + value)
 
     def on_headers_complete(self) -> None:

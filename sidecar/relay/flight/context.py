@@ -18,6 +18,7 @@ from sidecar.relay.flight.rate_limited_log import RateLimitedLog
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.breaker import Breaker
+from sidecar.routing.session_key import KnownSessions
 from sidecar.routing.table import RoutingTable
 from sidecar.scoring.client import Picker
 from sidecar.settings import BestOf, Proxy
@@ -104,6 +105,7 @@ class RelayContext:
     own_lines: Mapping[str, tuple[Routing, Breaker]] = field(default_factory=dict)
     """Project -> where its own adapters are read, and their breaker; other projects have `routing`
     and `breaker`."""
+    sessions: KnownSessions = field(default_factory=KnownSessions)
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.metrics)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from sidecar.records import Assignment
-from sidecar.relay.http1.heads import RequestHeaders
+from sidecar.relay.http1.heads import ANY_CLIENT, RequestHeaders
 from sidecar.relay.payload.peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.payload.reply_edit import STRIP_NOTHING, STRIP_USUAL, Strip
 from sidecar.relay.payload.request_edit import (
@@ -25,7 +25,13 @@ from sidecar.relay.surface.refusals import Refusal, unknown_model
 from sidecar.relay.surface.surfaces import SurfaceRule
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.breaker import NO_CANARY
-from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
+from sidecar.routing.session_key import (
+    DEFAULT_PROJECT,
+    KnownSessions,
+    header_name,
+    session_key,
+    short_name,
+)
 
 SESSION_HEADER: Final = b"x-sidecar-session"
 USER_HEADER: Final = b"x-sidecar-user"
@@ -36,6 +42,7 @@ class Circumstances:
 
     __slots__ = (
         "key_id",
+        "known",
         "metered",
         "needs_session",
         "pinned",
@@ -53,11 +60,13 @@ class Circumstances:
         metered: bool = False,
         needs_session: bool = True,
         pinned: Assignment | None = None,
+        known: KnownSessions | None = None,
     ) -> None:
         """skip_reason: why the exchange is not captured; None when it is.
         metered: the key has an allowance of tokens, so the usage must be known.
         needs_session: the session key is needed even where no canary splits the traffic.
-        pinned: an operator named the adapter."""
+        pinned: an operator named the adapter.
+        known: what the relay remembers of earlier requests; None: nothing."""
         self.routing = routing
         self.skip_reason = skip_reason
         self.project = project
@@ -65,6 +74,7 @@ class Circumstances:
         self.metered = metered
         self.needs_session = needs_session
         self.pinned = pinned
+        self.known = known or KnownSessions()
 
 
 class Plan:
@@ -171,14 +181,7 @@ def plan_request(
     if reason is None or around.needs_session or (rule.adapted and routing.splits):
         aside = headers.aside
         user = short_name(header_name(aside.get(USER_HEADER)) or peek.user)
-        header = header_name(aside.get(SESSION_HEADER))
-        key = session_key(
-            header=header or None,
-            user=user,
-            conversation_prefix=() if header else peek.conversation_prefix(),
-            project=around.project,
-            key_id=around.key_id,
-        )
+        key = _session_key(peek, headers, user, around)
     if around.pinned is not None:
         routes: tuple[Assignment, ...] = (around.pinned,)
         reason = reason or "pinned"
@@ -195,6 +198,30 @@ def plan_request(
         metered=around.metered,
         canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
         strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
+    )
+
+
+def _session_key(
+    peek: RequestPeek, headers: RequestHeaders, user: str, around: Circumstances
+) -> str:
+    project, key_id = around.project, around.key_id
+    header = header_name(headers.aside.get(SESSION_HEADER))
+    if header:
+        return session_key(header=header, user=user, project=project)
+    rank = headers.session_rank
+    name = header_name(headers.session_name) if rank < ANY_CLIENT else peek.agent_session()
+    if name:
+        return session_key(header=None, user=user, name=name, project=project, key_id=key_id)
+    opening, goes_on = peek.opening(around.known.marks)
+    hint = peek.cache_key()
+    name = header_name(headers.session_name) or peek.session_name()
+    if name:
+        key = session_key(header=None, user=user, name=name, project=project, key_id=key_id)
+        if not around.known.is_shared(key, opening, goes_on=goes_on):
+            return key
+        hint = name
+    return session_key(
+        header=None, user=user, opening=opening, hint=hint, project=project, key_id=key_id
     )
 
 

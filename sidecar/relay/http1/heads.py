@@ -40,6 +40,22 @@ ASIDE: Final = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SEN
 JOINED: Final = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
 """Repeated values of these are joined: a repeated key is then not a valid key."""
 READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
+_SESSION_NAMES: Final = (
+    # Of sub-agents: opencode, Codex. What they name is the session of the main agent.
+    b"x-parent-session-id", b"x-codex-parent-thread-id",
+    # Claude Code, opencode, Codex, Qwen Code, Open WebUI: each draws one for each conversation.
+    b"x-claude-code-session-id", b"x-opencode-session", b"session-id", b"session_id",
+    b"conversation_id", b"x-qwen-code-session-id", b"x-openwebui-chat-id",
+    # Sent by many: opencode, gateways, applications. It may be the name of a whole process.
+    b"x-session-id", b"x-session-affinity", b"x-litellm-session-id", b"helicone-session-id",
+    b"conversation-id", b"x-conversation-id", b"x-chat-id", b"x-thread-id", b"x-task-id",
+)  # fmt: skip
+SESSION_RANKS: Final = {name: rank for rank, name in enumerate(_SESSION_NAMES)}
+"""Headers that name a session, by their rank: of several the lowest counts."""
+ANY_SESSION: Final = len(_SESSION_NAMES)
+ANY_CLIENT: Final = SESSION_RANKS[b"x-session-id"]
+"""From this rank on, the name may be one of a whole application."""
+NO_SESSION: Final = ANY_SESSION + 1
 _AGENTS_SEND: Final = (
     b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
     b"X-Stainless-Arch", b"X-Stainless-Runtime", b"X-Stainless-Runtime-Version",
@@ -55,14 +71,25 @@ _ORDINARY_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 class RequestHeaders:
     """The headers of one request, sorted by `RequestParser`."""
 
-    __slots__ = ("aside", "lines")
+    __slots__ = ("aside", "lines", "session_name", "session_rank")
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         """`name: value` lines that are passed on unchanged."""
+        self.session_name = b""
+        """Of the headers that name a session, the one with the lowest rank; passed on, too."""
+        self.session_rank = NO_SESSION
         self.aside: dict[bytes, bytes] = {}
         """By lower-case name: what the relay reads or decides about. The first of a name counts,
         as it does for vLLM; those in `JOINED` are joined by commas."""
+
+    def read_session(self, name: bytes, value: bytes) -> None:
+        """Note a header that may name the session. name: in lower case."""
+        rank = SESSION_RANKS.get(name, NO_SESSION)
+        if rank == NO_SESSION and name.endswith(b"-session-id"):  # of whatever client
+            rank = ANY_SESSION
+        if rank < self.session_rank and value.strip(b" \t"):
+            self.session_name, self.session_rank = value, rank
 
     def end(self) -> None:
         """The head is complete: drop the other headers that `Connection` names."""

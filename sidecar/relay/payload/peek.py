@@ -7,31 +7,53 @@ Only what is needed is decoded; other values stay raw. A body that msgspec refus
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from xxhash import xxh3_128_digest
 
 from sidecar.errors import UNREADABLE_JSON, BadRequestError
 from sidecar.records import Surface
 from sidecar.relay.payload.request_fields import (
     ITEMS,
     LOOSE,
+    PARTS,
     TYPED,
     LooseFields,
     Message,
+    Part,
     TypedFields,
     Value,
 )
 from sidecar.relay.surface.refusals import Refusal, invalid_json, not_an_object, unreadable_body
 from sidecar.routing.assignment import ModelName
+from sidecar.routing.opening import mark, opening
+from sidecar.routing.session_key import looks_drawn, user_and_session
 
 PROMPT_KEY_BYTES: Final = 1024
 """A prompt without messages names its conversation by this many bytes of its beginning."""
+HALF_TEXT_BYTES: Final = 32 * 1024
+"""So much of each end of a longer text is read: `opening` keeps half of it."""
+LONGEST_ESCAPE: Final = 12
+"""Bytes of a character in JSON, as a pair of surrogates."""
+MOST_PARTS: Final = 256
+"""Parts of a message that are read: its first and its last ones."""
+MARKS_KEPT: Final = 4096
+"""Contents whose marks are cached, in 250 bytes each: every turn of a conversation repeats its
+opening. A mark takes 1 to 150 us."""
+Marks = dict[bytes, bytes]
+"""Digest of a content as it stands in the body -> its `mark`."""
+LONGEST_METADATA_BYTES: Final = 8 * 1024
+"""Longer `metadata` names nobody and no session."""
 TOO_DEEP: Final = "nested_too_deep"
 _UNSET: Final = UNSET
 _MESSAGE_FIELDS: Final = ("role", "content")
 _USER: Final = Raw(b'"user"')
+_SYSTEM: Final = Raw(b'"system"')
+_DEVELOPER: Final = Raw(b'"developer"')
+_QUOTE: Final = b'"'
 _NO: Final = (b"null", b"false", b"0")
 
 
@@ -74,15 +96,54 @@ class RequestPeek:
 
     @property
     def user(self) -> str:
-        """`user`, or what Anthropic's surface has for it: `metadata.user_id`. Half of a surrogate
-        pair, which JSON may hold and no record, becomes a question mark."""
+        """`user`, or what Anthropic's surface has for it: `metadata.user_id`, without the session
+        that agents put into it. Half of a surrogate pair, which JSON may hold and no record,
+        becomes a question mark."""
         user = _value(self._fields.user)
-        if user is None and self._fields.metadata is not _UNSET:
-            metadata = _value(self._fields.metadata)
-            user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        if user is None:
+            user = user_and_session(self._metadata("user_id"))[0]
         if not isinstance(user, str):
             return ""
         return user if user.isascii() else user.encode("utf-8", "replace").decode()
+
+    def agent_session(self) -> str:
+        """The session in `metadata.user_id`, as coding agents write it, or `conversation` of the
+        responses; "" without one."""
+        session = user_and_session(self._metadata("user_id"))[1]
+        if session or self._fields.conversation is _UNSET:
+            return session
+        name = _value(self._fields.conversation)
+        if isinstance(name, dict):
+            name = name.get("id")
+        return name if isinstance(name, str) else ""
+
+    def session_name(self) -> str:
+        """What else in the body may name the session; "" without one."""
+        fields = self._fields
+        for raw in (fields.session_id, fields.litellm_session_id):
+            if raw is not _UNSET:
+                name = _value(raw)
+                if isinstance(name, str) and name:
+                    return name
+        name = self._metadata("session_id")
+        if name:
+            return name
+        name = self.cache_key()
+        return name if looks_drawn(name) else ""
+
+    def cache_key(self) -> str:
+        """`prompt_cache_key`: of a conversation, or of all of an application's."""
+        name = _value(self._fields.prompt_cache_key)
+        return name if isinstance(name, str) else ""
+
+    def _metadata(self, name: str) -> str:
+        """A text in `metadata`; "" where it has none."""
+        raw = self._fields.metadata
+        if raw is _UNSET or len(raw) > LONGEST_METADATA_BYTES:
+            return ""
+        metadata = _value(raw)
+        value = metadata.get(name) if isinstance(metadata, dict) else None
+        return value if isinstance(value, str) else ""
 
     @property
     def streams(self) -> bool:
@@ -137,34 +198,107 @@ class RequestPeek:
         options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
         return options if isinstance(options, dict) else None
 
-    def conversation_prefix(self) -> list[bytes | Raw]:
-        """What names the conversation, as it stands in the body: system prompt, then roles and
-        contents of the messages up to the first user's; on any surface. Malformed ones give an
-        empty list: vLLM refuses them, and nothing is recorded."""
+    def opening(self, marks: Marks) -> tuple[bytes, bool]:
+        """`sidecar.routing.opening` of the conversation, on any surface, and whether it goes on
+        after it. Where its user says nothing, what it begins with names it. Malformed messages give
+        b"": vLLM refuses them, and nothing is recorded.
+
+        marks: a cache of the caller's.
+        """
         fields = self._fields
-        conversation_prefix: list[bytes | Raw] = []
-        if fields.system is not _UNSET:
-            conversation_prefix.append(fields.system)
-        if fields.instructions is not _UNSET:
-            conversation_prefix.append(fields.instructions)
         messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
         if messages is _UNSET and fields.input is not _UNSET:
             messages = _items(fields.input)
             if messages is _UNSET:  # a text
-                conversation_prefix.append(fields.input)
-                return conversation_prefix
+                return _mark(fields.input, marks), False
         if messages is _UNSET:
-            if fields.prompt is not _UNSET:
-                conversation_prefix.append(bytes(memoryview(fields.prompt)[:PROMPT_KEY_BYTES]))
-            return conversation_prefix
-        for message in messages:
-            role, content = message.role, message.content
-            conversation_prefix.append(b"" if role is _UNSET else role)
-            if content is not _UNSET:
-                conversation_prefix.append(content)
-            if role == _USER:
+            return b"" if fields.prompt is _UNSET else _mark_of_prompt(fields.prompt), False
+        found, goes_on = opening(_said(messages, marks))
+        if found:
+            return found, goes_on
+        first = messages[0].content if messages else _UNSET
+        for raw in (first, fields.system, fields.instructions):
+            if raw is not _UNSET:
+                found = _mark(raw, marks) or xxh3_128_digest(raw)
                 break
-        return conversation_prefix
+        return found, goes_on
+
+
+def _said(messages: list[Message], marks: Marks) -> Iterator[tuple[str, bytes]]:
+    """Yield the role and the mark of each message."""
+    for message in messages:
+        role, content = message.role, message.content
+        if role == _USER:
+            yield "user", b"" if content is _UNSET else _mark(content, marks)
+        else:
+            is_system = role in (_SYSTEM, _DEVELOPER)
+            yield "system" if is_system else "assistant", b""  # or a call, or its result
+
+
+def _mark(raw: Any, marks: Marks) -> bytes:  # Any: bytes, or msgspec's Raw
+    """The `mark` of a message's content: a text, or a list of parts."""
+    digest = xxh3_128_digest(raw)
+    known = marks.get(digest)
+    if known is None:
+        known = _mark_of(raw)
+        if len(marks) >= MARKS_KEPT:
+            marks.clear()
+        marks[digest] = known
+    return known
+
+
+def _mark_of(raw: Any) -> bytes:  # Any: bytes, or msgspec's Raw
+    first = bytes(memoryview(raw)[:1])
+    if first == _QUOTE:
+        return mark(_text(raw))
+    if first != b"[":
+        return b""
+    try:
+        parts: list[Part] = PARTS.decode(raw)
+    except UNREADABLE_JSON:  # token ids, texts, or what vLLM refuses
+        return xxh3_128_digest(raw)
+    if len(parts) > MOST_PARTS:
+        parts = parts[: MOST_PARTS // 2] + parts[-MOST_PARTS // 2 :]
+    texts: list[str] = []
+    media: list[bytes] = []
+    for part in parts:
+        if part.text is not _UNSET:
+            texts.append(_text(part.text))
+        for one in (part.image_url, part.video_url, part.input_audio, part.source, part.file):
+            if one is not _UNSET:
+                media.append(xxh3_128_digest(one))
+        if part.file_id is not _UNSET:
+            media.append(xxh3_128_digest(part.file_id))
+    said = mark("\n".join(texts))
+    return xxh3_128_digest(said + b"".join(media)) if media else said
+
+
+def _mark_of_prompt(raw: Any) -> bytes:  # Any: as above
+    beginning = bytes(memoryview(raw)[:PROMPT_KEY_BYTES])
+    if len(beginning) < PROMPT_KEY_BYTES or beginning[:1] != _QUOTE:
+        return _mark_of(beginning) or xxh3_128_digest(beginning)
+    return mark(_cut_text(beginning[1:], -1))
+
+
+def _text(raw: Any) -> str:  # Any: as above
+    """The text of a JSON string; of a long one the beginning and the end."""
+    if len(raw) <= 2 * HALF_TEXT_BYTES:
+        text = _value(raw)
+        return text if isinstance(text, str) else ""
+    view = memoryview(raw)
+    beginning, end = bytes(view[1:HALF_TEXT_BYTES]), bytes(view[-HALF_TEXT_BYTES:-1])
+    return _cut_text(beginning, -1) + _cut_text(end, 0)
+
+
+def _cut_text(data: bytes, side: int) -> str:
+    """Decode a part of a JSON string. side: where it was cut, perhaps inside a character or an
+    escape; 0: at its beginning, -1: at its end."""
+    for _ in range(LONGEST_ESCAPE):
+        text = _value(Raw(b'"%b"' % data))
+        if isinstance(text, str):
+            return text
+        data = data[:-1] if side else data[1:]
+    return ""
 
 
 def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:

@@ -17,6 +17,18 @@ class Message(msgspec.Struct, gc=False):
     content: Value = UNSET
 
 
+class Part(msgspec.Struct, gc=False):
+    """A part of a message's content: what it says, without ids and marks of caches."""
+
+    text: Value = UNSET
+    image_url: Value = UNSET
+    video_url: Value = UNSET
+    input_audio: Value = UNSET
+    source: Value = UNSET
+    file: Value = UNSET
+    file_id: Value = UNSET
+
+
 class RequestFields(msgspec.Struct, gc=False):
     model: Value = UNSET
     user: Value = UNSET
@@ -32,6 +44,10 @@ class RequestFields(msgspec.Struct, gc=False):
     instructions: Value = UNSET
     input: Value = UNSET
     prompt: Value = UNSET
+    prompt_cache_key: Value = UNSET
+    session_id: Value = UNSET
+    litellm_session_id: Value = UNSET
+    conversation: Value = UNSET
 
 
 class TypedFields(RequestFields):
@@ -45,6 +61,7 @@ class LooseFields(RequestFields):
 TYPED = msgspec.json.Decoder(TypedFields)
 LOOSE = msgspec.json.Decoder(LooseFields)
 ITEMS = msgspec.json.Decoder(list[Message])
+PARTS = msgspec.json.Decoder(list[Part])
 
 
 class Tail(msgspec.Struct, gc=False):

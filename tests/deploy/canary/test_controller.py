@@ -113,6 +113,8 @@ async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
         "seen": 3,
         "sessions": 3,
         "missing_in_a_row": 0,
+        "conversations": 6,
+        "in_both_arms": 0,
     }
     assert evidence["guards"]["sessions"] == {"canary": 3, "champion": 3}
     assert evidence["quality"]["groups"] == 4

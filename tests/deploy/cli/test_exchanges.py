@@ -106,7 +106,7 @@ def test_a_session_is_listed_and_exported_by_its_second_name(
 def test_a_session_is_listed_by_the_name_that_the_client_sent(database: Database, run: Run) -> None:
     long = "x" * 300
     keys = [
-        session_key(header=header, user="", conversation_prefix=(), project=project)
+        session_key(header=header, user="", project=project)
         for header, project in (
             ("task-7", "default"),
             ("task-7", "shop"),

@@ -67,7 +67,7 @@ MODEL = "smollm"
 USER = f"user-{MARKER}@example.org"
 SESSION = f"h:task-{MARKER}"
 TRACE = "7" * 32
-LONG_KEY = session_key(header="x" * 300, user="", conversation_prefix=(), project="shop")
+LONG_KEY = session_key(header="x" * 300, user="", project="shop")
 KEYRING = Keyring({"k": b"k" * 32})
 
 

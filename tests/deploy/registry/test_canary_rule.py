@@ -255,6 +255,26 @@ def test_a_skipped_step_waives_neither_the_guards_nor_the_proof(rules: CanarySet
     assert harmed.to == "rolled_back"
 
 
+@pytest.mark.parametrize(
+    ("conversations", "both", "holds"),
+    [(20, 1, False), (20, 2, True), (300, 3, False), (300, 4, True), (0, 0, False)],
+)
+def test_a_step_is_on_hold_while_over_a_hundredth_of_the_conversations_met_both_arms(
+    rules: CanarySettings, conversations: int, both: int, holds: bool
+) -> None:
+    evidence = ramp(arm(3), arm(3), conversations=conversations, in_both_arms=both)
+
+    decision = decide(RAMPING, evidence, rules, 110)
+
+    assert isinstance(decision, Hold) is holds
+    if isinstance(decision, Hold):
+        words = f"step 1 stands: {both} of {conversations} conversations met both arms"
+        assert decision.reason.startswith(words)
+        late = decide(RAMPING, evidence, rules, 100 + rules.step_max_s)
+        assert isinstance(late, Move)
+        assert (late.to, late.reason) == ("inconclusive", words)
+
+
 def test_the_last_step_promotes(rules: CanarySettings) -> None:
     decision = decide(replace(RAMPING, step=1), ramp(arm(3), arm(3)), rules, 110)
 

@@ -395,7 +395,9 @@ def check_peek(peek: RequestPeek) -> None:
     for surface in (CHAT, COMPLETIONS, MESSAGES):
         peek.may_ask_token_ids(surface.surface)
         peek.may_ask_logprobs(surface.surface)
-    assert isinstance(peek.conversation_prefix(), list)
+    assert len(peek.opening({})[0]) in (0, 16)
+    assert isinstance(peek.session_name(), str)
+    assert isinstance(peek.agent_session(), str)
     assert isinstance(peek.user, str)
     assert (peek.model is None) or peek.model in [v for k, v in before if k == "model"]
     if peek.model_json is None or not peek.asks_nothing_of_ours:

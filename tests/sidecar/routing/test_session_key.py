@@ -9,16 +9,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sidecar.bounds import PROJECT
-from sidecar.relay.payload.peek import peek_request
 from sidecar.routing.session_key import (
-    LONG_PIECE_BYTES,
     LONGEST_NAME_BYTES,
+    MOST_OPENINGS,
+    KnownSessions,
     header_name,
+    looks_drawn,
     session_key,
     short_name,
+    user_and_session,
 )
 
-PREFIX = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
+OPENING = bytes(range(16))
+UUID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
 
 
 PROJECTS = st.sampled_from(["default", "acme", "a", "ab", "key", "acme.s1"])
@@ -27,64 +30,92 @@ UNSTORABLE = ["a" * (LONGEST_NAME_BYTES + 1), "é" * 128, "a\0b", "a\ud800", "x"
 
 
 def by_header(header: str, project: str = "default") -> str:
-    return session_key(header=header, user="", conversation_prefix=(), project=project)
-
-
-def of(body: bytes, **more: str) -> str:
-    given = {"user": "", **more}
-    return session_key(
-        header=None, conversation_prefix=peek_request(body).conversation_prefix(), **given
-    )
+    return session_key(header=header, user="", project=project)
 
 
 def test_the_key_of_an_opening_never_changes() -> None:
     # Frozen: another value would break every conversation on the day of an upgrade.
-    whole = b'"system"\0"Be short."\0"user"\0"Hi"\0ann\0default'
+    whole = b"000102030405060708090a0b0c0d0e0f\0\0ann\0default\0k1"
     expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
-    assert session_key(header=None, user="ann", conversation_prefix=PREFIX) == expected
-    assert expected == "m:41c54ffa72bb2d524e27e9b242af8b5c"
+    assert session_key(header=None, user="ann", opening=OPENING, key_id="k1") == expected
+    assert expected == "m:9580fc526cbe75dbe2f72c0eeb19a69e"
 
 
-def test_a_long_message_stands_in_the_key_by_its_digest() -> None:
-    # Frozen, as above. The digest is XXH3's of 128 bits, which its authors keep as it is.
-    long = b'"' + b"x" * LONG_PIECE_BYTES + b'"'
-    digest = bytes.fromhex("9c7342f995d214e39af8b486a522058e")
-    whole = b'"user"\0' + b"xxh3:" + digest + b"\0ann\0default"
-    expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
-    assert session_key(header=None, user="ann", conversation_prefix=[b'"user"', long]) == expected
+def test_a_name_counts_for_its_project_key_and_user() -> None:
+    names = [
+        session_key(header=None, user=user, name=name, project=project, key_id=key)
+        for name in ("s1", "s2", "x" * 300)
+        for user in ("", "ann")
+        for project in ("default", "p")
+        for key in ("", "k1")
+    ]
+
+    assert len(set(names)) == 24
+    assert {name[:2] for name in names} == {"n:"}
+    assert {len(name) for name in names} == {34}
 
 
-def test_long_messages_that_differ_in_a_byte_are_two_conversations() -> None:
-    long = b'{"messages":[{"role":"user","content":"%b"}]}'
-    texts = [b"x" * LONG_PIECE_BYTES, b"x" * (LONG_PIECE_BYTES // 2) + b"y"]
-    texts[1] += b"x" * (LONG_PIECE_BYTES - len(texts[1]))
-    assert len(texts[0]) == len(texts[1])
+def test_a_name_stays_apart_from_an_opening_and_says_more_than_it() -> None:
+    named = session_key(header=None, user="", name="s1", opening=OPENING)
 
-    assert of(long % texts[0]) != of(long % texts[1])
-    assert of(long % texts[0]) == of(long % texts[0])
+    assert named == session_key(header=None, user="", name="s1")
+    assert named != session_key(header=None, user="", hint="s1", opening=OPENING)
 
 
-def test_later_turns_and_what_else_a_message_holds_do_not_count() -> None:
-    first = of(
-        b'{"messages":[{"role":"system","content":"Be short."},{"role":"user","content":"Hi"}]}'
-    )
-    later = of(
-        b'{"messages":[{"content":"Be short.","role":"system"},'
-        b'{"content":"Hi","role":"user","name":"x"},'
-        b'{"role":"assistant","content":"Hello"},{"role":"user","content":"Bye"}],"n":1}'
-    )
+def test_a_name_of_more_than_eight_openings_is_shared() -> None:
+    known = KnownSessions()
+    few = [known.is_shared("n:1", bytes([one]), goes_on=False) for one in range(MOST_OPENINGS)]
+    again = [known.is_shared("n:1", bytes([one]), goes_on=False) for one in range(MOST_OPENINGS)]
+    later = [known.is_shared("n:1", bytes([one]), goes_on=True) for one in range(100)]
 
-    assert first == later == session_key(header=None, user="", conversation_prefix=PREFIX)
+    assert MOST_OPENINGS == 8
+    assert not any(few + again + later)
+    assert known.is_shared("n:1", b"one more", goes_on=False)
+    assert known.is_shared("n:1", bytes([0]), goes_on=True), "from now on, whatever the opening"
+    assert not known.is_shared("n:2", b"one more", goes_on=False)
+
+
+@pytest.mark.parametrize(
+    ("user_id", "expected"),
+    [
+        (f"user_0a1b_account_7c_session_{UUID}", ("user_0a1b_account_7c", UUID)),
+        (f"user_0a1b_account__session_{UUID}", ("user_0a1b_account_", UUID)),
+        (
+            f'{{"device_id":"d1","account_uuid":"","session_id":"{UUID}"}}',
+            ("d1", UUID),
+        ),
+        (f'{{"account_uuid":"a1","session_id":"{UUID}"}}', ("a1", UUID)),
+        (f'{{"session_id":"{UUID}"}}', ("", UUID)),
+        ('{"session_id":7}', ('{"session_id":7}', "")),
+        ("{not json", ("{not json", "")),
+        ("ann", ("ann", "")),
+        ("ann_session_", ("ann_session_", "")),
+        ("_session_x", ("_session_x", "")),
+        ("", ("", "")),
+    ],
+)
+def test_the_session_that_coding_agents_put_into_the_users_name(
+    user_id: str, expected: tuple[str, str]
+) -> None:
+    assert user_and_session(user_id) == expected
+
+
+def test_an_id_that_was_drawn_is_told_from_the_name_of_an_application() -> None:
+    drawn = [UUID, UUID.replace("-", ""), "ses_4f2a91c07ffe8Kq3", "01JDPKZ5T4W8Q3"[:16] + "99"]
+    named = ["", "support-bot", "customer-support-agent-v2", "1234", "tickets of 2026-11-27 08:15"]
+
+    assert all(map(looks_drawn, drawn))
+    assert not any(map(looks_drawn, named))
 
 
 def test_the_header_wins() -> None:
-    assert session_key(header="s-1", user="ann", conversation_prefix=PREFIX) == "h:s-1"
-    assert session_key(header="s-1", user="", conversation_prefix=(), project="p") == "h:p/s-1"
+    assert session_key(header="s-1", user="ann", opening=OPENING) == "h:s-1"
+    assert session_key(header="s-1", user="", project="p") == "h:p/s-1"
 
 
 def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
     keys = {
-        session_key(header=None, user=user, conversation_prefix=PREFIX, project=project)
+        session_key(header=None, user=user, opening=OPENING, project=project)
         for user in ("", "ann", "bob")
         for project in ("default", "p")
     }
@@ -94,17 +125,16 @@ def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
 
 def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> None:
     keys = {
-        session_key(header=None, user=user, conversation_prefix=(), key_id=key)
+        session_key(header=None, user=user, key_id=key)
         for user in ("", "ann")
         for key in ("k1", "k2")
     }
 
     assert len(keys) == 4
-    with_prefix = {
-        session_key(header=None, user="", conversation_prefix=PREFIX, key_id=key)
-        for key in ("k1", "k2")
+    with_opening = {
+        session_key(header=None, user="", opening=OPENING, key_id=key) for key in ("k1", "k2")
     }
-    assert len(with_prefix) == 1
+    assert len(with_opening) == 2
 
 
 def test_a_header_of_one_project_names_no_session_of_another() -> None:
@@ -161,15 +191,18 @@ def test_headers_that_are_not_text_stay_apart_from_those_that_are() -> None:
     assert header_name(None) == header_name(b"  ") == ""
 
 
-@given(st.text("a\0:", max_size=4), PROJECTS, PROJECTS, st.text("a0", max_size=3))
-def test_a_request_that_opens_with_nothing_is_in_no_session_of_another_project(
-    user: str, project: str, other: str, key_id: str
+@given(st.tuples(*[st.text("a0:", max_size=3)] * 4), st.tuples(*[st.text("a0:", max_size=3)] * 4))
+def test_each_sender_and_hint_have_a_key_of_their_own(
+    one: tuple[str, str, str, str], other: tuple[str, str, str, str]
 ) -> None:
-    """A user may bring zeros, by which the pieces of a key are told apart."""
-    named_by_key = session_key(
-        header=None, user=short_name(user), conversation_prefix=(), project=project, key_id=key_id
-    )
-    opened = session_key(
-        header=None, user=project, conversation_prefix=[short_name(user).encode()], project=other
-    )
-    assert named_by_key != opened
+    def key(user: str, project: str, key_id: str, hint: str) -> str:
+        return session_key(
+            header=None,
+            user=short_name(user),
+            opening=OPENING,
+            project=project,
+            key_id=key_id,
+            hint=hint,
+        )
+
+    assert (key(*one) == key(*other)) is (one == other)

@@ -7,7 +7,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from hashlib import sha256
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from sidecar.records import Assignment
 from sidecar.relay.flight.accounts import REMEMBERED, Accounts
 from sidecar.routing import assignment
 from sidecar.routing.assignment import CompiledRouting, bucket
-from sidecar.routing.session_key import session_key as name_of
 from sidecar.routing.table import RoutingTable
 
 TABLE = RoutingTable(
@@ -129,26 +127,6 @@ def test_where_nobody_is_split_no_session_is_kept() -> None:
         assert kept_bytes(table, names(1_000, 200)) < 50_000
         routing = CompiledRouting(table)
         assert {routing.routes(f"k{number}") for number in range(100)} == {routing.routes("")}
-
-
-# -- session keys
-
-prefixes = st.lists(st.binary(max_size=12).map(lambda text: text.replace(b"\x00", b"")), max_size=4)
-words = st.text(st.characters(exclude_characters="\x00"), max_size=6)
-
-
-@given(prefixes, words, words, words)
-def test_a_session_is_named_by_the_hash_of_its_prefix_and_user(
-    prefix: list[bytes], user: str, project: str, key_id: str
-) -> None:
-    who = [user, project] if prefix else [user, project, "key:" + key_id]
-    pieces = [*prefix, *(word.encode("utf-8", "surrogatepass") for word in who)]
-
-    name = name_of(
-        header=None, user=user, conversation_prefix=prefix, project=project, key_id=key_id
-    )
-
-    assert name == "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]
 
 
 # -- counters

@@ -237,41 +237,6 @@ def test_completions_are_asked_only_for_what_changes_nothing_else(
     assert asked == (ids, logprobs)
 
 
-@pytest.mark.parametrize(
-    ("body", "prefix"),
-    [
-        (
-            b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":"u"},'
-            b'{"role":"assistant","content":"a"}]}',
-            [b'"system"', b'"s"', b'"user"', b'"u"'],
-        ),
-        (b'{"messages":[{"role":"system","x":[{}]}]}', [b'"system"']),
-        (b'{"messages":[1]}', []),
-        (b'{"messages":{"role":"user"}}', []),
-        (b"{}", []),
-        # Anthropic's messages
-        (
-            b'{"system":"s","messages":[{"role":"user","content":[{"type":"text"}]}]}',
-            [b'"s"', b'"user"', b'[{"type":"text"}]'],
-        ),
-        # responses
-        (b'{"instructions":"s","input":"u"}', [b'"s"', b'"u"']),
-        (
-            b'{"input":[{"role":"user","content":"u"},{"role":"user","content":"w"}]}',
-            [b'"user"', b'"u"'],
-        ),
-        # completions
-        (b'{"prompt":"p"}', [b'"p"']),
-        # Read by Python's json
-        (b'{"temperature":NaN,"messages":[{"role":"user","content":"u"}]}', [b'"user"', b'"u"']),
-    ],
-)
-def test_the_conversation_prefix_ends_with_the_first_user_message(
-    body: bytes, prefix: list[bytes]
-) -> None:
-    assert [bytes(piece) for piece in peek_request(body).conversation_prefix()] == prefix
-
-
 @given(BODY, st.booleans(), st.sampled_from(["m", 'a"b', "\u00e9"]))
 def test_the_fast_way_does_what_the_slow_way_does_or_nothing(
     value: dict[str, object], spaced: bool, model: str
