@@ -48,6 +48,27 @@ def sorted_reply(*headers: tuple[bytes, bytes]) -> ReplyHeaders:
     return heads[-1].headers
 
 
+def test_of_the_names_of_a_session_the_one_of_the_lowest_rank_counts_and_all_are_passed_on() -> (
+    None
+):
+    sent = [
+        (b"X-Acme-Session-Id", b"of any client"),
+        (b"X-Session-Id", b"child"),
+        (b"X-Session-Affinity", b"child"),
+        (b"x-parent-session-id", b"parent"),
+        (b"X-Parent-Session-Id", b"again"),
+        (b"session-id", b""),
+    ]
+
+    headers = [sorted_request(*sent[:count]) for count in range(len(sent) + 1)]
+
+    names = [b"", b"of any client", b"child", b"child", b"parent", b"parent", b"parent"]
+    assert [one.session_name for one in headers] == names
+    assert headers[-1].lines == [name + b": " + value for name, value in sent]
+    assert sorted_request((b"session-id", b" ")).session_name == b""
+    assert sorted_request((b"x-request-id", b"r")).session_name == b""
+
+
 def test_a_request_head_keeps_order_and_spelling_and_drops_what_is_the_connections() -> None:
     headers = sorted_request(
         (b"User-AGENT", b"me"),
