@@ -48,8 +48,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
 
     index: int
     message: bytes
-    """The assistant message as JSON in the form of chat completions, on every surface: `role`,
-    `content`, `reasoning`, `tool_calls` merged by index."""
+    """The assistant message as JSON in the form of chat completions, on every surface, whole or
+    streamed: `sidecar.replies.parts.canonical`."""
     finish_reason: str | None = None
     """In the words of chat completions, on every surface: stop, length, tool_calls, ..."""
     token_ids: tuple[int, ...] = ()

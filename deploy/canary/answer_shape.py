@@ -10,15 +10,14 @@ import msgspec
 from deploy.evidence.quality import FLAWS, Flaw
 from ingest.reward_watch.traits import traits_of
 from ingest.verifiers.bounded import fits
+from sidecar.replies.parts import answer_text
 
 
 def is_short(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """Return True for an answer that the token limit cut, or without content and tool calls."""
+    """Return True for an answer that the token limit cut, or without words and tool calls."""
     if finish_reason == "length":
         return True
-    content = message.get("content")
-    says_something = bool(content.strip()) if isinstance(content, str) else bool(content)
-    return not says_something and not message.get("tool_calls")
+    return not answer_text(message).strip() and not message.get("tool_calls")
 
 
 def flaws_of(

@@ -24,6 +24,7 @@ from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.lines import public_model
+from sidecar.replies.parts import answer_text
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
 
@@ -172,7 +173,7 @@ def as_rows(
         {
             "arm": one.arm,
             "adapter": one.adapter,
-            "content": one.message.get("content") if stored[place] else None,
+            "content": (answer_text(one.message) or None) if stored[place] else None,
             "tool_calls": (one.message.get("tool_calls") or []) if stored[place] else [],
             **({} if stored[place] else {"left_out": "private"}),
             "finish_reason": one.finish_reason,

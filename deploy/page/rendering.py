@@ -18,6 +18,7 @@ from deploy.records import LOADS, comes_next
 from ingest.verifiers.records import check_words
 from sidecar.hiding import hide_in_url
 from sidecar.plurals import counted
+from sidecar.replies.parts import answer_text
 
 FOLDER: Final = Path(__file__).parent
 _TYPES = {
@@ -114,14 +115,11 @@ def commands_as_code(text: str) -> Markup:
 
 
 def message_text(message: object) -> str:
-    """What a chat message says: its content, part after part, then its tool calls."""
+    """What a chat message says: its words (`answer_text`), then its tool calls."""
     if not isinstance(message, Mapping):
         return str(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [one.get("text", "") if isinstance(one, Mapping) else one for one in content]
-        content = "\n".join(str(part) for part in parts)
-    found = [str(content)] if content else []
+    words = answer_text(message)
+    found = [words] if words else []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         asked = call.get("function") if isinstance(call, Mapping) else None

@@ -50,13 +50,8 @@ LEFT_OUT = (NEW, BACKLOG, RATE)
 
 
 def answers_digest(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Hash answers by what the judge saw of them, in order. Pure.
-
-    A whole reply holds null where a stream holds "", so the two count as equal.
-    """
-    shown = [
-        {**shown_answer(message), "content": message.get("content") or ""} for message in messages
-    ]
+    """Hash answers by what the judge saw of them, in order. Pure."""
+    shown = [shown_answer(message) for message in messages]
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,8 +1,9 @@
 """Which parts of messages a judge sees, and when two messages look the same to it. Pure.
 
 Ids of tool calls are drawn by the server and say nothing. A next action is shown without them; in
-a trajectory, where results refer to calls, calls are numbered. Reasoning is shown when asked for.
-Images, sound and files are shown by a placeholder (`media.py`).
+a trajectory, where results refer to calls, calls are numbered. Their arguments are written in one
+way, as streams and whole replies differ in their spaces. Reasoning is shown when asked for. Images,
+sound and files are shown by a placeholder (`media.py`), and speech by its transcript.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from ingest.errors import JudgeReplyError
 from ingest.judge_prompt.media import without_media
+from sidecar.replies.parts import WITHHELD, dumped
 
 REASONING = ("reasoning", "reasoning_content")
 """Names under which vLLM and clients of it give an answer's reasoning: newer and older."""
@@ -25,15 +27,13 @@ _MORE_THOUGHTS = (*REASONING, "thinking_blocks", "reasoning_details")
 def shown_answer(message: Mapping[str, Any], *, show_reasoning: bool = False) -> dict[str, Any]:
     """Return the parts of an assistant message that the judge sees, as a next action.
 
-    These are its content, its tool calls by name and arguments, and, if asked for, its reasoning.
+    These are its content, with what a tool parser kept back of it, its refusal, its transcript, its
+    tool calls by name and arguments, and, if asked for, its reasoning. An answer that says nothing
+    has an empty content, never null.
     """
     shown = _said(message, show_reasoning=show_reasoning)
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    if calls:
-        shown["tool_calls"] = [
-            {"name": call.get("name"), "arguments": call.get("arguments")} for call in calls
-        ]
-    return shown
+    calls = [_call(function) for _, function in _calls(message)]
+    return {**shown, "tool_calls": calls} if calls else shown
 
 
 def shown_context(message: Mapping[str, Any], *, show_reasoning: bool = False) -> Mapping[str, Any]:
@@ -71,13 +71,7 @@ def shown_trajectory(
             count += 1
             if call is not None:
                 numbers[str(call)] = f"call_{count}"
-            calls.append(
-                {
-                    "id": f"call_{count}",
-                    "name": function.get("name"),
-                    "arguments": function.get("arguments"),
-                }
-            )
+            calls.append({"id": f"call_{count}", **_call(function)})
         if calls:
             shown["tool_calls"] = calls
         answered = message.get("tool_call_id")
@@ -93,7 +87,7 @@ def looks(shown: Mapping[str, Any]) -> str:
 
     shown: made by `shown_answer` or `shown_trajectory`.
     """
-    made = {**shown, "content": shown.get("content") or ""}  # null in a whole reply, "" in a stream
+    made = {**shown}
     if "tool_calls" in made:
         made["tool_calls"] = [{**call} for call in made["tool_calls"]]
         for call in made["tool_calls"]:
@@ -112,11 +106,29 @@ def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said(message: Mapping[str, Any], *, show_reasoning: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
     content = without_media(message.get("content"))
-    if not show_reasoning:
-        return {"content": _plain(content)}
-    thought = next((message[name] for name in REASONING if message.get(name)), None)
-    return {"content": content} if thought is None else {"reasoning": thought, "content": content}
+    if show_reasoning:
+        thought = next((message[name] for name in REASONING if message.get(name)), None)
+        shown = {} if thought is None else {"reasoning": thought}
+    else:
+        content = _plain(content)
+    shown["content"] = "" if content is None else content
+    if isinstance(shown["content"], str):
+        shown["content"] += message.get(WITHHELD) or ""
+    audio = message.get("audio")
+    spoken = audio.get("transcript") if isinstance(audio, Mapping) else None
+    for name, words in (("refusal", message.get("refusal")), ("transcript", spoken)):
+        if words:
+            shown[name] = words
+    return shown
+
+
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    with suppress(ValueError, TypeError, RecursionError):  # no JSON text: as it is
+        arguments = dumped(json.loads(arguments or "", object_pairs_hook=unique_names))
+    return {"name": function.get("name"), "arguments": arguments}
 
 
 def _plain(content: Any) -> Any:  # Any: JSON

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from sidecar.replies.parts import answer_text
+
 Fault = Literal["unknown_tool", "not_json", "against_schema", "unreadable"]
 MOST_CALLS = 32
 """Calls of an answer that are looked at."""
@@ -42,9 +44,8 @@ def fault_of_calls(message: Mapping[str, Any], tools: object) -> Fault | None:
     """
     calls = message.get("tool_calls")
     if not calls:
-        content = message.get("content")
         offered = isinstance(tools, list) and bool(tools)
-        return "not_json" if offered and isinstance(content, str) and leaks(content) else None
+        return "not_json" if offered and leaks(answer_text(message)) else None
     if not isinstance(calls, list):
         return "unreadable"
     schemas = _schemas(tools)

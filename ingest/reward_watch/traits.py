@@ -6,7 +6,6 @@ that decodes its JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +14,7 @@ import msgspec
 from ingest.reward_watch.repetition import LOOPS, TAIL, repeated_share
 from ingest.reward_watch.tool_calls import fault_of_calls
 from ingest.reward_watch.wording import HEAD, is_clarifying, is_refusal
+from sidecar.replies.parts import answer_text
 
 Kind = Literal["refusal", "clarifying", "invalid_call", "repetition", "empty", "cut"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -47,11 +47,11 @@ def traits_of(message: bytes, *, finish_reason: str | None, tools: object) -> Tr
         parsed = msgspec.json.decode(message, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the message is no JSON object: {error}") from error
-    text = text_of(parsed)
+    text = answer_text(parsed)
     calls = bool(parsed.get("tool_calls"))
     own = text.strip() if len(text) <= HEAD else text
     return Traits(
-        refusal=not calls and is_refusal(own),
+        refusal=not calls and (bool(parsed.get("refusal")) or is_refusal(own)),
         clarifying=not calls and is_clarifying(own),
         invalid_call=fault_of_calls(parsed, tools) is not None,
         repetition=repeated_share(text[-TAIL:]) >= LOOPS,
@@ -68,14 +68,3 @@ def needs_tools(message: bytes) -> bool:
         or b"<function=" in message
         or (b"<|python_tag|>" in message or b"[TOOL_CALLS]" in message)
     )
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of an assistant message; that of its text parts, if it has parts."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    parts = (part.get("text") for part in content if isinstance(part, dict))
-    return "\n".join(part for part in parts if isinstance(part, str))

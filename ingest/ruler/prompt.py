@@ -7,7 +7,7 @@ blocks whose delimiter lines carry a nonce, escaped so that it can neither open 
 
     <conversation-NONCE>            one message a line
     <tools-NONCE>                   one tool a line; left out when there are none
-    <answer-NONCE id="a1b2c3d">     one line: {"content": ..., "tool_calls": [...]}
+    <answer-NONCE id="a1b2c3d">     one line: {"content": ..., "refusal": ..., "tool_calls": [...]}
 
 or, where whole trajectories are judged, what they have in common and what they do not:
 
@@ -36,7 +36,7 @@ from ingest.judge_prompt.shown import shown_answer, shown_context
 from ingest.judge_prompt.tokens import estimate_tokens
 from sidecar.settings import Judge
 
-WORDING = "4"
+WORDING = "5"
 """Version of the instructions below and of what is shown. It is part of `rubric_hash`: other words
 give other scores."""
 

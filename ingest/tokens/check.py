@@ -10,10 +10,12 @@ parser wants them shown) and not the token that ended the answer; it cuts a stop
 of its token; it does not show an incomplete character at the end; the space of the first token may
 belong to the prompt; a reasoning parser removes an empty thinking block.
 
-**Parsed messages** (tool calls, reasoning) consist of pieces of the text. Each piece must be in the
-decoded text, in this order: reasoning, content, the names of the called tools. Each key, string and
-whole number of the arguments must be anywhere in it; a parser may rewrite arguments (spaces,
-quotes, escapes), so white space is not compared there.
+A text that a tool parser kept back (`withheld`) counts as text, without its spaces.
+
+**Parsed messages** (tool calls, reasoning, refusal) consist of pieces of the text. Each piece must
+be in the decoded text, in this order: reasoning, content, refusal, the names of the called tools.
+Each key, string and whole number of the arguments must be anywhere in it; a parser may rewrite
+arguments (spaces, quotes, escapes), so white space is not compared there.
 
 **Not detected**: a wrong id among special tokens that are not shown, in the markup that a parser
 removes, or in the spaces and fractions of arguments; ids that decode to the same text. The
@@ -31,6 +33,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from sidecar.records import Choice, Exchange
+from sidecar.replies.parts import WITHHELD
 
 DISAGREES: Final = "ids_do_not_decode"
 """`untrainable_reason` of an exchange whose ids do not belong to its text."""
@@ -99,15 +102,21 @@ def check_answer(
     content = message.get("content") or ""
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     calls = message.get("tool_calls") or []
+    withheld = message.get(WITHHELD) or ""
+    refusal = message.get("refusal") or ""
     if not (isinstance(content, str) and isinstance(reasoning, str) and isinstance(calls, list)):
         return DISAGREES
     texts = _texts(ids, request, prompt[-CONTEXT:], vocabulary)
     try:
         if request.get("echo"):  # the prompt's own text stands before the answer's
             return IN_PARTS if any(text in content for text in texts) else DISAGREES
-        if not reasoning and not calls:
+        if withheld:  # the joined texts of single tokens, which may lack spaces
+            whole = WHITE.sub("", content + withheld)
+            bare = (WHITE.sub("", text) for text in texts)
+            return IN_PARTS if any(_is_text(whole, text, request) for text in bare) else DISAGREES
+        if not reasoning and not refusal and not calls:
             return AGREES if any(_is_text(content, text, request) for text in texts) else DISAGREES
-        parts = [reasoning.strip(), content.strip()]
+        parts = [reasoning.strip(), content.strip(), refusal.strip()]
         return IN_PARTS if any(_holds(text, parts, calls) for text in texts) else DISAGREES
     except OverflowError:
         return DISAGREES

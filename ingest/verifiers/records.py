@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from sidecar.replies.parts import answer_text
+
 ENTRY_POINTS = "learning_sidecar.verifiers"
 """Group of the entry points."""
 WHY_CHARACTERS = 300
@@ -56,12 +58,8 @@ class Case:
 
     @property
     def content(self) -> str:
-        """Text of the answer; empty when it has none. Parts of text are joined."""
-        content = self.message.get("content")
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, dict)]
-            return "".join(text for text in texts if isinstance(text, str))
-        return content if isinstance(content, str) else ""
+        """Words of the answer; empty when it has none. Its refusal and its transcript count."""
+        return answer_text(self.message)
 
     @property
     def tool_calls(self) -> Sequence[Any]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import httpx
-import msgspec
 import structlog
 
 from ingest.errors import (
@@ -26,6 +25,8 @@ from ingest.errors import (
 from ingest.grouping.chat_request import candidate_body
 from ingest.grouping.exchangeable import why_inexact
 from ingest.vllm.load import EngineLoad, parse_load
+from sidecar.replies.choices import read_whole
+from sidecar.replies.parts import UnreadableReplyError, message_json
 
 CHAT_PATH = "/v1/chat/completions"
 METRICS_PATH = "/metrics"
@@ -60,7 +61,7 @@ class SampledAnswer:
     """One answer, with the sampling data that vLLM reports."""
 
     message: bytes
-    """The assistant message as JSON, without empty fields."""
+    """The canonical assistant message as JSON (`sidecar.replies.parts`)."""
     finish_reason: str | None
     token_ids: tuple[int, ...]
     """[S] sampled ids, S >= 1."""
@@ -197,66 +198,31 @@ class VllmSampler:
         return response
 
 
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: dict[str, Any]
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int
-
-
-class _Reply(msgspec.Struct):
-    """The fields of vLLM's reply that are read."""
-
-    model: str
-    choices: list[_Choice]
-    usage: _Usage
-    prompt_token_ids: list[int] | None = None
-
-
 def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
     """Read and check a reply with one choice. Pure. Raises: SamplingError with the defect."""
     try:
-        reply = msgspec.json.decode(body, type=_Reply)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reply = read_whole(body)
+    except (UnreadableReplyError, RecursionError) as error:
         raise SamplingError(f"not a reply: {error}") from error
-    if reply.model != asked:
-        raise SamplingError(f"asked {asked}, {reply.model} answered")
+    if reply.completion_tokens is None:
+        raise SamplingError("not a reply: it has no usage")
+    if reply.models != {asked}:
+        raise SamplingError(f"asked {asked}, {', '.join(reply.models) or 'nobody'} answered")
     if len(reply.choices) != 1:
         raise SamplingError(f"asked for 1 choice, got {len(reply.choices)}")
-    choice = reply.choices[0]
-    content = (choice.logprobs.content if choice.logprobs is not None else None) or []
-    token_ids = tuple(choice.token_ids or ())
-    logprobs = tuple(entry.logprob for entry in content)
-    problem = why_inexact(token_ids, logprobs)
-    if problem is None and len(token_ids) != reply.usage.completion_tokens:
-        problem = f"{len(token_ids)} token ids for {reply.usage.completion_tokens} tokens"
+    (choice,) = reply.choices.values()
+    problem = why_inexact(choice.token_ids, choice.logprobs)
+    if problem is None and len(choice.token_ids) != reply.completion_tokens:
+        problem = f"{len(choice.token_ids)} token ids for {reply.completion_tokens} tokens"
     if problem is None and not reply.prompt_token_ids:
         problem = "no_prompt_token_ids"
     if problem is not None:
         raise SamplingError(problem)
-    # `content` stays even when it is empty: an assistant message must have it.
-    fields = {
-        name: value
-        for name, value in choice.message.items()
-        if name in ("role", "content") or value not in (None, [], {})
-    }
     return SampledAnswer(
-        message=msgspec.json.encode(fields),
+        message=message_json(choice.message),
         finish_reason=choice.finish_reason,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        prompt_token_ids=tuple(reply.prompt_token_ids or ()),
-        model=reply.model,
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+        prompt_token_ids=reply.prompt_token_ids,
+        model=asked,
     )

@@ -19,8 +19,14 @@ from sidecar.records import (
     Surface,
     Timings,
 )
-from sidecar.replies.check import untrainable
-from sidecar.replies.parts import ReadChoice, ReadReply, UnreadableReplyError, message_json
+from sidecar.replies.check import untrainable, withheld
+from sidecar.replies.parts import (
+    WITHHELD,
+    ReadChoice,
+    ReadReply,
+    UnreadableReplyError,
+    message_json,
+)
 from sidecar.replies.reading import read_reply
 
 
@@ -33,7 +39,7 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     """
     request = _request(raw.request)
     sampling, sampling_known = _sampling(request, raw.surface)
-    reply, choices, readable = _read(raw)
+    reply, choices, readable = _read(raw, tools=request.offers_tools)
     outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
     reason: str | None
     if outcome != "ok":
@@ -43,7 +49,8 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     elif not sampling_known:
         reason = "unreadable_sampling"
     else:
-        reason = untrainable(reply, raw.surface, raw.route.upstream_model)
+        asked = raw.route.upstream_model
+        reason = untrainable(reply, raw.surface, asked, tools=request.offers_tools)
     turn_id = (turns or Turns(0)).name(
         raw.exchange_id,
         project=raw.project,
@@ -127,23 +134,24 @@ def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
     )
 
 
-def _read(raw: RawCapture) -> tuple[ReadReply, tuple[Choice, ...], bool]:
+def _read(raw: RawCapture, *, tools: bool) -> tuple[ReadReply, tuple[Choice, ...], bool]:
     """Return the reply, its choices, and whether the reply could be read.
 
     The readable part of a cut or failed reply is kept.
     """
     try:
         reply = read_reply(raw.surface, raw.reply or (), streamed=raw.streamed)
-        return reply, tuple(map(_choice, sorted(reply.choices.items()))), True
+        choices = sorted(reply.choices.items())
+        return reply, tuple(_choice(at, one, tools=tools) for at, one in choices), True
     except (UnreadableReplyError, RecursionError):  # RecursionError: nested too deeply
         return ReadReply(), (), False
 
 
-def _choice(read: tuple[int, ReadChoice]) -> Choice:
-    index, choice = read
+def _choice(index: int, choice: ReadChoice, *, tools: bool) -> Choice:
+    kept_back = withheld(choice) if tools else ""
     return Choice(
         index=index,
-        message=message_json(choice.message),
+        message=message_json({**choice.message, WITHHELD: kept_back}),
         finish_reason=_word(choice.finish_reason),
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
@@ -165,6 +173,11 @@ class _Request(msgspec.Struct, gc=False):
     max_tokens: object = None
     max_completion_tokens: object = None
     max_output_tokens: object = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def offers_tools(self) -> bool:
+        return bytes(self.tools) not in (b"null", b"[]")
 
 
 _REQUEST = msgspec.json.Decoder(_Request)

@@ -18,6 +18,7 @@ from sidecar.replies.parts import (
     UnreadableReplyError,
     decode,
     documents,
+    dumped,
 )
 
 MAX_BLOCKS = 1024
@@ -148,7 +149,15 @@ def _piece(delta: _Delta) -> str:
 
 
 def _arguments(block: _Block) -> str:
-    return "" if block.input is None else json.dumps(block.input, ensure_ascii=False)
+    return "" if block.input is None else dumped(block.input)
+
+
+def _rewritten(arguments: str) -> str:
+    """Write streamed arguments as those of a whole reply are; as they came when they are cut."""
+    try:
+        return dumped(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _add_message(reply: ReadReply, message: _Message) -> None:
@@ -165,7 +174,7 @@ def _assistant(blocks: Iterable[tuple[_Block, str]]) -> JsonObject:
     calls: list[JsonObject] = []
     for block, text in blocks:
         if block.type == "tool_use":
-            function = {"name": block.name, "arguments": text}
+            function = {"name": block.name, "arguments": _rewritten(text)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "thinking":
             thoughts.append(text)

@@ -16,13 +16,17 @@ TEXT_SURFACES: frozenset[Surface] = frozenset({"responses", "messages"})
 """Surfaces on which vLLM gives no token ids."""
 _TOKEN_AS_ID = "token_id:"
 _LOST_CHARACTER = "\ufffd"
+_PARTS = ("tool_calls", "reasoning", "refusal")
+"""Parts of an answer that a parser takes out of the sampled text."""
 
 
-def untrainable(reply: ReadReply, surface: Surface, asked: str) -> str | None:
+def untrainable(
+    reply: ReadReply, surface: Surface, asked: str, *, tools: bool = True
+) -> str | None:
     """Return why a complete, readable reply must not be trained on, or None.
 
     docs/data-dictionary.md lists the reasons.
-    asked: the model name in the request to vLLM.
+    asked: the model name in the request to vLLM. tools: the request may have offered tools.
     """
     choices = list(reply.choices.values())
     if not choices:
@@ -47,12 +51,12 @@ def untrainable(reply: ReadReply, surface: Surface, asked: str) -> str | None:
         if not isfinite(sum(choice.logprobs)):
             return "logprobs_not_finite"
     for choice in choices:
-        if not text_agrees(choice):
+        if not text_agrees(choice, tools=tools):
             return "text_mismatch"
     return None
 
 
-def text_agrees(choice: ReadChoice) -> bool:
+def text_agrees(choice: ReadChoice, *, tools: bool) -> bool:
     """Return True if the tokens named by the log-probabilities make up the served text.
 
     A plain text must equal the joined tokens, with three exceptions. The token or stop string that
@@ -62,10 +66,14 @@ def text_agrees(choice: ReadChoice) -> bool:
     middle, which vLLM leaves out of the text, is no exception.
 
     When a parser took reasoning or tool calls out of the text, only parts can be compared: the
-    content, the reasoning and the name of each call must occur in the sampled text. Arguments are
-    not compared, because parsers rewrite them and not every model writes JSON. This finds token ids
-    that vLLM lost from a stream with a tool parser (vLLM issue 27482) when they belong to a
-    compared part; `usage`, when it was sent, always finds them.
+    content, the reasoning, the refusal and the name of each call must occur in the sampled text.
+    Arguments are not compared, because parsers rewrite them and not every model writes JSON. This
+    finds token ids that vLLM lost from a stream with a tool parser (vLLM issue 27482) when they
+    belong to a compared part; `usage`, when it was sent, always finds them.
+
+    When the request offered tools, the text may be only the beginning of what was sampled: a tool
+    parser sends nothing of a call that it cannot read, such as one that the token limit cut. In a
+    whole reply vLLM gives such a call as content, so it is trained on in either form.
 
     When the client sent `return_tokens_as_token_ids`, the tokens must be the ids.
     """
@@ -79,12 +87,34 @@ def text_agrees(choice: ReadChoice) -> bool:
         return True
     if texts[0].startswith(_TOKEN_AS_ID):
         return texts == [f"{_TOKEN_AS_ID}{token}" for token in choice.token_ids]
-    if message.get("tool_calls") or message.get("reasoning"):
+    if any(message.get(key) for key in _PARTS):
         return _parts_stand_in(choice, _loose(sampled))
     text = content if isinstance(content, str) else ""
-    return _makes_up(choice, text, sampled, _same) or _makes_up(
-        choice, _loose(text), _loose(sampled), _loose
+    loose, loosely_sampled = _loose(text), _loose(sampled)
+    return (
+        _makes_up(choice, text, sampled, _same)
+        or _makes_up(choice, loose, loosely_sampled, _loose)
+        or (tools and loosely_sampled.startswith(loose))
     )
+
+
+def withheld(choice: ReadChoice) -> str:
+    """Return what was sampled behind the text that was served, without the token or stop string
+    that ended the answer: what a tool parser kept back. Empty when the text is all.
+
+    Spaces may be lost where a tokenizer decodes single tokens without them.
+    """
+    texts, message = choice.token_texts, choice.message
+    sampled, text = "".join(texts), message["content"] or ""
+    named = bool(texts) and not texts[0].startswith(_TOKEN_AS_ID)
+    plain = isinstance(text, str) and not any(message.get(key) for key in _PARTS)
+    if not (named and plain and sampled.startswith(text)):
+        return ""
+    behind = sampled[len(text) :]
+    if choice.finish_reason == "stop":
+        stop = choice.stop_reason if isinstance(choice.stop_reason, str) else texts[-1]
+        behind = behind[: behind.rfind(stop)] if stop in behind else ""
+    return behind.rstrip(_LOST_CHARACTER)
 
 
 def _makes_up(choice: ReadChoice, text: str, sampled: str, form: Callable[[str], str]) -> bool:
@@ -109,7 +139,7 @@ def _same(text: str) -> str:
 
 def _parts_stand_in(choice: ReadChoice, sampled: str) -> bool:
     message = choice.message
-    parts = [message.get("content"), message.get("reasoning")]
+    parts = [message.get(key) for key in ("content", "reasoning", "refusal")]
     parts += [call.get("function", {}).get("name") for call in message.get("tool_calls") or ()]
     return all(_loose(part) in sampled for part in parts if isinstance(part, str))
 

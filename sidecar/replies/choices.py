@@ -24,14 +24,22 @@ from sidecar.replies.parts import (
     ReadChoice,
     ReadReply,
     UnreadableReplyError,
+    canonical,
     decode,
     documents,
+    dumped,
     is_done,
+    is_json,
 )
 from sidecar.replies.runs import RUN_BYTES, decode_lines, frame_of
 
 MAX_TOOL_CALLS = 1024
-"""Highest number of tool calls; a larger index is invalid and must not cost memory."""
+"""Highest index of a tool call, and most calls under one index: finding a call takes time for
+each."""
+_LEGACY = -1
+"""Stands for the index of `function_call`, the form before `tool_calls`."""
+_SET = frozenset({"id", "type"})
+"""Texts inside an object of a delta that are given whole, not in pieces."""
 FEW = 8
 """Streams with fewer chunks are read event by event: finding what their events share does not
 pay."""
@@ -72,6 +80,35 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
     return reader.end()
 
 
+class _Call:
+    """A tool call while it grows."""
+
+    __slots__ = ("arguments", "id", "kind", "name")
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.kind = "function"
+        self.name = ""
+        self.arguments: list[str] = []
+
+    def is_before(self, ident: str | None, name: str | None, arguments: object) -> bool:
+        """Return True when a piece with a new id, a name or arguments begins the next call: this
+        one has another id, or has arguments and another name, or its arguments are whole."""
+        if ident and self.id:
+            return True
+        if not self.arguments:
+            return False
+        ends = self.arguments[-1].rstrip().endswith("}")
+        more = isinstance(arguments, str) and arguments.lstrip().startswith("{")
+        if ends and more and is_json("".join(self.arguments)):
+            return True
+        return bool(name) and name != self.name
+
+    def end(self) -> JsonObject:
+        function = {"name": self.name or None, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": self.kind, "function": function}
+
+
 class _Growing:
     """One answer of a stream while it grows. Texts are kept in pieces and joined once."""
 
@@ -90,7 +127,8 @@ class _Growing:
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {"content": []}
         self.others: JsonObject = {}
-        self.calls: list[JsonObject] = []
+        self.calls: dict[int, list[_Call]] = {}
+        """Calls by the index that the reply gives them; several may share one."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.token_ids: list[int] = []
@@ -98,23 +136,23 @@ class _Growing:
         self.token_texts: list[str] = []
 
     def add(self, choice: ChoiceFields) -> None:
-        delta = choice.delta
-        if delta is None:
-            delta = choice.message
+        whole = choice.delta is None
+        delta = choice.message if whole else choice.delta
         if delta:
             content = delta.get("content")
             if len(delta) == 1 and type(content) is str:  # nearly every event of a stream
                 self.texts["content"].append(content)
             else:
-                self._merge(delta)
+                self._merge(delta, whole=whole)
         elif choice.text is not None:
             self.texts["content"].append(choice.text)
         if choice.token_ids:
             self.token_ids += choice.token_ids
         if choice.logprobs is not None:
             self._add_logprobs(choice.logprobs)
-        if choice.finish_reason is not None:
-            self.finish_reason = choice.finish_reason
+        if choice.finish_reason:
+            legacy = choice.finish_reason == "function_call"
+            self.finish_reason = "tool_calls" if legacy else choice.finish_reason
             self.stop_reason = choice.stop_reason
 
     def add_usual(self, choices: Sequence[UsualChoice]) -> None:
@@ -141,43 +179,60 @@ class _Growing:
             self.logprobs += [value for value in logprobs.token_logprobs if value is not None]
             self.token_texts += logprobs.tokens or ()
 
-    def _merge(self, delta: JsonObject) -> None:
-        """Add a delta: text is appended, tool calls are merged by index, other fields are set."""
+    def _merge(self, delta: JsonObject, *, whole: bool) -> None:
+        """Add a delta, or a whole message: texts and lists grow, other fields are set."""
         for key, value in delta.items():
             if value is None:
                 continue
             if key == "tool_calls":
-                self._merge_tool_calls(value)
+                for place, call in enumerate(_list(value)):
+                    index = _object(call).get("index")
+                    index = place if whole or index is None else index
+                    if type(index) is not int or not 0 <= index < MAX_TOOL_CALLS:
+                        raise UnreadableReplyError(f"tool call number {index!r}")
+                    self._grow(index, call)
+            elif key == "function_call":
+                self._grow(_LEGACY, {"function": value})
             elif isinstance(value, str) and key != "role":
                 self.texts.setdefault(key, []).append(value)
+            elif isinstance(value, list):
+                self.others[key] = [*(self.others.get(key) or ()), *value]
+            elif isinstance(value, dict):
+                self.others[key] = _joined(self.others.get(key), value)
             else:
                 self.others[key] = value
 
-    def _merge_tool_calls(self, deltas: object) -> None:
-        for place, delta in enumerate(_list(deltas)):
-            index = _object(delta).get("index", place)
-            if not isinstance(index, int) or not 0 <= index < MAX_TOOL_CALLS:
-                raise UnreadableReplyError(f"tool call number {index!r}")
-            while len(self.calls) <= index:
-                self.calls.append({"id": None, "type": "function", "function": {}})
-            call = self.calls[index]
-            for key in ("id", "type"):
-                if delta.get(key) is not None:
-                    call[key] = delta[key]
-            function = call["function"]
-            for key, text in _object(delta.get("function") or {}).items():
-                if text is not None:
-                    function[key] = str(function.get(key) or "") + str(text)
+    def _grow(self, index: int, delta: JsonObject) -> None:
+        """Add a piece of a tool call. Ids and names may be repeated; several calls may have one
+        index."""
+        function = _object(delta.get("function") or {})
+        ident, name, arguments = delta.get("id"), function.get("name"), function.get("arguments")
+        under = self.calls.setdefault(index, [])
+        call = next((one for one in under if ident and one.id == ident), None)
+        if call is None:
+            if not under or under[-1].is_before(ident, name, arguments):
+                if len(under) == MAX_TOOL_CALLS:
+                    raise UnreadableReplyError(f"too many tool calls under index {index}")
+                name = name or (under[-1].name if under else "")
+                under.append(_Call())
+            call = under[-1]
+        call.id = ident or call.id
+        call.kind = delta.get("type") or call.kind
+        if name and name != call.name:
+            call.name += str(name)
+        if arguments:
+            call.arguments.append(arguments if isinstance(arguments, str) else dumped(arguments))
 
     def end(self) -> ReadChoice:
         message = dict(self.others)
         for key, pieces in self.texts.items():
             if pieces:
                 message[key] = "".join(pieces)
-        if self.calls:
-            message["tool_calls"] = self.calls
+        message["tool_calls"] = [
+            call.end() for index in sorted(self.calls) for call in self.calls[index]
+        ]
         return ReadChoice(
-            message=message,
+            message=canonical(message),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             token_ids=tuple(self.token_ids),
@@ -279,3 +334,14 @@ def _object(value: object) -> JsonObject:
     if not isinstance(value, dict):
         raise UnreadableReplyError("a tool call is not an object")
     return value
+
+
+def _joined(old: object, new: JsonObject) -> JsonObject:
+    """Add an object of a delta, such as `audio`: its texts grow, what else it holds is set."""
+    made = dict(old) if isinstance(old, dict) else {}
+    for key, value in new.items():
+        known = made.get(key)
+        grows = isinstance(value, str) and isinstance(known, str) and key not in _SET
+        if value is not None:
+            made[key] = known + value if grows else value
+    return made

@@ -23,7 +23,8 @@ from sidecar.replies.parts import (
 
 MAX_ITEMS = 1024
 _LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
-_TEXT_DELTAS = frozenset({"response.output_text.delta", "response.refusal.delta"})
+_REFUSAL_DELTA = "response.refusal.delta"
+_TEXT_DELTAS = frozenset({"response.output_text.delta", _REFUSAL_DELTA})
 _REASONING_DELTAS = frozenset(
     {"response.reasoning_text.delta", "response.reasoning_summary_text.delta"}
 )
@@ -77,11 +78,12 @@ _EVENT = msgspec.json.Decoder(_Event)
 class _Grown:
     """An item of a stream: its last full state, and the deltas since."""
 
-    __slots__ = ("deltas", "item")
+    __slots__ = ("deltas", "item", "refuses")
 
     def __init__(self) -> None:
         self.item = _Item()
         self.deltas: list[str] = []
+        self.refuses = False
 
     def finished(self) -> _Item:
         text = "".join(self.deltas)
@@ -91,7 +93,7 @@ class _Grown:
         if item.type == "function_call":
             item.arguments = text
         else:
-            item.content = [_Part(type="text", text=text)]
+            item.content = [_Part(refusal=text) if self.refuses else _Part(text=text)]
         return item
 
 
@@ -123,7 +125,7 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
             grown.item, grown.deltas = event.item, []
         elif isinstance(event.delta, str):
             _add_delta(items, event)
-    if not reply.ended and items:
+    if not reply.choices and items:
         finished = [items[index].finished() for index in sorted(items)]
         reply.choices[0] = ReadChoice(message=_message(finished))
     return reply
@@ -140,6 +142,7 @@ def _add_delta(items: dict[int, _Grown], event: _Event) -> None:
     known = event.type in _TEXT_DELTAS or event.type in _REASONING_DELTAS
     if known or event.type == "response.function_call_arguments.delta":
         grown.deltas.append(str(event.delta))
+        grown.refuses = event.type == _REFUSAL_DELTA
         if event.type in _REASONING_DELTAS:
             grown.item.type = "reasoning"
 

@@ -7,7 +7,7 @@ messages in the form of chat completions, and what vLLM reported about the sampl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,9 @@ _BLOCK = 65_536
 """Bytes of a stream that are joined at once. Larger blocks are not faster, and copying and
 splitting a block holds the interpreter lock that the relay's thread needs."""
 _DONE = b"[DONE]"
+WITHHELD = "withheld"
+"""Field of a recorded answer: text that was sampled, and that a tool parser did not send because it
+could not read it as a call, such as one that the token limit cut."""
 
 Document = TypeVar("Document")
 
@@ -118,18 +121,55 @@ def _decode_slowly(decoder: msgspec.json.Decoder[Document], data: bytes) -> Docu
         raise UnreadableReplyError(str(error)) from error
 
 
-def message_json(message: JsonObject) -> bytes:
-    """Return the message as JSON for the record: role, content, then the other fields; empty ones
-    left out."""
-    kept: JsonObject = {
-        "role": message.get("role", "assistant"),
-        "content": message.get("content"),
+def canonical(message: Mapping[str, Any]) -> JsonObject:
+    """Return an assistant message in the one form in which answers are kept, whole or streamed.
+
+    `role`, `content`, then the other fields by name; empty ones are left out. `content` is a text:
+    empty when the answer says nothing, null when it says something elsewhere (a tool call, a
+    refusal, speech). `reasoning_content` is vLLM's older name of `reasoning`.
+    """
+    others = {
+        key: value
+        for key, value in sorted(message.items())
+        if key not in ("role", "content") and value not in (None, "", [], {})
     }
-    for key, value in message.items():
-        if value is not None and value != [] and key not in kept:
-            kept[key] = value
-    if not kept["content"] and "tool_calls" in kept:
-        kept["content"] = None  # whole replies say null, streams ""; both mean no text
+    thought = others.pop("reasoning_content", None)
+    if thought is not None:
+        others = dict(sorted({"reasoning": thought, **others}.items()))
+    elsewhere = any(key in others for key in ("tool_calls", "refusal", "audio"))
+    content = message.get("content") or (None if elsewhere else "")
+    return {"role": message.get("role") or "assistant", "content": content, **others}
+
+
+def dumped(value: Any) -> str:  # Any: JSON
+    """Return arguments of a tool call as JSON text, as vLLM writes them."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def is_json(text: str) -> bool:
+    """Return True when a text is one JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def answer_text(message: Mapping[str, Any]) -> str:
+    """Return the words of an assistant message: the text of its content, the text that a parser
+    kept back (`WITHHELD`), its refusal, and the transcript of its speech."""
+    content, audio = message.get("content"), message.get("audio")
+    parts = content if isinstance(content, list) else [content]
+    words = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    text = "\n".join(one for one in words if isinstance(one, str)) + (message.get(WITHHELD) or "")
+    spoken = audio.get("transcript") if isinstance(audio, dict) else None
+    more = (text, message.get("refusal"), spoken)
+    return "\n".join(one for one in more if isinstance(one, str) and one)
+
+
+def message_json(message: Mapping[str, Any]) -> bytes:
+    """Return the canonical message as JSON for the record."""
+    kept = canonical(message)
     try:
         return msgspec.json.encode(kept)
     except UnicodeEncodeError:  # a lone surrogate

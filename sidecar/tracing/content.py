@@ -66,7 +66,8 @@ def _message(item: object) -> Part:
             "role": role,
             "parts": [_response(item.get("tool_call_id"), response)],
         }
-    return {"role": role, "parts": [*_reasoning(item), *_parts(item.get("content")), *_calls(item)]}
+    said = [*_parts(item.get("content")), *_parts(item.get("refusal"))]
+    return {"role": role, "parts": [*_reasoning(item), *said, *_calls(item)]}
 
 
 def _output(choice: Choice) -> Part:

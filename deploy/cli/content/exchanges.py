@@ -26,6 +26,7 @@ from deploy.cli.output import (
 )
 from deploy.cli.times import read_length, shown_time
 from sidecar.plurals import counted
+from sidecar.replies.parts import answer_text
 
 exchanges_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
@@ -290,7 +291,8 @@ def _say_message(title: str, message: Any) -> None:  # Any: JSON
     known = message if isinstance(message, dict) else {"content": message}
     say(f"--- {title}: {known.get('role', 'request')}")
     content = known.get("content")
-    for line in (content if isinstance(content, str) else json.dumps(content)).splitlines():
+    plain = content is None or isinstance(content, str)
+    for line in (answer_text(known) if plain else json.dumps(content)).splitlines():
         say(line)
     calls = known.get("tool_calls") or []
     for call in calls if isinstance(calls, list) else [calls]:

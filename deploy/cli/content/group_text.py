@@ -11,6 +11,7 @@ from deploy.cli.times import shown_age, shown_time
 from ingest.judge_prompt.media import without_media
 from ingest.verifiers.records import check_words
 from sidecar.plurals import counted
+from sidecar.replies.parts import answer_text
 
 WHY = 90
 """Characters of the reason in a line of the table."""
@@ -131,7 +132,7 @@ def _message(message: Any) -> Iterator[str]:
 
 
 def _content(message: Json) -> Iterator[str]:
-    """Yield the lines of a message: its text, media as a placeholder, and its tool calls."""
+    """Yield the lines of a message: its words, media as a placeholder, and its tool calls."""
     content = without_media(message.get("content"))
     parts = content if isinstance(content, list) else [content]
     for part in parts:
@@ -139,6 +140,7 @@ def _content(message: Json) -> Iterator[str]:
         if text is None:
             continue
         yield from (text if isinstance(text, str) else json.dumps(text)).splitlines()
+    yield from answer_text({**message, "content": None}).splitlines()
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         asked = call.get("function") if isinstance(call, Mapping) else None

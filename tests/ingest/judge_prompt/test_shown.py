@@ -67,3 +67,35 @@ def test_trajectories_that_differ_in_drawn_ids_and_the_writing_of_arguments_look
 
     assert one("x", '{"a": 1, "b": 2}') == one("y", '{"b":2,"a":1}')
     assert one("x", '{"a": 1}') != one("x", '{"a": 2}')
+
+
+def test_a_refusal_speech_and_silence_are_shown_as_what_they_are() -> None:
+    refusal = {"role": "assistant", "content": None, "refusal": "I can't."}
+    spoken = {"role": "assistant", "content": None, "audio": {"id": "a", "transcript": "By noon."}}
+    empty = {"role": "assistant", "content": None}
+
+    assert shown_answer(refusal) == {"content": "", "refusal": "I can't."}
+    assert shown_answer(spoken) == {"content": "", "transcript": "By noon."}
+    assert shown_answer(empty) == {"content": ""}
+    assert [one["content"] for one in shown_trajectory([refusal, spoken, empty])] == ["", "", ""]
+    assert len({looks(shown_answer(one)) for one in (refusal, spoken, empty)}) == 3
+
+
+def test_what_a_parser_kept_back_is_shown_as_the_text_that_a_whole_reply_has() -> None:
+    streamed = {"role": "assistant", "content": "Let me", "withheld": ' <tool_call>{"name"'}
+    whole = {"role": "assistant", "content": 'Let me <tool_call>{"name"'}
+
+    assert shown_answer(streamed) == shown_answer(whole) == {"content": whole["content"]}
+
+
+def test_arguments_are_shown_without_the_spaces_of_their_server() -> None:
+    streamed = {"tool_calls": [call("f", "a", '{"city":"Köln","n":[1,2]}')]}
+    whole = {"tool_calls": [call("f", "b", '{"city": "Köln", "n": [1, 2]}')]}
+    cut = {"tool_calls": [call("f", "c", '{"city":"K')]}
+    older = {"content": None, "function_call": {"name": "f", "arguments": '{"city":"Köln"}'}}
+
+    (shown,) = shown_answer(whole)["tool_calls"]
+    assert shown == {"name": "f", "arguments": '{"city": "Köln", "n": [1, 2]}'}
+    assert shown_answer(streamed) == shown_answer(whole)
+    assert shown_answer(cut)["tool_calls"][0]["arguments"] == '{"city":"K'
+    assert shown_answer(older)["tool_calls"] == [{"name": "f", "arguments": '{"city": "Köln"}'}]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ingest.judge_prompt.escaping import escape
+from ingest.judge_prompt.shown import shown_answer
 from ingest.ruler.prompt import RulerPrompt, build_prompt, rubric_hash
 from ingest.ruler.reply import parse_reply
 from sidecar.settings.judge import DEFAULT_RUBRIC
@@ -182,7 +183,7 @@ def test_an_injection_stays_inside_its_block(text: str) -> None:
     assert blocks(shown, "tools") == [tools]
     expected = {
         0: {"content": text},
-        1: {"content": None, "tool_calls": [{"name": text, "arguments": text}]},
+        1: {"content": "", "tool_calls": [shown_answer(answers[1])["tool_calls"][0]]},
         2: {"content": "honest"},
     }
     assert blocks(shown, "answer") == [[expected[place]] for place in prompt.order]

@@ -104,6 +104,16 @@ def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
     assert outcome(kit, smollm, ids, "One two") == "ids_do_not_decode"
 
 
+def test_a_call_that_a_stream_kept_back_is_text(kit: Kit, smollm: Vocabulary) -> None:
+    ids = encode(smollm, 'Let me. <tool_call>{"name": "get_')
+    cut = {"finish_reason": "length", "message": {"withheld": ' <tool_call>{"name": "get_'}}
+    other = {"finish_reason": "length", "message": {"withheld": ' <tool_call>{"name": "put_'}}
+
+    assert outcome(kit, smollm, ids, "Let me.", **cut) == "agrees_in_parts"
+    assert outcome(kit, smollm, ids, "Let me.", **other) == "ids_do_not_decode"
+    assert outcome(kit, smollm, ids, "Let me.", finish_reason="length") == "ids_do_not_decode"
+
+
 def test_special_tokens_are_text_when_they_are_shown(kit: Kit, smollm: Vocabulary) -> None:
     ids = [*encode(smollm, "Bye"), 1, END]
     shown = {"messages": [], "skip_special_tokens": False}

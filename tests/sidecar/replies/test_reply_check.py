@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.replies.check import text_agrees, untrainable
+from sidecar.replies.check import text_agrees, untrainable, withheld
 from sidecar.replies.parts import ReadChoice
 from sidecar.replies.reading import read_reply
 
@@ -55,7 +55,7 @@ def _choice(content: str | None, texts: list[str], **changes: Any) -> ReadChoice
     ],
 )
 def test_plain_text_must_be_the_tokens_joined(choice: ReadChoice, agrees: bool) -> None:
-    assert text_agrees(choice) is agrees
+    assert text_agrees(choice, tools=False) is agrees
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
@@ -76,7 +76,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "argu
 def test_of_a_parsed_message_each_part_must_stand_in_what_was_sampled(
     message: dict[str, Any], content: str | None, texts: list[str], agrees: bool
 ) -> None:
-    assert text_agrees(_choice(content, texts, message=message)) is agrees
+    assert text_agrees(_choice(content, texts, message=message), tools=False) is agrees
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,21 @@ def test_a_token_that_a_stream_lost_with_its_text_is_found(recorded: Recorded) -
 
     assert reply.completion_tokens is None  # nothing else would tell
     assert untrainable(reply, "chat", "smollm2-135m") == "text_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("choice", "agrees", "rest"),
+    [
+        (_choice("", ["<tool", "_call>"], finish_reason="length"), True, "<tool_call>"),
+        (_choice("So ", ["So", " ", "{", "<|e|>"], finish_reason="stop"), True, "{"),
+        (_choice("So", ["So", " [", "END"], finish_reason="stop", stop_reason="END"), True, " ["),
+        (_choice("So", ["No", " ["], finish_reason="length"), False, ""),
+        (_choice("So it", ["So"], finish_reason="length"), False, ""),
+        (_choice("So", ["So", "<|e|>"], finish_reason="stop"), True, ""),
+    ],
+)
+def test_where_tools_are_offered_the_text_may_be_a_beginning(
+    choice: ReadChoice, agrees: bool, rest: str
+) -> None:
+    assert text_agrees(choice, tools=True) is agrees
+    assert withheld(choice) == rest
