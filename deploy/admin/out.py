@@ -140,6 +140,9 @@ class OneJudgeOut(Out):
     until: float | None
     error: str
     """Its last error."""
+    without: list[str] = []
+    """Parts of requests that it turned out not to take, such as `max_tokens`: it is asked without
+    them."""
 
 
 class JudgeOut(Out):

@@ -36,7 +36,7 @@ def judge_metrics(
     yield from _calls(counters)
     yield from _costs(counters)
     yield from _groups(counters)
-    yield _breakers(session)
+    yield from _breakers(session)
     yield from _budgets(session, settings, now)
 
 
@@ -99,7 +99,7 @@ def _groups(counters: Counters) -> Iterator[Metric]:
         yield family
 
 
-def _breakers(session: Session) -> Metric:
+def _breakers(session: Session) -> Iterator[Metric]:
     family = GaugeMetricFamily(
         "sidecar_judge_breaker",
         "1: the judge is in this state of its circuit breaker, as score last saw it.",
@@ -109,7 +109,16 @@ def _breakers(session: Session) -> Metric:
     for judge in () if state is None else state.judges:
         for name in BREAKERS:
             family.add_metric([judge.model, name], float(judge.breaker == name))
-    return family
+    yield family
+    family = GaugeMetricFamily(
+        "sidecar_judge_without",
+        "1: the judge refused this part of a request, and is asked without it.",
+        labels=["judge", "part"],
+    )
+    for judge in () if state is None else state.judges:
+        for part in judge.without:
+            family.add_metric([judge.model, part], 1.0)
+    yield family
 
 
 def _budgets(session: Session, settings: JudgeSettings, now: float) -> Iterator[Metric]:

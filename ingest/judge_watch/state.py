@@ -45,6 +45,8 @@ class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Its last error. In the flag this is `reason`: the provider's words may quote a prompt, and
     `sidecar forget` does not reach the flag."""
+    without: tuple[str, ...] = ()
+    """Parts of requests that it turned out not to take (`ingest.ruler.abilities`)."""
 
 
 class JudgeState(msgspec.Struct, frozen=True, kw_only=True):

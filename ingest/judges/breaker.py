@@ -33,6 +33,7 @@ class Breaker:
         self._since: float | None = None
         self._limited_since: float | None = None
         self._reason = self._error = ""
+        self._without: tuple[str, ...] = ()
 
     @property
     def is_closed(self) -> bool:
@@ -85,7 +86,12 @@ class Breaker:
             until=self._retry_at,
             reason=self._reason,
             error=self._error,
+            without=self._without,
         )
+
+    def takes_no(self, without: tuple[str, ...]) -> None:
+        """Note which parts of requests the judge does not take."""
+        self._without = without
 
     def _open(self, now: float, retry_after_s: float) -> None:
         self._wait_s = WAITS.after_s(self._wait_s)

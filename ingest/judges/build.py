@@ -114,13 +114,15 @@ def each_judge(settings: JudgeSettings) -> list[JudgeSettings]:
 
 
 def _open(settings: JudgeSettings, ledger: Ledger, kept: KeptReplies | None) -> _Provider:
-    meter, limits = Meter(settings, ledger), Limits(settings)
+    meter, limits, breaker = Meter(settings, ledger), Limits(settings), Breaker()
     return _Provider(
         settings=settings,
         kept=kept,
-        asked=LiteLlmJudge(settings, on_send=limits.sent, on_paid=meter.paid),
+        asked=LiteLlmJudge(
+            settings, on_send=limits.sent, on_paid=meter.paid, on_without=breaker.takes_no
+        ),
         meter=meter,
         limits=limits,
         pause=Pause(),
-        breaker=Breaker(),
+        breaker=breaker,
     )

@@ -3,8 +3,9 @@
 LiteLLM is imported at the first call, in a thread: the import takes seconds, and a process without
 a judge never needs it. LiteLLM's own retries, cache, telemetry and price-list download are off:
 `ingest.ruler.judging` alone decides on retries and waits, and only the prompt leaves the machine.
-A call asks a second time, at once, when the server turns out to take no JSON schema, or when the
-judge turns out to think, for which the token limit of a reply is too low; later calls know it.
+A call asks again, at once, when the server turns out not to take a part of the request
+(`ingest.ruler.abilities`), or when the judge turns out to think, for which the token limit of a
+reply is too low; later calls know it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch.bounded_replies import a_judge_is_asked, bound_replies
-from ingest.ruler.judge_errors import explain, refuses_schema, sort_error, storable
+from ingest.ruler.abilities import LIMITS, MOST_TRIES, SCHEMA, is_refusal, next_forms, without
+from ingest.ruler.judge_errors import explain, sort_error, storable
 from ingest.ruler.prompt import reply_tokens
 from ingest.ruler.reply import MAX_REPLY_CHARACTERS
 from sidecar.hiding import MIN_FREE_FORM, hidden_values, hide_values
@@ -40,15 +42,14 @@ if TYPE_CHECKING:
 
 MAX_COUNT = 2**31 - 1
 """Largest believable number of tokens in one call: it fits the integer column of every store."""
-LIMITS = ("max_tokens", "max_completion_tokens")
-"""Parameters that limit the tokens of a reply; ours is the first."""
 THINKS = ("reasoning_effort", "thinking")
 """Parameters that make a judge think before it answers."""
 WINDOW = "num_ctx"
 """Parameter that sets the context of a model that Ollama runs; it cuts what is longer, silently."""
 MILLION = 1_000_000
-SCHEMA = "response_format"
-"""Parameter that names the JSON schema of a reply."""
+SEARCHES = 2
+"""How often a judge that has answered nothing is asked without one part after another: it may be
+down at first, and one that refuses all for another reason must not cost several requests a call."""
 
 Found = TypeVar("Found")
 
@@ -164,10 +165,21 @@ class LiteLlmJudge:
         *,
         on_send: Callable[[], None] = lambda: None,
         on_paid: Callable[[Usage], None] = lambda _: None,
+        on_without: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
         """on_send: told when each request goes out, in the task of its call. on_paid: told of each
-        request that the provider answered, at once."""
+        request that the provider answered, at once. on_without: told what the judge turned out not
+        to take, all of it."""
         self._settings = settings
+        self._on_without = on_without
+        self._left_out: frozenset[str] = frozenset()
+        """Parts of requests that the judge does not take."""
+        self._needed = [
+            *([SCHEMA] if settings.json_schema != "auto" or SCHEMA in settings.params else []),
+            *(LIMITS[1:] if any(name in settings.params for name in LIMITS) else []),
+        ]
+        """Parts that stay as the operator set them."""
+        self._searches = SEARCHES
         self._on_send, self._on_paid = on_send, on_paid
         key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
         keys = [*key, *hidden_values(settings.params, free_form=False)]
@@ -233,27 +245,51 @@ class LiteLlmJudge:
         return response
 
     async def _ask(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
-        """Send the request; again without its schema when the server takes none, again without our
-        token limit when the judge thinks. Both are remembered."""
-        refused = ""
-        try:
-            response = await self._send(litellm, request, paid)
-        except Exception as error:
-            tries = self._settings.json_schema == "auto" and SCHEMA in request
-            if not tries or SCHEMA in self._settings.params or not refuses_schema(error):
-                raise
-            refused = self._explain(error)
-        if refused:  # not in the handler: the chain of causes decides what an error becomes
-            del request[SCHEMA]
-            response = await self._send(litellm, request, paid)
-            self._sends_schema = False  # only now: the schema was the cause
-            log.info("judge_takes_no_schema", model=self.model, why=refused)
+        """Send the request; again without what the judge refuses, and again without our token limit
+        when it thinks. Both are remembered."""
+        response = await self._send_fitting(litellm, request, paid)
         ours = LIMITS[0] in request and LIMITS[0] not in self._settings.params
         if ours and _cut_in_thought(response):
             log.info("judge_thinks", model=self.model, cut_at_tokens=request.pop(LIMITS[0]))
             self._limits = False
-            response = await self._send(litellm, request, paid)
+            response = await self._send(litellm, without(request, self._left_out), paid)
         return response
+
+    async def _send_fitting(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
+        """Send the request without what the judge is known not to take, and find out more of it.
+
+        Raises: the last refusal, when the judge takes no form of the request.
+        """
+        left_out, forms, first = self._left_out, list[frozenset[str]](), ""
+        tries = 0
+        while True:
+            try:
+                response = await self._send(litellm, without(request, left_out), paid)
+            except Exception as error:
+                if tries == MOST_TRIES or not is_refusal(error) or _is_of_question(litellm, error):
+                    raise
+                search = self._searches > 0 and not forms
+                found = next_forms(request, left_out, error, needed=self._needed, search=search)
+                self._searches -= len(found) > 1
+                forms = found or forms
+                if not forms:
+                    raise
+                first = first or self._explain(error)
+            else:
+                if left_out != self._left_out:
+                    self._left_out |= left_out
+                    log.info(
+                        "judge_asked_without",
+                        model=self.model,
+                        without=sorted(self._left_out),
+                        why=first,
+                    )
+                    self._on_without(tuple(sorted(self._left_out)))
+                self._searches = 0
+                return response
+            # Not in the handler: the chain of causes decides what an error becomes.
+            left_out = forms.pop(0)
+            tries += 1
 
     async def aclose(self) -> None:
         """Close LiteLLM's connection pool. All judges share it: call this when the process ends."""
@@ -360,6 +396,12 @@ def import_litellm() -> Any:
     litellm.suppress_debug_info = True
     bound_replies(AsyncHTTPHandler)
     return litellm
+
+
+def _is_of_question(litellm: Any, error: Exception) -> bool:
+    """Return True for a refusal of the conversation itself: it is too long, or a filter's."""
+    kinds = litellm.exceptions
+    return isinstance(error, kinds.ContextWindowExceededError | kinds.ContentPolicyViolationError)
 
 
 def _cut_in_thought(response: Any) -> bool:  # Any: a LiteLLM ModelResponse

@@ -36,7 +36,6 @@ _NO_KEY = re.compile(
 )
 """What a provider's client says before it sends anything. The gaps are bounded: a text that repeats
 a first word would take quadratic time."""
-_NO_SCHEMA = re.compile(r"(?i)response_?format|json_?schema|structured.?output|guided_")
 _NO_CREDIT = re.compile(r"(?i)insufficient[_ ](?:quota|balance|credits?|funds)|balance is too low")
 """What providers say when an account is used up. Not "exceeded your current quota" alone: with some
 that is a limit a minute."""
@@ -71,13 +70,6 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
     return JudgeGarbledError(
         f"{text} (the reply is no chat completion that LiteLLM can read)", maybe_paid=True
     )
-
-
-def refuses_schema(error: BaseException) -> bool:
-    """Tell whether a request may have been refused for its JSON schema: by the server, or by
-    LiteLLM, which knows some providers that take none."""
-    refused = getattr(error, "status_code", None) in {400, 422, 501}
-    return refused and _NO_SCHEMA.search(beginning(str(error))) is not None
 
 
 def _is_used_up(chain: Sequence[BaseException]) -> bool:

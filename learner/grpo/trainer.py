@@ -30,6 +30,7 @@ from learner.grpo.checks import (
     attempt,
     check_groups,
     faults_of,
+    follow_server,
     log_faults,
     refuse_most,
 )
@@ -142,6 +143,7 @@ def run_steps(
     aim = objective(job.settings)
     parameters = _trainable(policy)
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    follow_server(policy, job)
     # The first process has the checkpoints; what it found is everywhere.
     kept = _placed(job.ranks.first(lambda: resumed(job, parameters)), parameters)
     if kept is None:

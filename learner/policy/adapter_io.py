@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from ingest.grouping.rules import UNTOLD_TOKENS
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.base_weights import not_plain
 from learner.errors import (
@@ -37,10 +38,11 @@ from learner.errors import (
 )
 from learner.explain import one_line
 from learner.origin.plain_lora import not_plain_lora
-from learner.policy.architecture import adapted_layers, architecture
+from learner.policy.architecture import LONGROPE, adapted_layers, architecture
 from learner.policy.attention.check import use_form
 from learner.policy.costs import Prices, prices
 from learner.policy.logprobs import Policy, wants_autocast
+from learner.policy.positions import fix_positions
 from learner.policy.room import is_out_of_memory, limit_torch
 from learner.policy.self_test import checked, refusal
 from learner.policy.sizes import sizes
@@ -91,6 +93,9 @@ def load_policy(
         base = AutoModelForCausalLM.from_pretrained(
             base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
         )
+        if shape.by_length:
+            # Until the records tell (`follow_server`). Only long factors serve any length.
+            fix_positions(base, stretched=shape.by_length == LONGROPE)
         form = use_form(base, shape, device, torch.bfloat16 if autocast else dtype)
     with _loading(f"parent {parent.name}", PARENT_CURE):
         model = _with_adapter(base, parent, settings, device)
@@ -106,7 +111,12 @@ def load_policy(
             prices=_prices(config.get_text_config()),
         )
     with _loading(f"base {base_model_path}", BASE_CURE):
-        return checked(policy, base_model_path, parent.name if parent.path is not None else "")
+        return checked(
+            policy,
+            base_model_path,
+            parent.name if parent.path is not None else "",
+            most=settings.pack_tokens or UNTOLD_TOKENS,
+        )
 
 
 def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed

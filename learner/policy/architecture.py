@@ -38,7 +38,10 @@ EXPERTS_AS_PARAMETERS = (
 OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Last parts of the names that peft then takes for experts and router, shared experts' too
 (`_MOE_TARGET_MODULE_MAPPING` of `peft.utils.transformers_weight_conversion`)."""
-STRETCHED = ("linear", "dynamic", "yarn")
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+BY_LENGTH = (LONGROPE, DYNAMIC)
+"""Kinds of rotary scaling whose frequencies depend on a length (`learner.policy.positions`)."""
+STRETCHED = ("linear", DYNAMIC, "yarn")
 """Kinds of rotary scaling whose factor stretches the positions."""
 MOST_STRETCH = 1_000
 """A larger factor is damage."""
@@ -63,6 +66,11 @@ class Architecture:
     """Logits become softcap * tanh(logits / softcap), behind the scale; None: they stay."""
     positions: int | None = None
     """Tokens of the longest input that the model has positions for; None: it has no limit."""
+    by_length: str = ""
+    """Kind of its rotary frequencies, if it is one of `BY_LENGTH`."""
+    turns: tuple[int, ...] = ()
+    """Lengths of inputs at which the arithmetic changes: windows, and longrope's original length.
+    """
     eager: bool = False
     """True: attention has to be computed by the model's own code: other kernels leave out the cap
     of its scores."""
@@ -72,11 +80,16 @@ def architecture(config: Any) -> Architecture:  # Any: a config of transformers,
     """Return what a model's config says of it. config: that of the text model."""
     why = _why_rows(config)
     scale, softcap = _behind_head(config)
+    windows, rotary = _windows(config), _rotary(config)
+    kind = rotary.get("rope_type")
+    original = rotary.get("original_max_position_embeddings") if kind == LONGROPE else None
     return Architecture(
         packs=not why,
         why=why,
         refused=_why_refused(config),
-        windows=_windows(config),
+        windows=windows,
+        by_length=str(kind) if kind in BY_LENGTH else "",
+        turns=tuple(sorted({size for size in (*windows.values(), original) if size})),
         positions=positions(config),
         scale=scale,
         softcap=softcap,
@@ -98,8 +111,8 @@ def positions(config: Any) -> int | None:
     found = getattr(config, "max_position_embeddings", None)
     if type(found) is not int or found <= 0:
         return None
-    scaling = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(scaling, Mapping) or scaling.get("rope_type") not in STRETCHED:
+    scaling = _rotary(config)
+    if scaling.get("rope_type") not in STRETCHED:
         return found
     first, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
     if not isinstance(factor, int | float) or not 1 <= factor < MOST_STRETCH:
@@ -109,7 +122,21 @@ def positions(config: Any) -> int | None:
 
 def _why_refused(config: Any) -> str:
     name = str(getattr(config, "model_type", ""))
-    return f"peft adapts no layer of {name} models that vLLM serves" if name in PURE_MAMBA else ""
+    if name in PURE_MAMBA:
+        return f"peft adapts no layer of {name} models that vLLM serves"
+    rotary = _rotary(config)
+    kinds = {one.get("rope_type") for one in rotary.values() if isinstance(one, Mapping)}
+    if found := [kind for kind in BY_LENGTH if kind in kinds]:
+        return f"types of its layers differ in their rotary frequencies, some by {found[0]}"
+    if name == "phimoe" and rotary.get("short_mscale") != rotary.get("long_mscale"):
+        return "its short_mscale and long_mscale differ, and transformers chooses one in each pass"
+    return ""
+
+
+def _rotary(config: Any) -> Mapping[str, Any]:
+    """Return the config's rotary scaling; empty when it has none, or it is damage."""
+    found = getattr(config, "rope_parameters", None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _why_rows(config: Any) -> str:

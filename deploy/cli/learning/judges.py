@@ -17,6 +17,7 @@ class OneJudge(msgspec.Struct):
     since: float | None
     until: float | None
     error: str
+    without: list[str] = []
 
 
 class Judge(msgspec.Struct):
@@ -84,6 +85,9 @@ def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> It
         yield f"  Today (UTC): {dollars}, {counted(judge.tokens_today, 'token')}."
     if len(judge.judges) > 1 and judge.state != "spent":
         yield from _each_judge(judge.judges, now, works=judge.state in ("works", "unknown"))
+    for one in judge.judges:
+        if one.without:
+            yield f"  {one.model} is asked without what it refused: {', '.join(one.without)}."
     yield from _noise(noise, now)
     if judge.error_at is not None and judge.state != "spent":
         yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"

@@ -117,6 +117,17 @@ def test_each_breaker_is_in_one_state(database: Database) -> None:
     assert len(told) == 6
 
 
+def test_what_a_judge_is_asked_without_is_named(database: Database) -> None:
+    judges = (JudgeSeen(model="openai/a", without=("max_tokens", "seed")), JudgeSeen(model="b"))
+    with database.write() as session:
+        write_judge_state(session, JudgeState(since=NOON, judges=judges), now=NOON)
+
+    assert [one for one in scraped(database) if one.startswith("sidecar_judge_without{")] == [
+        'sidecar_judge_without{judge="openai/a",part="max_tokens"} 1.0',
+        'sidecar_judge_without{judge="openai/a",part="seed"} 1.0',
+    ]
+
+
 def test_a_store_without_a_judge_has_every_family(tmp_path: Path, database: Database) -> None:
     told = "\n".join(scraped(database))
     assert "# TYPE sidecar_judge_breaker gauge" in told

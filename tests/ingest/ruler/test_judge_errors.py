@@ -268,10 +268,11 @@ def test_a_long_message_is_sorted_and_explained_in_bounded_time(part: str) -> No
             sys.executable,
             "-c",
             "import sys\n"
-            "from ingest.ruler.judge_errors import explain, refuses_schema, sort_error\n"
+            "from ingest.ruler.abilities import next_forms\n"
+            "from ingest.ruler.judge_errors import explain, sort_error\n"
             "error = Exception((sys.stdin.read() * 4_000_000)[:4_000_000])\n"
             "error.status_code = 400\n"
-            "refuses_schema(error)\n"
+            "next_forms({'messages': []}, (), error, needed=(), search=True)\n"
             "sort_error(error, explain(error, model='m', secrets=['s' * 20]), now=0.0)\n"
             "error.status_code = 500\n"
             "sort_error(error, 'x', now=0.0)",
