@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.autograd import DeviceType
+from torch.autograd.profiler_util import DeviceType
 
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
@@ -406,7 +406,7 @@ def joined(packs: Sequence[Pack]) -> Pack:
         tokens += len(pack.input_ids)
         segments += len(pack.segments)
         answers += max(pack.answers) + 1
-    whole = {name: tuple(values) for name, values in made.items() if values}
+    whole: dict[str, Any] = {name: tuple(values) for name, values in made.items() if values}
     return replace(found, **whole)
 
 
