@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.autograd.profiler_util import DeviceType
 
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
@@ -413,8 +412,8 @@ def joined(packs: Sequence[Pack]) -> Pack:
 def _profile(profile: Any, wall_s: float) -> results.Row:  # Any: torch's profiler is not typed
     """Return where a step's time went: on the card by kernel, on the host by operation."""
     entries = profile.key_averages()
-    card = [one for one in entries if one.device_type == DeviceType.CUDA]
-    host = [one for one in entries if one.device_type != DeviceType.CUDA]
+    card = [one for one in entries if one.device_type.name == "CUDA"]
+    host = [one for one in entries if one.device_type.name != "CUDA"]
 
     def most(found: list[Any], time_us: str, number: int) -> list[str]:
         found = sorted(found, key=lambda one: -getattr(one, time_us))[:number]
@@ -438,6 +437,10 @@ class Measure:
     work: Callable[[], results.Row]
     minutes: float = 0.1
     """What it takes on an H100, as estimated before one was at hand."""
+
+
+COMPUTED: Mapping[str, Checkpointing] = {"twice": "on", "once": "off"}
+"""How often layers are computed -> setting `learner.checkpointing`."""
 
 
 def measures(at: Bench) -> list[Measure]:
@@ -527,7 +530,7 @@ def measures(at: Bench) -> list[Measure]:
                 work=partial(at.trl, checkpointing=how),
                 minutes=0.5,
             )
-            for times, how in (("twice", "on"), ("once", "off"))
+            for times, how in COMPUTED.items()
         ),
         *(
             Measure(

@@ -18,9 +18,9 @@ from typing import Any
 from ingest.errors import IngestError, JudgeRejectedError, JudgeUnavailableError
 from ingest.judges.ledger import Ledger
 from ingest.judges.spending import Amount, nano_usd
+from ingest.ruler.abilities import LIMITS
 from ingest.ruler.group import REFUSED
 from ingest.ruler.judge import (
-    LIMITS,
     MILLION,
     Judge,
     JudgeReply,
