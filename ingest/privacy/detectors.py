@@ -50,7 +50,34 @@ _ARMOR_HEADERS = (
 )
 """Lines between the first line of a private key and its base64 (RFC 1421, RFC 4880)."""
 _IN_URL = r"[^\s/?#\"'<>`]"
+_TOKENS: Final = r"""
+    npm_[A-Za-z0-9]{36} rubygems_[a-f0-9]{48} cio[A-Za-z0-9]{32}\b
+    dckr_[po]at_[A-Za-z0-9_-]{20,} do[opr]_v1_[a-f0-9]{64} dapi[a-f0-9]{32} sbp_[a-f0-9]{40}
+    sb_secret_[A-Za-z0-9_-]{20,} tskey-[a-z]+-[A-Za-z0-9-]{20,} hvs\.[A-Za-z0-9_-]{24,}
+    pscale_(?:tkn|pw|oauth)_[A-Za-z0-9_.=-]{32,} HRKU-[A-Za-z0-9_-]{36,} fm2_[A-Za-z0-9+/=]{40,}
+    nfp_[A-Za-z0-9]{36,} GOCSPX-[A-Za-z0-9_-]{28} ya29\.[A-Za-z0-9_-]{30,}
+    shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32} whsec_[A-Za-z0-9+/=]{24,}
+    AT[AC]TT3xFfGF0[A-Za-z0-9_=-]{40,} ATBB[A-Za-z0-9]{28,} lin_api_[A-Za-z0-9]{32,}
+    ntn_[A-Za-z0-9]{40,} figd_[A-Za-z0-9_-]{36,} PMAK-[a-f0-9]{24}
+    dp\.(?:[a-z]+\.){1,2}[A-Za-z0-9]{40,} CFPAT-[A-Za-z0-9_-]{40,} sgp_[A-Za-z0-9_]{40,}
+    gl(?:sa|c)_[A-Za-z0-9_+/=]{32,} sntr(?:ys|yu)_[A-Za-z0-9_+/=-]{40,} NRAK-[A-Z0-9a-z]{27}
+    xapp-\d-[A-Za-z0-9-]{30,} xox[a-z]-[A-Za-z0-9-]{20,} ops_eyJ[A-Za-z0-9_=-]{40,}
+    AGE-SECRET-KEY-1[A-Z0-9]{58} key-[a-f0-9]{32}\b sk-[A-Za-z0-9]{32,} sk-lf-[A-Za-z0-9-]{30,}
+    sk_[a-f0-9]{48} gsk_[A-Za-z0-9]{40,} xai-[A-Za-z0-9]{40,} r8_[A-Za-z0-9]{30,}
+    pplx-[A-Za-z0-9]{40,} tvly-[A-Za-z0-9-]{24,} nvapi-[A-Za-z0-9_-]{40,} fw_[A-Za-z0-9]{22,}
+    csk-[A-Za-z0-9]{40,} pcsk_[A-Za-z0-9_]{40,} lsv2_[a-z]{2}_[a-f0-9]{32}[a-f0-9_]*
+    jina_[A-Za-z0-9_-]{40,} apify_api_[A-Za-z0-9]{30,}
+""".split()  # noqa: SIM905 - a list of 50 would take as many lines
+"""Keys of registries, clouds, work tools, and providers of models and of search: how each begins,
+and the least that follows."""
+_IS = r"[\"']?[ \t]*(?:=>|[:=])[ \t]*[\"']?"
 OWN_SECRETS: Final = (
+    rf"(?:\b|_)(?:{'|'.join(_TOKENS)})" + _REST,
+    # What follows such a name is a key when it has a digit: a variable and a placeholder have none.
+    rf"(?i:(?:\b|_)(?:secret_?access_?key|(?:aws_?)?session_?token){_IS})"
+    r"[A-Za-z0-9/+=]{40,}",
+    rf"(?i:\b(?:x-[a-z-]*(?:key|token)|[a-z-]*api-key|[a-z-]*subscription-key){_IS})"
+    r"[A-Za-z_.~+/=-]{0,64}[0-9][A-Za-z0-9_.~+/=-]{12,}",
     r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
     r"(?:[^\x00]*?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|"
     + _ARMOR_HEADERS
@@ -69,9 +96,15 @@ OWN_SECRETS: Final = (
 )
 # An underscore is emphasis in Markdown and joins words in names. One beside a number counts as
 # emphasis only when no letter or digit stands behind it: `order_4111111111111111` is an id.
-_EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?:\b|_)"
+# Names in other scripts too. In a domain one letter beyond ASCII in its last label is enough: RE2's
+# `\b` knows ASCII alone. The letters before the `@` are those of scripts with spaces between words.
+_LOCAL = r"A-Za-z0-9\p{Latin}\p{Cyrillic}\p{Greek}"
+_EMAIL = (
+    rf"[{_LOCAL}][{_LOCAL}._%+-]{{0,63}}@(?:[\p{{L}}\p{{M}}\p{{N}}-]+\.)+"
+    r"(?:xn--[A-Za-z0-9-]+|[A-Za-z]{2,24}(?:\b|_)|[^\x00-\x7F\p{P}\p{Z}]{2,24})"
+)
 _CARD = r"\b_*\d(?:[ -]?\d){12,18}_*\b"
-_IBAN = r"\b_*[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}_*\b"
+_IBAN = r"\b_*(?:[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}|[a-z]{2}\d{2}(?: ?[a-z0-9]){11,30})_*\b"
 _PHONE = (
     r"(?:\+[1-9](?:[ .()/-]{0,2}\d){6,14}|\(\d{3}\) ?\d{3}[ .-]\d{4}"
     r"|\b_*\d{3}-\d{3}-\d{4}|\b_*\d{3}\.\d{3}\.\d{4})_*\b"
@@ -232,6 +265,10 @@ def _is_card(value: str) -> bool:
     )
 
 
+def _is_email(value: str) -> bool:
+    return not value.startswith("git@")  # the login of every `git@host:owner/repository`
+
+
 def _is_iban(value: str) -> bool:
     return bool(iban.is_valid(value, check_country=False))
 
@@ -290,7 +327,7 @@ def _built_in() -> dict[str, tuple[str, bytes, Callable[[str], bool]]]:
     )
     return {
         SECRET: (secrets, b"", _any),
-        EMAIL: (_EMAIL, b"@", _any),
+        EMAIL: (_EMAIL, b"@", _is_email),
         CARD: (_CARD, b"", _is_card),
         IBAN: (_IBAN, b"", _is_iban),
         SSN: (_SSN, b"-", _is_ssn),
