@@ -43,7 +43,6 @@ from deploy.admin.out import (
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import naming, page_of
 from deploy.admin.wire.scopes import PREFIX
-from deploy.canary.pace import best_so_far, pace, sessions_a_day
 from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
@@ -52,6 +51,7 @@ from deploy.records import Canary
 from deploy.registry import canaries, routing_writer, tallies, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import switches as learner_switches
+from deploy.registry.pace import best_so_far, pace, sessions_a_day
 from ingest.feedback.placing import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state

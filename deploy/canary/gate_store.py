@@ -201,12 +201,12 @@ def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:
     return request if usable else {}
 
 
-def compared_sessions(session: Session, canary: Canary) -> set[str]:
-    """Return the sessions with a comparison in this canary or its tries, scored or set aside."""
+def compared_sessions(session: Session, canary_ids: Collection[str]) -> set[str]:
+    """Return the sessions with a comparison in these canaries, scored or set aside."""
     statement = (
         select(ExchangeRow.session_id)
         .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
-        .where(GateComparisonRow.canary_id.in_((*canary.tries, canary.canary_id)))
+        .where(GateComparisonRow.canary_id.in_(canary_ids))
     )
     return set(session.scalars(statement))
 

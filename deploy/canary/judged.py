@@ -17,7 +17,7 @@ from deploy.canary import gate_store
 from deploy.evidence.quality import Quality
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison, quality_of
-from deploy.registry.proof_rule import has_anchor, limits_of
+from deploy.registry.proof_rule import has_anchor, limits_of, tries_of
 from sidecar.settings import Canary as CanarySettings
 
 
@@ -45,7 +45,7 @@ class Judged:
         """
         if canary.canary_id != self._of:
             self._of, self._place, self._quality = canary.canary_id, 0, Quality()
-            for earlier in canary.tries:
+            for earlier in tries_of(canary, self._rules):
                 before = gate_store.judged_since(session, earlier, place=0)
                 self._quality = self._after(before, canary)
             self.carried = self._quality.groups + self._quality.unknown

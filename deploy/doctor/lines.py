@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from deploy.canary.pace import DAY_S, steps_days
 from deploy.doctor.facts import Diagnosis, LineFacts
 from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
+from deploy.registry.pace import DAY_S, steps_days
 from sidecar.lines import line_of_adapter
 from sidecar.settings import Canary as CanarySettings
 

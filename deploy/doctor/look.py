@@ -19,7 +19,6 @@ import httpx
 from sqlalchemy import make_url
 from sqlalchemy.orm import Session
 
-from deploy.canary.pace import sessions_a_day
 from deploy.doctor.bounded import run_checks
 from deploy.doctor.facts import Facts, LineFacts, StoreFacts
 from deploy.doctor.recent import newest_adapter, newest_run, read_recent
@@ -34,6 +33,7 @@ from deploy.preflight.store import check_store
 from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
+from deploy.registry.pace import sessions_a_day
 from ingest.intake.bus_report import read_state
 from ingest.judge_watch.state import read_judge_state
 from ingest.noise.rubrics import each_series

@@ -33,6 +33,7 @@ __all__ = [
     "suspicion",
     "threshold",
     "too_many_missing",
+    "tries_of",
 ]
 
 RAISES = ("over_anchor", "champion_over_anchor")
@@ -92,6 +93,11 @@ def limits_of(rules: CanarySettings) -> Limits:
 def has_anchor(canary: Canary, rules: CanarySettings) -> bool:
     """Return True when the anchor is an adapter of its own, and is asked."""
     return rules.promote_on != "quick" and canary.anchor != canary.champion
+
+
+def tries_of(canary: Canary, rules: CanarySettings) -> tuple[str, ...]:
+    """Return the earlier canaries whose groups count: none for `quick`, a mean over its own."""
+    return () if rules.promote_on == "quick" else canary.tries
 
 
 def ratios_of(rules: CanarySettings) -> Mapping[str, float]:

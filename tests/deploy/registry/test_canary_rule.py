@@ -413,7 +413,7 @@ def test_a_proven_candidate_needs_no_more_sessions_of_a_slow_step() -> None:
     early, late = (decide(began, few, DEFAULT, days * DAY_S) for days in (0.9, 1.0))
     last = decide(replace(began, step=1), few, DEFAULT, 2 * DAY_S)
     unproven = decide(began, ramp(arm(4), arm(16)), DEFAULT, 2 * DAY_S)
-    doubted = guards("failed", 4, 2).guards
+    doubted = guards("failed", 3, 0).guards
     stays = decide(began, replace(few, guards=doubted), DEFAULT, 2 * DAY_S)
 
     assert isinstance(late, Move)

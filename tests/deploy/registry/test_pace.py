@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.canary.pace import best_so_far, pace, sessions_a_day, steps_days
 from deploy.registry import versions
+from deploy.registry.pace import best_so_far, pace, sessions_a_day, steps_days
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from support.adapter_endpoints import MODEL
