@@ -11,6 +11,7 @@ import math
 import random
 
 from benchmarks.canary.traffic import World, differences
+from deploy.canary.gate_store import drawn_turn
 from deploy.evidence.in_order import InOrder
 from deploy.evidence.live import Live, Turn
 from deploy.evidence.quality import FLAWS, OF_GROUPS, Quality
@@ -112,6 +113,24 @@ def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
             for kind, bets in quality.flaws.items()
         },
     }
+
+
+def small_talk(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
+    """Judge a turn of each of many sessions of six, as the gate draws it. 70% of them end in small
+    talk, where nobody differs.
+
+    effect: at the other turns. Returns: what is proven, as `groups`.
+    """
+    rng, limits = random.Random(f"talk-{seed}"), limits_of(rules)
+    scores, quality = differences(World(effect=effect), rng), Quality()
+    for number in range(GROUPS):
+        turns = [f"x{number}-{turn}" for turn in range(6)]
+        last = drawn_turn(f"salt-{seed}", f"s{number}", turns) == turns[-1]
+        small = last and rng.random() < 0.7
+        difference = rng.gauss(0.0, 0.15) if small else next(scores)[0]
+        one = Comparison(difference=max(-1.0, min(1.0, difference)))
+        quality = quality_of([one], limits, anchored=False, start=quality)
+    return {claim: claim in proven(quality, rules) for claim in ("no_worse", "better")}
 
 
 def _ended(live: Live, kind: str, rules: CanarySettings) -> dict[str, bool]:

@@ -201,6 +201,9 @@ def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
         "groups: worse by the margin": (
             partial(limits.groups, PLAIN, -PLAIN.margin), {"no_worse": PLAIN.promote_level},
         ),
+        "groups: 0.06 worse, but 70% of the sessions end in small talk": (
+            partial(limits.small_talk, PLAIN, -0.06), {"no_worse": PLAIN.promote_level},
+        ),
     }  # fmt: skip
     rows: list[results.Row] = []
     targets = []

@@ -6,8 +6,10 @@ before all that were drawn have ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+
+from sqlalchemy.orm import Session
 
 from deploy.canary import gate_store
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
@@ -117,9 +119,10 @@ class Drawing:
             wanted = proof_rule.gate_prompts(quality, self._rules)
             limit = SPARE_PROMPTS * wanted
             done = gate_store.compared_sessions(session, canary)
-            newest = gate_store.held_out_prompts(
-                session, self._line(canary), limit=limit, without=canary.candidate
-            )
+            missing = self._held_out(session, canary, done, limit - len(done))
+            if (more := limit - len(done) - len(missing)) > 0:  # rather those that go on than none
+                known = done | {prompt.session_id for prompt in missing}
+                missing += self._held_out(session, canary, known, more, settled=False)
             judged = gate_store.comparisons(session, canary.canary_id)
             drawn = gate_store.drawn(session, canary.canary_id)
         quick = self._rules.promote_on == "quick"
@@ -128,11 +131,9 @@ class Drawing:
             for one in judged
             if one.difference is not None or (one.fault == "candidate" and not quick)
         ]
-        missing = [prompt for prompt in newest if prompt.session_id not in done]
         room = min(limit - len(done), wanted - len(telling))
-        sessions = done | {prompt.session_id for prompt in newest}
         return Prompts(
-            sessions=len(sessions),
+            sessions=len(done) + len(missing),
             missing=tuple(missing[: max(0, room)]),
             drawn=drawn,
             quality=quality,
@@ -151,20 +152,41 @@ class Drawing:
             if room <= 0:
                 return Prompts()
             done = gate_store.compared_sessions(session, canary)
-            missing = gate_store.held_out_prompts(
-                session, self._line(canary), limit=room, known=done, without=canary.candidate
-            )
+            missing = self._held_out(session, canary, done, room)
             if len(missing) < room:
                 missing += gate_store.live_prompts(
                     session,
                     canary,
                     self._line(canary),
                     after=canary.created_at,
+                    until=self._clock() - gate_store.SETTLED_S,
                     limit=room - len(missing),
                     known=done | {prompt.session_id for prompt in missing},
                 )
             drawn = gate_store.drawn(session, canary.canary_id)
         return Prompts(sessions=len(done) + len(missing), missing=tuple(missing), drawn=drawn)
+
+    def _held_out(
+        self,
+        session: Session,
+        canary: Canary,
+        known: Collection[str],
+        limit: int,
+        *,
+        settled: bool = True,
+    ) -> list[HeldOutPrompt]:
+        """Draw prompts of held-out sessions. settled: False takes those that go on as well."""
+        if limit <= 0:
+            return []
+        return gate_store.held_out_prompts(
+            session,
+            self._line(canary),
+            limit=limit,
+            known=known,
+            without=canary.candidate,
+            salt=canary.salt,
+            until=self._clock() - gate_store.SETTLED_S if settled else None,
+        )
 
     def _is_wanted(self, canary: Canary) -> bool:
         """Return True when a promotion waits for groups although its claims are proven."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from sqlalchemy import ColumnElement, Select, func, or_, select, text
+from sqlalchemy import ColumnElement, TextClause, and_, func, or_, select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import excess, lengthening, narrowing
@@ -30,6 +30,11 @@ not make it read them all. With ten exchanges a session these are 2,000 sessions
 PAGE = 500
 LIVE_EXAMINED = 2_000
 """Newest exchanges of the champion among which the ramp looks for sessions."""
+SETTLED_S = 600.0
+"""A session without a request for so long has ended: of one that goes on, the first turns would be
+drawn more often than the later ones. Users of an agent pause 10 to 90 s (docs/log.md)."""
+MOST_TURNS = 2_000
+"""Turns of one session among which one is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,19 @@ def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
     return "c-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def drawn_turn(salt: str, session_id: str, exchange_ids: Iterable[str]) -> str:
+    """Draw one turn of a session, each with the same chance over the salts. Pure.
+
+    exchange_ids: at least one. A session that grows keeps its turn, unless a new one is drawn.
+    """
+
+    def rank(exchange_id: str) -> bytes:
+        text = f"{salt}\x00{session_id}\x00{exchange_id}"
+        return hashlib.sha256(text.encode()).digest()
+
+    return min(exchange_ids, key=rank)
+
+
 def held_out_prompts(
     session: Session,
     line: Line,
@@ -79,48 +97,68 @@ def held_out_prompts(
     limit: int,
     known: Collection[str] = (),
     without: str | None = None,
+    salt: str = "",
+    until: float | None = None,
 ) -> list[HeldOutPrompt]:
-    """List the newest good exchange of each of a line's newest held-out sessions, the newest first.
+    """List one good turn of each of a line's newest held-out sessions, the newest session first.
 
-    known: sessions to leave out. without: an adapter; sessions in which it answered are left out
-    too: the prompts of their later turns have its own words in them.
+    The turn is drawn by `drawn_turn`. known: sessions to leave out. without: an adapter; sessions
+    in which it answered are left out too: the prompts of their later turns have its own words in
+    them. salt: the canary's. until: Unix seconds; a session with a later exchange goes on, and is
+    left out; None: none is for that.
 
     Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
     """
-    newest: dict[str, int] = {}
-    """Session -> `seq` of its newest exchange."""
+    row = ExchangeRow
+    found: dict[str, None] = {}
     left_out = set(known)
-    for seq, session_id, adapter in _newest_examined(session, line):
-        if session_id in left_out or session_id in newest:
+    unfit = [] if until is None else [row.stored_at > until]
+    unfit += [] if without is None else [row.adapter == without]
+    for session_id in _newest_examined(session, line, until):
+        if session_id in left_out or session_id in found:
             continue
-        if without is not None and (
-            adapter == without or session.scalar(_answers_of(session_id, without)) is not None
-        ):
+        if _any_in(session, session_id, unfit):
             left_out.add(session_id)
             continue
-        newest[session_id] = seq
-        if len(newest) == limit:
+        found[session_id] = None
+        if len(found) == limit:
             break
-    return _prompts(session, newest.values())
+    good = (row.public_model == line.model, text(EXAMINED))
+    return _prompts(session, line, found, good, salt)
 
 
-def _answers_of(session_id: str, adapter: str) -> Select[int]:
-    """Return a query for one exchange of a session that an adapter answered."""
-    row = ExchangeRow
-    return select(row.seq).where(row.session_id == session_id, row.adapter == adapter).limit(1)
+def _any_in(session: Session, session_id: str, unfit: Sequence[ColumnElement[bool]]) -> bool:
+    """Return True when one of these conditions holds for an exchange of the session."""
+    if not unfit:
+        return False
+    found = select(ExchangeRow.seq).where(ExchangeRow.session_id == session_id, or_(*unfit))
+    return session.scalar(found.limit(1)) is not None
 
 
-def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
-    statement = (
-        select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.project)
-        .where(ExchangeRow.seq.in_(seqs))
-        .order_by(ExchangeRow.seq.desc())
-    )
-    found = [
-        (exchange_id, key, project)
-        for exchange_id, key, project in session.execute(statement)
-        if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
-    ]
+def _prompts(
+    session: Session,
+    line: Line,
+    sessions: Iterable[str],
+    good: Sequence[ColumnElement[bool] | TextClause],
+    salt: str,
+) -> list[HeldOutPrompt]:
+    """Draw one turn of each session. good: conditions of the exchanges that may be asked again."""
+    row, found = ExchangeRow, list[tuple[str, str, str]]()
+    for session_id in sessions:
+        turns = session.execute(
+            select(row.exchange_id, row.project)
+            .where(row.session_id == session_id, *good)
+            .limit(MOST_TURNS)
+        )
+        projects = {
+            exchange_id: project
+            for exchange_id, project in turns
+            if line.has(project)
+            and "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
+        }
+        if projects:
+            drawn = drawn_turn(salt, session_id, projects)
+            found.append((drawn, session_id, projects[drawn]))
     contents = load_contents(session, [exchange_id for exchange_id, _, _ in found])
     return [
         HeldOutPrompt(
@@ -133,32 +171,25 @@ def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
     ]
 
 
-def _newest_examined(session: Session, line: Line) -> Iterator[tuple[int, str, str]]:
-    """Yield `seq`, session and adapter of the exchanges that the gate may ask again, the newest
-    first.
+def _newest_examined(session: Session, line: Line, until: float | None) -> Iterator[str]:
+    """Yield the session of each exchange that the gate may ask again, the newest first.
 
     Those of other lines count among the `EXAMINED_AT_MOST`: a rare project must not make it read
-    them all.
+    them all. until: as of `held_out_prompts`.
     """
-    read, page = 0, PAGE
-    before: tuple[ColumnElement[bool], ...] = ()
+    row, read, page = ExchangeRow, 0, PAGE
+    before = [] if until is None else [row.stored_at <= until]
     while read < EXAMINED_AT_MOST:
         rows = session.execute(
-            select(
-                ExchangeRow.seq, ExchangeRow.session_id, ExchangeRow.adapter, ExchangeRow.project
-            )
-            .where(text(EXAMINED), ExchangeRow.public_model == line.model, *before)
-            .order_by(ExchangeRow.seq.desc())
+            select(row.seq, row.session_id, row.project)
+            .where(text(EXAMINED), row.public_model == line.model, *before)
+            .order_by(row.seq.desc())
             .limit(page)
         ).all()
-        yield from (
-            (seq, session_id, adapter)
-            for seq, session_id, adapter, project in rows
-            if line.has(project)
-        )
+        yield from (session_id for _, session_id, project in rows if line.has(project))
         if len(rows) < page:
             return
-        read, before = read + len(rows), (ExchangeRow.seq < rows[-1].seq,)
+        read, before = read + len(rows), [row.seq < rows[-1].seq]
 
 
 def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:
@@ -267,46 +298,47 @@ def live_prompts(
     line: Line,
     *,
     after: float,
+    until: float,
     limit: int,
     known: Collection[str],
 ) -> list[HeldOutPrompt]:
-    """List the newest good exchange of each of the champion's newest sessions, the newest first.
+    """List one good turn of each of the champion's newest sessions, the newest session first.
 
-    line: the canary's. after: Unix seconds; a session that began earlier may have been learned
-    from. known: sessions to leave out. Those in which the candidate answered are left out too.
+    The turn is drawn by `drawn_turn`. line: the canary's. after: Unix
+    seconds; a session that began earlier may have been learned from. until: a session with a later
+    exchange goes on, and is left out. known: sessions to leave out. Those in which the candidate
+    answered are left out too.
     """
     row = ExchangeRow
-    newest: dict[str, int] = {}
+    found: dict[str, None] = {}
     old = set(known)
+    champions = (
+        row.public_model == line.model,
+        row.adapter == canary.champion,
+        row.arm == "champion",
+        text(COUNTED),
+    )
+    good = (row.surface == "chat", row.status == 200, row.outcome == "ok")
+    good = (*champions, *good, row.selection.in_(TURN_DECIDED))
+    unfit = (row.started_at <= after, row.adapter == canary.candidate, row.stored_at > until)
     rows = session.execute(
-        select(
-            row.seq, row.session_id, row.started_at, row.surface, row.status, row.outcome,
-            row.selection, row.project,
-        )
-        .where(
-            row.public_model == line.model,
-            row.adapter == canary.champion,
-            row.arm == "champion",
-            text(COUNTED),
-        )
+        select(row.session_id, row.started_at, row.project)
+        .where(*champions, row.stored_at <= until)
         .order_by(row.seq.desc())
         .limit(LIVE_EXAMINED)
-    )  # fmt: skip
-    for seq, session_id, started_at, surface, status, outcome, selection, project in rows:
-        if not line.has(project):  # the base is champion in several lines
+    )
+    for session_id, started_at, project in rows:
+        if session_id in old or session_id in found:
             continue
-        good = (surface, status, outcome) == ("chat", 200, "ok") and selection in TURN_DECIDED
-        if not good or session_id in old or not _is_after(started_at, after):
-            continue
-        unfit = or_(row.started_at <= after, row.adapter == canary.candidate)
-        found = select(row.seq).where(row.session_id == session_id, unfit).limit(1)
-        if session_id not in newest and session.scalar(found) is not None:
+        if not line.has(project) or not _is_after(started_at, after):
+            continue  # the base is champion in several lines
+        if _any_in(session, session_id, unfit) or not _any_in(session, session_id, [and_(*good)]):
             old.add(session_id)
             continue
-        newest.setdefault(session_id, seq)
-        if len(newest) == limit:
+        found[session_id] = None
+        if len(found) == limit:
             break
-    return _prompts(session, newest.values())
+    return _prompts(session, line, found, good, canary.salt)
 
 
 def _is_after(started_at: object, after: float) -> bool:

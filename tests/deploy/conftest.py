@@ -21,6 +21,7 @@ from deploy.admin.context import AdminContext
 from deploy.admin.reception import Refusals
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
+from deploy.canary.gate_store import SETTLED_S
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
@@ -325,9 +326,12 @@ class World:
             yield session
 
     def hold_out(self, sessions: int) -> None:
+        """Record held-out sessions that have ended."""
+        self.clock.now -= SETTLED_S
         with self.together():
             for number in range(sessions):
                 self.serve(f"held-{number}", held_out=True)
+        self.clock.now += SETTLED_S
 
     def promote(self, name: str) -> None:
         """Take a registered adapter through a canary that passes, without the controller."""

@@ -233,6 +233,8 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     rejected = world.serve("cut", outcome="cut")
     world.serve("its", adapter=name, arm="canary")
     its = world.serve("its")
+    world.clock.now += gate_store.SETTLED_S
+    world.serve("goes-on")
     with world.database.write() as session:
         for row in session.query(ExchangeRow).filter_by(held_out=False):
             row.selection = "chosen"
@@ -240,6 +242,7 @@ async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World)
     await play(world, gate, 3)
 
     asked = {row.exchange_id for row in judged(world)}
+    assert len(asked) == 4 + 1, "another user's session goes on"
     assert chosen in asked
     assert rejected not in asked
     assert "x1" not in asked, "it began before the canary: the candidate may have learned from it"
