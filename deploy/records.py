@@ -113,6 +113,11 @@ class Canary:
     """What numbers from outside said, by the metric's name."""
     approval: Approval | None = None
     """The move that waits for the operator's service, or did; None: none does."""
+    tries: tuple[str, ...] = ()
+    """Ids of earlier canaries of this candidate against the same champion and anchor, the oldest
+    first: their groups count too."""
+    tried_since: float | None = None
+    """When the first of them began, Unix seconds; None: this one is the first."""
     judge_gives_reward: bool | None = None
     """True when the gate's judge also scores what the candidate learned from; None: not known."""
 

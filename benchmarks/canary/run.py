@@ -1,7 +1,7 @@
 """`make bench BENCH=canary`: levels, power and the anchor, on simulated canaries; exit 1 when a
 target does not hold.
 
-    python -m benchmarks canary [--canaries 1000] [--parts equal limits power stopped slides]
+    python -m benchmarks canary [--canaries 1000] [--parts equal limits power stopped slides small]
 
 Each part is written to `benchmarks/results/canary-PART.json` as soon as it has ended.
 """
@@ -22,7 +22,7 @@ from functools import partial
 import structlog
 
 from benchmarks import results
-from benchmarks.canary import breaker, limits, ratchet
+from benchmarks.canary import breaker, limits, ratchet, small
 from benchmarks.canary.play import Ended, Told, play
 from benchmarks.canary.rivals import Peeking, Shares, asymptotic_half_width
 from benchmarks.canary.traffic import World
@@ -41,10 +41,12 @@ LOW_BASE = 0.02
 """Rate of failing turns of the champion up to which that is promised."""
 FALSE_ROLLBACK = RULES.harm_level + (len(GUARDS) + len(OF_GROUPS)) * RULES.guard_level
 """What the levels of the rule add up to."""
+WITHIN_DAYS = 10.0
+"""Days within which a small site promotes a candidate of +0.06."""
 COLUMNS = (
     "part", "case", "canaries", "promoted", "rolled_back", "inconclusive", "held", "better",
     "peeking_better", "peeking_rollback", "shares_rollback", "groups", "canary_sessions",
-    "most_sessions", "end", "worst", "proven",
+    "most_sessions", "end", "worst", "proven", "in_time", "days", "days_90",
 )  # fmt: skip
 
 
@@ -308,7 +310,24 @@ def slides(pool: ProcessPoolExecutor, canaries: int) -> Part:
             }
         )
     kept = ends[True][int(0.05 * lines)]
+    above = list(pool.map(partial(ratchet.from_above, PLAIN), range(lines), chunksize=1))
+    lost = sum(one.end < -PLAIN.anchor_margin for one in above) / lines
+    rows.append(
+        {
+            "part": "ratchet",
+            "case": f"12 of -0.03, from +{ratchet.WON:g} above the anchor",
+            "canaries": 12 * lines,
+            "promoted": sum(one.promoted for one in above) / (12 * lines),
+            "end": statistics.fmean(one.end for one in above),
+            "worst": min(one.end for one in above),
+        }
+    )
     return rows, [
+        at_most(
+            f"12 candidates of -0.03 from +{ratchet.WON:g}: {lines} lines that lose over 0.05",
+            lost,
+            allowed(0.05, lines),
+        ),
         at_least(
             f"{ratchet.CANDIDATES} bad candidates, anchored: end, 5% quantile of {lines} lines",
             kept,
@@ -322,7 +341,37 @@ def slides(pool: ProcessPoolExecutor, canaries: int) -> Part:
     ]
 
 
-PARTS = {"equal": equal, "limits": at_limits, "power": power, "stopped": stopped, "slides": slides}
+def small_sites(pool: ProcessPoolExecutor, canaries: int) -> Part:
+    """Candidates at sites of a few sessions a day, with a month of records."""
+    count = max(20, canaries // 10)
+    rows: list[results.Row] = []
+    targets = []
+    for a_day, least in ((20.0, 0.9), (50.0, 0.98), (100.0, 0.98)):
+        for effect in (0.06, 0.0, -PLAIN.margin):
+            one = partial(small.tried, a_day, effect, PLAIN)
+            found = small.summary(list(pool.map(one, range(count), chunksize=4)), WITHIN_DAYS)
+            case = f"{a_day:g} sessions a day, {effect:+.2f}"
+            rows.append({"part": "small", "case": case, "canaries": count, **found})
+            if effect > 0.0:
+                what = f"{case}: promoted within {WITHIN_DAYS:g} days"
+                targets.append(at_least(what, found["in_time"], least))
+            elif effect < 0.0:
+                level = allowed(PLAIN.promote_level, count)
+                targets.append(at_most(f"{case}: promoted", found["promoted"], level))
+            if effect >= 0.0:
+                level = allowed(FALSE_ROLLBACK, count)
+                targets.append(at_most(f"{case}: rolled back", found["rolled_back"], level))
+    return rows, targets
+
+
+PARTS = {
+    "equal": equal,
+    "limits": at_limits,
+    "power": power,
+    "stopped": stopped,
+    "slides": slides,
+    "small": small_sites,
+}
 
 
 def _row(part: str, case: str, played: Sequence[Ended]) -> dict[str, object]:

@@ -343,6 +343,10 @@ class StatusOut(Out):
     canary: CanaryOut | None
     queued: CanaryOut | None = None
     """The canary that begins when this one has ended; null: none waits."""
+    pace: str = ""
+    """How long the active canary takes at today's traffic; empty without one."""
+    best: str = ""
+    """How far the champion is from the best so far, the anchor; empty while the base is both."""
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]

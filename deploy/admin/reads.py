@@ -47,9 +47,11 @@ from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
 from deploy.outside.telling import read_states
+from deploy.records import Canary
 from deploy.registry import canaries, routing_writer, tallies, versions
 from deploy.registry.history import bans
 from deploy.registry.learner import switches as learner_switches
+from deploy.registry.pace import best_so_far, pace, sessions_a_day
 from ingest.feedback.placing import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
@@ -126,6 +128,14 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 if queued is None
                 else shown(
                     f"canary {queued.canary_id}", lambda: CanaryOut.of(queued, context.rules)
+                ),
+                pace=_pace(session, context, project, canary, now),
+                best=best_so_far(
+                    session,
+                    model,
+                    aliases.get("champion", BASE),
+                    aliases.get("anchor", BASE),
+                    asked=context.rules.promote_on != "quick",
                 ),
                 learner=read_learner(session, model),
                 watch_holds=ask(session, model, context.watch).reason or None,
@@ -299,6 +309,17 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                         for one in made
                     ],
                 )
+
+
+def _pace(
+    session: Session, context: AdminContext, project: str | None, canary: Canary | None, now: float
+) -> str:
+    line = next((one for one in context.lines if one.project == project), None)
+    row = None if canary is None else session.get(CanaryRow, canary.canary_id)
+    if canary is None or row is None or line is None:
+        return ""
+    a_day = sessions_a_day(session, line, now)
+    return pace(canary, canaries.evidence_of(row), context.rules, a_day)
 
 
 def _token_check(session: Session) -> str:

@@ -248,6 +248,7 @@ class Controller:
             mismatch=live.mismatch,
             behind=behind,
             quality=quality,
+            carried=self._judged.carried,
             proven=canary.proven,
             away=self._gate.away(canary),
             metrics=canary.metrics,

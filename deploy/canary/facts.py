@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deploy.evidence.betting import Bets
-from deploy.evidence.interval import bounds
+from deploy.evidence.interval import Sequence, bounds
 from deploy.evidence.live import GuardState, Live
 from deploy.evidence.quality import CHART_LEVEL, Quality
 from deploy.records import Canary
@@ -44,7 +44,7 @@ def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> Facts:
 
 def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySettings) -> Facts:
     """Return what judged groups say. before: claims that were proven by an earlier look."""
-    low, high = bounds(quality.chart, CHART_LEVEL)
+    low, high = _interval(quality.chart)
     levels = dict.fromkeys(CLAIMS, rules.promote_level) | {"harm": rules.harm_level}
     flaws: Mapping[str, Bets] = quality.flaws
     return {
@@ -52,12 +52,22 @@ def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySetting
         "lost": quality.lost,
         "unknown": quality.unknown,
         "champion_lost": quality.champion_lost,
-        "low": 2.0 * low - 1.0,
-        "high": 2.0 * high - 1.0,
+        "low": low,
+        "high": high,
+        "to_anchor": {
+            "candidate": _interval(quality.to_anchor),
+            "champion": _interval(quality.champion_to_anchor),
+        },
         "proven": sorted(before | proven(quality, rules)),
         **{name: _claim(getattr(quality, name), level) for name, level in levels.items()},
         "flaws": {kind: _claim(bets, guard_level(kind, rules)) for kind, bets in flaws.items()},
     }
+
+
+def _interval(chart: Sequence) -> tuple[float, float]:
+    """Return the bounds of a difference, -1..1, which hold at all looks together."""
+    low, high = bounds(chart, CHART_LEVEL)
+    return 2.0 * low - 1.0, 2.0 * high - 1.0
 
 
 def _guard(kind: str, state: GuardState, rules: CanarySettings) -> Facts:

@@ -75,6 +75,10 @@ class Drawing:
     def _line(self, canary: Canary) -> Line:
         return self._of or Line(name=canary.model)
 
+    def _counted(self, canary: Canary) -> tuple[str, ...]:
+        """Return the ids of the canaries whose sessions are not judged again."""
+        return (*proof_rule.tries_of(canary, self._rules), canary.canary_id)
+
     def is_for(self, canary: Canary) -> bool:
         return self._drawn_for == canary.canary_id
 
@@ -118,9 +122,10 @@ class Drawing:
             quality = self._judged.read(session, canary, open_from=open_from)
             wanted = proof_rule.gate_prompts(quality, self._rules)
             limit = SPARE_PROMPTS * wanted
-            done = gate_store.compared_sessions(session, canary)
-            missing = self._held_out(session, canary, done, limit - len(done))
-            if (more := limit - len(done) - len(missing)) > 0:  # rather those that go on than none
+            done = gate_store.compared_sessions(session, self._counted(canary))
+            left = limit - gate_store.made(session, canary.canary_id)
+            missing = self._held_out(session, canary, done, left)
+            if (more := left - len(missing)) > 0:  # rather those that go on than none
                 known = done | {prompt.session_id for prompt in missing}
                 missing += self._held_out(session, canary, known, more, settled=False)
             judged = gate_store.comparisons(session, canary.canary_id)
@@ -131,7 +136,7 @@ class Drawing:
             for one in judged
             if one.difference is not None or (one.fault == "candidate" and not quick)
         ]
-        room = min(limit - len(done), wanted - len(telling))
+        room = min(left, wanted - self._judged.carried - len(telling))
         return Prompts(
             sessions=len(done) + len(missing),
             missing=tuple(missing[: max(0, room)]),
@@ -151,14 +156,14 @@ class Drawing:
             room = min(self._parallel, allowed - gate_store.made(session, canary.canary_id))
             if room <= 0:
                 return Prompts()
-            done = gate_store.compared_sessions(session, canary)
+            done = gate_store.compared_sessions(session, self._counted(canary))
             missing = self._held_out(session, canary, done, room)
             if len(missing) < room:
                 missing += gate_store.live_prompts(
                     session,
                     canary,
                     self._line(canary),
-                    after=canary.created_at,
+                    after=canary.created_at if canary.tried_since is None else canary.tried_since,
                     until=self._clock() - gate_store.SETTLED_S,
                     limit=room - len(missing),
                     known=done | {prompt.session_id for prompt in missing},

@@ -201,12 +201,12 @@ def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:
     return request if usable else {}
 
 
-def compared_sessions(session: Session, canary: Canary) -> set[str]:
-    """Return the sessions with a comparison in this canary, scored or set aside."""
+def compared_sessions(session: Session, canary_ids: Collection[str]) -> set[str]:
+    """Return the sessions with a comparison in these canaries, scored or set aside."""
     statement = (
         select(ExchangeRow.session_id)
         .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
-        .where(GateComparisonRow.canary_id == canary.canary_id)
+        .where(GateComparisonRow.canary_id.in_(canary_ids))
     )
     return set(session.scalars(statement))
 
@@ -312,14 +312,19 @@ def live_prompts(
     row = ExchangeRow
     found: dict[str, None] = {}
     old = set(known)
-    champions = (
+    champions: tuple[ColumnElement[bool] | TextClause, ...] = (
         row.public_model == line.model,
         row.adapter == canary.champion,
         row.arm == "champion",
         text(COUNTED),
     )
-    good = (row.surface == "chat", row.status == 200, row.outcome == "ok")
-    good = (*champions, *good, row.selection.in_(TURN_DECIDED))
+    good = (
+        *champions,
+        row.surface == "chat",
+        row.status == 200,
+        row.outcome == "ok",
+        row.selection.in_(TURN_DECIDED),
+    )
     unfit = (row.started_at <= after, row.adapter == canary.candidate, row.stored_at > until)
     rows = session.execute(
         select(row.session_id, row.started_at, row.project)

@@ -127,6 +127,8 @@ class Status(msgspec.Struct, kw_only=True):
     routing: Routing | None
     canary: Canary | None
     queued: Canary | None = None
+    pace: str = ""
+    best: str = ""
     learner: Learner
     watch_holds: str | None = None
     engine: Engine
@@ -169,7 +171,9 @@ def status_lines(
     return [
         *_serving(status),
         *other_lines(status.lines, status.project),
+        *([status.best] if status.best else []),
         *_canary(status.canary, now),
+        *([f"  {status.pace}"] if status.pace else []),
         *_queued(status.queued, now),
         *_learner(status, now, schedule),
         *_engine(status.engine),

@@ -53,6 +53,8 @@ class LineFacts:
     """Name, state and reason of the newest adapter."""
     canary: str = ""
     """What the open canary waits for."""
+    sessions_a_day: float = 0.0
+    """Of the last week; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

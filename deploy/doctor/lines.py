@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from deploy.doctor.facts import Diagnosis, LineFacts
-from deploy.registry.canary_rule import NOT_LOADED
+from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
+from deploy.registry.pace import DAY_S, steps_days
 from sidecar.lines import line_of_adapter
+from sidecar.settings import Canary as CanarySettings
 
 
-def of_lines(lines: Sequence[LineFacts], loads_refused: Mapping[str, str]) -> Iterator[Diagnosis]:
+def of_lines(
+    lines: Sequence[LineFacts], loads_refused: Mapping[str, str], rules: CanarySettings
+) -> Iterator[Diagnosis]:
     """Yield what stops the records of each line. The text names a line that is not the default one.
 
     loads_refused: adapter -> why a vLLM refuses to load it; one whose name is of no line counts as
@@ -25,6 +29,7 @@ def of_lines(lines: Sequence[LineFacts], loads_refused: Mapping[str, str]) -> It
         }
         yield from _learner(facts)
         yield from _serving(facts, refused)
+        yield from _slow(facts, rules)
 
 
 def _learner(facts: LineFacts) -> Iterator[Diagnosis]:
@@ -87,6 +92,28 @@ def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis
             to_do=_to_serve(name, option, rank=rank, not_loaded=name in not_loaded),
             project=project,
         )
+
+
+def _slow(facts: LineFacts, rules: CanarySettings) -> Iterator[Diagnosis]:
+    """Yield that a canary takes days, when one runs or the newest adapter had one in vain."""
+    tried = bool(facts.canary) or (facts.adapter is not None and facts.adapter[1] == "retired")
+    a_day, of = facts.sessions_a_day, _words(facts.line.project)[0]
+    days = steps_days(rules.ramp, rules, a_day)
+    limit = rules.step_max_s / DAY_S
+    if not tried or a_day <= 0.0 or max(days) <= limit:
+        return
+    never = max(days) > SLOWEST * limit
+    steps = ", ".join(f"{one / 100:g}%" for one in rules.ramp)
+    yield Diagnosis(
+        stage="serving",
+        cause="little_traffic",
+        text=f"a canary{of} wants {rules.step_min_sessions} sessions in each step ({steps}): about "
+        f"{sum(days):.0f} days at today's {a_day:.0f} sessions a day"
+        + (f", and a step ends after {SLOWEST * limit:g} at the latest" if never else ""),
+        to_do="lower canary.step_min_sessions or raise canary.steps"
+        + ("" if never else ", or wait: `sidecar status` says how long"),
+        project=facts.line.project,
+    )
 
 
 def _to_serve(name: str, option: str, *, rank: bool, not_loaded: bool) -> str:

@@ -33,6 +33,7 @@ from deploy.preflight.store import check_store
 from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
+from deploy.registry.pace import sessions_a_day
 from ingest.intake.bus_report import read_state
 from ingest.judge_watch.state import read_judge_state
 from ingest.noise.rubrics import each_series
@@ -164,12 +165,12 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 noise=_noise(session, settings.judge),
                 verifiers=read_verifiers(session),
                 waiting_for_verifiers=waiting_for(session),
-                lines=tuple(_line(session, line) for line in settings.lines),
+                lines=tuple(_line(session, line, now) for line in settings.lines),
                 recent=read_recent(session),
             )
 
 
-def _line(session: Session, line: Line) -> LineFacts:
+def _line(session: Session, line: Line, now: float) -> LineFacts:
     canary = canaries.active(session, line.name)
     return LineFacts(
         line=line,
@@ -177,6 +178,7 @@ def _line(session: Session, line: Line) -> LineFacts:
         run=newest_run(session, line.name),
         adapter=newest_adapter(session, line.name),
         canary=(canary.reason or "") if canary is not None else "",
+        sessions_a_day=sessions_a_day(session, line, now),
     )
 
 

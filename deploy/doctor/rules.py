@@ -140,7 +140,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _judge_drift(store)
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
-    yield from of_lines(store.lines, facts.loads_refused)
+    yield from of_lines(store.lines, facts.loads_refused, facts.settings.canary)
 
 
 def _pile_up(facts: Facts, stopped: Collection[str]) -> Iterator[Diagnosis]:

@@ -1,13 +1,15 @@
 """What judged groups say of a candidate: no worse, better, or harmful. Pure.
 
 A group is one prompt with fresh answers of candidate, champion and anchor, judged blind together;
-its difference is the candidate's mean score minus the other's, -1..1. Four e-processes read the
+its difference is the candidate's mean score minus the other's, -1..1. Six e-processes read the
 groups in the order in which they were drawn:
 
 - `no_worse`: against "worse than the champion by `margin` or more" (non-inferiority).
-- `anchored`: against "worse than the anchor by `anchor_margin` or more". The anchor is an adapter
-  that does not move with promotions, so many small losses cannot add up (Feng, Emerson and Simon
-  2021, "Approval policies for modifications to machine learning-based software").
+- `anchored`: against "worse than the anchor by `anchor_margin` or more". The anchor moves to what
+  is proven better than it and to nothing else, so many small losses cannot add up (Feng, Emerson
+  and Simon 2021, "Approval policies for modifications to machine learning-based software").
+- `over_anchor`: against "no better than the anchor".
+- `champion_over_anchor`: against "the champion is no better than the anchor", by the same groups.
 - `better`: against "no better than the champion".
 - `harm`: against "no worse than the champion".
 
@@ -87,12 +89,18 @@ class Quality:
     no_worse: Bets = START
     anchored: Bets = START
     better: Bets = START
+    over_anchor: Bets = START
+    champion_over_anchor: Bets = START
     harm: Bets = START
     flaws: Mapping[str, Bets] = field(
         default_factory=lambda: dict.fromkeys((*FLAWS, *OF_GROUPS), START)
     )
     chart: Sequence = EMPTY
     """Confidence sequence of the difference to the champion, moved to 0..1."""
+    to_anchor: Sequence = EMPTY
+    """The same of the candidate's to the anchor."""
+    champion_to_anchor: Sequence = EMPTY
+    """The same of the champion's to the anchor."""
 
     @property
     def unknown_share(self) -> float:
@@ -117,18 +125,37 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
     if champion is None:
         return replace(quality, unknown=quality.unknown + 1, flaws=flaws)
     to_champion = (1.0 + champion) / 2.0
+    if anchor is not None:
+        quality = _against_anchor(quality, group, anchor, limits)
     return replace(
         quality,
         groups=quality.groups + 1,
         lost=quality.lost + (group.fault == "candidate"),
         no_worse=bet(quality.no_worse, to_champion, (1.0 - limits.margin) / 2.0),
-        anchored=quality.anchored
-        if anchor is None
-        else bet(quality.anchored, (1.0 + anchor) / 2.0, (1.0 - limits.anchor_margin) / 2.0),
         better=bet(quality.better, to_champion, 0.5),
         harm=bet(quality.harm, 1.0 - to_champion, 0.5),
         flaws=flaws,
         chart=observe(quality.chart, to_champion, CHART_LEVEL),
+    )
+
+
+def _against_anchor(quality: Quality, group: Group, anchor: float, limits: Limits) -> Quality:
+    """anchor: what the group counts as, against the anchor."""
+    to_anchor = (1.0 + anchor) / 2.0
+    quality = replace(
+        quality,
+        anchored=bet(quality.anchored, to_anchor, (1.0 - limits.anchor_margin) / 2.0),
+        over_anchor=bet(quality.over_anchor, to_anchor, 0.5),
+        to_anchor=observe(quality.to_anchor, to_anchor, CHART_LEVEL),
+    )
+    if group.champion is None:  # the candidate lost the group, which says nothing of the champion
+        return quality
+    # The candidate's own score falls out; the largest difference of two mean scores is 1.
+    champion = (1.0 + max(-1.0, min(1.0, anchor - group.champion))) / 2.0
+    return replace(
+        quality,
+        champion_over_anchor=bet(quality.champion_over_anchor, champion, 0.5),
+        champion_to_anchor=observe(quality.champion_to_anchor, champion, CHART_LEVEL),
     )
 
 

@@ -1,8 +1,8 @@
 """Read canaries from the store. Only this module knows the layout of a `canary` row.
 
 Values without a column of their own are in the row's `evidence` object, under the keys `steps`,
-`queued`, `waived_step`, `anchor`, `clock`, `probe`, `loading`, `gate`, `ramp`, `quality`, `guards`,
-`step_<n>`, `metrics`, `approval`, `breaker` and `tick_errors`.
+`queued`, `waived_step`, `anchor`, `tries`, `tried_since`, `clock`, `probe`, `loading`, `gate`,
+`ramp`, `quality`, `guards`, `step_<n>`, `metrics`, `approval`, `breaker` and `tick_errors`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def to_canary(row: CanaryRow) -> Canary:
         metrics=_metrics(entry(row, "metrics")),
         approval=_approval(entry(row, "approval")),
         waived_step=_waived(evidence.get("waived_step")),
+        tries=_names(evidence.get("tries")),
+        tried_since=_number(evidence["tried_since"]) if "tried_since" in evidence else None,
         judge_gives_reward=gives if isinstance(gives, bool) else None,
     )
 
@@ -187,6 +189,21 @@ def canary_of(session: Session, candidate: str) -> CanaryRow | None:
     """Return the newest canary of this adapter, active or ended."""
     statement = select(CanaryRow).where(CanaryRow.candidate == candidate)
     return session.scalars(statement.order_by(CanaryRow.created_at.desc()).limit(1)).first()
+
+
+def earlier_tries(
+    session: Session, model: str, candidate: str, champion: str, anchor: str
+) -> list[Canary]:
+    """List the ended canaries of a candidate against this champion and anchor, the oldest first."""
+    row = CanaryRow
+    ended = select(row).where(
+        row.candidate == candidate,
+        row.model == model,
+        row.champion == champion,
+        row.ended_at.is_not(None),
+    )
+    found = [to_canary(one) for one in session.scalars(ended.order_by(row.created_at))]
+    return [one for one in found if one.anchor == anchor and one.phase != "withdrawn"]
 
 
 def etag(canary: Canary) -> str:

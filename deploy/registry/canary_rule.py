@@ -19,10 +19,12 @@ In plain words:
    row. It is held while users' sessions are not split by the weight, a signal fails, or a metric
    cannot be asked. A step ends after `step_min_s` and `turn_wait_s`, `step_min_exchanges` and
    `step_min_sessions`, not while the newest `BREAKER_FAILURES` requests all met an unknown adapter.
-   One that reaches `step_max_s` first is inconclusive. An operator may waive what a step must last
-   and see (`skip-step`), and nothing else. After the last step the candidate is promoted, if the
-   groups prove what `promote_on` asks for and no guard is suspicious. Until then it waits, up to
-   `max_groups` or `evidence_max_s`; then the canary is inconclusive.
+   One that reaches `step_max_s` first is inconclusive, unless its sessions only come slowly
+   (`step_limit_s`); when the groups have proven the candidate by then, the next step begins. An
+   operator may waive what a step must last and see (`skip-step`), and nothing else. After the last
+   step the candidate is promoted, if the groups prove what `promote_on` asks for and no guard is
+   suspicious. Until then it waits, up to `max_groups` or `evidence_max_s`; then the canary is
+   inconclusive.
 
 The levels are settings, and docs/canary.md states what they add up to. With `promote_on = "quick"`
 the mean difference over the gate's prompts decides, and nothing must be proven. The guards hold.
@@ -56,6 +58,17 @@ MAX_LOAD_FAILURES = 8
 """Failed loads, where no replica proved the adapter, after which the canary is inconclusive."""
 MAX_PARTLY_LOADED = 34
 """The same where one did: an hour to mend the other vLLM (docs/canary.md)."""
+SLOWEST = 28
+"""A step may take so many times `step_max_s` where its sessions come slowly: four weeks of a day
+each, in which a site of 5 sessions a day gives a canary of 20% its 20 sessions."""
+FEW_SEEN = 3
+"""Sessions by which a count may fall short of its mean: 0 where 3 are expected is seen in 5% (rule
+of three)."""
+MANY_GROUPS = 350
+"""Groups that prove an equal candidate in the median (docs/canary.md): with fewer `evidence_max_s`
+is no limit yet where the judge waits for prompts."""
+SLOWEST_PROOF = 4
+"""And so many times `evidence_max_s` is."""
 NOT_LOADED = "vLLM failed to load it"
 LOAD_WAITS = Backoff(first_s=2.0, last_s=128.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
@@ -170,7 +183,9 @@ class RampEvidence:
     """True while exchanges of the ramp wait to be read: then nothing is concluded from their
     absence."""
     quality: Quality = field(default_factory=Quality)
-    """What the judged groups say, the gate's among them."""
+    """What the judged groups say, the gate's and those of earlier tries among them."""
+    carried: int = 0
+    """Groups of earlier tries; part of `quality`."""
     proven: frozenset[str] = frozenset()
     """Claims that were proven by an earlier look (`proof_rule.CLAIMS`)."""
     away: str | None = None
@@ -197,6 +212,19 @@ def step_least_s(rules: CanarySettings) -> float:
     step.
     """
     return rules.step_min_s + rules.turn_wait_s
+
+
+def step_limit_s(evidence: RampEvidence, rules: CanarySettings, spent_s: float) -> float:
+    """Return how long a step may take that has not seen enough after `spent_s` seconds.
+
+    It is `step_max_s`, and longer while what the step wants may still come, at the most traffic
+    that its counts allow, within `SLOWEST` times that.
+    """
+    seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
+    counts = ((seen, rules.step_min_exchanges), (evidence.sessions, rules.step_min_sessions))
+    needs_s = max(spent_s * wanted / (count + FEW_SEEN) for count, wanted in counts)
+    longest_s = SLOWEST * rules.step_max_s
+    return longest_s if needs_s <= longest_s else rules.step_max_s
 
 
 def elapsed_s(canary: Canary, now: float) -> float:
@@ -320,7 +348,7 @@ def _after_ramping(
         seen >= rules.step_min_exchanges
         and evidence.sessions >= rules.step_min_sessions
         and spent_s >= step_least_s(rules)
-    )
+    ) or _proven_early(canary, evidence, rules, spent_s)
     if (enough or canary.step_waived) and not missing and not evidence.behind:
         unseen = _unseen(canary, evidence, rules)
         if unseen is None:
@@ -328,9 +356,9 @@ def _after_ramping(
         if spent_s < rules.step_max_s:
             return Hold(reason=f"{step} waits for {unseen}")
         return _inconclusive(f"{step} waited for {unseen}")
-    if spent_s >= rules.step_max_s:
+    if spent_s >= (rules.step_max_s if missing else step_limit_s(evidence, rules, spent_s)):
         return _inconclusive(
-            f"{step}: {_seen(evidence, rules, ' and ', seen=seen)} in {rules.step_max_s:g} s"
+            f"{step}: {_seen(evidence, rules, ' and ', seen=seen)} in {spent_s:.0f} s"
         )
     if missing:
         # Good replies from before must not end the step while vLLM does not know the adapter.
@@ -341,6 +369,23 @@ def _after_ramping(
     return Hold(
         reason=f"{step} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
         f"{_seen(evidence, rules, ', ', seen=seen)}"
+    )
+
+
+def _proven_early(
+    canary: Canary, evidence: RampEvidence, rules: CanarySettings, spent_s: float
+) -> bool:
+    """Return True when the groups have proven the candidate and its step's sessions come slowly.
+
+    What more exposure may show is then left to the last step, which brings the sessions sooner.
+    """
+    return (
+        rules.promote_on != "quick"
+        and canary.step + 1 < len(canary.steps)
+        and spent_s >= rules.step_max_s
+        and evidence.sessions > 0
+        and proof_rule.lacking(evidence.quality, evidence.proven, rules) is None
+        and proof_rule.suspicion(evidence.guards, evidence.quality, rules) is None
     )
 
 
@@ -385,7 +430,10 @@ def _after_step(
             passed = f"{passed}; {proof_rule.describe(quality)}"
         return Move(to="promoted", candidate_state="champion", reason=passed)
     waits = f"{lacking}; {proof_rule.describe(quality)}"
-    if quality.groups + quality.unknown >= rules.max_groups or spent_s >= rules.evidence_max_s:
+    judged = quality.groups + quality.unknown - evidence.carried
+    slow = judged < min(MANY_GROUPS, rules.max_groups)
+    proof_s = rules.evidence_max_s * (SLOWEST_PROOF if slow else 1)
+    if judged >= rules.max_groups or spent_s >= proof_s:
         return _inconclusive(f"the proof is still missing: {waits}")
     if evidence.away is not None:
         return Hold(reason=f"the evidence waits: {evidence.away}", stops_clock=True)

@@ -357,6 +357,8 @@ _PROVEN = {
     "no_worse": "no worse than the champion",
     "anchored": "no worse than the anchor",
     "better": "better than the champion",
+    "over_anchor": "better than the anchor",
+    "champion_over_anchor": "the champion is better than the anchor",
 }
 
 

@@ -15,6 +15,7 @@ from sidecar.settings import Canary as CanarySettings
 
 __all__ = [
     "CLAIMS",
+    "anchor_after",
     "describe",
     "flaw_suspicion",
     "gate_doubt",
@@ -31,10 +32,13 @@ __all__ = [
     "suspicion",
     "threshold",
     "too_many_missing",
+    "tries_of",
 ]
 
-CLAIMS = ("no_worse", "anchored", "better")
-"""What groups may prove in favour of a candidate (`deploy.evidence.quality`)."""
+RAISES = ("over_anchor", "champion_over_anchor")
+"""Claims that move the anchor (`anchor_after`)."""
+CLAIMS = ("no_worse", "anchored", "better", *RAISES)
+"""What groups may prove in favour of a candidate or its champion (`deploy.evidence.quality`)."""
 SUSPICIOUS = 5.0
 """Evidence against a candidate over which its promotion waits."""
 DOUBTED = 3
@@ -85,6 +89,11 @@ def limits_of(rules: CanarySettings) -> Limits:
 def has_anchor(canary: Canary, rules: CanarySettings) -> bool:
     """Return True when the anchor is an adapter of its own, and is asked."""
     return rules.promote_on != "quick" and canary.anchor != canary.champion
+
+
+def tries_of(canary: Canary, rules: CanarySettings) -> tuple[str, ...]:
+    """Return the earlier canaries whose groups count: none for `quick`, a mean over its own."""
+    return () if rules.promote_on == "quick" else canary.tries
 
 
 def ratios_of(rules: CanarySettings) -> Mapping[str, float]:
@@ -171,9 +180,20 @@ def harm(quality: Quality, rules: CanarySettings) -> str | None:
 
 
 def proven(quality: Quality, rules: CanarySettings) -> frozenset[str]:
-    """Return the claims that the groups prove."""
+    """Return the claims that the groups prove. `quick` asks no anchor."""
     limit = threshold(rules.promote_level)
-    return frozenset(claim for claim in CLAIMS if getattr(quality, claim).peak >= limit)
+    claims = CLAIMS if rules.promote_on != "quick" else set(CLAIMS).difference(RAISES)
+    return frozenset(claim for claim in claims if getattr(quality, claim).peak >= limit)
+
+
+def anchor_after(canary: Canary, *, promoted: bool) -> str:
+    """Return the anchor after a canary: the best of anchor, champion and candidate, as far as that
+    is proven. A candidate must be proven better than what would be the anchor without it.
+    """
+    anchor, beats = canary.anchor, "over_anchor"
+    if canary.anchor != canary.champion and "champion_over_anchor" in canary.proven:
+        anchor, beats = canary.champion, "better"
+    return canary.candidate if promoted and beats in canary.proven else anchor
 
 
 def is_proven(claims: frozenset[str], rules: CanarySettings) -> bool:

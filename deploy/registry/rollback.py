@@ -12,6 +12,9 @@ nor banned, because the target has learned from it.
 Its next run starts from the new champion, with that version's own optimiser state, which stands
 beside its weights. A rollback that names a banned version lifts its ban.
 
+An anchor that is taken away goes back to the one before it, or to the new champion when that was
+rolled back too.
+
 `previous` after a rollback is the new champion itself. So a second call, or an operator's retry
 after a lost reply, finds nothing more to undo: rolling back twice is rolling back once. To go
 further back, name the version, or "base". The next promotion sets `previous` anew.
@@ -27,8 +30,9 @@ from sqlalchemy.orm.exc import StaleDataError
 from deploy.errors import TransitionError
 from deploy.records import AdapterState
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
-from deploy.registry.history import bans
+from deploy.registry.history import aliases, bans
 from deploy.registry.learner import flags
+from sidecar.records import BASE
 from sidecar.store.database import Database, count
 
 NEWEST = 3
@@ -193,8 +197,14 @@ def _move_aliases(
         return False
     versions.set_state(session, before, left, reason)
     versions.set_state(session, target, "champion", f"rollback: {reason}")
-    for alias in ("champion", "previous"):
+    moves = {"champion": target, "previous": target}
+    if left == "rolled_back" and versions.aliases_of(session, model).get("anchor") == before:
+        # What users lost holds up no candidate: the anchor goes where it was before.
+        was = aliases.last_before(session, model, "anchor", before) or BASE
+        fallen = was != BASE and versions.find(session, was).state == "rolled_back"
+        moves["anchor"] = target if fallen else was
+    for alias, to in moves.items():
         versions.move_alias(
-            session, model=model, alias=alias, to=target, now=now, actor=actor, reason=reason
+            session, model=model, alias=alias, to=to, now=now, actor=actor, reason=reason
         )
     return True

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase
-from deploy.registry import audit, canaries, routing_writer, versions, waiting
+from deploy.registry import audit, canaries, proof_rule, routing_writer, versions, waiting
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
 from sidecar.records import BASE
@@ -50,6 +50,10 @@ def begin(
     row.generation = 1 if before is None else before.generation + 1
     anchor = versions.aliases_of(session, model).get("anchor", BASE)
     canaries.add_evidence(row, steps=list(steps), anchor=anchor)
+    tries = canaries.earlier_tries(session, model, candidate, row.champion, anchor)
+    if tries:
+        began = tries[0].created_at
+        canaries.add_evidence(row, tries=[one.canary_id for one in tries], tried_since=began)
     versions.set_state(session, candidate, "gating")
     session.flush()
     versions.move_alias(
@@ -290,6 +294,8 @@ def _move(
     row.step_started_at = now
     row.ended_at = now if move.to in ended else None
     canaries.add_evidence(row, clock={})
+    if move.to in ended:
+        _raise_anchor(session, before, promoted=move.to == "promoted", now=now)
     if move.to == "promoted":
         _promote(session, row, now=now, actor=actor, reason=move.reason)
     else:
@@ -306,6 +312,24 @@ def _move(
         if move.candidate_state == "rejected":
             count(session, "adapter", "rejected")
     _changed(session, row, before, now=now, actor=actor, reason=move.reason)
+
+
+def _raise_anchor(session: Session, canary: Canary, *, promoted: bool, now: float) -> None:
+    """Let a version that is proven better than the anchor be the anchor, unless an operator moved
+    it meanwhile."""
+    anchor = proof_rule.anchor_after(canary, promoted=promoted)
+    if versions.aliases_of(session, canary.model).get("anchor", BASE) != canary.anchor:
+        return
+    if anchor != canary.anchor:
+        versions.move_alias(
+            session,
+            model=canary.model,
+            alias="anchor",
+            to=anchor,
+            now=now,
+            actor=audit.CONTROL,
+            reason=f"proven better than {canary.anchor} by the groups of {canary.candidate}",
+        )
 
 
 def _promote(session: Session, row: CanaryRow, *, now: float, actor: str, reason: str) -> None:

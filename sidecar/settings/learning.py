@@ -203,11 +203,12 @@ class Canary(Section):
         float, Between(1, 31_536_000, "a shorter step sees nobody, a longer one never ends", "s")
     ] = 86_400.0
     """A step that has not seen its exchanges and sessions by then ends inconclusive: the champion
-    stays."""
+    stays. Slow traffic gives it up to 28 times as long."""
     evidence_max_s: Annotated[
         float, Between(1, 31_536_000, "a shorter one proves nothing, a longer one never ends", "s")
     ] = 604_800.0
-    """The last step ends inconclusive when the proof is still missing after this."""
+    """The last step ends inconclusive when the proof is still missing after this; four times as
+    long with fewer than 350 groups."""
     max_truncated_excess: Share = 0.05
     """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
     on the same prompts."""

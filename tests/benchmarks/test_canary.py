@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.canary import limits
+from benchmarks.canary import limits, ratchet, small
 from benchmarks.canary.play import Told, compared, play
 from benchmarks.canary.rivals import Peeking, asymptotic_half_width
 from benchmarks.canary.run import allowed
@@ -158,3 +158,22 @@ def test_a_level_that_is_exceeded_by_half_is_noticed_in_a_thousand_canaries() ->
     assert allowed(0.01, 1_000) < 0.02
     assert allowed(0.05, 1_000) < 0.075
     assert allowed(0.001, 1_000) < 0.005
+
+
+def test_what_was_won_over_the_anchor_is_kept() -> None:
+    """A champion of +0.35 becomes the anchor by the groups of the first candidate that is tried."""
+    rules = RULES.model_copy(update={"max_groups": 200})
+
+    far = ratchet.slide(
+        rules, seed=1, anchored=True, start=0.35, candidates=6, mean=-0.12, spread=0.0
+    )
+
+    assert (far.end, far.promoted) == (0.0, 0)
+
+
+def test_a_small_site_promotes_a_better_candidate_in_days() -> None:
+    tried = small.tried(20.0, 0.2, RULES, 1)
+
+    assert tried.phase == "promoted"
+    assert 2.0 < tried.days < 10.0
+    assert small.tried(20.0, -0.5, RULES, 1).phase == "rolled_back"

@@ -746,7 +746,13 @@ def _shadow(use: _Use) -> None:
         canary = canaries.active(session, MODEL)
         assert canary is not None
         assert gate_store.live_prompts(
-            session, canary, Line(name=canary.model), after=0.0, until=use.clock.now, limit=50, known=()
+            session,
+            canary,
+            Line(name=canary.model),
+            after=0.0,
+            until=use.clock.now,
+            limit=50,
+            known=(),
         )
     drawing.for_shadow(canary)
 

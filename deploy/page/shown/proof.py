@@ -18,6 +18,8 @@ CLAIMS = {
     "quality no worse": "no worse than the champion",
     "quality anchored": "no worse than the anchor",
     "quality better": "better than the champion",
+    "quality over anchor": "better than the anchor",
+    "quality champion over anchor": "the champion is better than the anchor",
     "quality harm": "worse than the champion",
     "guards failed": "guard: more failed replies than the champion",
     "guards cut": "guard: more replies cut by the client",

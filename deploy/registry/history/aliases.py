@@ -114,6 +114,19 @@ def held_at(session: Session, model: str, at: float) -> list[Held]:
     return held
 
 
+def last_before(session: Session, model: str, alias: str, adapter: str) -> str | None:
+    """Return where an alias pointed before it last came to `adapter`; None: nowhere, or unknown."""
+    row = AliasEventRow
+    moved = (
+        select(row.before)
+        .where(row.model == model, row.alias == alias, row.after == adapter)
+        .order_by(row.seq.desc())
+        .limit(1)
+    )
+    found = session.scalar(moved)
+    return found if found is not None and is_adapter_name(found) else None
+
+
 def _aliases(session: Session, model: str) -> Iterator[str]:
     """Yield every alias that ever pointed somewhere, in order; each is one step in the index.
 

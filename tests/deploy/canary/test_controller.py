@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.registry import transitions, versions
+from deploy.registry.canary_rule import SLOWEST
 from deploy.registry.history import bans
 from deploy.registry.rollback import rollback
 from ingest.errors import (
@@ -766,7 +767,10 @@ async def test_a_step_without_traffic_is_inconclusive_at_its_limit(world: World)
     name = world.register(1)
     await to_ramp(world, name)
     world.clock.now += 1_000.0
+    await tick(world)
+    assert world.canary(name).phase == "ramping", "its sessions may still come"
 
+    world.clock.now += (SLOWEST - 1) * 1_000.0
     await tick(world)
 
     assert world.canary(name).phase == "inconclusive"

@@ -19,6 +19,7 @@ from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
 from deploy.canary.judged import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.shadow import Shadow
+from deploy.registry import candidates, transitions
 from deploy.registry.gate_rule import quality_of
 from deploy.registry.proof_rule import limits_of
 from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
@@ -544,3 +545,34 @@ def _state(controller: Controller, world: World, name: str) -> tuple[Any, Any, A
         live, behind = turns.read(session, canary, world.clock.now)
     assert not behind
     return quality, dict(live.guards), live.split
+
+
+async def test_a_second_try_goes_on_with_the_groups_of_the_first(world: World) -> None:
+    """An operator ended the first before the proof. No session is judged twice."""
+    name, gate = await ramping(world)
+    await play(world, gate, 8, traffic=name)
+    with world.database.write() as session:
+        transitions.abort(
+            session, world.canary_row(session, name), reason="stop", now=world.clock.now, actor="me"
+        )
+        candidates.start(
+            session,
+            MODEL,
+            name,
+            steps=world.rules.ramp,
+            now=world.clock.now,
+            actor="me",
+            reason="again",
+        )
+    before = len(judged(world))
+    gate = world.gate()
+    await play(world, gate, 4)
+    assert world.canary(name).phase == "ramping"
+    assert world.evidence(name)["quality"]["groups"] >= before
+
+    await play(world, gate, 30, traffic=name, first=100)
+
+    assert world.canary(name).phase == "promoted"
+    assert 25 <= world.evidence(name)["quality"]["groups"] <= 34, "of both tries"
+    asked = [row.exchange_id for row in judged(world)]
+    assert len(asked) == len(set(asked))

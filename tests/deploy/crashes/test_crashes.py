@@ -244,7 +244,7 @@ STORIES = {
         points=("before canary.inconclusive", "after canary.inconclusive"),
         phase="inconclusive",
         events=(*BEGUN, "canary.ramping", "canary.inconclusive"),
-        rules={"step_max_s": 1.0},
+        rules={"step_max_s": 1.0, "step_min_sessions": 500},
     ),
     "rolled back by an operator": Story(
         points=("before rollback", "after rollback"),

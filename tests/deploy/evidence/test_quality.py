@@ -33,6 +33,32 @@ def test_each_claim_bets_against_its_own_mean() -> None:
     assert (quality.groups, quality.unknown, quality.lost) == (1, 0, 0)
 
 
+def test_the_champion_s_difference_to_the_anchor_is_that_of_the_two_differences() -> None:
+    """-0.03 to the champion and +0.32 to the anchor: the champion is 0.35 above the anchor."""
+    quality = after(Group(champion=-0.03, anchor=0.32))
+
+    assert quality.over_anchor == bet(START, 0.66, 0.5)
+    assert quality.champion_over_anchor.log_wealth == pytest.approx(
+        bet(START, 0.675, 0.5).log_wealth
+    )
+    assert quality.champion_to_anchor.total == pytest.approx(0.675)
+    assert quality.to_anchor.total == pytest.approx(0.66)
+
+
+def test_a_lost_group_says_nothing_of_champion_and_anchor() -> None:
+    lost = after(Group(champion=None, anchor=None, fault="candidate"))
+
+    assert lost.champion_over_anchor == START
+    assert lost.over_anchor == bet(START, 0.0, 0.5)
+
+
+def test_a_champion_that_is_the_anchor_is_never_above_it() -> None:
+    quality = after(*[Group(champion=0.5, anchor=0.5)] * 50)
+
+    assert quality.champion_over_anchor.peak == 0.0
+    assert quality.over_anchor == quality.better
+
+
 def test_the_signs_are_right() -> None:
     """Twenty groups in which the candidate is better by 0.5, and by -0.5."""
     better = after(*[Group(champion=0.5, anchor=0.5)] * 20)

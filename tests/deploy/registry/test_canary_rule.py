@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.evidence.live import GUARDS, Guard, Live, Turn
-from deploy.evidence.quality import Quality
+from deploy.evidence.quality import Group, Quality, add_group
 from deploy.records import Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
@@ -20,8 +20,10 @@ from deploy.registry.canary_rule import (
     decide,
     elapsed_s,
     load_wait_s,
+    step_limit_s,
 )
 from deploy.registry.gate_rule import GateVerdict
+from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 from support.made_canary import made_canary
 
@@ -348,11 +350,69 @@ def test_nothing_ends_a_step_while_exchanges_wait_to_be_read(rules: CanarySettin
 def test_a_step_without_traffic_ends_inconclusive(rules: CanarySettings) -> None:
     nothing = ramp(arm(0), arm(9))
 
-    decision = decide(RAMPING, nothing, rules, 1_100)
+    assert isinstance(decide(RAMPING, nothing, rules, 28_000), Hold)
+    decision = decide(RAMPING, nothing, rules, 28_100)
 
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("inconclusive", "retired")
-    assert decision.reason == "step 1: 0 of 3 exchanges and 0 of 1 session in 1000 s"
+    assert decision.reason == "step 1: 0 of 3 exchanges and 0 of 1 session in 28000 s"
+
+
+DAY_S = 86_400.0
+DEFAULT = CanarySettings()
+
+
+@pytest.mark.parametrize(
+    ("days", "sessions", "limit_days"),
+    [
+        (1.0, 4, 28.0),  # 20 sessions a day: 4 a day of the canary
+        (1.0, 1, 28.0),  # 5 a day
+        (1.0, 0, 28.0),  # 3 may have been missed: 20 take 6.7 days
+        (4.2, 0, 28.0),  # 20 take 28 days
+        (4.3, 0, 1.0),
+        (10.0, 5, 28.0),  # 8 in 10 days: 20 take 25 days
+        (10.0, 4, 1.0),  # 7 in 10 days: 20 take 28.6 days
+    ],
+)
+def test_a_step_may_take_four_weeks_while_its_sessions_may_still_come(
+    days: float, sessions: int, limit_days: float
+) -> None:
+    evidence = ramp(arm(sessions), arm(9))
+
+    assert step_limit_s(evidence, DEFAULT, days * DAY_S) == limit_days * DAY_S
+
+
+def test_a_proven_candidate_needs_no_more_sessions_of_a_slow_step() -> None:
+    """The last step sees its sessions all the same, and one with doubt stays."""
+    began = replace(RAMPING, step_started_at=0.0)
+    groups = Quality()
+    for _ in range(60):
+        groups = add_group(groups, Group(champion=0.1, anchor=0.1), limits_of(DEFAULT))
+    few = ramp(arm(4), arm(16), quality=groups)
+
+    early, late = (decide(began, few, DEFAULT, days * DAY_S) for days in (0.9, 1.0))
+    last = decide(replace(began, step=1), few, DEFAULT, 2 * DAY_S)
+    unproven = decide(began, ramp(arm(4), arm(16)), DEFAULT, 2 * DAY_S)
+    doubted = guards("failed", 3, 0).guards
+    stays = decide(began, replace(few, guards=doubted), DEFAULT, 2 * DAY_S)
+
+    assert isinstance(late, Move)
+    assert (late.to, late.step) == ("ramping", 1)
+    assert all(isinstance(one, Hold) for one in (early, last, unproven, stays))
+
+
+@pytest.mark.parametrize(
+    ("groups", "carried", "days", "ends"),
+    [(100, 0, 8, False), (100, 0, 28, True), (400, 0, 8, True), (400, 300, 8, False)],
+)
+def test_the_proof_may_take_four_weeks_where_prompts_are_few(
+    groups: int, carried: int, days: int, ends: bool
+) -> None:
+    """carried: groups of earlier tries, which are no limit to this one."""
+    began = replace(RAMPING, step=1, step_started_at=0.0)
+    evidence = ramp(arm(50), arm(50), quality=Quality(groups=groups), carried=carried)
+
+    assert isinstance(decide(began, evidence, DEFAULT, days * DAY_S), Move) == ends
 
 
 def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:

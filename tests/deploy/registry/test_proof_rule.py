@@ -22,6 +22,7 @@ from deploy.registry.canary_rule import (
 )
 from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
 from deploy.registry.proof_rule import (
+    anchor_after,
     describe,
     flaw_suspicion,
     gate_doubt,
@@ -80,6 +81,43 @@ def at_the_gate(quality: Quality, *, pending: int = 0) -> Decision:
 
 def phase(decision: Decision) -> str:
     return decision.to if isinstance(decision, Move) else "held"
+
+
+@pytest.mark.parametrize(
+    ("proven", "promoted", "after"),
+    [
+        ((), True, "m--v0"),
+        (("no_worse", "anchored"), True, "m--v0"),
+        (("over_anchor",), True, "m--v2"),
+        (("over_anchor",), False, "m--v0"),
+        (("champion_over_anchor",), False, "m--v1"),
+        (("champion_over_anchor", "over_anchor"), True, "m--v1"),
+        (("champion_over_anchor", "over_anchor", "better"), True, "m--v2"),
+        (("better",), True, "m--v0"),
+    ],
+)
+def test_the_anchor_moves_to_what_is_proven_better_than_it(
+    proven: tuple[str, ...], promoted: bool, after: str
+) -> None:
+    """v0 is the anchor, v1 the champion, v2 the candidate."""
+    canary = made_canary(anchor="m--v0", champion="m--v1", proven=frozenset(proven))
+
+    assert anchor_after(canary, promoted=promoted) == after
+
+
+def test_a_first_version_that_is_better_than_the_base_is_the_anchor() -> None:
+    canary = made_canary(anchor="base", champion="base", proven=frozenset({"over_anchor"}))
+
+    assert anchor_after(canary, promoted=True) == canary.candidate
+    assert anchor_after(canary, promoted=False) == "base"
+
+
+def test_quick_proves_nothing_of_an_anchor_that_it_does_not_ask() -> None:
+    rules = RULES.model_copy(update={"promote_on": "quick"})
+    sure = judged(0.5, groups=60)
+
+    assert "over_anchor" in proven(sure, RULES)
+    assert "over_anchor" not in proven(sure, rules)
 
 
 def test_without_groups_nobody_is_promoted() -> None:
@@ -190,7 +228,7 @@ def test_answers_that_are_flawed_on_the_same_prompts_end_it_whatever_the_judge_s
 
 
 @pytest.mark.parametrize(
-    ("groups", "now", "ends"), [(50, 20.0, "held"), (50, 1_000.0, "inconclusive")]
+    ("groups", "now", "ends"), [(50, 20.0, "held"), (50, 4_000.0, "inconclusive")]
 )
 def test_the_deadline_keeps_the_champion(groups: int, now: float, ends: str) -> None:
     assert phase(at_the_end(judged(0.0, groups=groups), now=now)) == ends

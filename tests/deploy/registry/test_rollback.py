@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.registry import audit, routing_writer, transitions
+from deploy.registry import audit, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import RollbackResult, rollback
 from sidecar.metrics.proxy import Metrics
@@ -395,3 +395,43 @@ def test_it_works_before_any_first_start(tmp_path: Path) -> None:
 
     assert result.after == "base"
     database.close()
+
+
+def anchored(world: World, *names: str) -> None:
+    for name in names:
+        with world.database.write() as session:
+            versions.move_alias(
+                session, model="m", alias="anchor", to=name, now=1.0, actor="control", reason="best"
+            )
+
+
+def test_an_anchor_that_is_rolled_back_goes_where_it_was_before(
+    world: World, served: tuple[str, str, str]
+) -> None:
+    first, second, third = served
+    anchored(world, first, third)
+
+    roll_back(world)
+
+    assert (world.aliases()["champion"], world.aliases()["anchor"]) == (second, first)
+
+
+def test_an_anchor_whose_forerunner_was_rolled_back_too_is_the_champion(
+    world: World, served: tuple[str, str, str]
+) -> None:
+    first, second, third = served
+    anchored(world, second, third)
+
+    roll_back(world, to=second)
+    anchored(world, third, second)
+    roll_back(world, to=first)
+
+    assert world.aliases()["anchor"] == first
+
+
+def test_an_anchor_that_is_not_taken_away_stays(world: World, served: tuple[str, str, str]) -> None:
+    anchored(world, served[0])
+
+    roll_back(world)
+
+    assert world.aliases()["anchor"] == served[0]

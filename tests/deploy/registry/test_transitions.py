@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import Canary
-from deploy.registry import routing_writer, transitions
+from deploy.registry import routing_writer, transitions, versions
 from deploy.registry.canary_rule import Hold, Move
 from sidecar.store.models import AuditRow, CanaryRow, CounterRow
 
@@ -376,3 +376,61 @@ def test_a_paused_ramp_has_no_step_to_skip(world: World) -> None:
 
     with pytest.raises(TransitionError, match="it is paused"):
         by_operator(world, name, transitions.skip_step)
+
+
+def proves(*claims: str) -> dict[str, Any]:
+    return {"quality": {"proven": list(claims)}}
+
+
+def test_a_promoted_version_that_is_proven_better_than_the_anchor_becomes_it(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    begin(world, first)
+    go(world, first, TO_GATE, TO_RAMP, PROMOTE, **proves("no_worse", "anchored", "over_anchor"))
+    assert world.aliases()["anchor"] == first
+
+    begin(world, second)
+    go(world, second, TO_GATE, TO_RAMP, PROMOTE, **proves("no_worse", "anchored"))
+    assert (world.aliases()["champion"], world.aliases()["anchor"]) == (second, first)
+
+
+def test_a_champion_that_is_proven_better_becomes_the_anchor_whatever_the_candidate_is(
+    world: World,
+) -> None:
+    first, second = world.register(1), world.register(2)
+    begin(world, first)
+    go(world, first, TO_GATE, TO_RAMP, PROMOTE)
+    assert "anchor" not in world.aliases()
+
+    begin(world, second)
+    go(world, second, TO_GATE, TO_RAMP, ROLL_BACK, **proves("champion_over_anchor"))
+
+    assert (world.aliases()["champion"], world.aliases()["anchor"]) == (first, first)
+
+
+def test_an_anchor_that_an_operator_moved_meanwhile_stays(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    begin(world, first)
+    with world.database.write() as session:
+        versions.move_alias(
+            session, model="m", alias="anchor", to=second, now=150.0, actor="me", reason="mine"
+        )
+
+    go(world, first, TO_GATE, TO_RAMP, PROMOTE, **proves("over_anchor"))
+
+    assert world.aliases()["anchor"] == second
+
+
+def test_a_second_try_knows_the_first_against_the_same_champion_alone(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    gave_up = Move(to="inconclusive", candidate_state="retired", reason="no traffic")
+    tried = begin(world, first)
+    go(world, first, TO_GATE, TO_RAMP, gave_up)
+
+    again = begin(world, first)
+    assert (again.tries, again.tried_since) == ((tried.canary_id,), 100.0)
+    go(world, first, TO_GATE, TO_RAMP, gave_up)
+    begin(world, second)
+    go(world, second, TO_GATE, TO_RAMP, PROMOTE)
+
+    against_another = begin(world, first)
+    assert (against_another.tries, against_another.tried_since) == ((), None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.errors import TransitionError
+from deploy.registry.canary_rule import SLOWEST
 from deploy.registry.history import bans
 from learner.runs.publish import find_published
 from sidecar.records import BASE
@@ -110,10 +111,10 @@ async def test_an_inconclusive_one_says_why_and_is_tried_past_it_once(
     by itself as soon as a person goes on."""
     name = world.register(1)
     await stage.to_ramp(name)
-    world.clock.now += world.rules.step_max_s
+    world.clock.now += SLOWEST * world.rules.step_max_s
     await stage.tick()
     assert world.canary(name).phase == "inconclusive"
-    assert world.canary(name).reason == ("step 1: 0 of 3 exchanges and 0 of 1 session in 1000 s")
+    assert world.canary(name).reason == ("step 1: 0 of 3 exchanges and 0 of 1 session in 28000 s")
     assert world.aliases()["champion"] == BASE, "the champion stays"
     await stage.tick(3)
 
