@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
@@ -406,7 +406,7 @@ def joined(packs: Sequence[Pack]) -> Pack:
         tokens += len(pack.input_ids)
         segments += len(pack.segments)
         answers += max(pack.answers) + 1
-    whole = {name: tuple(values) for name, values in made.items() if values}
+    whole: dict[str, Any] = {name: tuple(values) for name, values in made.items() if values}
     return replace(found, **whole)
 
 
@@ -527,7 +527,7 @@ def measures(at: Bench) -> list[Measure]:
                 work=partial(at.trl, checkpointing=how),
                 minutes=0.5,
             )
-            for times, how in (("twice", "on"), ("once", "off"))
+            for times, how in TWICE.items()
         ),
         *(
             Measure(
@@ -560,6 +560,7 @@ HALVES = (
     ("bf16 rows against fp32 rows", ("bfloat16", True), ("float32", True)),
     ("packed bf16 against bf16 rows", ("bfloat16", False), ("bfloat16", True)),
 )
+TWICE: Mapping[str, Checkpointing] = {"twice": "on", "once": "off"}
 PASSES: Mapping[str, dict[str, Any]] = {
     "packed": {},
     "packed, without peft's casts": {"casts": False},
