@@ -47,6 +47,7 @@ LISTING = "a person's listing by a rare value, in a process of its own, without 
 OF_SESSION = "the exchanges of one session"
 PRUNING = "a row for each adapter, canary or move of an alias, once an hour or by hand"
 SCANS = {
+    "deploy/registry/pace.py:sessions_a_day": "the newest 2,000 exchanges, by their number",
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/standing.py:_last_champions": PRUNING,
     "deploy/adapters/standing.py:_of_canaries": PRUNING,
@@ -112,6 +113,9 @@ NOT_RUN = {
     "ingest/store/rotation.py:_rotate_rows": ROTATION,
     "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/admin/changes/aliases.py:_etag_in": "one row by its key",
+    "deploy/admin/reads.py:_pace": "one row by its key, while a canary runs",
+    "deploy/registry/history/aliases.py:last_before": "the moves of one alias, when an anchor is "
+    "rolled back",
     "deploy/registry/altered.py:_newest": "the newest rows of one adapter, by an index",
     "deploy/registry/leases/followed.py:lines_behind": OF_A_FEW_ROWS,
     "deploy/registry/transitions.py:end_damaged": "the active canary of a line, by its index",
