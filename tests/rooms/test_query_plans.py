@@ -46,7 +46,11 @@ GATE = "the prompts of one gate"
 LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
 OF_SESSION = "the exchanges of one session"
 PRUNING = "a row for each adapter, canary or move of an alias, once an hour or by hand"
+VOICES = "the feedback on one exchange, session or trace"
 SCANS = {
+    "deploy/forgetting/rows.py:callers_of": LISTING,
+    "deploy/registry/tallies.py:fields_refused": NEWEST,
+    "ingest/intake/choose.py:recent_demand": NEWEST,
     "deploy/registry/pace.py:sessions_a_day": "the newest 2,000 exchanges, by their number",
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/standing.py:_last_champions": PRUNING,
@@ -74,6 +78,10 @@ SCANS = {
 }
 """Functions that may pass over a whole table or index -> why."""
 SORTS = {
+    "deploy/forgetting/rows.py:callers_of": LISTING,
+    "ingest/feedback/reading.py:_feedback": VOICES,
+    "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter",
+    "ingest/store/exchanges.py:load_by_selection": "at most groups.max_pending_groups numbers",
     "deploy/adapters/standing.py:_last_champions": PRUNING,
     "deploy/adapters/standing.py:_still_loaded": PRUNING,
     "deploy/adapters/standing.py:read_versions": PRUNING,
@@ -96,6 +104,9 @@ SORTS = {
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {
+    "deploy/forgetting/rows.py:callers_of": LISTING,
+    "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter, at each "
+    "look of the watch, without the write lock",
     "deploy/forgetting/rows.py:exchanges_of": LISTING,
     "deploy/forgetting/rows.py:_remove_told_by": LISTING,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
@@ -126,13 +137,13 @@ NOT_RUN = {
     "sidecar/routing/breaker_report.py:_stored": OF_A_FEW_ROWS,
     "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,
     "sidecar/routing/taken_report.py:_store": OF_A_FEW_ROWS,
+    "sidecar/routing/store_watch.py:RevisionReader.read": "one row, once",
     "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
     "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
     "sidecar/store/disk/write_ahead.py:empty_log": "writes the log into the file, reads no table",
     "sidecar/store/disk/space.py:_rows_bytes": "PostgreSQL over its limit: reads every row, once a "
     "minute, without the write lock",
     "sidecar/store/postgres.py:lock_writers": CONNECTION,
-    "sidecar/store/postgres.py:open_postgres.<locals>._limit": CONNECTION,
 }
 """Functions that ask the store and that `support.store_use` does not run -> why."""
 OTHER_FILES = ("sidecar/capture/outbox", "sidecar/forwarding/dead_letters")
