@@ -50,7 +50,6 @@ def make_app(
         status_code = readiness.status(works=any(answers) and keys_read)
         state: dict[str, Any] = {
             "ready": status_code == 200,
-            "leaving": readiness.leaving,
             "upstreams": [
                 {"url": status.url, "reachable": reachable}
                 for status, reachable in zip(watch.statuses, answers, strict=True)
