@@ -358,7 +358,8 @@ class Workers:
         ):  # after the workers, so that it forwards their last captures
             await self._forwarder.stop()
         await asyncio.to_thread(self._counts.stop)
-        log.info("workers_stopped")
+        if not self._exit_code:  # else what went wrong is to be the last line of the log
+            log.info("workers_stopped")
 
     def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
