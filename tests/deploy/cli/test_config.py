@@ -174,8 +174,11 @@ def test_a_folder_that_is_not_there_is_one_line(
     assert "cannot be written (No such file or directory)" in error
 
 
-def test_each_setting_that_the_file_shows_has_its_default(tmp_path: Path) -> None:
-    path = tmp_path / "sidecar.toml"
+def test_each_setting_that_the_file_shows_has_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("sidecar.toml")
     shown = re.sub(r"^# ", "", first_settings(), flags=re.MULTILINE)
     path.write_text(shown)
 

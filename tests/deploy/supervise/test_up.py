@@ -363,7 +363,9 @@ def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
         "sidecar: gave up: proxy ended 5 times before it was ready; the last time it exited with "
         "1: ImportError: broken on purpose; correct that, its log is .sidecar/logs/proxy.log"
     )
-    assert len(pids) == 9
+    assert (
+        len(pids) >= 9
+    )  # more where a slow machine takes longer than the time in which lives count
     assert [pid for pid in pids if is_alive(int(pid))] == []
     assert "firewall" not in up.text
     assert "sidecar ready" not in up.text
