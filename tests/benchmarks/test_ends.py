@@ -171,8 +171,8 @@ def test_the_load_counts_each_event_of_each_stream(ends: Ends, port: int, tmp_pa
 def test_events_are_as_far_apart_as_the_request_says(ends: Ends, port: int, tmp_path: Path) -> None:
     report = load(ends, tmp_path, port, [of("sse8", max_tokens=20, seed=2_000)])
 
-    # 20 gaps of 2 ms; 0.4 % is the width of a bucket.
-    assert min(value for value, _ in report.latency) >= 40e6 * 0.99
+    # The role and the first word come together: 19 gaps of 2 ms; 0.4 % is the width of a bucket.
+    assert min(value for value, _ in report.latency) >= 38e6 * 0.99
 
 
 def test_a_prompt_of_1_mb_is_read_to_its_end(ends: Ends, port: int, tmp_path: Path) -> None:

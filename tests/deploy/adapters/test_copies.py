@@ -178,8 +178,8 @@ def test_an_exported_folder_is_the_registered_one_and_can_be_imported_elsewhere(
     assert "digest: " + shop.version(1).digest in capsys.readouterr().out
     assert folder_digest(tmp_path / "out") == shop.version(1).digest
     assert {one.name for one in (tmp_path / "out").iterdir()} == {CONFIG, WEIGHTS, LINEAGE, CARD}
-    (tmp_path / "elsewhere").mkdir()
-    other = Shop(tmp_path / "elsewhere")
+    (tmp_path / "b").mkdir()
+    other = Shop(tmp_path / "b")
     assert other.run("adapters", "import", str(tmp_path / "out"), "--reason", "copy") == 0
     assert other.version(1).digest == shop.version(1).digest
 
