@@ -48,10 +48,10 @@ class AdapterEndpoints:
         return [head + b"\r\ndate: " + date.encode() + b"\r\n" + rest.partition(b"\r\n")[2]]
 
     def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        if (override := self.overrides.get(path, self.overrides.get(""))) is not None:
-            return override
         if self.fails_on_logprobs and path == "/v1/chat/completions" and body.get("logprobs"):
             return _error(500, "list index out of range")
+        if (override := self.overrides.get(path, self.overrides.get(""))) is not None:
+            return override
         if (method, path) == ("GET", "/v1/models"):
             cards = [{"id": MODEL, "parent": None}]
             cards += [{"id": name, "parent": MODEL} for name in self.adapters]
