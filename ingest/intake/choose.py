@@ -118,13 +118,14 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
         most = rules.max_pending_groups
         live = live_now(session, model, rules).all
         room = most - count_pending(session, live, most=most)
-        if room <= 0:
-            return 0
+        waiting = newest_of(session, BACKLOG, limit=LOOKED_AT) if room > 0 else []
+        if not waiting:
+            return 0  # usual: nobody's demand is read
         shares = Shares(
             most, pending_by_caller(session, live, most=most), recent_demand(session, now=now)
         )
         seqs: list[int] = []
-        for seq, caller in newest_of(session, BACKLOG, limit=LOOKED_AT):
+        for seq, caller in waiting:
             if len(seqs) < room and shares.has_room(caller):
                 shares.take(caller)
                 seqs.append(seq)
