@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import structlog
 import uvicorn
@@ -20,7 +18,6 @@ from sidecar.capture.outbox import Outbox, outbox_path
 from sidecar.capture.recorder import Capture, ExchangeSink
 from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.capture.yielding import Yielding
-from sidecar.errors import SettingsError
 from sidecar.feedback.door import FeedbackDoor
 from sidecar.feedback.writer import LOCKED_S, FeedbackWriter
 from sidecar.metrics.loop_lag import LoopLag
@@ -38,10 +35,10 @@ from sidecar.routing.followed import FollowedLines
 from sidecar.scoring.client import Picker, SocketPicker
 from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings, open_keyring
-from sidecar.settings.checks.storage import MAX_UNIX_PATH
 from sidecar.tracing.spans import request_spans
 from sidecar.tracing.telemetry import Tracing
 from sidecar.tracing.trace_context import Propagation
+from sidecar.unix_socket import bind
 from sidecar.workers.handover import PROBED, READY, Handover
 from sidecar.workers.worker import ORPHAN_DRAIN_S, ParentLine
 
@@ -108,7 +105,7 @@ class Proxy:
         )
         self.routing, self.breaker = self.lines.default
         timeout_s = settings.proxy.connect_timeout_s
-        app = Endpoint(url="the sidecar's application", unix_path=str(self._socket_path))
+        app = Endpoint(url="the sidecar's application", unix_path=self._socket_path)
         replicas = Replicas([Replica(where, connect_timeout_s=timeout_s) for where in endpoints])
         api_key = settings.serving.api_key
         self._watch = ReplicaWatch(
@@ -183,14 +180,13 @@ class Proxy:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, parent_gone: Callable[[], None] | None = None) -> int:
-        """Start to serve. Returns: the port. Raises: OSError, SettingsError.
+        """Start to serve. Returns: the port. Raises: OSError.
 
         parent_gone: called when the parent of several workers has died; call `stop` then.
         """
         self.lines.source.poll()  # so that the first request follows the table
-        # Bind the port first: only its holder may replace the unix socket.
         port = await self._relay.start(self._parent.own if self._parent is not None else None)
-        listener = _listen(self._socket_path)
+        listener = bind(self._socket_path)  # only the port's holder may replace it
         self.lines.source.start()
         self.capture.start()
         if self._limits_file is not None:
@@ -267,17 +263,3 @@ def _picker(settings: Settings) -> Picker | None:
         concurrency=settings.best_of.concurrency,
         max_waiting=settings.best_of.max_waiting,
     )
-
-
-def _listen(path: Path) -> socket.socket:
-    if len(str(path).encode()) > MAX_UNIX_PATH:
-        raise SettingsError(
-            f"state_dir: {path} is too long for a unix socket ({MAX_UNIX_PATH} bytes); "
-            "choose a shorter state_dir"
-        )
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # left by a killed process; a live one would hold the port
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    return listener

@@ -18,7 +18,7 @@ from sidecar.scoring.wire import (
     read_frame,
     read_material,
 )
-from sidecar.settings.checks.storage import MAX_UNIX_PATH
+from sidecar.unix_socket import bind, kernel_path
 
 QUESTION_TIMEOUT_S = 5.0
 """Timeout for receiving a whole question from a process on this machine."""
@@ -38,14 +38,6 @@ class BestOfServer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Listen until `stop` is set, then store the finished judgements."""
-        if len(str(self._path).encode()) > MAX_UNIX_PATH:
-            log.error(
-                "best_of_off",
-                why=f"{self._path} is too long for a Unix socket ({MAX_UNIX_PATH} bytes)",
-                to_do="choose a shorter state_dir; until then best of N returns the first answer",
-            )
-            await stop.wait()
-            return
         listener = await self._take_path(stop)
         if listener is None:
             return
@@ -66,7 +58,7 @@ class BestOfServer:
         """Return the listening socket; None if stopped while another process holds the path."""
         while not stop.is_set():
             if not await _answers(self._path):
-                return _bind(self._path)
+                return bind(self._path)
             if not self._waited:
                 self._waited = True
                 log.info("best_of_waits", why="another scoring process listens")
@@ -103,20 +95,12 @@ async def _question(reader: asyncio.StreamReader) -> Material | None:
 async def _answers(path: Path) -> bool:
     """Return True when a process listens on this path."""
     try:
-        _, writer = await asyncio.open_unix_connection(str(path))
+        with kernel_path(path) as name:
+            _, writer = await asyncio.open_unix_connection(name)
     except OSError:
         return False
     writer.close()
     return True
-
-
-def _bind(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # left by a process that was killed
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    path.chmod(0o600)  # no process can connect before: it does not listen yet
-    return listener
 
 
 async def _wait(stop: asyncio.Event, seconds: float) -> None:

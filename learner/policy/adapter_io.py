@@ -134,9 +134,9 @@ def open_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
+        (torch.ones(1, device=device) + 1).item()
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
-        (torch.ones(1, device=device) + 1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # torch's message continues with advice about its source code
         why = one_line(error).split(". ")[0]

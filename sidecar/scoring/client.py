@@ -25,6 +25,7 @@ from sidecar.scoring.wire import (
     read_frame,
     read_verdict,
 )
+from sidecar.unix_socket import kernel_path
 
 FAILURES_IN_A_ROW = 3
 PAUSES = Backoff(first_s=1.0, last_s=30.0)
@@ -92,7 +93,8 @@ class SocketPicker:
         if len(question) > MAX_QUESTION_BYTES:
             return NoPick(reason="too_large")
         try:
-            reader, writer = await asyncio.open_unix_connection(str(self._path))
+            with kernel_path(self._path) as name:
+                reader, writer = await asyncio.open_unix_connection(name)
         except OSError:  # no such socket, or no listener
             return NoPick(reason="away")
         try:

@@ -317,6 +317,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.known",
             "policy.logprobs",
             "policy.memory",
+            "policy.positions",
             "policy.probe",
             "policy.reach",
             "policy.room",

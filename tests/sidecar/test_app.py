@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,6 +11,12 @@ import pytest
 
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import Recorded, StartProxy, Wire
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """Longer than the path of the unix socket in it may be."""
+    return tmp_path / ("folder-" * 20)
 
 
 def _get(path: str, method: str = "GET") -> bytes:

@@ -13,6 +13,7 @@ import ssl
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from sidecar.errors import OutOfFilesError, SettingsError, UpstreamError
 from sidecar.processes.open_files import OUT_OF_FILES
 from sidecar.relay.http1.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 from sidecar.relay.payload.request_edit import JOINED_BYTES, PiecedBody
+from sidecar.unix_socket import kernel_path
 
 _now: Final = perf_counter
 
@@ -36,7 +38,7 @@ class Endpoint:
     prefix: bytes = b""
     """The path of the base URL, which is put before every path."""
     tls: bool = False
-    unix_path: str | None = None
+    unix_path: Path | None = None
 
     @cached_property
     def authority(self) -> bytes:
@@ -222,9 +224,10 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 if where.unix_path is not None:
-                    _, connection = await loop.create_unix_connection(
-                        lambda: UpstreamConnection(self), where.unix_path
-                    )
+                    with kernel_path(where.unix_path) as name:
+                        _, connection = await loop.create_unix_connection(
+                            lambda: UpstreamConnection(self), name
+                        )
                 else:
                     _, connection = await loop.create_connection(
                         lambda: UpstreamConnection(self), where.host, where.port, ssl=self._tls

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING
 from sidecar.errors import SettingsError
 from sidecar.settings.bus_url import KafkaUrl, outbox_file, read_bus_url
 from sidecar.settings.checks.problem import Problem
-from sidecar.settings.kinds import MAX_PORT
 from sidecar.settings.store import open_keyring
 
 if TYPE_CHECKING:
-    from sidecar.settings.sections import Proxy, Settings
-
-MAX_UNIX_PATH = 100
-"""Bytes of a unix socket's path: Linux takes 107, macOS 103."""
+    from sidecar.settings.sections import Settings
 
 
 def keys(settings: Settings) -> Iterator[Problem]:
@@ -112,16 +108,10 @@ def store(url: str) -> Iterator[Problem]:
 
 
 def disk(settings: Settings) -> Iterator[Problem]:
-    """Yield paths that are too long, or where something else lies."""
+    """Yield paths where something else lies."""
     if "\0" in str(settings.state_dir) or "\0" in str(settings.learner.adapters_dir):
         yield ("state_dir",), "or learner.adapters_dir holds a NUL byte, which no path may hold"
         return
-    if len(os.fsencode(settings.state_dir / _socket_name(settings.proxy))) > MAX_UNIX_PATH:
-        yield (
-            ("state_dir",),
-            f"is too long: the path of a unix socket in it would be over {MAX_UNIX_PATH} bytes; "
-            "give a shorter one",
-        )
     for key, folder in (
         (("state_dir",), settings.state_dir),
         (("learner", "adapters_dir"), settings.learner.adapters_dir),
@@ -141,11 +131,6 @@ def disk(settings: Settings) -> Iterator[Problem]:
             yield key, f"must name a file, and {path} is a folder; add a file's name"
         elif (file := _file_in_the_way(path.parent)) is not None:
             yield key, f"goes through {file}, which is a file; give another path"
-
-
-def _socket_name(proxy: Proxy) -> str:
-    """Return the longest name of a socket of the proxy's workers."""
-    return f"proxy-{proxy.port or MAX_PORT}-{2 * proxy.workers}.sock"
 
 
 def _file_in_the_way(folder: Path) -> Path | None:

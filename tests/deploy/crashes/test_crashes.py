@@ -194,6 +194,7 @@ PROMOTED = (
     *BEGUN,
     "canary.ramping",
     "canary.ramping",
+    "alias.anchor",
     "alias.champion",
     "alias.previous",
     "canary.promoted",

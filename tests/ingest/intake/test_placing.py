@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -31,11 +30,9 @@ RATE = 0.5
 FIRST, SECOND, THIRD, FOURTH = "ex_1", "ex_2", "ex_3", "ex_4"
 
 
-def turn(
-    kit: type[Kit] | Kit, name: str, number: int, *, about: str, system: str = "", **changes: Any
-) -> Exchange:
+def turn(kit: type[Kit] | Kit, name: str, number: int, *, about: str, **changes: Any) -> Exchange:
     """The exchange of this name, at this turn of the one conversation about this."""
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = []
     for before in range(number):
         messages.append({"role": "user", "content": f"Question {before} about {about}"})
         messages.append({"role": "assistant", "content": f"Answer {before} about {about}"})
@@ -46,11 +43,11 @@ def turn(
     return kit.exchange(name, request=request, choices=choices, **changes)
 
 
-def topics(held_out: bool, **named: str) -> Iterator[str]:
+def topics(held_out: bool) -> Iterator[str]:
     """Things that a conversation may be about, of which it is held out, or is not."""
     for number in range(200):
         topic = f"thing {number}"
-        exchange = turn(Kit, "x", 0, about=topic, **named)
+        exchange = turn(Kit, "x", 0, about=topic)
         if Sessions(held_out_rate=RATE).place(exchange, now=1.0)[1] == held_out:
             yield topic
 
@@ -190,20 +187,21 @@ def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(
     assert set(sides["after"]) == {True, False}
 
 
-def mixed_topic() -> str:
-    """A conversation about this is held out with one system prompt, and trained with another."""
-    trained = topics(False, system="Be brief.")
-    return next(topic for topic in trained if topic in set(islice(topics(True), 40)))
+def restarted(kit: Kit, *, held_out_rate: float) -> Sessions:
+    """The sessions of the store, after an operator has changed the share that is held out."""
+    sessions = Sessions(held_out_rate=held_out_rate)
+    sessions.restore(kit.database, now=5.0)
+    return sessions
 
 
 def test_joining_a_trained_session_ends_the_exam_of_the_other(kit: Kit) -> None:
-    about = mixed_topic()
-    sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, SECOND, 1, about=about, system="Be brief."))
+    about = "a ship"
+    take(kit, Sessions(held_out_rate=0.0), turn(kit, SECOND, 1, about=about))
     assert rows(kit)[SECOND] == (SECOND, None, 0, False)  # it may be trained on
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
     assert kit.counts("selection") == {"chosen": 1}
 
+    sessions = restarted(kit, held_out_rate=1.0)
     take(kit, sessions, turn(kit, "other", 1, about=HELD_OUT), turn(kit, FIRST, 0, about=about))
     take(kit, sessions, turn(kit, THIRD, 2, about=about))
 
@@ -221,9 +219,8 @@ def test_joining_a_trained_session_ends_the_exam_of_the_other(kit: Kit) -> None:
 
 
 def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(kit: Kit) -> None:
-    about = mixed_topic()
-    sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, SECOND, 1, about=about))
+    about = "a ship"
+    take(kit, Sessions(held_out_rate=1.0), turn(kit, SECOND, 1, about=about))
     with kit.database.read() as session:
         # It is not decided yet.
         assert held_out_prompts(session, Line(name="smollm"), limit=9) == []
@@ -231,7 +228,7 @@ def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(k
     with kit.database.read() as session:
         assert len(held_out_prompts(session, Line(name="smollm"), limit=9)) == 1
 
-    take(kit, sessions, turn(kit, FIRST, 0, about=about, system="Be brief."))
+    take(kit, restarted(kit, held_out_rate=0.0), turn(kit, FIRST, 0, about=about))
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
 
     assert {held for *_, held in rows(kit).values()} == {False}

@@ -274,7 +274,7 @@ def test_length(
 
 def test_parts_of_text_are_one_content() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
-    assert case(parts).content == "ab"
+    assert case(parts).content == "a\nb"
 
 
 @pytest.mark.parametrize("score", [1.5, -0.1, float("nan"), float("inf"), 10**400, "1", [1]])

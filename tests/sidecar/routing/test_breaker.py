@@ -433,7 +433,8 @@ def test_the_workers_of_one_memory_count_together_and_obey_each_other() -> None:
 
     assert (first.is_open, second.is_open) == (True, True)
     assert told == [
-        "8 of the canary's last 8 replies were bad (empty), 0 of the champion's 50 in the same time"
+        "8 of the canary's last 8 replies were bad (empty), 0 of the champion's 50 in the same "
+        "time; first ones of 8 callers"
     ]
 
 

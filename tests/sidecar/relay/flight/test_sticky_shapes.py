@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from sidecar.relay.flight.plan import Circumstances, Plan, plan_request
 from sidecar.relay.http1.heads import RequestHeaders
-from sidecar.relay.payload.peek import HALF_TEXT_BYTES, PROMPT_KEY_BYTES, peek_request
+from sidecar.relay.payload.peek import (
+    HALF_TEXT_BYTES,
+    MARKS_KEPT,
+    PROMPT_KEY_BYTES,
+    peek_request,
+)
 from sidecar.relay.surface.surfaces import BY_PATH
 from sidecar.relay.upstream.connection import endpoint
 from sidecar.relay.upstream.replicas import Replica, Replicas
@@ -413,12 +418,13 @@ def test_a_prompt_that_grows_keeps_the_opening_of_its_beginning() -> None:
     ).opening({})
 
 
-def test_the_cache_of_marks_changes_nothing_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.relay.payload.peek.MARKS_KEPT", 8)
+def test_the_cache_of_marks_changes_nothing_and_is_bounded() -> None:
     marks: dict[bytes, bytes] = {}
-    bodies = [json.dumps({"messages": [asks(f"q {n}")]}).encode() for n in range(30)] * 2
+    bodies = [
+        json.dumps({"messages": [asks(f"q {n}")]}).encode() for n in range(MARKS_KEPT + 9)
+    ] * 2
 
     found = [peek_request(body).opening(marks) for body in bodies]
 
     assert found == [peek_request(body).opening({}) for body in bodies]
-    assert len(marks) <= 8
+    assert len(marks) <= MARKS_KEPT
