@@ -1,7 +1,7 @@
 """Users of the running product: one after the other comes with a question, and says who answered.
 
-Each is a session of one request. What is kept of it is what a user sees: an answer or an error, how
-long it took, and the adapter in the reply's header.
+Each is a user of its own, and a session of one request. What is kept of it is what a user sees: an
+answer or an error, how long it took, and the adapter in the reply's header.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Visitors:
                     "POST",
                     "/v1/chat/completions",
                     json=body,
-                    headers={"x-sidecar-session": session},
+                    headers={"x-sidecar-session": session, "x-sidecar-user": session},
                     timeout=self.patience_s,
                 ) as reply:
                     adapter = reply.headers.get("x-sidecar-adapter", "")
