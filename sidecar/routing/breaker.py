@@ -62,8 +62,8 @@ def canary_tag(table: RoutingTable) -> float:
 
 def memory_bytes(rows: int) -> int:
     """Return the shared memory the breaker needs, in bytes: the tag of the canary that is out, one
-    row a worker, the slots."""
-    return 8 * (1 + rows * ROW + SLOTS)
+    row a worker, the slots, the tag of the canary that has filled a slot."""
+    return 8 * (1 + rows * ROW + SLOTS + 1)
 
 
 class Breaker:
@@ -89,6 +89,7 @@ class Breaker:
         self._cells: memoryview[float] = memory[: memory_bytes(rows)].cast("d")
         self._row = 1 + row * ROW
         self._slots = 1 + rows * ROW
+        self._filled = self._slots + SLOTS
         self._rows = range(1, self._slots, ROW)
         self._on_trip = on_trip
         self._metrics = metrics
@@ -159,10 +160,11 @@ class Breaker:
         """
         if tag != self._tag or tag == NO_CANARY:
             return
-        counts, first = self._counts(session, bad=bool(bad))
+        nobody = not bad and self._cells[self._filled] != tag
+        counts, first = (True, False) if nobody else self._counts(session, bad=bool(bad))
         if caller is not None:
             is_main = self._is_main(caller)
-            if not bad & ERROR:
+            if not nobody and not bad & ERROR:
                 of_caller, first = self._counts(f"by {caller}", bad=bool(bad))
                 counts = counts and (of_caller or is_main)
         if not counts:
@@ -203,6 +205,7 @@ class Breaker:
         if tag != self._tag:
             if bad:
                 self._cells[place] = self._tag * FADE
+                self._cells[self._filled] = self._tag
             return True, bad
         since = (since + 1.0) % FADE
         self._cells[place] = self._tag * FADE + since

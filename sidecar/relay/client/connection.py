@@ -76,12 +76,16 @@ class ClientConnection(asyncio.Protocol):
         self._progress = self._since
         """When a byte last moved in the direction the connection waits for."""
         self._unsent_bytes = 0
+        self.address = ""
+        """The client's IP address."""
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         no_delay(self._transport)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -123,11 +127,6 @@ class ClientConnection(asyncio.Protocol):
             self._yield()  # this iteration may have begun its share of requests
 
     # -- for the flight
-
-    @property
-    def address(self) -> str:
-        peer = None if self._transport is None else self._transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) and peer else ""
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
