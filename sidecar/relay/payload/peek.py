@@ -7,6 +7,7 @@ Only what is needed is decoded; other values stay raw. A body that msgspec refus
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -47,6 +48,9 @@ Marks = dict[bytes, bytes]
 """Digest of a content as it stands in the body -> its `mark`."""
 LONGEST_METADATA_BYTES: Final = 8 * 1024
 """Longer `metadata` names nobody and no session."""
+LONGEST_ADDRESS_BYTES: Final = 8 * 1024
+_SIGNED: Final = re.compile(rb"(?i)[?&](?:[\w-]*signature|sig)=")
+"""In the query of an address at S3, Google Cloud Storage, CloudFront or Azure."""
 TOO_DEEP: Final = "nested_too_deep"
 _UNSET: Final = UNSET
 _MESSAGE_FIELDS: Final = ("role", "content")
@@ -125,9 +129,10 @@ class RequestPeek:
                 name = _value(raw)
                 if isinstance(name, str) and name:
                     return name
-        name = self._metadata("session_id")
-        if name:
-            return name
+        for key in ("session_id", "conversation_id", "thread_id"):
+            name = self._metadata(key)
+            if name:
+                return name
         name = self.cache_key()
         return name if looks_drawn(name) else ""
 
@@ -209,8 +214,8 @@ class RequestPeek:
         messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
         if messages is _UNSET and fields.input is not _UNSET:
             messages = _items(fields.input)
-            if messages is _UNSET:  # a text
-                return _mark(fields.input, marks), False
+            if messages is _UNSET:  # a text, which later turns send as their first message
+                return opening((("user", _mark(fields.input, marks)),))
         if messages is _UNSET:
             return b"" if fields.prompt is _UNSET else _mark_of_prompt(fields.prompt), False
         found, goes_on = opening(_said(messages, marks))
@@ -266,11 +271,20 @@ def _mark_of(raw: Any) -> bytes:  # Any: bytes, or msgspec's Raw
             texts.append(_text(part.text))
         for one in (part.image_url, part.video_url, part.input_audio, part.source, part.file):
             if one is not _UNSET:
-                media.append(xxh3_128_digest(one))
+                media.append(xxh3_128_digest(_unsigned(one)))
         if part.file_id is not _UNSET:
             media.append(xxh3_128_digest(part.file_id))
     said = mark("\n".join(texts))
     return xxh3_128_digest(said + b"".join(media)) if media else said
+
+
+def _unsigned(raw: Any) -> Any:  # Any: as above
+    """A medium without the query of a signed address, which each turn signs anew."""
+    if len(raw) > LONGEST_ADDRESS_BYTES:
+        return raw
+    data = bytes(raw)
+    at = data.find(b"?")
+    return data[:at] if at > 0 and _SIGNED.search(data, at) else raw
 
 
 def _mark_of_prompt(raw: Any) -> bytes:  # Any: as above

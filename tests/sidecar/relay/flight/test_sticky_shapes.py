@@ -359,7 +359,7 @@ def test_different_first_words_have_different_keys(one: str, other: str) -> None
     [
         (b'{"messages":[1]}', b'{"messages":{"role":"user"}}', True),
         (b"{}", b'{"messages":[]}', True),
-        (b'{"input":"u"}', b'{"input":[{"role":"user","content":"u"}]}', False),
+        (b'{"input":"u"}', b'{"input":[{"role":"user","content":"u"}]}', True),
         (b'{"prompt":"p"}', b'{"prompt":"q"}', False),
         (b'{"prompt":[1,2]}', b'{"prompt":[1,3]}', False),
         # Read by Python's json
@@ -384,6 +384,21 @@ def test_different_first_words_have_different_keys(one: str, other: str) -> None
         (
             b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"a"}}]}]}',
             b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"b"}}]}]}',
+            False,
+        ),
+        # An address that is signed anew, and one whose query says what it shows.
+        (
+            b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
+            b'{"url":"https://s3/a.png?X-Amz-Date=1&X-Amz-Signature=ab"}}]}]}',
+            b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
+            b'{"url":"https://s3/a.png?X-Amz-Date=2&X-Amz-Signature=cd"}}]}]}',
+            True,
+        ),
+        (
+            b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
+            b'{"url":"https://a/show?id=1"}}]}]}',
+            b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
+            b'{"url":"https://a/show?id=2"}}]}]}',
             False,
         ),
         (
