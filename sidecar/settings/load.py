@@ -25,6 +25,7 @@ from sidecar.settings.checks.safety import refuse_unsafe
 from sidecar.settings.explain import explain, known, nearest, shown, written
 from sidecar.settings.judge import GateJudge, Judge, ProjectRubric
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
+from sidecar.settings.store import Store
 from sidecar.visible import visible
 
 DEFAULT_FILE = Path("sidecar.toml")
@@ -76,6 +77,7 @@ _PATHS = frozenset(
         "state_dir",
     }
 )  # fmt: skip
+_STORE_URL = "store.url"
 _RELATIVE_SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)(?!/|:|file:)(.+)", re.DOTALL)
 
 Anchored = TypeVar("Anchored")
@@ -87,18 +89,22 @@ def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
     found: Any = value  # Any: a section, a mapping of sections or a plain value
     if isinstance(found, BaseModel):
         inner = {name: getattr(found, name) for name in type(found).model_fields}
+        store_url = found.url if isinstance(found, Store) else None
         changed = {
             name: new
             for name, old in inner.items()
-            if (new := _anchored(old, folder, name)) is not old
+            if (new := _anchored(old, folder, _STORE_URL if old is store_url else name)) is not old
         }
         found = found.model_copy(update=changed) if changed else found
     elif isinstance(found, Mapping) and any(isinstance(one, BaseModel) for one in found.values()):
         found = {key: _anchored(one, folder) for key, one in found.items()}
     elif isinstance(found, Path) or (name in _PATHS and found):
         found = type(found)(folder / found)
-    elif name == "url" and (url := _RELATIVE_SQLITE.fullmatch(str(found))):
-        found = f"{url[1]}{folder / url[2]}"
+    elif name in ("url", _STORE_URL) and (url := _RELATIVE_SQLITE.fullmatch(str(found))):
+        begin = str(folder)
+        if name == _STORE_URL:  # which SQLAlchemy decodes
+            begin = begin.replace("%", "%25").replace("?", "%3F")
+        found = f"{url[1]}{begin}/{url[2]}"
     elif name == "base_model_path" and found and (folder / found).is_dir():  # else a hub's name
         found = str(folder / found)
     kept: Anchored = found

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from sidecar.errors import SettingsError
 from sidecar.settings.bus_url import KafkaUrl, outbox_file, read_bus_url
@@ -145,4 +146,4 @@ def _store_file(url: str) -> Path | None:
     scheme, _, rest = url.partition("://")
     path = rest.partition("?")[0].removeprefix("/")
     is_file = scheme.partition("+")[0] == "sqlite" and path and not path.startswith(":")
-    return Path(path) if is_file else None
+    return Path(unquote(path)) if is_file else None

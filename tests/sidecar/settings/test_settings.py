@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sqlalchemy.engine import make_url
 
 from sidecar.errors import SettingsError
 from sidecar.settings import load_settings
@@ -209,6 +210,21 @@ def test_defaults_begin_there_too_and_a_name_of_the_hub_stays(
     assert settings.serving.base_model_path == "Qwen/Qwen3-8B"
     monkeypatch.chdir(tmp_path)
     assert load_settings().store.url == "sqlite:///.sidecar/store.db"
+
+
+@pytest.mark.parametrize("name", ["feature%2Fnew", "a?b", "a#b", "ü x"])
+def test_a_folder_of_any_name_holds_the_store_that_a_command_in_it_finds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    path = write(folder, '[serving]\nmodel = "m"\n')
+    monkeypatch.chdir("/")
+
+    settings = load_settings(path)
+
+    assert make_url(settings.store.url).database == f"{folder}/.sidecar/store.db"
+    assert settings.bus.url == f"sqlite:///{folder}/.sidecar/outbox.db"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# all of it commented out\n"])
