@@ -93,16 +93,17 @@ class _Call:
 
     def is_before(self, ident: str | None, name: str | None, arguments: object) -> bool:
         """Return True when a piece with a new id, a name or arguments begins the next call: this
-        one has another id, or has arguments and another name, or its arguments are whole."""
+        one has another id, or has arguments and another name, or its arguments are whole and the
+        name is said again."""
         if ident and self.id:
             return True
-        if not self.arguments:
+        if not name or not self.arguments:
             return False
+        if name != self.name:
+            return True
         ends = self.arguments[-1].rstrip().endswith("}")
         more = isinstance(arguments, str) and arguments.lstrip().startswith("{")
-        if ends and more and is_json("".join(self.arguments)):
-            return True
-        return bool(name) and name != self.name
+        return ends and more and is_json("".join(self.arguments))
 
     def end(self) -> JsonObject:
         function = {"name": self.name or None, "arguments": "".join(self.arguments)}
@@ -337,11 +338,12 @@ def _object(value: object) -> JsonObject:
 
 
 def _joined(old: object, new: JsonObject) -> JsonObject:
-    """Add an object of a delta, such as `audio`: its texts grow, what else it holds is set."""
+    """Add an object of a delta, such as `audio`: its texts grow, what else it holds is set.
+    Its fields are sorted, because streams send them in any order."""
     made = dict(old) if isinstance(old, dict) else {}
     for key, value in new.items():
         known = made.get(key)
         grows = isinstance(value, str) and isinstance(known, str) and key not in _SET
         if value is not None:
             made[key] = known + value if grows else value
-    return made
+    return dict(sorted(made.items()))

@@ -78,22 +78,22 @@ _EVENT = msgspec.json.Decoder(_Event)
 class _Grown:
     """An item of a stream: its last full state, and the deltas since."""
 
-    __slots__ = ("deltas", "item", "refuses")
+    __slots__ = ("deltas", "item", "refusals")
 
     def __init__(self) -> None:
         self.item = _Item()
         self.deltas: list[str] = []
-        self.refuses = False
+        self.refusals: list[str] = []
 
     def finished(self) -> _Item:
-        text = "".join(self.deltas)
+        text, refusal = "".join(self.deltas), "".join(self.refusals)
         item = self.item
-        if not text:
+        if not text and not refusal:
             return item
         if item.type == "function_call":
             item.arguments = text
         else:
-            item.content = [_Part(refusal=text) if self.refuses else _Part(text=text)]
+            item.content = [_Part(text=text or None, refusal=refusal or None)]
         return item
 
 
@@ -122,7 +122,7 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
             event.item is not None
         ):  # `added` events have an empty item, `done` events the whole one
             grown = _grown(items, event.output_index)
-            grown.item, grown.deltas = event.item, []
+            grown.item, grown.deltas, grown.refusals = event.item, [], []
         elif isinstance(event.delta, str):
             _add_delta(items, event)
     if not reply.choices and items:
@@ -141,8 +141,8 @@ def _add_delta(items: dict[int, _Grown], event: _Event) -> None:
     grown = _grown(items, event.output_index)
     known = event.type in _TEXT_DELTAS or event.type in _REASONING_DELTAS
     if known or event.type == "response.function_call_arguments.delta":
-        grown.deltas.append(str(event.delta))
-        grown.refuses = event.type == _REFUSAL_DELTA
+        pieces = grown.refusals if event.type == _REFUSAL_DELTA else grown.deltas
+        pieces.append(str(event.delta))
         if event.type in _REASONING_DELTAS:
             grown.item.type = "reasoning"
 

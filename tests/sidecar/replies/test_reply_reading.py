@@ -80,6 +80,19 @@ def test_tool_calls_are_merged_by_their_index() -> None:
     }
 
 
+def test_arguments_that_hold_two_objects_are_of_one_call_unless_a_name_begins_another() -> None:
+    def calls(*pieces: str) -> list[str]:
+        events = [
+            _event(f'{{"tool_calls":[{{"index":0,"function":{{{one}}}}}]}}') for one in pieces
+        ]
+        message = json.loads(message_json(read_stream(events).choices[0].message))
+        return [one["function"]["arguments"] for one in message["tool_calls"]]
+
+    first, second = '"arguments":"{\\"a\\":1}"', '"arguments":"{\\"b\\":2}"'
+    assert calls('"name":"f"', first, second) == ['{"a":1}{"b":2}']
+    assert calls(f'"name":"f",{first}', f'"name":"f",{second}') == ['{"a":1}', '{"b":2}']
+
+
 def test_reasoning_and_content_grow_apart() -> None:
     stream = [
         _event('{"reasoning":"a"}'),
