@@ -66,18 +66,28 @@ _TOKENS: Final = r"""
     sk_[a-f0-9]{48} gsk_[A-Za-z0-9]{40,} xai-[A-Za-z0-9]{40,} r8_[A-Za-z0-9]{30,}
     pplx-[A-Za-z0-9]{40,} tvly-[A-Za-z0-9-]{24,} nvapi-[A-Za-z0-9_-]{40,} fw_[A-Za-z0-9]{22,}
     csk-[A-Za-z0-9]{40,} pcsk_[A-Za-z0-9_]{40,} lsv2_[a-z]{2}_[a-f0-9]{32}[a-f0-9_]*
-    jina_[A-Za-z0-9_-]{40,} apify_api_[A-Za-z0-9]{30,}
+    jina_[A-Za-z0-9_-]{40,} apify_api_[A-Za-z0-9]{30,} hvb\.[A-Za-z0-9_-]{24,}
+    1//0[A-Za-z0-9_-]{40,} [A-Za-z0-9]{3}8Q~[A-Za-z0-9_.~-]{34} vercel_blob_rw_[A-Za-z0-9_]{30,}
+    vcp_[A-Za-z0-9]{40,} pat[A-Za-z0-9]{14}\.[a-f0-9]{64} LTAI[A-Za-z0-9]{16,}
+    ph[cx]_[A-Za-z0-9]{40,} re_[A-Za-z0-9]{8}_[A-Za-z0-9]{20,} EZ[AT]K[A-Za-z0-9]{50,}
+    sl\.[A-Za-z0-9_-]{100,} sq0[a-z]{3}-[A-Za-z0-9_-]{22,} EAAA[A-Za-z0-9_-]{56,}
+    pa-[A-Za-z0-9_-]{40,} api_org_[A-Za-z]{30,} secret_[A-Za-z0-9]{43} ABSK[A-Za-z0-9+/=]{60,}
+    discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{60,}
 """.split()  # noqa: SIM905 - a list of 50 would take as many lines
 """Keys of registries, clouds, work tools, and providers of models and of search: how each begins,
 and the least that follows."""
+_LETTER = "[A-Za-z_.~+/=-]"
+_SIGN = "[A-Za-z0-9_.~+/=-]"
 _IS = r"[\"']?[ \t]*(?:=>|[:=])[ \t]*[\"']?"
 OWN_SECRETS: Final = (
     rf"(?:\b|_)(?:{'|'.join(_TOKENS)})" + _REST,
     # What follows such a name is a key when it has a digit: a variable and a placeholder have none.
-    rf"(?i:(?:\b|_)(?:secret_?access_?key|(?:aws_?)?session_?token){_IS})"
+    rf"(?i:(?:\b|_)(?:secret_?(?:access_?)?key|(?:aws_?)?session_?token)(?:{_IS}|[ \t]|>))"
     r"[A-Za-z0-9/+=]{40,}",
-    rf"(?i:\b(?:x-[a-z-]*(?:key|token)|[a-z-]*api-key|[a-z-]*subscription-key){_IS})"
-    r"[A-Za-z_.~+/=-]{0,64}[0-9][A-Za-z0-9_.~+/=-]{12,}",
+    rf"(?i:\b(?:x-[a-z-]*(?:key|token)|[a-z_-]*api[_-](?:key|token)|[a-z-]*subscription-key){_IS})"
+    # 20 characters with a digit among them, wherever it stands.
+    rf"(?:{_LETTER}{{0,7}}[0-9]{_SIGN}{{12,}}|{_LETTER}{{8,15}}[0-9]{_SIGN}{{8,}}"
+    rf"|{_LETTER}{{16,64}}[0-9]{_SIGN}*)",
     r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
     r"(?:[^\x00]*?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|"
     + _ARMOR_HEADERS
@@ -86,7 +96,7 @@ OWN_SECRETS: Final = (
     rf"://[^\s/?#\"'<>`:@]{{0,256}}:{_IN_URL}{{1,256}}@" + _REST,
     r"(?:\b|_)eyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*",
     r"(?:\b|_)github_pat_[A-Za-z0-9_]{22,}",
-    r"(?:\b|_)(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas)-[A-Za-z0-9_-]{20,}",
+    r"(?:\b|_)(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas|glimt|glffct)-[A-Za-z0-9_-]{20,}",
     r"(?:\b|_)sk-(?:ant-|proj-|svcacct-|or-v1-)[A-Za-z0-9_-]{20,}",
     r"(?:\b|_)hf_[A-Za-z0-9]{30,}",
     r"(?:\b|_)AIza[A-Za-z0-9_-]{35}(?:\b|_)",
@@ -265,8 +275,12 @@ def _is_card(value: str) -> bool:
     )
 
 
+_NO_EMAIL = re.compile(r"git@|.*@[1-9]x\.(?:png|jpe?g|webp|gif|svg|avif)$")
+"""The login of every `git@host:owner/repository`, and images for screens with more pixels."""
+
+
 def _is_email(value: str) -> bool:
-    return not value.startswith("git@")  # the login of every `git@host:owner/repository`
+    return _NO_EMAIL.match(value) is None
 
 
 def _is_iban(value: str) -> bool:

@@ -26,7 +26,9 @@ rk_live_ 24|rubygems_ 48h|dop_v1_ 64h|doo_v1_ 64h|dapi 32h|sbp_ 40h|sb_secret_ 3
 tskey-api- 40|sk-lf- 36|lsv2_pt_ 43h|lsv2_sk_ 43h|CFPAT- 43|sgp_ 40h|nfp_ 40|cio 32|fm2_ 100
 HRKU- 60|ops_eyJ 200|sk- 48|sk-ant-api03- 90|sk-proj- 120|sk-or-v1- 64h|hf_ 34|AIza 35|ghp_ 36
 gho_ 36|ghs_ 36|github_pat_ 82|glpat- 20|AKIA 16U|ASIA 16U|xoxb- 50|sk_live_ 24|SG. 22.43|jina_ 60
-sk_ 48h|AGE-SECRET-KEY-1 58U|key- 32h|apify_api_ 36
+sk_ 48h|AGE-SECRET-KEY-1 58U|key- 32h|apify_api_ 36|glimt- 25|hvb. 120|1//0 60|vercel_blob_rw_ 40
+vcp_ 56|LTAI5t 18|phx_ 43|EZAK 54|sl.B 130|sq0atp- 22|EAAA 60|pa- 43|secret_ 43|ABSK 80
+https://discord.com/api/webhooks/123456789012345678/ 68
 """.replace("\n", "|")
 AFTER = (
     "aws_secret_access_key = {40}",
@@ -37,6 +39,11 @@ AFTER = (
     "secretAccessKey: '{40}'",
     "AWS_SESSION_TOKEN={200}",
     "x-api-key: {40}",
+    "x-api-key: abcdefghijklmnopqrs{3h}1",
+    "<SecretAccessKey>{40}</SecretAccessKey>",
+    "aws configure set aws_secret_access_key {40}",
+    "AWS_SECRET_KEY={40}",
+    "MISTRAL_API_KEY={32}",
     "X-Api-Key: {32}",
     "-H 'x-api-key: {36}'",
     '"x-api-key": "{48}"',
@@ -89,6 +96,8 @@ CLEAN = (
     "remote: git@bitbucket.org:team/repo.git",
     "git@ssh.dev.azure.com:v3/org/p/r",
     "npm_config_registry",
+    "assets/icon@2x.png",
+    "x-api-key: YOUR_API_KEY_GOES_HERE",
     "npm_lifecycle_event",
     "npm_package_name=left-pad",
     "sk-learn is not scikit-learn",
