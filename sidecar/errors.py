@@ -58,6 +58,10 @@ class StoreError(SidecarError, OSError):
     """The store cannot be reached, or its schema is not the one this version expects."""
 
 
+class StoreNewerError(StoreError):
+    """A newer release has migrated the store."""
+
+
 class StoreBusyError(StoreError):
     """The store rolled a transaction back because it conflicts with another one: repeat it."""
 

@@ -11,6 +11,7 @@ processes started here.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -65,7 +66,8 @@ class Supervisor:
         self._stop_timeout_s = max(STOP_TIMEOUT_S, delay_s + proxy.drain_timeout_s + BEYOND_DRAIN_S)
 
     def run(self) -> int:
-        """Supervise until SIGINT or SIGTERM. Returns: the exit code, 0.
+        """Supervise until SIGINT or SIGTERM. SIGHUP reloads the proxy, unless it says that the
+        terminal of `sidecar up` is gone. Returns: the exit code, 0.
 
         Raises: StateLockError when another `sidecar up` works with `state_dir`; StartError when a
         port is in use, when another vLLM answers where ours shall listen, or when a child that was
@@ -73,6 +75,7 @@ class Supervisor:
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
+        signal.signal(signal.SIGHUP, self._end if os.isatty(0) else self._reload)
         with only_one(self._settings.state_dir, "up"):
             self._wait_for_leftovers()
             if not self.stopping.is_set():
@@ -103,6 +106,11 @@ class Supervisor:
     def _end(self, number: int, _frame: object) -> None:
         self._asked = signal.Signals(number)
         self.stopping.set()
+
+    def _reload(self, number: int, _frame: object) -> None:
+        for child in self.children:
+            if child.spec.name == "proxy":
+                child.terminate(signal.Signals(number))
 
     def stop(self) -> None:
         """Stop the children. Our own vLLM is last: the proxy needs it to drain."""

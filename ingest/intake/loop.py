@@ -29,7 +29,7 @@ from ingest.reward_watch.answers import AnswerWatch
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
-from sidecar.errors import StoreError
+from sidecar.errors import StoreError, StoreNewerError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
@@ -83,7 +83,7 @@ class Intake:
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set."""
+        """Work until `stop` is set. Raises: StoreNewerError."""
         while not stop.is_set():
             pause_s = self.attempt()
             try:
@@ -92,9 +92,12 @@ class Intake:
                 continue
 
     def attempt(self) -> float:
-        """Run one step and log its errors. Returns: seconds to wait before the next step."""
+        """Run one step and log its errors. Returns: seconds to wait before the next step. Raises:
+        StoreNewerError, for which no waiting helps."""
         try:
             taken = self.step()
+        except StoreNewerError:
+            raise
         except (BusError, StoreError) as error:
             if isinstance(error, BusError):
                 self._report.failed(error, self._now())

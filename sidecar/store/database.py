@@ -33,7 +33,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.orm import Session
 
 from sidecar.backoff import Backoff
-from sidecar.errors import StoreBusyError, StoreError, StoreLockedError
+from sidecar.errors import StoreBusyError, StoreError, StoreLockedError, StoreNewerError
 from sidecar.hiding import hide_in_url
 from sidecar.store.content_cache import ContentCache
 from sidecar.store.counts import add_counts
@@ -108,6 +108,15 @@ class Database:
     def engine(self) -> Engine:
         return self._engine
 
+    def refuse_newer(self, present: str | None) -> None:
+        """Raises: StoreNewerError when this release does not know the store's revision."""
+        if present is not None and present > newest_revision():
+            raise StoreNewerError(
+                f"store {self._shown_url}: a newer release has migrated it ({present}; this one "
+                f"knows {newest_revision()}); install that release, or restore the backup made "
+                "before its first start"
+            )
+
     def upgrade(self) -> None:
         """Migrate the schema to this version's revision. Every process may call it at its start.
 
@@ -115,13 +124,7 @@ class Database:
 
         Raises: StoreError.
         """
-        present = self.revision()
-        if present is not None and present > newest_revision():
-            raise StoreError(
-                f"store {self._shown_url}: a newer release has migrated it ({present}; this one "
-                f"knows {newest_revision()}); install that release, or restore the backup made "
-                "before its first start"
-            )
+        self.refuse_newer(self.revision())
         # Imported here: a process that does not migrate need not wait for the import.
         from alembic import command
         from alembic.config import Config

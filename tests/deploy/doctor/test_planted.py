@@ -23,6 +23,7 @@ from sqlalchemy import select, update
 
 from deploy.cli.main import main
 from deploy.engine.vllm_control import VllmControl
+from deploy.registry.tallies import MENDED
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
@@ -418,6 +419,10 @@ def test_exchanges_without_our_fields_show_in_the_store_by_their_vllm(
     fields = {"untrainable_reason": "fields_refused", "replica": "http://one:8000"}
     sidecar.serve(*(exchange(number, **fields) for number in range(refused)))
     sidecar.serve(*(exchange(number + 10, replica="http://two:8000") for number in range(6)))
+    mended = fields | {"replica": "http://mended:8000"}
+    sidecar.serve(*(exchange(number + 20, **mended) for number in range(5)))
+    well = (exchange(number + 30, replica="http://mended:8000") for number in range(MENDED))
+    sidecar.serve(*well)
 
     code, found = sidecar.doctor(capsys, "--offline")
 

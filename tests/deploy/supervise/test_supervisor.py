@@ -349,7 +349,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_proxy_gets_the_signal_that_ended_up_and_all_others_term(
+def test_the_proxy_gets_the_signals_of_up_and_all_others_term(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After TERM alone the proxy waits for load balancers."""
@@ -362,6 +362,10 @@ def test_the_proxy_gets_the_signal_that_ended_up_and_all_others_term(
         monkeypatch.setattr(
             child, "terminate", lambda number, name=child.spec.name: sent.update({name: number})
         )
+
+    supervisor._reload(signal.SIGHUP, None)
+    assert sent == {"proxy": signal.SIGHUP}
+    assert not supervisor.stopping.is_set()
 
     supervisor._end(number, None)
     supervisor.stop()

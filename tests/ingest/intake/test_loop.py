@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import event, select, text
 
 from ingest.intake import choose
 from ingest.intake.consume import consume
 from ingest.intake.loop import Intake
 from ingest.intake.placing import Sessions
 from sidecar.capture.outbox import Outbox
+from sidecar.errors import StoreNewerError
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
 from sidecar.store import engines as store
@@ -115,6 +116,14 @@ def test_an_exchange_that_its_own_batch_moves_is_decided_in_its_new_session(kit:
     with kit.database.read() as session:
         groups = select(GroupRow.exchange_id, GroupRow.session_id)
         assert session.execute(groups).all() == [("second", "first")]
+
+
+def test_a_store_of_a_newer_release_ends_it(kit: Kit) -> None:
+    with kit.database.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999_future'"))
+
+    with pytest.raises(StoreNewerError):
+        make_intake(kit, []).attempt()
 
 
 def test_a_full_disk_makes_it_wait_and_loses_nothing(kit: Kit, tmp_path: Path) -> None:

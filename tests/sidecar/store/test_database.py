@@ -14,7 +14,13 @@ import pytest
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
-from sidecar.errors import SettingsError, StoreBusyError, StoreError, StoreLockedError
+from sidecar.errors import (
+    SettingsError,
+    StoreBusyError,
+    StoreError,
+    StoreLockedError,
+    StoreNewerError,
+)
 from sidecar.store import engines
 from sidecar.store import url as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
@@ -247,7 +253,7 @@ def test_a_store_of_a_newer_release_is_refused_in_one_line(
         with database.write() as session:
             session.execute(text("UPDATE alembic_version SET version_num = '9999_future'"))
 
-        with pytest.raises(StoreError, match=r"a newer release has migrated it \(9999_future"):
+        with pytest.raises(StoreNewerError, match=r"a newer release has migrated it \(9999_future"):
             open_it(database)
 
 
