@@ -171,9 +171,13 @@ class UpstreamAttempt:
     # -- which of our own additions the replica takes
 
     def may_ask_plainly(self, status: int) -> bool:
-        """The request failed with additions. True if it is to be sent again without them."""
+        """The request failed. True if it had additions and is to be sent again without them."""
         context, record, replica = self._context, self._record, self._asked()
-        may = replica.fields.may_ask_plainly(record.added, status, context.monotonic())
+        if record.plainly:
+            replica.fields.failed_plainly(status, context.monotonic())
+        if not record.added:
+            return False
+        may = replica.fields.may_ask_plainly(status, context.monotonic())
         if not may:
             context.metrics.own_fields.inc((replica.url, "busy"))
         return may

@@ -130,7 +130,7 @@ class Flight(Asker):
         names = None if plan is None else plan.canary_as
         if head.status >= 400:
             self._failed = True
-            self._refused = record.added != 0 and self._attempt.may_ask_plainly(head.status)
+            self._refused = self._attempt.may_ask_plainly(head.status)
             if (
                 self._refused
                 or (head.status == 404 and len(record.routes) > 1)

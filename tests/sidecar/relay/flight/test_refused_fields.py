@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.relay.flight.reply_body import PASSED, StreamOpening, is_error
-from sidecar.relay.upstream.own_fields import CAPTURE, REFUSALS, OwnFields
+from sidecar.relay.upstream.own_fields import REFUSALS, OwnFields
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.scoring.wire import Pick
 from support import api_keys
@@ -211,6 +212,7 @@ def plain(reply: bytes) -> tuple[str, dict[str, str], bytes]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(engines, st.lists(requests, min_size=1, max_size=5))
+@example(Engine(frozenset({"logprobs"}), "tools", Failure(503)), [{}, {"tools": []}] * 3)
 async def test_the_reply_equals_the_direct_one_whatever_the_engine_thinks_of_our_fields(
     metered: tuple[Running, str],
     replicas: list[Replica],
@@ -296,18 +298,21 @@ async def test_a_request_without_our_fields_is_asked_once(
     assert len(fake_vllm.requests) == 1
 
 
-async def test_a_busy_vllm_that_takes_our_fields_is_not_asked_twice_by_everybody(
+async def test_a_busy_vllm_is_not_asked_twice_by_everybody(
     replicas: list[Replica], fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(dumped(FORMS["vllm"]), "503 Busy")]
     running = await start_proxy()
     [replica] = replicas
-    replica.fields.took(CAPTURE)
-    assert replica.fields.may_ask_plainly(CAPTURE, 503, 1e12)  # until far from now
+    before = time.monotonic()
+    await running.send(wire.post(CHAT))
+    assert len(fake_vllm.requests) == 2
+    assert not replica.fields.may_ask_plainly(503, before)
+    replica.fields.failed_plainly(503, 1e12)  # until far from now
 
     lines = {wire.split(await running.send(wire.post(CHAT)))[0] for _ in range(5)}
 
-    assert (lines, len(fake_vllm.requests)) == ({"HTTP/1.1 503 Busy"}, 5)
+    assert (lines, len(fake_vllm.requests)) == ({"HTTP/1.1 503 Busy"}, 7)
     assert running.metric("sidecar_own_fields_total", replica=replica.url, event="busy") == 5
 
 
