@@ -120,21 +120,23 @@ class UpstreamAttempt:
 
     # -- what to try next; since: when that became known
 
-    def lost(self, why: str, *, may_be_stale: bool) -> bool:
+    def lost(self, *, may_be_stale: bool) -> bool:
         """The connection is gone. Returns: True when the request was sent once more.
 
         may_be_stale: nothing came, and the server may have closed the connection before.
         """
         self._connection = None
-        replica = self._asked()
         if may_be_stale and not self._retried:
             self._retried = True
             self._context.metrics.upstream_retries.inc()
             self._working_since = _now()
-            self._send(replica, reuse=False)
+            self._send(self._asked(), reuse=False)
             return True
-        self._count_failure(replica, why)
         return False
+
+    def broke_off(self, why: str) -> None:
+        """The connection is gone, and the request is not sent to this replica again."""
+        self._count_failure(self._asked(), why)
 
     def ask_again(self, since: float) -> None:
         """Send the request to the same replica once more."""

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.relay.flight.reply_body import PASSED, StreamOpening, is_error
-from sidecar.relay.upstream.own_fields import REFUSALS, OwnFields
+from sidecar.relay.upstream.own_fields import CAPTURE, REFUSALS, OwnFields
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.scoring.wire import Pick
 from support import api_keys
@@ -314,6 +314,46 @@ async def test_a_busy_vllm_is_not_asked_twice_by_everybody(
 
     assert (lines, len(fake_vllm.requests)) == ({"HTTP/1.1 503 Busy"}, 7)
     assert running.metric("sidecar_own_fields_total", replica=replica.url, event="busy") == 5
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [WIRE.RESET],
+        [WIRE.CLOSE],
+        [b"HTTP/1.1 400 No\r\nContent-Length: 9\r\n\r\n{", WIRE.CLOSE],
+        [WIRE.STREAM_HEAD, WIRE.chunk(b": ping\n\n"), WIRE.CLOSE],
+    ],
+    ids=["reset", "closed", "in a refusal", "in a stream"],
+)
+async def test_a_reply_that_breaks_off_before_the_client_has_a_byte_is_asked_for_plainly(
+    steps: list[Step],
+    replicas: list[Replica],
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+) -> None:
+    fake_vllm.script = lambda seen: steps if "logprobs" in asks_of(seen) else good(seen)
+    running = await start_proxy()
+
+    for _ in range(REFUSALS):
+        assert (await running.send(wire.post(CHAT))).startswith(b"HTTP/1.1 200")
+
+    [replica] = replicas
+    assert replica.fields.refused == CAPTURE
+    assert running.metric("sidecar_replica_ejections_total", replica=replica.url) == 0
+
+
+async def test_a_vllm_that_breaks_off_without_our_fields_too_gives_502(
+    replicas: list[Replica], fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
+    fake_vllm.script = lambda _: [wire.RESET]
+    running = await start_proxy()
+
+    line, _, _ = wire.split(await running.send(wire.post(CHAT)))
+
+    assert (line, len(fake_vllm.requests)) == ("HTTP/1.1 502 Bad Gateway", 2)
+    assert replicas[0].fields.refused == 0
 
 
 async def test_the_failed_request_leaves_the_connection_open_for_the_next(
