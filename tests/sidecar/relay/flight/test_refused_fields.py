@@ -446,6 +446,26 @@ def test_a_stream_comes_out_of_its_opening_as_it_went_in(places: list[int], fail
 
 
 @pytest.mark.parametrize(
+    "told",
+    [
+        b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\ndata: {"error":"no"}\n\n',
+        b'data: {"choices":[],"prompt_filter_results":[]}\n\ndata: {"error":"no"}\n\n',
+        b'retry: 300\n\nevent: ping\ndata: {}\n\ndata: {"errors":["no"]}\n\n',
+        b'\xef\xbb\xbfdata: {"detail":"no"}\n\n',
+        b'data: {"error":"no"}',
+        b': ping\r\revent: error\rdata: {"message":"no"}\r\r',
+        b': ping\r\rdata: {"error":"no"}\r\r',
+    ],
+)
+def test_a_stream_that_begins_with_an_error_of_any_form_has_failed(told: bytes) -> None:
+    opening = StreamOpening(PASSED)
+
+    assert opening.feed(told) + opening.end() == told
+
+    assert opening.failed
+
+
+@pytest.mark.parametrize(
     "delta",
     [
         '{"role":"assistant","content":""}',
@@ -467,7 +487,7 @@ def test_a_role_alone_waits(delta: str) -> None:
         b'data: {"choices":[{"index":0,"delta":{},"token_ids":[7]}]}\n\n',
         b'data: {"choices":[{"index":0,"text":""}]}\n\n',
         b'data: {"choices":[{"index":0,"delta":{"content":"\\"error\\""}}]}\n\n',
-        b"data: [DONE]\n\n",
+        b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"Hi"}}\n\n',
     ],
 )
 def test_what_says_more_goes_at_once(first: bytes) -> None:
@@ -483,6 +503,9 @@ def test_what_says_more_goes_at_once(first: bytes) -> None:
         (dumped(FORMS["old vllm"]), True),
         (dumped(FORMS["anthropic"]), True),
         (b'{"error": "no"}', True),
+        (b'{"errors":["no"]}', True),
+        (b'{"detail":"no"}', True),
+        (b'{"choices":[{"delta":{},"finish_reason":"error"}],"error":{"message":"no"}}', True),
         (b'{"error":null,"choices":[]}', False),
         (b'{"choices":[{"finish_reason":"error"}]}', False),
         (b'{"error"', False),
