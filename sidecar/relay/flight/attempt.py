@@ -320,7 +320,7 @@ class UpstreamAttempt:
             record.strip = plan.strip_with(kinds)
             body = plan.body_for(record.routes[0], record.strip)
             # A compressed reply could not be edited, nor its usage be read: ask for none.
-            encoding = not kinds & (CAPTURE | USAGE) and plan.canary_as is None
+            encoding = not kinds & (CAPTURE | USAGE) and not (plan.hides_arm and plan.rule.adapted)
         length = len(body) if isinstance(body, bytes) else body.length
         head = self._head_to_send(replica, length, encoding)
         self._connection = connection
