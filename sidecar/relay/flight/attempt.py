@@ -120,21 +120,23 @@ class UpstreamAttempt:
 
     # -- what to try next; since: when that became known
 
-    def lost(self, why: str, *, may_be_stale: bool) -> bool:
+    def lost(self, *, may_be_stale: bool) -> bool:
         """The connection is gone. Returns: True when the request was sent once more.
 
         may_be_stale: nothing came, and the server may have closed the connection before.
         """
         self._connection = None
-        replica = self._asked()
         if may_be_stale and not self._retried:
             self._retried = True
             self._context.metrics.upstream_retries.inc()
             self._working_since = _now()
-            self._send(replica, reuse=False)
+            self._send(self._asked(), reuse=False)
             return True
-        self._count_failure(replica, why)
         return False
+
+    def broke_off(self, why: str) -> None:
+        """The connection is gone, and the request is not sent to this replica again."""
+        self._count_failure(self._asked(), why)
 
     def ask_again(self, since: float) -> None:
         """Send the request to the same replica once more."""
@@ -171,9 +173,13 @@ class UpstreamAttempt:
     # -- which of our own additions the replica takes
 
     def may_ask_plainly(self, status: int) -> bool:
-        """The request failed with additions. True if it is to be sent again without them."""
+        """The request failed. True if it had additions and is to be sent again without them."""
         context, record, replica = self._context, self._record, self._asked()
-        may = replica.fields.may_ask_plainly(record.added, status, context.monotonic())
+        if record.plainly:
+            replica.fields.failed_plainly(status, context.monotonic())
+        if not record.added:
+            return False
+        may = replica.fields.may_ask_plainly(status, context.monotonic())
         if not may:
             context.metrics.own_fields.inc((replica.url, "busy"))
         return may
@@ -314,7 +320,7 @@ class UpstreamAttempt:
             record.strip = plan.strip_with(kinds)
             body = plan.body_for(record.routes[0], record.strip)
             # A compressed reply could not be edited, nor its usage be read: ask for none.
-            encoding = not kinds & (CAPTURE | USAGE) and plan.canary_as is None
+            encoding = not kinds & (CAPTURE | USAGE) and not (plan.hides_arm and plan.rule.adapted)
         length = len(body) if isinstance(body, bytes) else body.length
         head = self._head_to_send(replica, length, encoding)
         self._connection = connection

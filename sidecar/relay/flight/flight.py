@@ -7,8 +7,9 @@ the upstream connection owns the reply's framing, and `ClientReply` owns the cli
 - An adapter that vLLM does not know is replaced by the same one on another replica, else by the
   champion, else by the base.
 - A request with additions of the sidecar's (`own_fields`) that vLLM answers with 400 or more, or
-  with an error where the answer should begin, is sent again as the client sent it. The client gets
-  that reply, whatever it is. A failed request has no effect that the second could repeat.
+  with an error where the answer should begin, or that it breaks off before a byte went to the
+  client, is sent again as the client sent it. The client gets that reply, whatever it is. A failed
+  request has no effect that the second could repeat.
 - Once a byte went to the client nothing is tried again: a stream ends as vLLM's own failure would
   end it, anything else by the close of the connection.
 """
@@ -50,6 +51,8 @@ from sidecar.routing.breaker import SLOW
 STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""
 RESPONSE_COMPLETED: Final = b"event: response.completed\n"
+LOST: Final = 502
+"""The status that stands for a reply which broke off."""
 OPENING_S: Final = 0.02
 """How long a stream's role is held for the event behind it. vLLM 0.32 writes both in one turn of
 its loop (`chat_completion_stream_generator`), so this holds back no answer of it."""
@@ -130,7 +133,7 @@ class Flight(Asker):
         names = None if plan is None else plan.canary_as
         if head.status >= 400:
             self._failed = True
-            self._refused = record.added != 0 and self._attempt.may_ask_plainly(head.status)
+            self._refused = self._attempt.may_ask_plainly(head.status)
             if (
                 self._refused
                 or (head.status == 404 and len(record.routes) > 1)
@@ -244,7 +247,13 @@ class Flight(Asker):
             self._client.reply_done(keep_alive=self._reply.keep_alive, at=now)
 
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None:
-        if not self._attempt.lost(why, may_be_stale=nothing_came and reused):
+        attempt = self._attempt
+        if attempt.lost(may_be_stale=nothing_came and reused):
+            return
+        if not self._reply.begun and (self._refused or attempt.may_ask_plainly(LOST)):
+            self._ask_plainly(_now())
+        else:
+            attempt.broke_off(why)
             self.give_up(why)
 
     def give_up(self, why: str, status: int = 502) -> None:

@@ -134,7 +134,8 @@ class Plan:
         canary_tag: the breaker's tag of the canary that this request's session was assigned
         against.
         hides_arm: a canary runs, and the caller is not told which adapter answered.
-        canary_as: names to replace in the reply for that (`CompiledRouting`); None: none.
+        canary_as: names to replace in the reply for that (`CompiledRouting`); None: none. Whole
+        replies of the champion are treated alike: their form must not tell the arms apart either.
         address_hash: as in `sidecar.records.Exchange`."""
         self.rule = rule
         self.metered = metered
@@ -229,7 +230,7 @@ def plan_request(
     if strip.usage or (around.metered and ACCEPT_ENCODING in headers.aside):
         kinds |= USAGE
     hides_arm = routing.splits and not around.operator
-    in_canary = hides_arm and routes[0].arm == "canary"
+    same_form = hides_arm and rule.adapted and (routes[0].arm == "canary" or not peek.streams)
     address_hash = ""
     if routing.splits and not around.key_id:
         address_hash = hash_of_address(around.address, routing.table.salt)
@@ -246,7 +247,7 @@ def plan_request(
         strip=strip,
         kinds=kinds,
         hides_arm=hides_arm,
-        canary_as=routing.canary_as if in_canary else None,
+        canary_as=routing.canary_as if same_form else None,
         address_hash=address_hash,
     )
 

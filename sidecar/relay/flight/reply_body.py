@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from typing import Final, Literal
 
 from msgspec import json
@@ -170,7 +171,8 @@ class HeldBody(ReplyBody):
 
 
 class StreamOpening(ReplyBody):
-    """Holds a stream until an event says more than the role: until then an engine may still fail.
+    """Holds a stream until an event says something of the answer: until then an engine may still
+    fail.
 
     vLLM 0.32 sends the role before it looks at the first token's log-probabilities, and fails then.
     """
@@ -188,7 +190,7 @@ class StreamOpening(ReplyBody):
 
     @property
     def waits(self) -> bool:
-        """Whole events are held, none of which says more than the role."""
+        """Whole events are held, none of which says something of the answer."""
         return self.holds and bool(self._held) and not self.failed
 
     def feed(self, data: bytes) -> bytes:
@@ -214,8 +216,13 @@ class StreamOpening(ReplyBody):
         return self.inner.feed(held)
 
     def end(self) -> bytes:
-        held = self.let_go() if self.holds else b""
-        return held + self.inner.end()
+        if not self.holds:
+            return self.inner.end()
+        # The last event may lack its blank line, and lines may end in CR alone.
+        rest = self._splitter.pending.replace(b"\r", b"\n") + b"\n\n"
+        for event in EventSplitter().feed(rest):
+            self.failed = self.failed or is_error_event(event)
+        return self.let_go() + self.inner.end()
 
     def rest_dropped(self, last: bytes) -> bool:
         return self.inner.rest_dropped(last)
@@ -223,33 +230,34 @@ class StreamOpening(ReplyBody):
 
 def is_error(body: bytes) -> bool:
     """True if a JSON body is an error in a form of vLLM or of a gateway. Errors begin with it."""
-    if body.find(_ERROR, 0, ERROR_BYTES) < 0:
+    if body.find(b'"error', 0, ERROR_BYTES) < 0 and body.find(b'"detail"', 0, ERROR_BYTES) < 0:
         return False
     try:
         found = json.decode(body)
     except UNREADABLE_JSON:
         return False
-    if not isinstance(found, dict) or "choices" in found:
+    if not isinstance(found, dict):
         return False
-    return bool(found.get("error")) or "error" in (found.get("object"), found.get("type"))
+    told = found.get("error") or found.get("errors") or found.get("detail")
+    return bool(told) or "error" in (found.get("object"), found.get("type"))
 
 
 def is_error_event(event: bytes) -> bool:
     """True if an event, with its blank line, is an error."""
-    if event.find(b"error", 0, ERROR_BYTES) < 0:
-        return False
-    lines = event.splitlines()
+    lines = event.removeprefix(BOM_UTF8).splitlines()
     if b"event: error" in lines or b"event:error" in lines:
         return True
     return is_error(b"\n".join([line[5:] for line in lines if line.startswith(b"data:")]))
 
 
 def _says_little(event: bytes) -> bool:
-    """True for a comment, and for an event with a role and no answer."""
-    return event.find(b"data:") < 0 or _ROLE_ALONE.search(event, 0, ERROR_BYTES) is not None
+    """True for an event with nothing of an answer in it (a comment, a ping, the usage alone), and
+    for one with a role and no answer."""
+    if event.find(b'"delta"') < 0 and event.find(b'"text"') < 0:
+        return True
+    return _ROLE_ALONE.search(event, 0, ERROR_BYTES) is not None
 
 
-_ERROR: Final = b'error"'
 _NOTHING: Final = rb'\s*"(?:role":\s*"\w*"|\w+":\s*(?:""|null|\[\]))\s*'
 _ROLE_ALONE: Final = re.compile(rb'"delta":\s*\{' + _NOTHING + b"(?:," + _NOTHING + rb")*\}")
 PASSED: Final[ReplyBody] = PassedBody()

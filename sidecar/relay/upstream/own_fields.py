@@ -30,8 +30,8 @@ AGAIN: Final = Backoff(first_s=30.0, last_s=600.0)
 BUSY: Final = frozenset({429, 502, 503, 504, 529})
 """Statuses by which a server says that it has too much to do."""
 BUSY_PAUSE_S: Final = 1.0
-"""A vLLM that is known to take the additions, and says that it is busy, is asked again by one
-request in this time: asking each again would double the load of an outage."""
+"""For this time after a request without additions failed with one of them too, a busy vLLM is not
+asked again: asking each again would double the load of an outage."""
 
 
 class OwnFields:
@@ -58,14 +58,14 @@ class OwnFields:
                     self._wait(kind, now)  # the others go on without it while this one tries
         return kinds
 
-    def may_ask_plainly(self, kinds: int, status: int, now: float) -> bool:
-        """True if a request with `kinds` that failed with `status` is sent again without them."""
-        if status not in BUSY or kinds & self.unproven:
-            return True
-        if now < self._busy_until:
-            return False
-        self._busy_until = now + BUSY_PAUSE_S
-        return True
+    def may_ask_plainly(self, status: int, now: float) -> bool:
+        """True if a request with additions that failed with `status` is sent again without them."""
+        return status not in BUSY or now >= self._busy_until
+
+    def failed_plainly(self, status: int, now: float) -> None:
+        """Note that a request failed with `status` when it was sent again without additions."""
+        if status in BUSY:
+            self._busy_until = now + BUSY_PAUSE_S
 
     def took(self, kinds: int) -> int:
         """Note that a request with `kinds` succeeded. Returns: those that were left out before."""

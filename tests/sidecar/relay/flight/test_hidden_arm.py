@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,13 +38,19 @@ PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages
 
 
 def names_its_model(wire: Wire, request: Any) -> Sequence[Any]:
-    """A reply that is the same but for the name of the model that was asked for."""
+    """A reply that is the same but for the name of the model that was asked for: in chunks, and
+    compressed if that may be."""
     asked = json.loads(request.body)
     text = f'I am not "model":"{asked["model"]}"'
     said = {"role": "assistant", "content": text.replace(asked["model"], "it")}
     one = {"id": "x", "model": asked["model"], "choices": [{"index": 0, "message": said}]}
     if not asked.get("stream"):
-        return [wire.whole_reply(json.dumps(one, separators=(",", ":")).encode())]
+        whole = json.dumps(one, separators=(",", ":")).encode()
+        head = wire.STREAM_HEAD.replace(b"text/event-stream; charset=utf-8", b"application/json")
+        if "accept-encoding" in request.headers:
+            head = head.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+            whole = gzip.compress(whole, mtime=0)
+        return [head, wire.chunk(whole), wire.LAST_CHUNK]
     inner = {"type": "message_start", "message": one}
     events = [b"data: %b\n\n" % json.dumps(event).encode() for event in (one, inner)]
     whole = b"".join([*events, b"data: [DONE]\n\n"])
@@ -82,7 +89,8 @@ async def test_the_replies_of_both_arms_are_equal_for_a_caller_without_a_scope(
             sent = wire.post(
                 json.dumps(asked).encode(),
                 path=PATHS[surface],
-                headers=f"Authorization: Bearer {key}\r\nx-sidecar-session: s{number}\r\n",
+                headers=f"Authorization: Bearer {key}\r\nx-sidecar-session: s{number}\r\n"
+                "Accept-Encoding: gzip\r\n",
             )
             line, headers, body = wire.split(await running.send(sent))
             adapters.add(headers.pop("x-sidecar-adapter", ""))

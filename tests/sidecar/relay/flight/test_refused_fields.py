@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.relay.flight.reply_body import PASSED, StreamOpening, is_error
@@ -211,6 +212,7 @@ def plain(reply: bytes) -> tuple[str, dict[str, str], bytes]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(engines, st.lists(requests, min_size=1, max_size=5))
+@example(Engine(frozenset({"logprobs"}), "tools", Failure(503)), [{}, {"tools": []}] * 3)
 async def test_the_reply_equals_the_direct_one_whatever_the_engine_thinks_of_our_fields(
     metered: tuple[Running, str],
     replicas: list[Replica],
@@ -296,19 +298,62 @@ async def test_a_request_without_our_fields_is_asked_once(
     assert len(fake_vllm.requests) == 1
 
 
-async def test_a_busy_vllm_that_takes_our_fields_is_not_asked_twice_by_everybody(
+async def test_a_busy_vllm_is_not_asked_twice_by_everybody(
     replicas: list[Replica], fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(dumped(FORMS["vllm"]), "503 Busy")]
     running = await start_proxy()
     [replica] = replicas
-    replica.fields.took(CAPTURE)
-    assert replica.fields.may_ask_plainly(CAPTURE, 503, 1e12)  # until far from now
+    before = time.monotonic()
+    await running.send(wire.post(CHAT))
+    assert len(fake_vllm.requests) == 2
+    assert not replica.fields.may_ask_plainly(503, before)
+    replica.fields.failed_plainly(503, 1e12)  # until far from now
 
     lines = {wire.split(await running.send(wire.post(CHAT)))[0] for _ in range(5)}
 
-    assert (lines, len(fake_vllm.requests)) == ({"HTTP/1.1 503 Busy"}, 5)
+    assert (lines, len(fake_vllm.requests)) == ({"HTTP/1.1 503 Busy"}, 7)
     assert running.metric("sidecar_own_fields_total", replica=replica.url, event="busy") == 5
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [WIRE.RESET],
+        [WIRE.CLOSE],
+        [b"HTTP/1.1 400 No\r\nContent-Length: 9\r\n\r\n{", WIRE.CLOSE],
+        [WIRE.STREAM_HEAD, WIRE.chunk(b": ping\n\n"), WIRE.CLOSE],
+    ],
+    ids=["reset", "closed", "in a refusal", "in a stream"],
+)
+async def test_a_reply_that_breaks_off_before_the_client_has_a_byte_is_asked_for_plainly(
+    steps: list[Step],
+    replicas: list[Replica],
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+) -> None:
+    fake_vllm.script = lambda seen: steps if "logprobs" in asks_of(seen) else good(seen)
+    running = await start_proxy()
+
+    for _ in range(REFUSALS):
+        assert (await running.send(wire.post(CHAT))).startswith(b"HTTP/1.1 200")
+
+    [replica] = replicas
+    assert replica.fields.refused == CAPTURE
+    assert running.metric("sidecar_replica_ejections_total", replica=replica.url) == 0
+
+
+async def test_a_vllm_that_breaks_off_without_our_fields_too_gives_502(
+    replicas: list[Replica], fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
+    fake_vllm.script = lambda _: [wire.RESET]
+    running = await start_proxy()
+
+    line, _, _ = wire.split(await running.send(wire.post(CHAT)))
+
+    assert (line, len(fake_vllm.requests)) == ("HTTP/1.1 502 Bad Gateway", 2)
+    assert replicas[0].fields.refused == 0
 
 
 async def test_the_failed_request_leaves_the_connection_open_for_the_next(
@@ -401,6 +446,26 @@ def test_a_stream_comes_out_of_its_opening_as_it_went_in(places: list[int], fail
 
 
 @pytest.mark.parametrize(
+    "told",
+    [
+        b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\ndata: {"error":"no"}\n\n',
+        b'data: {"choices":[],"prompt_filter_results":[]}\n\ndata: {"error":"no"}\n\n',
+        b'retry: 300\n\nevent: ping\ndata: {}\n\ndata: {"errors":["no"]}\n\n',
+        b'\xef\xbb\xbfdata: {"detail":"no"}\n\n',
+        b'data: {"error":"no"}',
+        b': ping\r\revent: error\rdata: {"message":"no"}\r\r',
+        b': ping\r\rdata: {"error":"no"}\r\r',
+    ],
+)
+def test_a_stream_that_begins_with_an_error_of_any_form_has_failed(told: bytes) -> None:
+    opening = StreamOpening(PASSED)
+
+    assert opening.feed(told) + opening.end() == told
+
+    assert opening.failed
+
+
+@pytest.mark.parametrize(
     "delta",
     [
         '{"role":"assistant","content":""}',
@@ -422,7 +487,7 @@ def test_a_role_alone_waits(delta: str) -> None:
         b'data: {"choices":[{"index":0,"delta":{},"token_ids":[7]}]}\n\n',
         b'data: {"choices":[{"index":0,"text":""}]}\n\n',
         b'data: {"choices":[{"index":0,"delta":{"content":"\\"error\\""}}]}\n\n',
-        b"data: [DONE]\n\n",
+        b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"Hi"}}\n\n',
     ],
 )
 def test_what_says_more_goes_at_once(first: bytes) -> None:
@@ -438,6 +503,9 @@ def test_what_says_more_goes_at_once(first: bytes) -> None:
         (dumped(FORMS["old vllm"]), True),
         (dumped(FORMS["anthropic"]), True),
         (b'{"error": "no"}', True),
+        (b'{"errors":["no"]}', True),
+        (b'{"detail":"no"}', True),
+        (b'{"choices":[{"delta":{},"finish_reason":"error"}],"error":{"message":"no"}}', True),
         (b'{"error":null,"choices":[]}', False),
         (b'{"choices":[{"finish_reason":"error"}]}', False),
         (b'{"error"', False),

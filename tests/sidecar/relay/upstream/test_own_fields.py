@@ -86,25 +86,22 @@ def test_of_kinds_that_nothing_is_known_of_one_is_blamed_and_the_next_after_it()
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 500, 501])
 def test_a_request_that_failed_is_always_asked_again(status: int) -> None:
     fields = OwnFields()
-    fields.took(EVERY)
+    fields.failed_plainly(503, 1.0)
+    fields.failed_plainly(status, 1.0)
 
-    assert [fields.may_ask_plainly(CAPTURE, status, 1.0) for _ in range(5)] == [True] * 5
+    assert [fields.may_ask_plainly(status, 1.0) for _ in range(5)] == [True] * 5
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504, 529])
-def test_a_vllm_that_takes_our_fields_and_is_busy_is_asked_again_once_a_second(
+def test_only_a_plain_request_that_meets_a_busy_vllm_too_ends_the_asking_for_a_second(
     status: int,
 ) -> None:
     fields = OwnFields()
-    fields.took(CAPTURE)
-    times = [0.0, 0.1, BUSY_PAUSE_S - 0.001, BUSY_PAUSE_S, BUSY_PAUSE_S + 0.5]
+    assert [fields.may_ask_plainly(status, 50.0) for _ in range(5)] == [True] * 5
 
-    asked = [fields.may_ask_plainly(CAPTURE, status, 50.0 + at) for at in times]
+    fields.failed_plainly(400, 50.0)
+    assert fields.may_ask_plainly(status, 50.0)
 
-    assert asked == [True, False, False, True, False]
-
-
-def test_a_vllm_of_which_nothing_is_known_yet_is_asked_again_though_it_says_it_is_busy() -> None:
-    fields = OwnFields()
-
-    assert [fields.may_ask_plainly(CAPTURE, 503, 1.0) for _ in range(3)] == [True] * 3
+    fields.failed_plainly(status, 50.0)
+    times = [50.0, 50.0 + BUSY_PAUSE_S - 0.001, 50.0 + BUSY_PAUSE_S]
+    assert [fields.may_ask_plainly(status, at) for at in times] == [False, False, True]
