@@ -156,10 +156,15 @@ def voice() -> ColumnElement[str]:
 
 
 def rank() -> ColumnElement[int]:
-    """Return 1 for the row of its kind and target that the proxy received last from its voice."""
+    """Return 1 for the row of its kind and target that the proxy received last from its voice.
+
+    A session has several names: its own, its client's, those of its exchanges. It is one target.
+    """
     row = FeedbackRow
+    joined = (row.target_kind == "session") & row.session_id.is_not(None)
+    target = case((joined, row.session_id), else_=row.target)
     return func.row_number().over(
-        partition_by=(row.kind, row.target_kind, row.target, row.project, voice()),
+        partition_by=(row.kind, row.target_kind, target, row.project, voice()),
         order_by=(row.received_at.desc(), row.feedback_id.desc()),
     )
 

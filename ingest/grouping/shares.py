@@ -25,14 +25,19 @@ class Caller(NamedTuple):
     user: str = ""
 
 
-def daily_demand(asked: Iterable[tuple[Caller, float]], *, now: float) -> dict[Caller, float]:
-    """Return the exchanges a day of each caller. asked: caller and time of recent exchanges."""
+def daily_demand(
+    asked: Iterable[tuple[Caller, float]], *, now: float, each: float = 1.0
+) -> dict[Caller, float]:
+    """Return the exchanges a day of each caller.
+
+    asked: caller and time of recent exchanges. each: how many exchanges one of them stands for.
+    """
     recent = [(caller, at) for caller, at in asked if now - DAY_S <= at <= now]
     if not recent:
         return {}
     seen_s = max(now - min(at for _, at in recent), 1.0)
     number = Counter(caller for caller, _ in recent)
-    return {caller: found * DAY_S / seen_s for caller, found in number.items()}
+    return {caller: found * each * DAY_S / seen_s for caller, found in number.items()}
 
 
 def fill_level(demands: Iterable[float], places: float) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import structlog
-from sqlalchemy import select as sql_select
 from sqlalchemy.orm import Session
 
 from ingest.best_of.groups import settle_new
@@ -29,7 +28,7 @@ from ingest.grouping.selection import (
     Standing,
     select,
 )
-from ingest.grouping.shares import SHARE, Caller, Shares, daily_demand
+from ingest.grouping.shares import DAY_S, SHARE, Caller, Shares, daily_demand
 from ingest.grouping.turns import turn_of
 from ingest.intake.pending import count_pending, pending_by_caller
 from ingest.intake.same_prompt import find_same_prompts
@@ -45,6 +44,7 @@ from ingest.store.exchanges import (
     newest_of,
     put_aside,
     set_selection,
+    spread_since,
     turns_with,
 )
 from ingest.store.groups import (
@@ -55,12 +55,11 @@ from ingest.store.groups import (
 )
 from ingest.store.sessions import count_by_session
 from sidecar.store.database import Database, count
-from sidecar.store.models import ExchangeRow
 
 UNREADABLE = "unreadable"
-LOOKED_AT = 4_096
-"""Newest exchanges, of all and of the backlog, by which the shares of callers are decided: some
-milliseconds."""
+LOOKED_AT = 2_048
+"""Exchanges by which the shares of callers are decided, spread over the last day, and newest ones
+of the backlog: some ten milliseconds, under the write lock."""
 
 log = structlog.get_logger()
 
@@ -85,16 +84,18 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
     return len(batch)
 
 
-def recent_demand(session: Session, *, now: float) -> dict[Caller, float]:
-    """Return the exchanges a day of each caller, by the newest `LOOKED_AT`."""
-    row = ExchangeRow
-    newest = session.execute(
-        sql_select(row.project, row.key_id, row.user, row.stored_at)
-        .order_by(row.seq.desc())
-        .limit(LOOKED_AT)
-    )
-    asked = ((Caller(*who), at) for *who, at in newest if isinstance(at, float))
-    return daily_demand(asked, now=now)
+def recent_demand(
+    session: Session, *, now: float
+) -> tuple[dict[Caller, float], list[tuple[int, Caller]]]:
+    """Return the exchanges a day of each caller, and some of the backlog (number and caller).
+
+    Both are of the whole last day: a flood of one caller fills the newest ones. Each look meets
+    other exchanges, so whoever asked waits a few looks at most.
+    """
+    seen, each = spread_since(session, now - DAY_S, limit=LOOKED_AT, begin=now * 0.618 % 1.0)
+    asked = ((caller, at) for _, caller, at, _ in seen if isinstance(at, float))
+    waiting = [(seq, caller) for seq, caller, _, state in seen if state == BACKLOG]
+    return daily_demand(asked, now=now, each=each), waiting
 
 
 def _settled(settle_s: float, now: float) -> Settled:
@@ -121,11 +122,10 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
         waiting = newest_of(session, BACKLOG, limit=LOOKED_AT) if room > 0 else []
         if not waiting:
             return 0  # usual: nobody's demand is read
-        shares = Shares(
-            most, pending_by_caller(session, live, most=most), recent_demand(session, now=now)
-        )
+        demand, of_the_day = recent_demand(session, now=now)
+        shares = Shares(most, pending_by_caller(session, live, most=most), demand)
         seqs: list[int] = []
-        for seq, caller in waiting:
+        for seq, caller in sorted({*waiting, *of_the_day}, reverse=True):
             if len(seqs) < room and shares.has_room(caller):
                 shares.take(caller)
                 seqs.append(seq)
@@ -185,7 +185,7 @@ def decide(
         own_live=live.own,
         pending_groups=pending,
         held_places=pending_by_caller(session, live.all, most=pending) if crowded else {},
-        demand=recent_demand(session, now=now) if crowded else {},
+        demand=recent_demand(session, now=now)[0] if crowded else {},
         groups_by_session=count_by_session(
             session,
             [stored.session_id for stored in batch],

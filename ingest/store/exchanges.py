@@ -14,6 +14,7 @@ from sqlalchemy import (
     Select,
     TextClause,
     and_,
+    func,
     insert,
     select,
     text,
@@ -259,6 +260,50 @@ def newest_of(session: Session, selection: str, *, limit: int) -> list[tuple[int
         .limit(limit)
     )
     return [(seq, Caller(*who)) for seq, *who in rows]
+
+
+def first_since(session: Session, since: float) -> tuple[int, int]:
+    """Return the number of the first exchange stored since then, and the one after the newest.
+
+    since: Unix seconds. No index has the time: exchanges are numbered as they are stored, so some
+    twenty of them are looked at.
+    """
+    row = ExchangeRow
+    first = session.scalar(select(func.min(row.seq))) or 0
+    end = after = (session.scalar(select(func.max(row.seq))) or -1) + 1
+    while first < after:
+        middle = (first + after) // 2
+        seq, at = session.execute(
+            select(row.seq, row.stored_at).where(row.seq >= middle).order_by(row.seq).limit(1)
+        ).one()
+        if isinstance(at, float) and at >= since:
+            after = middle
+        else:
+            first = seq + 1
+    return first, end
+
+
+def spread_since(
+    session: Session, since: float, *, limit: int, begin: float
+) -> tuple[list[tuple[int, Caller, float, str]], float]:
+    """Return number, caller, time and selection of exchanges stored since then, at equal distances,
+    and how many each stands for.
+
+    begin: part of a distance before the first one, 0..1; another one finds other exchanges.
+    """
+    row = ExchangeRow
+    first, end = first_since(session, since)
+    number = min(limit, end - first)
+    if not number:
+        return [], 0.0
+    each = (end - first) / number
+    seqs = [first + int((place + begin) * each) for place in range(number)]
+    rows = session.execute(
+        select(row.seq, row.project, row.key_id, row.user, row.stored_at, row.selection).where(
+            row.seq.in_(seqs)
+        )
+    )
+    return [(seq, Caller(*who), at, state) for seq, *who, at, state in rows], each
 
 
 def load_of_turns(

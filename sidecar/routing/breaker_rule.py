@@ -58,6 +58,12 @@ FEW = 2
 """Champion replies in a span that suffice for a comparison at any weight."""
 
 
+def few_callers(first: int, bad: int) -> bool:
+    """Tell whether so few callers stand behind bad replies, or sessions, that they may be their
+    doing. first: callers whose first bad one is among them."""
+    return first < SEVERAL or 2 * first < bad
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
     """Why a canary is taken out: the counts of both arms over the same span of time."""
@@ -80,8 +86,7 @@ class Excess:
         if self.callers is None:
             return told
         told += f"; first ones of {self.callers} caller" + "s" * (self.callers != 1)
-        few = self.callers < SEVERAL or 2 * self.callers < self.canary_bad
-        return told + FEW_CALLERS if few else told
+        return told + FEW_CALLERS if few_callers(self.callers, self.canary_bad) else told
 
 
 class ExcessTest:

@@ -50,7 +50,6 @@ VOICES = "the feedback on one exchange, session or trace"
 SCANS = {
     "deploy/forgetting/rows.py:callers_of": LISTING,
     "deploy/registry/tallies.py:fields_refused": NEWEST,
-    "ingest/intake/choose.py:recent_demand": NEWEST,
     "deploy/registry/pace.py:sessions_a_day": "the newest 2,000 exchanges, by their number",
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/standing.py:_last_champions": PRUNING,

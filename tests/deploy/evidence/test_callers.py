@@ -117,6 +117,27 @@ def test_where_each_session_has_a_caller_of_its_own_nothing_is_found_later() -> 
     assert state.callers == state.canary > 10
 
 
+@pytest.mark.parametrize(("callers", "verdict"), [(100, True), (4, False)])
+def test_harm_that_many_callers_meet_is_a_verdict(callers: int, verdict: bool) -> None:
+    """Half of the sessions are the canary's. Most of its bad ones are their callers' first."""
+    rng = random.Random(5)
+    live = Live(ratios_of(RULES))
+    for number in range(200):
+        canary = rng.random() < 0.5
+        turn = Turn(
+            unit=f"u{number}",
+            canary=canary,
+            weight=0.5,
+            bad=frozenset({"short"} if rng.random() < (0.6 if canary else 0.02) else ()),
+            caller=f"key {rng.randrange(callers)}",
+        )
+        live.read([turn])
+        if any(ends(live)):
+            break
+
+    assert ends(live) == (verdict, True)
+
+
 def test_a_failure_that_the_champion_does_not_share_is_no_client_s_doing() -> None:
     alone = [a_turn(number, "failed", caller="key a") for number in range(5)]
     shared = [

@@ -115,6 +115,20 @@ def test_a_key_has_one_voice_unless_its_scope_lets_it_speak_for_many(kit: Kit) -
     assert told(kit).summary()["feedback_score"] == (1.0 - 1.0 - 1.0 - 1.0) / 4
 
 
+def test_a_key_has_one_voice_on_a_session_whatever_name_it_gives_it(kit: Kit) -> None:
+    def said(number: int, key: str, target: str, score: float) -> Feedback:
+        return make_feedback(
+            f"f{number}", target=target, target_kind="session", key_id=key, score=score
+        )
+
+    turns = [kit.exchange(f"e{n}", session_key="h:order-1") for n in range(1, 6)]
+    quiet = [said(number, f"key-{number}", "h:order-1", -1.0) for number in range(3)]
+    loud = [said(10 + n, "loud", name, 1.0) for n, name in enumerate(("h:order-1", "e1", "e2"))]
+    take(kit, *turns, *quiet, *loud)
+
+    assert told(kit).summary()["feedback_score"] == (-1.0 - 1.0 - 1.0 + 1.0) / 4
+
+
 def test_a_flood_of_one_key_keeps_no_voice_out(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MOST", 10)
     early = make_feedback("f0", key_id="app", score=-1.0, received_at=1.0)

@@ -175,6 +175,27 @@ def test_a_robot_holds_a_fifth_of_the_places_and_the_backlog_is_taken_up_fairly(
     assert selections(kit, *users).count("chosen") == 16
 
 
+def test_a_flood_at_night_takes_no_more_than_a_fifth(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills the newest exchanges, of all and of the backlog; the day's others asked before."""
+    monkeypatch.setattr("ingest.intake.choose.LOOKED_AT", 50)
+    people, robots = [f"u{n}" for n in range(60)], [f"r{n}" for n in range(200)]
+    for number, name in enumerate((*people, *robots)):
+        user = name if name in people else "robot"
+        with kit.database.write() as session:
+            save_exchange(session, kit.exchange(name, user=user), held_out=False, now=10.0 * number)
+    with kit.database.write() as session:
+        session.execute(update(ExchangeRow).values(selection="backlog"))
+    rules = kit.rules(max_pending_groups=20)
+
+    for look in range(10):
+        choose_backlog(kit.database, rules, model="smollm", now=3_000.0 + 2.0 * look)
+
+    assert selections(kit, *robots).count("chosen") == 4
+    assert selections(kit, *people).count("chosen") == 16
+
+
 def test_groups_that_wait_for_the_judge_take_places_too(kit: Kit) -> None:
     (group_id, _) = kit.choose(kit.exchange("a"), kit.exchange("b"), max_pending_groups=1)
     with kit.database.write() as session:
