@@ -6,21 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.records import Canary
 from deploy.registry import canaries
 from deploy.registry.canary_rule import MANY_GROUPS
 from deploy.registry.proof_rule import is_proven
+from ingest.store.exchanges import first_since
 from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import CanaryRow, ExchangeRow
 
-EXAMINED = 2_000
-"""Newest exchanges of which the sessions are counted."""
+EXAMINED = 20_000
+"""Newest exchanges of which the sessions are counted: some tenths of a second."""
 DAY_S = 86_400.0
 WEEK_S = 7 * DAY_S
 LOOKED_AT = 20
@@ -28,23 +29,30 @@ LOOKED_AT = 20
 
 
 def sessions_a_day(session: Session, line: Line, now: float) -> float:
-    """Return the sessions (assignment keys) a day of a line, by its newest exchanges, of the last
-    week at most. now: Unix seconds."""
+    """Return the sessions (assignment keys) a day of a line, of the last week, or since the first
+    exchange where that is less; of a day at least. now: Unix seconds.
+
+    Where a week has more than `EXAMINED` exchanges, those of the newest ones are scaled by the
+    week's number: by the hours that they cover, an evening would stand for the day.
+    """
     row = ExchangeRow
-    newest = session.execute(
-        select(row.session_key, row.started_at, row.project, row.public_model)
-        .order_by(row.seq.desc())
-        .limit(EXAMINED)
-    ).all()
-    timed = [one for one in newest if isinstance(one[1], int | float)]  # else damaged
-    recent = [one for one in timed if now - WEEK_S < one[1] <= now]
-    if not recent:
+    first, end = first_since(session, now - WEEK_S)
+    oldest = session.scalar(
+        select(row.stored_at).where(row.seq == select(func.min(row.seq)).scalar_subquery())
+    )
+    if not isinstance(oldest, float) or first == end:
         return 0.0
-    oldest = min(at for _, at, _, _ in recent)
-    shortest_s = 1.0 if len(newest) == EXAMINED else DAY_S  # a store that has just begun
-    covered_s = WEEK_S if len(recent) < len(timed) else max(now - oldest, shortest_s)
-    own = {key for key, _, project, model in recent if model == line.model and line.has(project)}
-    return len(own) * DAY_S / covered_s
+    covered_s = min(max(now - oldest, DAY_S), WEEK_S)
+    begin = max(first, end - EXAMINED)
+    own = select(func.count(row.session_key.distinct())).where(
+        row.seq >= begin, row.public_model == line.model
+    )
+    if line.project is not None:
+        own = own.where(row.project == line.project)
+    elif line.others:
+        own = own.where(row.project.not_in(line.others))
+    number = session.scalar(own) or 0
+    return number * (end - first) / (end - begin) * DAY_S / covered_s
 
 
 def steps_days(

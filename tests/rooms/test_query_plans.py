@@ -46,11 +46,11 @@ GATE = "the prompts of one gate"
 LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
 OF_SESSION = "the exchanges of one session"
 PRUNING = "a row for each adapter, canary or move of an alias, once an hour or by hand"
+PACE = "20,000 exchanges at most, for a person, without the write lock"
 VOICES = "the feedback on one exchange, session or trace"
 SCANS = {
     "deploy/forgetting/rows.py:callers_of": LISTING,
     "deploy/registry/tallies.py:fields_refused": NEWEST,
-    "deploy/registry/pace.py:sessions_a_day": "the newest 2,000 exchanges, by their number",
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/standing.py:_last_champions": PRUNING,
     "deploy/adapters/standing.py:_of_canaries": PRUNING,
@@ -77,6 +77,7 @@ SCANS = {
 }
 """Functions that may pass over a whole table or index -> why."""
 SORTS = {
+    "deploy/registry/pace.py:sessions_a_day": PACE,
     "deploy/forgetting/rows.py:callers_of": LISTING,
     "ingest/feedback/reading.py:_feedback": VOICES,
     "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter",
@@ -103,6 +104,7 @@ SORTS = {
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {
+    "deploy/registry/pace.py:sessions_a_day": PACE,
     "deploy/forgetting/rows.py:callers_of": LISTING,
     "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter, at each "
     "look of the watch, without the write lock",

@@ -37,6 +37,19 @@ def test_sessions_are_counted_once_over_the_last_week(world: World) -> None:
     assert measured(world) == pytest.approx(2.0)
 
 
+def test_an_evening_is_not_taken_for_a_day(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six sessions of two requests in the last hours of each of ten days; it is asked after."""
+    monkeypatch.setattr("deploy.registry.pace.EXAMINED", 24)
+    for day in range(10):
+        for number in range(6):
+            world.clock.now = (100 + day) * DAY_S - (6 - number) * 3600.0
+            world.serve(f"{day}-{number}")
+            world.serve(f"{day}-{number}")
+    world.clock.now += 60.0
+
+    assert measured(world) == pytest.approx(6.0)
+
+
 def test_a_store_that_has_just_begun_is_taken_for_a_day_old(world: World) -> None:
     assert measured(world) == 0.0
     for number in range(3):
