@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from deploy.records import Canary
 from deploy.registry import canaries
-from deploy.registry.canary_rule import MANY_GROUPS
+from deploy.registry.canary_rule import MANY_GROUPS, SLOWEST
 from deploy.registry.proof_rule import is_proven
 from ingest.store.exchanges import first_since
 from sidecar.lines import Line
@@ -78,14 +78,24 @@ def pace(canary: Canary, evidence: Mapping[str, Any], rules: CanarySettings, a_d
     ramping = canary.phase == "ramping"
     steps = canary.steps[canary.step :] if ramping else canary.steps
     seen = _number(evidence, f"step_{canary.step + 1}", "sessions") if ramping else 0
-    ramp = sum(steps_days(steps, rules, a_day, seen=seen))
-    told = f"{_days(ramp)} at today's traffic ({a_day:.0f} sessions a day) for its steps"
+    days = steps_days(steps, rules, a_day, seen=seen)
+    traffic = f"at today's traffic ({a_day:.{int(a_day < 1.0)}f} sessions a day)"
+    longest = SLOWEST * rules.step_max_s / DAY_S
+    if max(days, default=0.0) > longest:
+        return (
+            f"No step can end {traffic}: one wants {rules.step_min_sessions} sessions, and ends "
+            f"after {longest:g} days; lower canary.step_min_sessions."
+        )
+    ramp = sum(days)
+    told = f"{_days(ramp)} {traffic} for its steps"
     groups = MANY_GROUPS - _number(evidence, "quality", "groups")
     if groups > 0 and not is_proven(canary.proven, rules):
         # A session gives a group when the candidate does not answer it.
         brings = min(24.0 * rules.groups_per_hour, a_day * (1.0 - steps[0] / BUCKETS))
-        told += f"; an equal candidate needs about {groups} more judged groups"
-        told += f", of which new sessions bring {brings:.0f} a day"
+        if brings > 0.0:
+            whole = _days(max(ramp, groups / brings))
+            told += f", {whole} in all for an equal candidate: it needs about {groups} more"
+            told += f" judged groups, and new sessions bring {brings:.0f} a day"
     return f"{told[0].upper()}{told[1:]}."
 
 

@@ -70,11 +70,17 @@ def test_the_pace_names_days_traffic_and_groups() -> None:
     evidence: dict[str, Any] = {"quality": {"groups": 40}, "step_2": {"sessions": 15}}
 
     assert pace(gating, evidence, RULES, 20.0) == (
-        "About 7 days at today's traffic (20 sessions a day) for its steps; an equal candidate "
-        "needs about 310 more judged groups, of which new sessions bring 16 a day."
+        "About 7 days at today's traffic (20 sessions a day) for its steps, about 19 days in all "
+        "for an equal candidate: it needs about 310 more judged groups, and new sessions bring "
+        "16 a day."
     )
     assert pace(last, evidence, RULES, 20.0) == (
         "Less than a day at today's traffic (20 sessions a day) for its steps."
+    )
+    never = RULES.model_copy(update={"step_min_sessions": 400})
+    assert pace(gating, evidence, never, 20.0) == (
+        "No step can end at today's traffic (20 sessions a day): one wants 400 sessions, and ends "
+        "after 28 days; lower canary.step_min_sessions."
     )
     assert pace(last, evidence, RULES, 0.0) == (
         "No end can be told: there was no session in the last week."
