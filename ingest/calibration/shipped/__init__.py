@@ -1,7 +1,7 @@
 """The groups that `sidecar judge calibrate` takes when no file is named.
 
-`groups.jsonl` is written by `python -m ingest.calibration.shipped` from the hand-written texts of
-this package, by the rules of `rules.py`. A test writes it anew and compares.
+`groups.jsonl` is written from hand-written texts by `tests/support/calibration_set`. A test writes
+it anew and compares.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import pytest
 from ingest.calibration.reading import read_groups
 from ingest.calibration.records import KnownGroup
 from ingest.calibration.shipped import NAME, PATH
-from ingest.calibration.shipped.__main__ import shipped_text
-from ingest.calibration.shipped.rules import SCORES
 from ingest.privacy.judge_view import View, default_view
 from ingest.ruler.ruler import merge_identical
+from support.calibration_set.__main__ import shipped_text
+from support.calibration_set.rules import SCORES
 
 GROUPS = read_groups(PATH.read_text(encoding="utf-8"), NAME)
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_file_is_what_its_rules_write() -> None:
     assert PATH.read_text(encoding="utf-8") == shipped_text(), (
-        "run `python -m ingest.calibration.shipped`"
+        "run `PYTHONPATH=.:tests python -m support.calibration_set`"
     )
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ingest.calibration.shipped.rules import (
+from support.calibration_set.rules import (
     Case,
     Message,
     asked,

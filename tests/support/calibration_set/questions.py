@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.calibration.shipped.rules import Case, asked, case, in_words
+from support.calibration_set.rules import Case, asked, case, in_words
 
 BIKE = """\
 You help owners of the e-bike Vela 3. Answer only from the manual below, politely, in one \

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ingest.calibration.shipped.rules import Case, asked, case, in_words, text
+from support.calibration_set.rules import Case, asked, case, in_words, text
 
 EXTRACTION = """\
 You turn messages into JSON for a program that parses your whole reply. Reply with one JSON object \

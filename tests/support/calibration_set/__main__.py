@@ -1,10 +1,11 @@
-"""Write `groups.jsonl`: python -m ingest.calibration.shipped"""
+"""Write the shipped `groups.jsonl`: PYTHONPATH=.:tests python -m support.calibration_set"""
 
 from __future__ import annotations
 
 import json
 
-from ingest.calibration.shipped import PATH, figures, questions, refunds, tool_use
+from ingest.calibration.shipped import PATH
+from support.calibration_set import figures, questions, refunds, tool_use
 
 
 def shipped_text() -> str:

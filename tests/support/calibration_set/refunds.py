@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.calibration.shipped.rules import Case, asked, case, in_words
+from support.calibration_set.rules import Case, asked, case, in_words
 
 POLICY = """\
 Refund policy of Northwind Outdoor:
