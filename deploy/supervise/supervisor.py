@@ -104,18 +104,19 @@ class Supervisor:
             self.stop()
 
     def _end(self, number: int, _frame: object) -> None:
-        self._asked = signal.Signals(number)
+        # HUP would reload the proxy.
+        self._asked = signal.SIGINT if number == signal.SIGHUP else signal.Signals(number)
         self.stopping.set()
 
     def _reload(self, number: int, _frame: object) -> None:
         for child in self.children:
-            if child.spec.name == "proxy":
+            if child.spec.name == "proxy" and child.address is not None:  # else it reads them now
                 child.terminate(signal.Signals(number))
 
     def stop(self) -> None:
         """Stop the children. Our own vLLM is last: the proxy needs it to drain."""
         self.stopping.set()
-        self._announce("stopping")
+        self._tell("stopping")
         engine = [child for child in self.children if child.spec.name == ENGINE]
         for together in ([child for child in self.children if child not in engine], engine):
             deadline = time.monotonic() + self._stop_timeout_s
@@ -123,7 +124,11 @@ class Supervisor:
                 child.terminate(self._asked if child.spec.name == "proxy" else signal.SIGTERM)
             for child in together:
                 child.join(deadline)
-        self._announce("stopped")
+        self._tell("stopped")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._announce(line)
 
     # -- before the start
 

@@ -71,7 +71,8 @@ _TOKENS: Final = r"""
     vcp_[A-Za-z0-9]{40,} pat[A-Za-z0-9]{14}\.[a-f0-9]{64} LTAI[A-Za-z0-9]{16,}
     ph[cx]_[A-Za-z0-9]{40,} re_[A-Za-z0-9]{8}_[A-Za-z0-9]{20,} EZ[AT]K[A-Za-z0-9]{50,}
     sl\.[A-Za-z0-9_-]{100,} sq0[a-z]{3}-[A-Za-z0-9_-]{22,} EAAA[A-Za-z0-9_-]{56,}
-    pa-[A-Za-z0-9_-]{40,} api_org_[A-Za-z]{30,} secret_[A-Za-z0-9]{43} ABSK[A-Za-z0-9+/=]{60,}
+    pa-[A-Za-z0-9_]{12}[A-Za-z0-9_-]{28,} api_org_[A-Za-z]{30,} secret_[A-Za-z0-9]{43}
+    ABSK[A-Za-z0-9+/=]{60,}
     discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{60,}
 """.split()  # noqa: SIM905 - a list of 50 would take as many lines
 """Keys of registries, clouds, work tools, and providers of models and of search: how each begins,
@@ -82,8 +83,9 @@ _IS = r"[\"']?[ \t]*(?:=>|[:=])[ \t]*[\"']?"
 OWN_SECRETS: Final = (
     rf"(?:\b|_)(?:{'|'.join(_TOKENS)})" + _REST,
     # What follows such a name is a key when it has a digit: a variable and a placeholder have none.
-    rf"(?i:(?:\b|_)(?:secret_?(?:access_?)?key|(?:aws_?)?session_?token)(?:{_IS}|[ \t]|>))"
+    rf"(?i:(?:\b|_)(?:secret_?(?:access_?)?key|(?:aws_?)?session_?token){_IS})"
     r"[A-Za-z0-9/+=]{40,}",
+    r"(?i:(?:\b|_)secret_?(?:access_?)?key[ \t>])[A-Za-z0-9][A-Za-z0-9/+=]{39}(?:\b|_)",
     rf"(?i:\b(?:x-[a-z-]*(?:key|token)|[a-z_-]*api[_-](?:key|token)|[a-z-]*subscription-key){_IS})"
     # 20 characters with a digit among them, wherever it stands.
     rf"(?:{_LETTER}{{0,7}}[0-9]{_SIGN}{{12,}}|{_LETTER}{{8,15}}[0-9]{_SIGN}{{8,}}"
@@ -275,7 +277,7 @@ def _is_card(value: str) -> bool:
     )
 
 
-_NO_EMAIL = re.compile(r"git@|.*@[1-9]x\.(?:png|jpe?g|webp|gif|svg|avif)$")
+_NO_EMAIL = re.compile(r"git@|.*@[1-9]x\.(?i:png|jpe?g|webp|gif|svg|avif)$")
 """The login of every `git@host:owner/repository`, and images for screens with more pixels."""
 
 

@@ -200,12 +200,13 @@ class Breaker:
         """Return whether this reply of a caller or session counts (`FADE`), and whether it is the
         first bad one. Two workers may write one slot at once, which miscounts one reply."""
         place = self._slots + xxh3_64_intdigest(who.encode("utf-8", "replace")) % SLOTS
+        if bad:
+            self._cells[self._filled] = self._tag
         # The canary's tag and the replies since the first bad one, modulo FADE, in one number.
         tag, since = divmod(self._cells[place], FADE)
         if tag != self._tag:
             if bad:
                 self._cells[place] = self._tag * FADE
-                self._cells[self._filled] = self._tag
             return True, bad
         since = (since + 1.0) % FADE
         self._cells[place] = self._tag * FADE + since

@@ -348,7 +348,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
     assert answers == {"http://a/v1/models": [], "http://b/v1/models": []}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_proxy_gets_the_signals_of_up_and_all_others_term(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +364,9 @@ def test_the_proxy_gets_the_signals_of_up_and_all_others_term(
         )
 
     supervisor._reload(signal.SIGHUP, None)
+    assert sent == {}, "a proxy that starts reads its settings now, and would die of it"
+    supervisor.children[1].address = ""
+    supervisor._reload(signal.SIGHUP, None)
     assert sent == {"proxy": signal.SIGHUP}
     assert not supervisor.stopping.is_set()
 
@@ -371,4 +374,5 @@ def test_the_proxy_gets_the_signals_of_up_and_all_others_term(
     supervisor.stop()
 
     term = signal.SIGTERM
-    assert sent == {"engine": term, "proxy": number, "ingest": term}
+    proxy = signal.SIGINT if number == signal.SIGHUP else number
+    assert sent == {"engine": term, "proxy": proxy, "ingest": term}
