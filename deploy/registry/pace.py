@@ -19,6 +19,7 @@ from sidecar.records import BASE
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import CanaryRow, ExchangeRow
+from sidecar.store.of_line import of_line
 
 EXAMINED = 20_000
 """Newest exchanges of which the sessions are counted: some tenths of a second."""
@@ -45,12 +46,8 @@ def sessions_a_day(session: Session, line: Line, now: float) -> float:
     covered_s = min(max(now - oldest, DAY_S), WEEK_S)
     begin = max(first, end - EXAMINED)
     own = select(func.count(row.session_key.distinct())).where(
-        row.seq >= begin, row.public_model == line.model
+        row.seq >= begin, row.public_model == line.model, of_line(row.project, line)
     )
-    if line.project is not None:
-        own = own.where(row.project == line.project)
-    elif line.others:
-        own = own.where(row.project.not_in(line.others))
     number = session.scalar(own) or 0
     return number * (end - first) / (end - begin) * DAY_S / covered_s
 

@@ -12,8 +12,6 @@ from sidecar.store.models import CounterRow, ExchangeRow
 
 NEWEST = 200
 """Exchanges that are looked at for which vLLM refuses our fields now."""
-
-
 MENDED = 20
 """So many of its exchanges in a row with our fields: a vLLM that refuses one request in four is
 taken for mended once in 300 looks."""

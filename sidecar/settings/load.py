@@ -89,22 +89,22 @@ def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
     found: Any = value  # Any: a section, a mapping of sections or a plain value
     if isinstance(found, BaseModel):
         inner = {name: getattr(found, name) for name in type(found).model_fields}
-        store_url = found.url if isinstance(found, Store) else None
+        url = _STORE_URL if isinstance(found, Store) else "url"
         changed = {
             name: new
             for name, old in inner.items()
-            if (new := _anchored(old, folder, _STORE_URL if old is store_url else name)) is not old
+            if (new := _anchored(old, folder, url if name == "url" else name)) is not old
         }
         found = found.model_copy(update=changed) if changed else found
     elif isinstance(found, Mapping) and any(isinstance(one, BaseModel) for one in found.values()):
         found = {key: _anchored(one, folder) for key, one in found.items()}
     elif isinstance(found, Path) or (name in _PATHS and found):
         found = type(found)(folder / found)
-    elif name in ("url", _STORE_URL) and (url := _RELATIVE_SQLITE.fullmatch(str(found))):
+    elif name in ("url", _STORE_URL) and (parts := _RELATIVE_SQLITE.fullmatch(str(found))):
         begin = str(folder)
         if name == _STORE_URL:  # which SQLAlchemy decodes
             begin = begin.replace("%", "%25").replace("?", "%3F")
-        found = f"{url[1]}{begin}/{url[2]}"
+        found = f"{parts[1]}{begin}/{parts[2]}"
     elif name == "base_model_path" and found and (folder / found).is_dir():  # else a hub's name
         found = str(folder / found)
     kept: Anchored = found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, or_, true
+from sqlalchemy import ColumnElement, SQLColumnExpression, or_, true
 
 from sidecar.lines import Line
 
 
-def of_line(project: ColumnElement[Any], line: Line) -> ColumnElement[bool]:
+def of_line(project: SQLColumnExpression[Any], line: Line) -> ColumnElement[bool]:
     """Return the condition that a row's project is of a line.
 
     project: the column; a null is of the default line.
