@@ -78,7 +78,9 @@ def drawn_base(folder: Path, shape: dict[str, int], device: str) -> Iterator[Non
         torch.manual_seed(1)
         with torch.device(device):  # in bf16 first, so that each precision gets the same weights
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
-        return base.to(dtype).eval()
+        for one in base.parameters():  # not `base.to`, which rounds the rotary frequencies as well
+            one.data = one.data.to(dtype)
+        return base.eval()
 
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", draw):
         yield
