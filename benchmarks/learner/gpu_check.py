@@ -632,6 +632,19 @@ def measures(at: Bench) -> list[Measure]:
                 ("small", "without peft's casts", {"casts": False}),
             )
         ),
+        *(
+            Measure(
+                check="compiled",
+                what=f"{size}, {name}: packed, without peft's casts, blocks compiled, layers "
+                "computed once",
+                work=partial(at.passes, size, cell, checkpointing="off", profiled=True, **COMPILED),
+                minutes=1.7,
+            )
+            for size, name, cell in (
+                ("8B", "3,000 + 8 x 500", target),
+                ("1.7B", "16,000 + 8 x 1,000", long),
+            )
+        ),
     ]
 
 
