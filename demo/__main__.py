@@ -32,7 +32,7 @@ from ingest.vllm.sampler import VllmSampler
 from sidecar.records import BASE
 from sidecar.routing.table import upstream_model
 from sidecar.settings import load_settings
-from sidecar.settings.no_proxy import ask_loopback_directly
+from sidecar.settings.kinds import ask_loopback_directly
 
 DEMO = ROOT / ".demo"
 ROUNDS = 6

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from deploy.supervise.http_status import status_of
-from sidecar.processes.children import own_python
-from sidecar.processes.parent_death import guarded_command
+from deploy.supervise import status_of
+from sidecar.processes import guarded_command, own_python
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"

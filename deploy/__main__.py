@@ -11,8 +11,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sidecar.processes.interrupt import one_line_at_interrupt
-from sidecar.processes.open_files import raise_open_files
+from sidecar.processes import one_line_at_interrupt, raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,10 +26,10 @@ def _main(argv: list[str] | None) -> int:
     arguments = parser.parse_args(argv)
 
     from deploy.process import serve
-    from deploy.registry.leases.holder import own_id
+    from deploy.registry.leases import own_id
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
-    from sidecar.processes.state_lock import only_one
+    from sidecar.processes import only_one
     from sidecar.settings import load_settings, open_keyring
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing

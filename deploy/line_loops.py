@@ -8,26 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from deploy.canary.controller import Controller
-from deploy.canary.gate import Gate
-from deploy.canary.shadow import EVERY_S as SHADOW_S
-from deploy.canary.shadow import Shadow
-from deploy.engine.champion_guard import CHECK_S, ChampionGuard
-from deploy.engine.desired import registered_path
-from deploy.engine.fleet import Fleet
+from deploy.canary.gate import EVERY_S as SHADOW_S
+from deploy.canary.gate import Gate, Shadow
+from deploy.engine.reconcile import CHECK_S, ChampionGuard, Fleet, registered_path
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl
 from deploy.examiner import examiner_of
 from deploy.outside import approval, checking
 from deploy.outside.approval import Approvals
 from deploy.outside.checking import MetricChecks
-from deploy.outside.http import Caller
-from deploy.outside.metrics import HttpMetrics
-from deploy.registry.leases.holder import Lease
-from deploy.supervise.loops import Loop
-from ingest.privacy.judge_view import JudgeView
+from deploy.outside.http import Caller, HttpMetrics
+from deploy.registry.leases import Lease
+from deploy.supervise import Loop
 from ingest.privacy.screen import Screen
+from ingest.privacy.texts import JudgeView
 from ingest.ruler.judge import Judge
-from ingest.vllm.replicas import ReplicaSampler
+from ingest.vllm.watch import ReplicaSampler
 from learner.shared_folders import shared_folders
 from sidecar.settings import Settings
 from sidecar.store.database import Database

@@ -17,14 +17,11 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from deploy.adapters.needed import FolderRule
-from deploy.adapters.prune import Pruner
+from deploy.adapters.prune import FolderRule, Pruner
 from deploy.admin.context import AdminContext
-from deploy.admin.wire.connections import MOST, AdminConnection
-from deploy.engine.checked_load import in_folder_thread
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
-from deploy.engine.vllm_control import AdapterControl, VllmControl
+from deploy.admin.wire import MOST, AdminConnection
+from deploy.engine.reconcile import Fleet, Reconciler
+from deploy.engine.vllm_control import AdapterControl, VllmControl, in_folder_thread
 from deploy.examiner import examiner_of
 from deploy.line_loops import LineLoops, make_folder_of
 from deploy.outside import telling
@@ -32,17 +29,16 @@ from deploy.outside.http import Caller
 from deploy.outside.telling import Hooks, Sender
 from deploy.page.mount import with_page
 from deploy.registry import audit, routing_writer
-from deploy.registry.leases.holder import BEAT_S, Lease, own_id
-from deploy.supervise.loops import Loop
+from deploy.registry.leases import BEAT_S, Lease, own_id
+from deploy.supervise import Loop
 from ingest.judges.build import ProcessJudges
 from ingest.ruler.judge import Judge
-from ingest.vllm.replicas import ReplicaSampler, open_replicas
+from ingest.vllm.watch import ReplicaSampler, open_replicas
 from learner.shared_folders import shared_folders
 from sidecar.errors import StoreError
-from sidecar.processes.open_files import connections_that_fit
-from sidecar.processes.readiness import tell_ready
+from sidecar.processes import connections_that_fit, tell_ready
 from sidecar.settings import Settings
-from sidecar.settings.checks.lines import LOADED_OF_A_LINE
+from sidecar.settings.checks import LOADED_OF_A_LINE
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from deploy.evidence.approval import Approval
-from deploy.evidence.outside import MetricState
+from deploy.evidence.live import Approval, MetricState
 from sidecar.records import BASE
 from sidecar.routing.table import is_adapter_name
 
@@ -161,3 +160,14 @@ def nobody_has(adapter: str, loaded: Iterable[Collection[str] | None]) -> bool:
     """
     known = [one for one in loaded if one is not None]
     return adapter != BASE and bool(known) and all(adapter not in one for one in known)
+
+
+# How long a reason of the audit may be. Loads nothing: every start of the command imports it.
+
+MAX_REASON = 2_000
+"""Characters."""
+
+
+def cut_reason(reason: str) -> str:
+    """Leave out what a reason has beyond `MAX_REASON`. Pure."""
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ingest.trajectories.functions import (
+    from ingest.trajectories.records import Trajectory, TrajectoryGroup, TrajectoryScore
+    from ingest.trajectories.scoring import (
         ruler_score_group,
         ruler_score_group_sync,
         ruler_scores,
         ruler_scores_sync,
     )
-    from ingest.trajectories.records import Trajectory, TrajectoryGroup, TrajectoryScore
 
 __all__ = [
     "Trajectory",

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes.interrupt import one_line_at_interrupt
-from sidecar.processes.open_files import raise_open_files
+from sidecar.processes import one_line_at_interrupt, raise_open_files
 
 if TYPE_CHECKING:
     from ingest.intake.loop import Intake
@@ -35,7 +34,7 @@ def _main(argv: list[str] | None) -> int:
     arguments = parser.parse_args(argv)
 
     from sidecar.errors import SettingsError, StateLockError, StoreError
-    from sidecar.processes.state_lock import only_one
+    from sidecar.processes import only_one
     from sidecar.settings import load_settings
 
     raise_open_files()
@@ -78,7 +77,7 @@ def _start(settings: Settings) -> int:
 async def _run(intake: Intake) -> None:
     import structlog
 
-    from sidecar.processes.readiness import tell_ready
+    from sidecar.processes import tell_ready
 
     log = structlog.get_logger()
     stop = asyncio.Event()

@@ -53,7 +53,7 @@ class Group:
     answers: tuple[Answer, ...]
     """[G] the answers."""
     masked_by: str | None = None
-    """What forbade tokens while the answers were sampled, or may have (`ingest.grouping.masks`).
+    """What forbade tokens while the answers were sampled, or may have (`ingest.grouping.features`).
     None: nothing did."""
 
 

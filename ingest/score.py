@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes.interrupt import one_line_at_interrupt
-from sidecar.processes.open_files import raise_open_files
+from sidecar.processes import one_line_at_interrupt, raise_open_files
 
 if TYPE_CHECKING:
     from sidecar.settings import Settings
@@ -59,7 +58,7 @@ def _main(argv: list[str] | None) -> int:
 async def _run(settings: Settings) -> int:
     import structlog
 
-    from sidecar.processes.readiness import tell_ready
+    from sidecar.processes import tell_ready
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -85,22 +84,21 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     """
     import structlog
 
-    from ingest.best_of.questions import BestOfJudge
-    from ingest.best_of.server import BestOfServer
+    from ingest.best_of import BestOfJudge, BestOfServer
     from ingest.judges.build import ProcessJudges
-    from ingest.noise.choosing import Choosing
+    from ingest.noise.windows import Choosing
     from ingest.noise.worker import RescoringWorker
-    from ingest.privacy.judge_view import JudgeView
     from ingest.privacy.screen import Screen
+    from ingest.privacy.texts import JudgeView
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
-    from ingest.tokens.base_tokenizer import TokenCheck
+    from ingest.tokens import TokenCheck
     from ingest.verifiers.rewarding import open_rewarding
-    from ingest.vllm.checked_sampler import CheckedSampler
-    from ingest.vllm.replicas import open_replicas
+    from ingest.vllm.sampler import CheckedSampler
+    from ingest.vllm.watch import open_replicas
     from sidecar.errors import StoreError
-    from sidecar.processes.readiness import open_report
-    from sidecar.scoring.wire import socket_path
+    from sidecar.processes import open_report
+    from sidecar.scoring import socket_path
     from sidecar.settings import open_keyring
     from sidecar.store.database import Database
 

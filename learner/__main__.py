@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes import one_line_at_interrupt
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,18 +52,17 @@ def parser() -> argparse.ArgumentParser:
 def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
-    from learner.distributed.place import given_place
+    from learner.distributed.exchange import given_place
     from learner.once import run_once, shown, with_pack_tokens
     from learner.patience import when_unlocked
-    from learner.progress.lacks import note_lacks
+    from learner.progress.watch import note_lacks
     from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
-    from learner.schedule.loop import run_schedule
-    from learner.schedule.measuring import measuring
+    from learner.schedule.loop import measuring, run_schedule
     from learner.together import as_launched, follow, lead, telemetry_of, trainer_of
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
-    from sidecar.processes.state_lock import only_one
+    from sidecar.processes import only_one
     from sidecar.settings import load_settings, open_keyring
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sidecar.processes.children import own_python
-from sidecar.processes.parent_death import guarded_command
+from sidecar.processes import guarded_command, own_python
 
 
 def learner_command(config: Path | None, *words: str) -> list[str]:

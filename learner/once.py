@@ -14,7 +14,7 @@ from typing import TextIO
 
 import structlog
 
-from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS
+from ingest.grouping.selection import TRAINABLE_FLAG, UNTOLD_TOKENS
 from learner.errors import (
     DeviceError,
     HeldError,
@@ -26,13 +26,13 @@ from learner.errors import (
 from learner.explain import explain
 from learner.patience import when_unlocked
 from learner.records import Candidate
-from learner.resume.rule import resumed_words
+from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
-from sidecar.plurals import counted
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.visible import counted
 
 log = structlog.get_logger()
 
@@ -128,7 +128,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
         return settings
     prepare_torch()
     from learner.policy.adapter_io import open_device
-    from learner.policy.reach import reach
+    from learner.policy.memory import reach
 
     try:
         device = open_device(settings.learner.device)
@@ -187,7 +187,7 @@ def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
     prepare_torch()
     from learner.policy.adapter_io import open_device
-    from learner.policy.room import check_room
+    from learner.policy.memory import check_room
 
     try:
         device = open_device(settings.learner.device)

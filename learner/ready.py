@@ -8,7 +8,7 @@ from pathlib import Path
 
 from learner.base_weights import base_folder
 from learner.progress.export import why_no_export
-from learner.progress.lacks import Lack
+from learner.progress.watch import Lack
 from sidecar.settings import Settings
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
@@ -83,7 +83,7 @@ def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Lack]:
         return  # torch always has it, and takes seconds to load
     from learner.errors import DeviceError
     from learner.policy.adapter_io import open_device
-    from learner.policy.room import shortage
+    from learner.policy.memory import shortage
 
     try:
         device = open_device(name)

@@ -29,7 +29,7 @@ class TrainableRow:
     trainable: bool
     """False: it has no part in the loss."""
     counted: bool = True
-    """False: it has no part in the baseline of its group either (`learner.grpo.advantages`)."""
+    """False: it has no part in the baseline of its group either (`learner.grpo.losses`)."""
     start: tuple[float, ...] = ()
     """[S] nats, under the policy at the start of the run; empty when the loss does not read
     them."""
@@ -117,7 +117,7 @@ class StepMetrics:
     loss: float
     ratio_mean: float
     clip_share: float
-    """Share of tokens whose gradient the loss or a mask of `learner.grpo.corrections` removes,
+    """Share of tokens whose gradient the loss or a mask of `learner.grpo.losses` removes,
     0..1."""
     approx_kl: float
     """nats per token, KL(behaviour || policy) estimated by mean(r - 1 - log r)."""

@@ -22,9 +22,15 @@ from sqlalchemy.orm import Session
 from learner.adapter_folder import LINEAGE, file_digest, folder_digest
 from learner.errors import LearnerError
 from learner.explain import one_line
-from learner.origin.base_digest import CACHE, base_digest, moments_digest
-from learner.origin.fingerprint import differences, groups_digest
-from learner.origin.surroundings import code_version, library_versions
+from learner.origin import (
+    CACHE,
+    base_digest,
+    code_version,
+    differences,
+    groups_digest,
+    library_versions,
+    moments_digest,
+)
 from learner.progress.watch import RunWatch
 from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome, Watch
 from learner.runs import source
@@ -34,11 +40,11 @@ from learner.runs.publish import document_digests
 from learner.runs.runs import check_parent
 from learner.runs.selection import select_by
 from learner.runs.train import Trainer
-from sidecar.plurals import counted
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
+from sidecar.visible import counted
 
 SAME, DIFFERENT = 0, 1
 MOST_QUIET = 2**53

@@ -32,7 +32,7 @@ from learner.adapter_folder import (
 )
 from learner.errors import SharedFolderError
 from learner.records import Parent
-from learner.resume.work_folder import remove_folder, sync
+from learner.resume import remove_folder, sync
 from sidecar.settings import Settings
 
 MANIFEST = "manifest.json"

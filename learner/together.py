@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from learner.distributed.place import Place
+from learner.distributed.exchange import Place
 from learner.explain import explain
 from learner.once import (
     FAILED,
@@ -53,8 +53,7 @@ def lead(
 
     code = run(joining)
     if not asked:
-        from learner.distributed.start import joined
-        from learner.distributed.trainer import dismiss
+        from learner.distributed.trainer import dismiss, joined
 
         dismiss(lambda: joined(place, settings))
     return 0 if code in (NOTHING_TO_LEARN, HELD, NO_ROOM) else code
@@ -65,8 +64,7 @@ def follow(settings: Learner, place: Place) -> int:
     prepare_torch()
     structlog.contextvars.bind_contextvars(rank=place.rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
-    from learner.distributed.start import joined
-    from learner.distributed.trainer import work
+    from learner.distributed.trainer import joined, work
 
     try:
         work(lambda: joined(place, settings), place)
@@ -104,8 +102,7 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
     if settings.processes == 1:
         return torch_trainer()
     prepare_torch()
-    from learner.distributed.start import started
-    from learner.distributed.trainer import RankedTrainer
+    from learner.distributed.trainer import RankedTrainer, started
 
     place = Place(0, settings.processes, 0, settings.processes)
     return RankedTrainer(lambda: started(settings, config), place)
@@ -113,7 +110,6 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
 
 def _joining(settings: Learner, place: Place) -> Trainer:
     prepare_torch()
-    from learner.distributed.start import joined
-    from learner.distributed.trainer import RankedTrainer
+    from learner.distributed.trainer import RankedTrainer, joined
 
     return RankedTrainer(lambda: joined(place, settings), place)

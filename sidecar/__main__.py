@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes.interrupt import one_line_at_interrupt
-from sidecar.processes.open_files import raise_open_files
+from sidecar.processes import one_line_at_interrupt, raise_open_files
 
 if TYPE_CHECKING:
     from sidecar.proxy import Proxy
@@ -47,7 +46,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--version", action="store_true", help="print the version")
     arguments = parser.parse_args(argv)
     if arguments.version:
-        from sidecar.processes.version import installed_version
+        from sidecar.processes import installed_version
 
         print(f"sidecar {installed_version()}")  # noqa: T201 - what was asked for
         return 0
@@ -72,7 +71,7 @@ def _main(argv: list[str] | None) -> int:
     except OSError as error:
         why = str(error)
         if error.errno == errno.EADDRINUSE:
-            from sidecar.workers.handover import cannot_listen
+            from sidecar.workers.worker import cannot_listen
 
             why = cannot_listen("proxy", settings.proxy.host, settings.proxy.port, error)
         print(f"sidecar proxy: {why}", file=sys.stderr)  # noqa: T201 - to the person who typed it
@@ -85,7 +84,7 @@ def _log_if_interpreted() -> None:
 
     import structlog
 
-    found = find_spec("sidecar.relay.flight.flight")
+    found = find_spec("sidecar.relay.flight")
     if found is not None and found.origin is not None and found.origin.endswith(".py"):
         structlog.get_logger().info(
             "relay_interpreted",
@@ -108,7 +107,7 @@ def _run_worker(settings: Settings, worker: str) -> int:
     from sidecar.proxy import Proxy
     from sidecar.tracing.spans import GivenIds
     from sidecar.tracing.telemetry import configure_tracing
-    from sidecar.workers.handover import decode_handover
+    from sidecar.workers.worker import decode_handover
 
     handover = decode_handover(worker)
     structlog.contextvars.bind_contextvars(worker=handover.slot)

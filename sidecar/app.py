@@ -13,14 +13,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sidecar.access.admission import Keys
-from sidecar.feedback.door import FeedbackDoor
-from sidecar.feedback.reading import FeedbackRefusedError
-from sidecar.feedback.record import Kind
+from sidecar.feedback import FeedbackDoor, FeedbackRefusedError, Kind
 from sidecar.metrics.proxy import Metrics
-from sidecar.processes.probes import Readiness
-from sidecar.relay.surface.refusals import upstream_failed, vllm_error
-from sidecar.relay.upstream.watch import ReplicaWatch
-from sidecar.routing.followed import FollowedLines
+from sidecar.processes import Readiness
+from sidecar.relay.refusals import upstream_failed, vllm_error
+from sidecar.relay.watch import ReplicaWatch
+from sidecar.routing.source import FollowedLines
 
 
 def make_app(

@@ -12,6 +12,9 @@ import logging
 import math
 import sys
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import TextIO
 
 import structlog
@@ -154,3 +157,29 @@ def _escape(
 
 def _lines(key: str, value: str) -> list[str]:
     return value.split("\n") if key in ("exception", "stack") else [value]
+
+
+# Log what may happen to every request, without a line for every request.
+
+log = structlog.get_logger()
+
+
+class RateLimitedLog:
+    """At most one line an event in each interval; the next one says how many were left out."""
+
+    def __init__(
+        self, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def warning(self, event: str, **fields: object) -> None:
+        now = self._clock()
+        last = self._last.get(event)
+        if last is not None and now - last < self._interval_s:
+            self._left_out[event] += 1
+            return
+        self._last[event] = now
+        log.warning(event, left_out=self._left_out.pop(event, 0), **fields)

@@ -11,36 +11,31 @@ import structlog
 import uvicorn
 
 from sidecar.access.admission import open_access
-from sidecar.access.key_source import KeySource
-from sidecar.access.limits_file import open_limits
+from sidecar.access.keys import KeySource
+from sidecar.access.limits import open_limits
 from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path
-from sidecar.capture.recorder import Capture, ExchangeSink
+from sidecar.capture.recorder import Capture, ExchangeSink, Yielding
 from sidecar.capture.sampling_rule import SamplingRule
-from sidecar.capture.yielding import Yielding
-from sidecar.feedback.door import FeedbackDoor
-from sidecar.feedback.writer import LOCKED_S, FeedbackWriter
+from sidecar.feedback import LOCKED_S, FeedbackDoor, FeedbackWriter
+from sidecar.logs import RateLimitedLog
+from sidecar.metrics.families import MetricTable
 from sidecar.metrics.loop_lag import LoopLag
 from sidecar.metrics.proxy import Metrics
-from sidecar.metrics.table import MetricTable
-from sidecar.processes.probes import Readiness
-from sidecar.relay.client.server import RelayServer
-from sidecar.relay.flight import flight
-from sidecar.relay.flight.context import RelayContext
-from sidecar.relay.flight.rate_limited_log import RateLimitedLog
-from sidecar.relay.upstream.connection import Endpoint, endpoint
-from sidecar.relay.upstream.replicas import Replica, Replicas
-from sidecar.relay.upstream.watch import ReplicaWatch
-from sidecar.routing.followed import FollowedLines
-from sidecar.scoring.client import Picker, SocketPicker
-from sidecar.scoring.wire import socket_path
+from sidecar.processes import Readiness
+from sidecar.relay import flight
+from sidecar.relay.context import RelayContext
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.relay.server import RelayServer
+from sidecar.relay.upstream import Endpoint, endpoint
+from sidecar.relay.watch import ReplicaWatch
+from sidecar.routing.source import FollowedLines
+from sidecar.scoring import Picker, SocketPicker, socket_path
 from sidecar.settings import Settings, open_keyring
-from sidecar.tracing.spans import request_spans
+from sidecar.tracing.spans import Propagation, request_spans
 from sidecar.tracing.telemetry import Tracing
-from sidecar.tracing.trace_context import Propagation
 from sidecar.unix_socket import bind
-from sidecar.workers.handover import PROBED, READY, Handover
-from sidecar.workers.worker import ORPHAN_DRAIN_S, ParentLine
+from sidecar.workers.worker import ORPHAN_DRAIN_S, PROBED, READY, Handover, ParentLine
 
 log = structlog.get_logger()
 CAPTURE_STOP_S = 10.0

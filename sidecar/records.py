@@ -178,7 +178,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """Identifier of the API key, never the key itself. Empty when none was needed."""
     user: str = ""
     turn_id: str = ""
-    """Equal for a request and its retries (`sidecar/capture/turns.py`)."""
+    """Equal for a request and its retries (`sidecar/capture/assemble.py`)."""
     retry_count: int = 0
     """How many times the client had sent this request before, by its own count."""
     fallback_from: str = ""

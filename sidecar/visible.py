@@ -1,7 +1,7 @@
 """Escape text so that a terminal shows it and does not act on it. Pure.
 
 Text from people or models may hold escape codes, line breaks, invisible letters, or marks that
-reorder a line. Each becomes the escape of Python's `repr`: `\\x1b`, `\\n`, `\\u202e`, `\\u3164`.
+reorder a line. Each becomes the escape of Python's `repr`: `\x1b`, `\n`, `\u202e`, `\u3164`.
 """
 
 from __future__ import annotations
@@ -43,3 +43,15 @@ def _is_hidden(character: str) -> bool:
         or character in _EMPTY_LETTERS
         or character in _SELECTORS
     )
+
+
+# A number with its noun, for sentences that people read. Pure.
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return `1 group`, `2 groups`, `1,000 groups`.
+
+    plural: what stands behind every number but 1, where it is not the noun with an s. Both may be
+    more than a noun: `group waits`, `groups wait`.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -21,11 +21,11 @@ from deploy.admin.metrics import StoreCollector
 from deploy.cli.app import app
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, Phase
-from ingest.sampling.candidates import Miss
+from ingest.sampling.round import Miss
 from learner.grpo.checks import REASONS
-from learner.runs.blame import FAILED_RUNS
 from learner.runs.runs import EndStatus
 from learner.runs.selection import DropReason
+from learner.runs.source import FAILED_RUNS
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Outcome
 from sidecar.settings import DEFAULT_RUBRIC, Settings

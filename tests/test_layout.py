@@ -26,9 +26,9 @@ ROOMS = ("sidecar", "ingest", "learner", "deploy")
         ),
         ("learner.runs.train, learner.schedule.loop, learner.runs.publish", "torch"),
         ("ingest.score, ingest.sampling.worker, ingest.ruler.judging", "torch"),
-        ("ingest.intake.loop, ingest.tokens.base_tokenizer, tokenizers, huggingface_hub", "torch"),
+        ("ingest.intake.loop, ingest.tokens, tokenizers, huggingface_hub", "torch"),
         (
-            "ingest.intake.loop, ingest.tokens.base_tokenizer, tokenizers, huggingface_hub",
+            "ingest.intake.loop, ingest.tokens, tokenizers, huggingface_hub",
             "transformers",
         ),
         ("ingest.ruler.judge, ingest.score", "litellm"),

@@ -10,8 +10,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.canary.traffic import World, reply_to, requests
-from deploy.evidence.in_order import InOrder
-from deploy.evidence.live import Live, Turn
+from deploy.evidence.live import InOrder, Live, Turn
 from deploy.registry.proof_rule import guard_harm, ratios_of
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.breaker import ERROR, Breaker, canary_tag

@@ -12,10 +12,9 @@ import random
 
 from benchmarks.canary.traffic import World, differences
 from deploy.canary.gate_store import drawn_turn
-from deploy.evidence.in_order import InOrder
-from deploy.evidence.live import Live, Turn
+from deploy.evidence.live import InOrder, Live, Turn
 from deploy.evidence.quality import FLAWS, OF_GROUPS, Quality
-from deploy.registry.gate_rule import Comparison, quality_of
+from deploy.registry.canary_rule import Comparison, quality_of
 from deploy.registry.proof_rule import guard_level, harm, limits_of, proven, ratios_of, threshold
 from sidecar.settings import Canary as CanarySettings
 

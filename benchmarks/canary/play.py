@@ -13,12 +13,19 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.canary.begun import begun_canary
 from benchmarks.canary.traffic import Reply, World, differences, reply_to, sessions, took_s
-from deploy.evidence.in_order import InOrder
-from deploy.evidence.live import Live, Turn
+from deploy.evidence.live import InOrder, Live, Turn
 from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault, Quality
 from deploy.records import Canary
-from deploy.registry.canary_rule import ArmCounts, GateEvidence, Move, RampEvidence, decide
-from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
+from deploy.registry.canary_rule import (
+    ArmCounts,
+    Comparison,
+    GateEvidence,
+    Move,
+    RampEvidence,
+    decide,
+    judge_gate,
+    quality_of,
+)
 from deploy.registry.proof_rule import DOUBTED, limits_of, proven, ratios_of, threshold
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings

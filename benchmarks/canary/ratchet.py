@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from benchmarks.canary.begun import begun_canary
 from benchmarks.canary.traffic import World, differences
 from deploy.evidence.quality import Quality
-from deploy.registry.gate_rule import Comparison, quality_of
+from deploy.registry.canary_rule import Comparison, quality_of
 from deploy.registry.proof_rule import anchor_after, harm, lacking, limits_of, proven
 from sidecar.settings import Canary as CanarySettings
 

@@ -16,8 +16,16 @@ from benchmarks.canary.begun import begun_canary
 from benchmarks.canary.traffic import DAY_S, World, differences
 from deploy.evidence.live import Live, Turn
 from deploy.evidence.quality import Quality
-from deploy.registry.canary_rule import ArmCounts, GateEvidence, Move, RampEvidence, decide
-from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
+from deploy.registry.canary_rule import (
+    ArmCounts,
+    Comparison,
+    GateEvidence,
+    Move,
+    RampEvidence,
+    decide,
+    judge_gate,
+    quality_of,
+)
 from deploy.registry.proof_rule import limits_of, proven, ratios_of
 from sidecar.routing.assignment import bucket
 from sidecar.routing.table import BUCKETS

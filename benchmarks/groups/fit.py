@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from benchmarks.groups.recording import Step, seen
-from ingest.grouping.preference import inputs, prior
+from ingest.grouping.same_prompt import inputs, prior
 
 PENALTY: Final = 1.0
 """Penalty of the squared weights, in steps: a prior of sd 1 on each."""

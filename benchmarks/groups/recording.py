@@ -1,7 +1,7 @@
 """Read the recorded traffic, and play what a group of each prompt costs and shows. Pure but `read`.
 
 Sampling is played as the product does it: the served answer and seven candidates, which end after
-four answers that are all alike (`ingest.sampling.candidates`). A group has a spread when the rule
+four answers that are all alike (`ingest.sampling.round`). A group has a spread when the rule
 of its prompt gives its answers different scores.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, Final
 from benchmarks.groups.prompts import SEED, Prompt, make_prompts, score
 from ingest.grouping.features import Features, opening_key, surprisals
 from ingest.grouping.same_prompt import MIN_FREE
-from ingest.intake.standing import EARLIER
-from ingest.sampling.candidates import ALIKE_ENOUGH
+from ingest.intake.choose import EARLIER
+from ingest.sampling.round import ALIKE_ENOUGH
 
 FILE: Final = Path(__file__).with_name("recorded.json.xz")
 """The first recording: the weights are fitted on it, and openings have their history in it."""

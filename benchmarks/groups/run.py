@@ -15,7 +15,7 @@ from typing import Final
 
 from benchmarks import results
 from benchmarks.groups.recording import Step, later, seen, without_earlier
-from ingest.grouping.preference import inputs, propensity
+from ingest.grouping.same_prompt import inputs, propensity
 
 TARGET: Final = 1.5
 UNIFORM_SHARE: Final = 0.1

@@ -21,11 +21,8 @@ from typing import Any, Protocol
 from benchmarks.ingest.servers import Servers
 from benchmarks.ingest.traffic import MODEL, WEIGHTS
 from sidecar.capture.outbox import Outbox, OutboxReader
-from sidecar.forwarding.dead_letters import DeadLetters
-from sidecar.forwarding.forward import Forwarder
-from sidecar.forwarding.report import Tally
-from sidecar.forwarding.sender import KafkaSender
-from sidecar.forwarding.topics import ensure_topics
+from sidecar.forwarding.process import Forwarder, Tally
+from sidecar.forwarding.sender import DeadLetters, KafkaSender, ensure_topics
 from sidecar.records import Exchange
 from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from sidecar.store.database import Database

@@ -11,7 +11,7 @@ from statistics import median
 from benchmarks.ingest.cells import ROOT, Consumer, Json, outbox, sqlite
 from benchmarks.ingest.traffic import exchanges, long_exchanges
 from ingest.intake.bus import open_bus
-from ingest.intake.placing import RESTORED, Sessions
+from ingest.intake.choose import RESTORED, Sessions
 from sidecar.store.database import Database
 
 PART = 5_000

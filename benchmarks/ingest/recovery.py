@@ -44,7 +44,7 @@ def main(runs: int) -> int:
 
 def measure(broker: Any, kind: str) -> tuple[float, float]:  # Any: `support` is not a room
     """Return how long the broker was away, and how long the consumer was behind it."""
-    from sidecar.forwarding.topics import ensure_topics
+    from sidecar.forwarding.sender import ensure_topics
     from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 
     place = read_bus_url(broker.new_url())

@@ -27,12 +27,12 @@ from benchmarks.ingest.traffic import WEIGHTS
 from benchmarks.sessions.mixes import BY_NAME
 from benchmarks.sessions.records import SentRequest
 from benchmarks.sessions.streams import Data
-from ingest.sessions.arrival import arrival_of
-from ingest.sessions.records import Place
+from ingest.sessions.messages import Place
+from ingest.sessions.rows import arrival_of
 from ingest.sessions.tree import SessionTree
 from ingest.store.exchanges import ExchangeRows, encode_exchanges, insert_exchanges, rows_of
 from sidecar.records import Choice, Exchange, Sampling, Timings
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, ExchangeRow

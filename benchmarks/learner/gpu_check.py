@@ -31,11 +31,10 @@ from benchmarks.learner import cells, run, sides
 from benchmarks.learner.cells import Cell
 from learner.explain import one_line
 from learner.grpo.trainer import GrpoTrainer
-from learner.policy.attention.check import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, difference
+from learner.policy.attention import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, difference
 from learner.policy.logprobs import Policy, packs_of
-from learner.policy.memory import Checkpointing, pack_estimate, prepare
+from learner.policy.memory import Checkpointing, is_out_of_memory, pack_estimate, prepare
 from learner.policy.packing import Pack, pack_group
-from learner.policy.room import is_out_of_memory
 from learner.policy.self_test import BF16_TOLERANCE
 from learner.policy.self_test import TOLERANCE as FP32_TOLERANCE
 from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
@@ -311,7 +310,7 @@ class Bench:
         ]
         seconds = min(one[0] for one in timed[1:])
         tokens = sum(len(pack.input_ids) for pack in packs)
-        profile = {}
+        profile: dict[str, object] = {}
         if profiled:
             with self.profiler() as found:
                 wall, *_ = run.timed_step(self.device, lambda: sides.ours(policy, packs))

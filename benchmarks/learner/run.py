@@ -20,10 +20,9 @@ from benchmarks import results
 from benchmarks.learner import art, cells, sides
 from benchmarks.learner.cells import Cell
 from benchmarks.learner.plot import draw
-from learner.policy.attention.trie import pairs
+from learner.policy.costs import sizes
 from learner.policy.logprobs import Policy, packs_of
-from learner.policy.packing import Pack, pack_group
-from learner.policy.sizes import sizes
+from learner.policy.packing import Pack, pack_group, pairs
 from learner.records import TrainingGroup
 
 NEVER_SLOWER, OVER_TRL = 0.95, 3.0

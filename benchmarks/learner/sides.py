@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from learner.grpo.objective import Objective, objective, tokens_of
+from learner.grpo.losses import Objective, objective, tokens_of
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack

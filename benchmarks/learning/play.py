@@ -18,12 +18,11 @@ from typing import Any, Final, Literal
 from benchmarks.learning.engine import sample, serve, vllm
 from benchmarks.learning.tasks import Message, Prompt, Task
 from demo.stack import MODEL, MODEL_FOLDER
-from ingest.noise.measured import MeasuredNoise
+from ingest.noise.worker import MeasuredNoise
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.vllm.sampler import SampledAnswer
 from learner.records import Parent, StepMetrics, TrainingJob
-from learner.runs.selection import select_groups
-from learner.runs.spread_gate import Noise
+from learner.runs.selection import Noise, select_groups
 from sidecar.settings import Learner
 
 Kind = Literal["real", "null", "null, gate off"]

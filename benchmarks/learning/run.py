@@ -23,7 +23,7 @@ from benchmarks.learning.play import Kind, Plan, Played, play
 from benchmarks.learning.played import kept, write
 from benchmarks.learning.tasks import Task, support
 from benchmarks.learning.tools import NoDataError, tools
-from ingest.reward_watch.statistics import t_of
+from ingest.reward_watch.rules import t_of
 from sidecar.settings import Learner
 
 TASKS: Final[dict[str, Callable[[], Task]]] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.learning.tasks import Message, Prompt, Task
-from ingest.verifiers.schemas import NoSchemaError, why_invalid
+from ingest.verifiers.built_in import NoSchemaError, why_invalid
 
 DATA: Final = Path(__file__).resolve().parents[2] / ".bench/peers/bfcl/bfcl_eval/data"
 FILE: Final = "BFCL_v4_simple_python.json"

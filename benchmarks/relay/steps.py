@@ -33,8 +33,8 @@ from benchmarks.relay.run import BENCH
 from benchmarks.relay.stage import ROOT, pick_cores, upstream
 from sidecar.proxy import Proxy, relay_is_compiled
 from sidecar.records import Exchange
-from sidecar.relay.client.connection import ClientConnection
-from sidecar.relay.upstream.connection import UpstreamConnection
+from sidecar.relay.client import ClientConnection
+from sidecar.relay.upstream import UpstreamConnection
 from sidecar.settings import load_settings
 
 REPEATS = 10

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.ruler.material import MadeGroup
 from benchmarks.ruler.sides import Outcome
-from ingest.calibration.agreement import Interval, kendall_tau, over_groups
+from ingest.calibration.figures import Interval, kendall_tau, over_groups
 
 SEED = 13
 APART = 0.011

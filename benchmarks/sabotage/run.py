@@ -22,7 +22,7 @@ from benchmarks import results
 from benchmarks.results import Target, at_least, at_most
 from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE, OVERLONG, REFUSING, make
 from benchmarks.sabotage.play import OPEN_GATE, PROVEN, Told, play
-from sidecar.settings.no_proxy import ask_loopback_directly
+from sidecar.settings.kinds import ask_loopback_directly
 
 CASES = (GOOD, NOISE, REFUSING, OVERLONG, HANGING)
 PARTS = {"gated": PROVEN, "open": OPEN_GATE}

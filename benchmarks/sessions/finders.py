@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from benchmarks.sessions.canonical import conversation, reply, sender
 from benchmarks.sessions.records import Finder, Found, SentRequest
-from sidecar.relay.payload.peek import peek_request
+from sidecar.relay.peek import peek_request
 from sidecar.routing.session_key import session_key
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from benchmarks.sessions.records import HELD_OUT, Found, SentRequest, Side
-from ingest.grouping.held_out import is_held_out
-from ingest.sessions.arrival import conversation_of, replies_of
-from ingest.sessions.memory import RequestReader
-from ingest.sessions.records import Arrival, Place
+from ingest.grouping.features import is_held_out
+from ingest.sessions.messages import Arrival, Place
+from ingest.sessions.rows import conversation_of, replies_of
+from ingest.sessions.search import RequestReader
 from ingest.sessions.tree import SessionTree
 
 

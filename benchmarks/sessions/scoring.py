@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.sessions.records import HELD_OUT, Finder, Found, SentRequest, Side
 from benchmarks.sessions.twins import Twins, settled, twins_of
-from ingest.grouping.held_out import is_held_out
+from ingest.grouping.features import is_held_out
 from sidecar.settings import Groups
 
 SETTLE_S = Groups().settle_s

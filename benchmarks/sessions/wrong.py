@@ -22,7 +22,7 @@ from benchmarks.sessions.records import Found, SentRequest
 from benchmarks.sessions.run import DATA
 from benchmarks.sessions.streams import Data
 from benchmarks.sessions.twins import settled, twins_of
-from ingest.sessions.arrival import conversation_of
+from ingest.sessions.rows import conversation_of
 
 LONG = 24
 """Characters from which a text tells something."""

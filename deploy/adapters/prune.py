@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,232 @@ from typing import Any
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from deploy.adapters import standing
-from deploy.adapters.needed import Fate, FolderRule, decide_fates
 from deploy.errors import error_line
-from deploy.records import AdapterVersion
-from deploy.registry import audit
+from deploy.records import ACTIVE_PHASES, AdapterVersion
+from deploy.registry import audit, canaries, routing_writer
+from deploy.registry.versions import to_version
 from learner.adapter_folder import (
     CARD,
     CONFIG,
     CURVES,
+    DIGESTED,
     LINEAGE,
     PROBE,
     file_digest,
     folder_digest,
 )
-from learner.resume.work_folder import remove_folder, sync
+from learner.records import Candidate
+from learner.resume import remove_folder, sync
+from learner.runs.publish import Sealed, place
 from learner.shared_folders import FETCHING, SharedFolders
+from sidecar.records import BASE
 from sidecar.store.database import Database, count
-from sidecar.store.models import AdapterRow
+from sidecar.store.models import (
+    AdapterRow,
+    AliasEventRow,
+    AliasRow,
+    CanaryRow,
+    RoutingRow,
+    RunRow,
+    UnwantedAdapterRow,
+)
+
+# Decide which adapter folders may be removed. Pure.
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderRule:
+    """How long adapter folders stay: the settings `[adapters]`."""
+
+    folder_days: float
+    """Days without use after which a folder that nothing needs goes; 0: never."""
+    keep_champions: int
+    """Newest champions of each model whose folders stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of one version's folder, and why."""
+
+    version: AdapterVersion
+    goes: bool
+    why: str
+    failed: bool = False
+    """True when it should have gone, and somebody must look why it did not."""
+
+
+def with_parents(versions: Sequence[AdapterVersion], needed: Mapping[str, str]) -> dict[str, str]:
+    """Add the parents of the needed versions, and all that share a digest with a needed one.
+
+    needed: name -> why. Returns: the same with the added ones.
+    """
+    by_name = {one.name: one for one in versions}
+    found = dict(needed)
+    for name in needed:
+        parent = by_name[name].parent if name in by_name else BASE
+        if parent != BASE:
+            found.setdefault(parent, f"is the parent of {name}")
+    holders = {by_name[name].digest: name for name in found if name in by_name}
+    for one in versions:
+        if one.digest in holders:
+            found.setdefault(one.name, f"has the files of {holders[one.digest]}")
+    return found
+
+
+def decide_fates(
+    versions: Iterable[AdapterVersion],
+    needed: Mapping[str, str],
+    last_used: Mapping[str, float],
+    rule: FolderRule,
+    *,
+    now: float,
+) -> list[Fate]:
+    """Decide about each version whose folder is not removed yet, the newest first.
+
+    needed: as `with_parents` returns. last_used: Unix seconds by name; a version that it lacks
+        counts from its registration. now: Unix seconds.
+    """
+    fates = []
+    for one in versions:
+        if one.removed_at is not None:
+            continue
+        used = max(last_used.get(one.name, 0.0), _number(one.created_at, now))
+        age_days = (now - used) / DAY_S
+        if one.name in needed:
+            fates.append(Fate(version=one, goes=False, why=needed[one.name]))
+        elif rule.folder_days <= 0:
+            fates.append(Fate(version=one, goes=False, why="adapters.folder_days is 0"))
+        elif age_days < rule.folder_days:
+            why = f"used {_days(age_days)} ago, adapters.folder_days is {rule.folder_days:g}"
+            fates.append(Fate(version=one, goes=False, why=why))
+        else:
+            fates.append(Fate(version=one, goes=True, why=f"unused for {_days(age_days)}"))
+    return fates
+
+
+def _number(value: object, otherwise: float) -> float:
+    """A damaged time of the store counts as now: a folder is never removed because of it."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known else otherwise  # type: ignore[arg-type]
+
+
+def _days(number: float) -> str:
+    """Rounded down: 29.6 days must not look like the 30 of the rule."""
+    return f"{int(number)} days" if number >= 2 else f"{int(24 * number)} h"
+
+
+# Read from the store what needs which adapter version, and when each was used last.
+
+TRIED = (*ACTIVE_PHASES, "queued")
+WAITING = ("registered", "gating", "ramping", "champion")
+"""States in which a version may get traffic without another decision of a person."""
+
+
+def read_versions(session: Session) -> list[AdapterVersion]:
+    """Return every version of every model, the newest first."""
+    rows = select(AdapterRow).order_by(AdapterRow.model, AdapterRow.version.desc())
+    return [to_version(row) for row in session.scalars(rows)]
+
+
+def read_needed(
+    session: Session,
+    versions: list[AdapterVersion],
+    *,
+    keep_champions: int,
+    loaded: Iterable[str] = (),
+) -> dict[str, str]:
+    """Return name -> why its folder must stay, of every model.
+
+    loaded: adapters that a vLLM has loaded now.
+    """
+    needed: dict[str, str] = {}
+    sources = (
+        _of_aliases(session),
+        _of_tables(session),
+        _of_canaries(session),
+        _of_runs(session),
+        ((one.name, f"is {one.state}") for one in versions if one.state in WAITING),
+        ((name, "is loaded in vLLM") for name in loaded),
+        _still_loaded(session),
+        _last_champions(session, keep_champions),
+    )
+    for source in sources:
+        for name, why in source:
+            if isinstance(name, str) and name != BASE:  # a damaged name needs nothing
+                needed.setdefault(name, why)
+    return with_parents(versions, needed)
+
+
+def read_last_used(session: Session) -> dict[str, float]:
+    """Return name -> when its last canary ended or an alias left it, in Unix seconds."""
+    found: dict[str, float] = {}
+    ended = select(CanaryRow.candidate, CanaryRow.ended_at).where(CanaryRow.ended_at.is_not(None))
+    left = select(AliasEventRow.before, AliasEventRow.at).where(AliasEventRow.before.is_not(None))
+    for statement in (ended, left):
+        for name, at in session.execute(statement):
+            if isinstance(name, str) and isinstance(at, int | float):
+                found[name] = max(found.get(name, 0.0), float(at))
+    return found
+
+
+def _of_aliases(session: Session) -> Iterator[tuple[str, str]]:
+    for row in session.scalars(select(AliasRow)):
+        yield row.adapter, f"is {row.alias} of {row.model}"
+
+
+def _of_tables(session: Session) -> Iterator[tuple[str, str]]:
+    for model in session.scalars(select(RoutingRow.model)):
+        table = routing_writer.current(session, model)
+        for name in (table.champion, table.canary) if table is not None else ():
+            if name is not None:
+                yield name, f"is in the routing table of {model}"
+
+
+def _of_canaries(session: Session) -> Iterator[tuple[str, str]]:
+    for row in session.scalars(select(CanaryRow).where(CanaryRow.state.in_(TRIED))):
+        canary = canaries.to_canary(row)
+        for name in (canary.candidate, canary.champion, canary.anchor):
+            yield name, f"the canary {canary.canary_id} needs it"
+
+
+def _of_runs(session: Session) -> Iterator[tuple[str, str]]:
+    for row in session.execute(
+        select(RunRow.run_id, RunRow.parent, RunRow.adapter).where(RunRow.status == "running")
+    ):
+        for name in (row.parent, row.adapter):
+            yield name, f"the run {row.run_id} needs it"
+
+
+def _still_loaded(session: Session) -> Iterator[tuple[str, str]]:
+    for name in session.scalars(select(UnwantedAdapterRow.adapter).distinct()):
+        yield name, "a vLLM still has it loaded"
+
+
+def _last_champions(session: Session, number: int) -> Iterator[tuple[str, str]]:
+    """Yield the newest `number` champions of each model, without the base."""
+    models = session.scalars(select(AdapterRow.model).distinct()).all()
+    for model in models:
+        found: dict[str, None] = {}
+        moves = (
+            select(AliasEventRow.after)
+            .where(AliasEventRow.model == model, AliasEventRow.alias == "champion")
+            .order_by(AliasEventRow.seq.desc())
+        )
+        promoted = (
+            select(CanaryRow.candidate)
+            .where(CanaryRow.model == model, CanaryRow.state == "promoted")
+            .order_by(CanaryRow.ended_at.desc())
+            .limit(number)
+        )
+        for name in (*session.scalars(moves), *session.scalars(promoted)):
+            if len(found) >= number:
+                break
+            if name is not None and name != BASE:
+                found[name] = None
+        yield from ((name, f"is one of the last {number} champions of {model}") for name in found)
+
 
 TRASH = ".removed-"
 """Prefix of a folder that is being deleted, beside the published ones."""
@@ -101,11 +309,9 @@ class Pruner:
         return Pruned(fates=tuple(fates), freed_bytes=freed)
 
     def _fates(self, session: Session, now: float, loaded: Iterable[str]) -> list[Fate]:
-        found = standing.read_versions(session)
-        needed = standing.read_needed(
-            session, found, keep_champions=self.rule.keep_champions, loaded=loaded
-        )
-        return decide_fates(found, needed, standing.read_last_used(session), self.rule, now=now)
+        found = read_versions(session)
+        needed = read_needed(session, found, keep_champions=self.rule.keep_champions, loaded=loaded)
+        return decide_fates(found, needed, read_last_used(session), self.rule, now=now)
 
     def _folder(self, version: AdapterVersion) -> Path:
         return self.adapters_dir.resolve() / str(version.digest)
@@ -262,3 +468,48 @@ def _size(folder: Path) -> int:
         return sum(one.lstat().st_size for one in folder.iterdir())
     except OSError:
         return 0
+
+
+# Put the folder of a version back that retention removed, from a copy of its weights.
+
+ACTOR = "sidecar adapters import"
+
+
+def with_documents(work: Path, adapters_dir: Path, digest: str) -> None:
+    """Copy the kept documents of a removed version into a folder. Raises: OSError."""
+    kept = removed_documents(adapters_dir, digest)
+    for document in sorted(kept.iterdir()) if kept.is_dir() else ():
+        if document.name not in DIGESTED:
+            shutil.copyfile(document, work / document.name)
+
+
+def put_back(
+    session: Session, known: Candidate, sealed: Sealed, adapters_dir: Path, *, now: float
+) -> bool:
+    """Place a folder for the versions with its digest, in the caller's write transaction.
+
+    Returns: False, with nothing done, when their folder was not removed. Raises: OSError.
+    """
+    row = session.get_one(AdapterRow, known.adapter)
+    if row.removed_at is None:
+        return False
+    path = place(sealed, adapters_dir)
+    for name in session.scalars(
+        update(AdapterRow)
+        .where(AdapterRow.digest == sealed.digest)
+        .values(removed_at=None, path=str(path))
+        .returning(AdapterRow.name)
+        .execution_options(synchronize_session="fetch")
+    ).all():
+        audit.record(
+            session,
+            now=now,
+            actor=ACTOR,
+            action="adapter.restored",
+            subject=name,
+            before={"folder": None},
+            after={"folder": str(path)},
+            reason="its weights were imported again",
+        )
+    count(session, "adapter", "restored")
+    return True

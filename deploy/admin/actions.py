@@ -12,22 +12,30 @@ import structlog
 from fastapi import APIRouter, Body, Depends, Response
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import NO_REASON, ReasonIn, RollbackIn, RollbackOut
-from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, reason_in
-from deploy.admin.changes.targets import may_be_named
+from deploy.admin.changes import (
+    NO_REASON,
+    IfMatch,
+    ReasonIn,
+    RollbackIn,
+    RollbackOut,
+    check_match,
+    may_be_named,
+    not_blank,
+    reason_in,
+)
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import Project, known_query
-from deploy.admin.learning.learner import read_learner
-from deploy.admin.lines.target_files import with_files
+from deploy.admin.learning import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
+from deploy.admin.paging import Project, known_query
 from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming
-from deploy.admin.wire.scopes import PREFIX
+from deploy.admin.target_files import with_files
+from deploy.admin.wire import PREFIX
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
 from deploy.registry import canaries, transitions
-from deploy.registry.learner import switches as learner_switches
+from deploy.registry import switches as learner_switches
 from deploy.registry.rollback import rollback
 from sidecar.hiding import hide_in_url
 from sidecar.records import BASE

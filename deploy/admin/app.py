@@ -18,23 +18,20 @@ from sqlalchemy import select
 from deploy.admin import problems
 from deploy.admin.actions import action_router
 from deploy.admin.auth import Caller, allowed
-from deploy.admin.changes.aliases import alias_router
-from deploy.admin.changes.begin import begin_router
-from deploy.admin.changes.events import event_router
-from deploy.admin.changes.idempotency import Idempotency
-from deploy.admin.changes.targets import target_router
+from deploy.admin.changes import alias_router, begin_router, target_router
 from deploy.admin.context import AdminContext
-from deploy.admin.json import AsciiJSONResponse
-from deploy.admin.learning.runs import run_router
+from deploy.admin.events import event_router
+from deploy.admin.idempotency import Idempotency
+from deploy.admin.learning import run_router
 from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.out import Out
 from deploy.admin.reads import read_router
 from deploy.admin.reception import Reception
 from deploy.admin.records import record_router
-from deploy.admin.wire.openapi import describe
+from deploy.admin.wire import AsciiJSONResponse, describe
 from sidecar.errors import StoreError
-from sidecar.plurals import counted
 from sidecar.store.models import RoutingRow
+from sidecar.visible import counted
 
 VERSION = "0.1.0"
 NO_TABLE = (

@@ -17,12 +17,10 @@ from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Request
 
-from deploy.admin.json import UnreadableError
-from deploy.admin.wire.scopes import EVERY_SCOPE, check_scope, scopes_of
+from deploy.admin.wire import EVERY_SCOPE, UnreadableError, check_scope, scopes_of
 from deploy.errors import DeployError
-from sidecar.access.origins import host_name, is_other_site
-from sidecar.settings.addresses import is_loopback
-from sidecar.settings.kinds import AdminScope
+from sidecar.access.denials import host_name, is_other_site
+from sidecar.settings.kinds import AdminScope, is_loopback
 
 LOCAL = "local"
 """Actor in the audit when no token is configured."""

@@ -17,8 +17,7 @@ import httpx
 from deploy.errors import DeployError
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
-from sidecar.settings.addresses import is_loopback
-from sidecar.settings.kinds import base_url
+from sidecar.settings.kinds import base_url, is_loopback
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from deploy.admin.filters import SHOWN
+from deploy.admin.paging import SHOWN
 from deploy.admin.reception import Refusals
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import EngineView
+from deploy.engine.reconcile import EngineView, Fleet
 from deploy.errors import UnknownProjectError
 from deploy.examiner import Examiner
-from deploy.supervise.loops import LoopView
+from deploy.supervise import LoopView
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Groups, Watch

@@ -20,17 +20,16 @@ from sqlalchemy.orm import Session
 from deploy.admin.auth import RefusalReason
 from deploy.admin.out import ProfileOut
 from deploy.engine.reconcile import EngineView
-from deploy.funnel.read import read_funnel
-from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
-from deploy.judging.metrics import judge_metrics
+from deploy.funnel import Counters, Stage, exchanges_by_selection, read_funnel
+from deploy.judging import judge_metrics
 from deploy.registry import canaries, routing_writer
-from deploy.registry.learner import switches as learner_switches
-from deploy.supervise.loops import LoopView
-from ingest.intake.bus_report import read_state
-from ingest.noise.state import read_noise_state
+from deploy.registry import switches as learner_switches
+from deploy.supervise import LoopView
+from ingest.intake.bus import read_state
+from ingest.noise.windows import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
-from ingest.reward_watch.profile import DamagedProfileError
 from ingest.reward_watch.store import stored_profile
+from ingest.reward_watch.traits import DamagedProfileError
 from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.settings import Judge as JudgeSettings

@@ -7,30 +7,72 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
-from deploy.admin.evidence.out import ApprovalOut, HookOut, MetricOut
-from deploy.admin.limits.out import BudgetOut, PileUpOut
-from deploy.admin.lines.engine import EngineOut
-from deploy.admin.lines.out import LineOut
 from deploy.admin.out import (
+    ApprovalOut,
+    BudgetOut,
     BusOut,
     FeedbackOut,
     GateJudgeOut,
+    HookOut,
     JudgeNoiseOut,
     JudgeOut,
+    LineOut,
     LoopOut,
+    MetricOut,
     Out,
+    PileUpOut,
     RetentionOut,
     RoutingOut,
     SignalOut,
     TroubleOut,
     VerifierOut,
 )
+from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
+from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
-from deploy.registry.history.subjects import Subject
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import AuditRow
+
+# What the status says of vLLM: the adapters of all lines that its replicas have loaded.
+
+
+class ReplicaOut(Out):
+    """One vLLM replica."""
+
+    away: str | None
+    """Reason why it is unreachable; null when it is reachable."""
+    loaded: list[str]
+    refused: dict[str, str]
+    """Wanted adapters that it refuses -> reason."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> ReplicaOut:
+        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
+
+
+class EngineOut(Out):
+    """All vLLM replicas together."""
+
+    away: str | None
+    """Reason why no replica is reachable; null when one is."""
+    loaded: list[str]
+    """Adapters loaded in every reachable replica."""
+    refused: dict[str, str]
+    """Wanted adapters that a replica refuses -> reason."""
+    replicas: dict[str, ReplicaOut]
+    """Replicas by base URL."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> EngineOut:
+        return cls(
+            away=view.away,
+            loaded=sorted(view.loaded),
+            refused=dict(view.refused),
+            replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
+        )
+
 
 T = TypeVar("T")
 

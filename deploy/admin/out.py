@@ -9,10 +9,18 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from sqlalchemy.orm import Session
 
+from deploy.evidence.live import Answer as ApprovalAnswer
+from deploy.evidence.live import MetricState, Mode, Outcome, Stage
+from deploy.funnel import PileUp, said, to_do
 from deploy.iso_times import describe_siblings, with_siblings
-from ingest.reward_watch.asking import Answer
-from ingest.reward_watch.profile import Profile
+from deploy.outside.telling import HookState
+from deploy.records import Phase
+from deploy.registry import canaries, switches, versions
+from ingest.reward_watch.store import Answer
+from ingest.reward_watch.traits import Profile
+from sidecar.lines import Line
 
 
 class Out(BaseModel):
@@ -395,3 +403,197 @@ class RoutingOut(Out):
     canary: str | None
     canary_weight_bp: int
     generation: int
+
+
+# What a canary's decisions rest on, as the admin API shows it.
+
+
+class MetricOut(Out):
+    """A number from outside that a canary is held to."""
+
+    name: str
+    mode: Mode
+    outcome: Outcome
+    """How the newest check ended. `error`: the provider gave no answer; `no_data`: it has none."""
+    value: float | None
+    min: float | None
+    max: float | None
+    at: float
+    why: str
+    failures: int
+    """Failing checks in a row; at `fails_at` a guardrail rolls back and a signal holds."""
+    fails_at: int
+    errors: int
+    """Errors in a row; at `errs_at` the ramp stands."""
+    errs_at: int
+
+    @classmethod
+    def of(cls, name: str, state: MetricState) -> MetricOut | None:
+        """None before the first check."""
+        last = state.last
+        if last is None:
+            return None
+        return cls(
+            name=name,
+            mode=state.mode,
+            outcome=last.outcome,
+            value=last.value,
+            min=state.min,
+            max=state.max,
+            at=last.at,
+            why=last.why,
+            failures=state.failures,
+            fails_at=state.fails_at,
+            errors=state.errors,
+            errs_at=state.errs_at,
+        )
+
+
+class ApprovalOut(Out):
+    """A move that waits for the approval service, or did."""
+
+    before: Stage
+    since: float
+    answer: ApprovalAnswer
+    """`asked`: none yet; `error`: it could not be asked, or its answer was none."""
+    reason: str
+    at: float
+    """When it last answered or failed to; 0: not yet."""
+    asked: int
+    """Calls so far."""
+
+
+class HookOut(Out):
+    """A web hook."""
+
+    name: str
+    tries: int
+    """Tries of the next event that failed; 0: it works, or nothing has happened."""
+    next_at: float | None
+    """When it is tried again; null: at the next event."""
+    delivered: int
+    dead: int
+    """Events that were given up: too many tries, or too old."""
+    told_at: float | None
+    error: str
+
+    @classmethod
+    def of(cls, name: str, state: HookState) -> HookOut:
+        return cls(
+            name=name,
+            tries=state.tries,
+            next_at=state.next_at or None,
+            delivered=state.delivered,
+            dead=state.dead,
+            told_at=state.told_at,
+            error=state.error,
+        )
+
+
+class ComparisonOut(Out):
+    """One judged prompt of a canary."""
+
+    comparison_id: str
+    exchange_id: str
+    status: str
+    difference: float | None
+    judge_model: str | None
+    """Null when the judge was not asked, and in comparisons of older versions."""
+    rubric_hash: str | None
+    disagreement: float | None
+    """How far the judge's passes differ, mean over the answers; null after a single pass."""
+    flipped_pairs: float | None
+    """Share of the pairs of answers that two passes put in opposite order."""
+    place: int | None
+    """Its number in the order in which it counts; null in comparisons of older versions."""
+    anchor_difference: float | None
+    fault: str | None
+    """Whose answers kept the judge from scoring it: candidate, champion or unknown."""
+    answers: list[dict[str, Any]]
+
+
+class EvidenceOut(Out):
+    canary_id: str
+    state: Phase
+    evidence: dict[str, Any]
+    comparisons_made: int
+    """All of them; `comparisons` has the newest 200."""
+    comparisons: list[ComparisonOut]
+
+
+# Reply bodies of the status about learning: the pile-up of groups, and the budgets.
+
+
+class PileUpOut(Out):
+    """No new group begins, because enough wait."""
+
+    most: int
+    """Groups that may wait: `groups.max_pending_groups`, or `learner.max_groups` where that is
+    0."""
+    sampling: int
+    judging: int
+    learning: int
+    """Groups that wait for the learner or are in a run."""
+    exchanges: int
+    """Suitable exchanges that are not chosen for it."""
+    why: str
+    to_do: str
+
+    @classmethod
+    def of(cls, pile: PileUp) -> PileUpOut:
+        return cls(
+            most=pile.most,
+            sampling=pile.sampling,
+            judging=pile.judging,
+            learning=pile.learning,
+            exchanges=pile.exchanges,
+            why=said(pile),
+            to_do=to_do(pile.where),
+        )
+
+
+class BudgetOut(Out):
+    """A budget that has a limit, in this day or hour (UTC)."""
+
+    setting: str
+    what: str
+    """What is counted: `candidate tokens`, `prompt tokens of candidates`, `US dollars` or `tokens
+    of judges`."""
+    used: float
+    """Amount spent; a judge's budget counts what calls in flight may cost too."""
+    limit: float
+    period: Literal["day", "hour"]
+
+
+# What the status says of each line of adapters.
+
+
+class LineOut(Out):
+    """One line of adapters, in short; `GET /status?project=` has all of it."""
+
+    name: str
+    """What the names of its adapters begin with."""
+    project: str | None
+    """Whose line it is; null: the default line, which all other projects share."""
+    champion: str
+    canary: str | None
+    """The candidate on canary; null: none is."""
+    canary_phase: str | None
+    canary_weight_bp: int
+    canary_paused: bool = False
+    learner_paused: bool
+
+
+def line_out(session: Session, line: Line) -> LineOut:
+    """Sum up a line of adapters."""
+    canary = canaries.active(session, line.name)
+    return LineOut(
+        name=line.name,
+        project=line.project,
+        champion=versions.champion(session, line.name),
+        canary=None if canary is None else canary.candidate,
+        canary_phase=None if canary is None else canary.phase,
+        canary_weight_bp=0 if canary is None else canary.weight_bp,
+        canary_paused=canary is not None and canary.paused,
+        learner_paused=switches.read(session, line.name).paused,
+    )

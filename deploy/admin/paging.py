@@ -9,15 +9,19 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypeVar, get_args
 
-from fastapi import Query
+from fastapi import Query, Request
 from sqlalchemy import Select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
-from deploy.admin.json import UnreadableError, read_json
+from deploy.admin.wire import UnreadableError, read_json
 from deploy.errors import DeployError
+from deploy.records import AdapterState
+from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING, SCORED, SET_ASIDE
+from learner.runs.source import DROPPED, TRAINED
 
 T = TypeVar("T")
 
@@ -71,3 +75,51 @@ def newest_first(
         place = decode_cursor(cursor, listing, *key.values())
         statement = statement.where(tuple_(*key) < tuple_(*place))
     return statement.order_by(*(column.desc() for column in key)).limit(limit + 1)
+
+
+# Query parameters of the admin API, and the values that the listings filter by.
+
+ADAPTER_STATES: tuple[str, ...] = get_args(AdapterState)
+GROUP_STATUSES = (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPED)
+"""In the order in which a group goes through them."""
+
+
+Project = Annotated[
+    str | None,
+    Query(max_length=64, description="whose line of adapters; without it the default line"),
+]
+OfProject = Annotated[
+    str | None,
+    Query(max_length=64, description="of whose line of adapters; without it of all lines"),
+]
+SHOWN = 100
+"""Characters of an unknown name that the refusal repeats."""
+
+
+class UnknownValueError(DeployError, ValueError):
+    """The filter has no such value; the message names the known ones."""
+
+
+class BadQueryError(DeployError, ValueError):
+    """The query names a parameter twice, or one that this path does not have."""
+
+
+def known_query(request: Request) -> None:
+    """Refuse a query that would be read otherwise than it was meant. For every path of a router.
+
+    Raises: BadQueryError.
+    """
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    takes = f"known: {', '.join(known)}" if known else "this path takes none"
+    times = Counter(name for name, _ in request.query_params.multi_items())
+    for name, count in times.items():
+        if name not in known:
+            raise BadQueryError(f"no such query parameter: {name[:SHOWN]}; {takes}")
+        if count > 1:
+            raise BadQueryError(f"query parameter {name} is given {count} times; give it once")
+
+
+def refuse_unknown(name: str, value: str, known: Collection[str]) -> None:
+    """Raises: UnknownValueError."""
+    if value not in known:
+        raise UnknownValueError(f"{name}: no such value: {value}; known: {', '.join(known)}")

@@ -11,12 +11,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from deploy.admin.auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
-from deploy.admin.filters import BadQueryError, UnknownValueError
-from deploy.admin.json import UnreadableError
 from deploy.admin.out import Problem
-from deploy.admin.paging import BadCursorError
-from deploy.admin.wire.openapi import MEDIA_TYPE
-from deploy.admin.wire.scopes import ScopeError, allowed_methods
+from deploy.admin.paging import BadCursorError, BadQueryError, UnknownValueError
+from deploy.admin.wire import MEDIA_TYPE, ScopeError, UnreadableError, allowed_methods
 from deploy.errors import (
     DamagedRecordError,
     DeployError,
@@ -94,7 +91,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
 }
 EITHER = frozenset({"constrained-str", "constrained-int"})
 """How pydantic calls the kinds of a value that may be a name or a number
-(`deploy.admin.changes.bodies.VersionRef`), in the place of an error."""
+(`deploy.admin.changes.VersionRef`), in the place of an error."""
 WANTED = "is no version; send its number, or a name of at most 255 characters"
 _BY_STATUS = {404: "no-such-path", 405: "no-such-method", 422: "bad-request"}
 

@@ -13,61 +13,80 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.evidence.out import ComparisonOut, EvidenceOut, HookOut
-from deploy.admin.filters import ADAPTER_STATES, Project, known_query, refuse_unknown
-from deploy.admin.learning.learner import read_learner, shown
-from deploy.admin.limits import read as limits
-from deploy.admin.lines.engine import EngineOut
-from deploy.admin.lines.out import line_out
+from deploy.admin.learning import read_learner, shown
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
+    EngineOut,
     LearnerOut,
     Page,
     StatusOut,
 )
 from deploy.admin.out import (
+    BudgetOut,
     BusOut,
+    ComparisonOut,
+    EvidenceOut,
     FunnelOut,
     GateJudgeOut,
+    HookOut,
     JudgeNoiseOut,
     JudgeOut,
     LoopOut,
+    PileUpOut,
     RetentionOut,
     RoutingOut,
     StageOut,
     TroubleOut,
     VerifierOut,
     WatchOut,
+    line_out,
 )
-from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
+from deploy.admin.paging import (
+    ADAPTER_STATES,
+    DEFAULT_LIMIT,
+    Cursor,
+    Limit,
+    Project,
+    encode_cursor,
+    known_query,
+    newest_first,
+    refuse_unknown,
+)
 from deploy.admin.records import naming, page_of
-from deploy.admin.wire.scopes import PREFIX
+from deploy.admin.wire import PREFIX
 from deploy.errors import UnknownAdapterError
-from deploy.funnel.read import read_funnel
-from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
+from deploy.funnel import (
+    Funnel,
+    budgets_of,
+    exchanges_by_selection,
+    groups_by_reason,
+    groups_by_status,
+    read_funnel,
+    read_pile_up,
+)
 from deploy.outside.telling import read_states
 from deploy.records import Canary
-from deploy.registry import canaries, routing_writer, tallies, versions
-from deploy.registry.history import bans
-from deploy.registry.learner import switches as learner_switches
-from deploy.registry.pace import best_so_far, pace, sessions_a_day
-from ingest.feedback.placing import STAGE as FEEDBACK
+from deploy.registry import aliases as bans
+from deploy.registry import canaries, proof_rule, routing_writer, versions
+from deploy.registry import switches as learner_switches
+from deploy.registry.candidates import best_so_far, pace, sessions_a_day
+from ingest.feedback.deriving import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
-from ingest.intake.bus_report import read_state
+from ingest.intake.bus import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
-from ingest.judge_watch.costs import NANO
-from ingest.judge_watch.state import newest_scored, read_judge_state
+from ingest.judge_watch import NANO, newest_scored, read_judge_state
 from ingest.judges.spending import read_spending
-from ingest.noise.state import read_noise_state
+from ingest.noise.windows import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
-from ingest.reward_watch.asking import ask
+from ingest.reward_watch.store import ask
+from ingest.sampling.round import read_usage
+from ingest.store.exchanges import opened_answers
 from ingest.store.groups import SAMPLED
-from ingest.store.sealed_answers import opened_answers
-from ingest.store.troubles import SAMPLING_WAITS, read_trouble
-from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
-from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
+from ingest.store.listing import SAMPLING_WAITS, read_trouble
+from ingest.tokens import FLAG as TOKEN_CHECK
+from ingest.verifiers.records import held_groups, read_verifiers, waiting_for
 from sidecar.records import BASE
 from sidecar.store.database import get_flag
 from sidecar.store.models import (
@@ -77,6 +96,26 @@ from sidecar.store.models import (
     GateComparisonRow,
     RunRow,
 )
+
+# Read what limits learning, for the status: the pile-up of groups, and the budgets.
+
+
+def pile_up(session: Session, context: AdminContext, funnel: Funnel) -> PileUpOut | None:
+    """Return why no new group begins; None while there is room."""
+    found = read_pile_up(session, context.line_names, funnel, most=context.most_pending_groups)
+    return None if found is None else PileUpOut.of(found)
+
+
+def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetOut]:
+    """Return the budgets that have a limit, with what is used. now: Unix seconds."""
+    found = budgets_of(
+        read_usage(session, now=now),
+        context.groups,
+        read_spending(session, now=now),
+        context.judge,
+    )
+    return [BudgetOut.model_validate(one) for one in found]
+
 
 log = structlog.get_logger()
 Out = TypeVar("Out")
@@ -140,7 +179,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 learner=read_learner(session, model),
                 watch_holds=ask(session, model, context.watch).reason or None,
                 engine=EngineOut.of(context.engine),
-                fields_refused=tallies.fields_refused(session),
+                fields_refused=proof_rule.fields_refused(session),
                 control={
                     name: LoopOut.model_validate(view) for name, view in context.loops().items()
                 },
@@ -148,9 +187,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 acts_instead=context.lease()[1],
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups,
-                exchanges=tallies.exchanges(session),
-                feedback=tallies.of_stage(session, FEEDBACK),
-                signals=tallies.of_stage(session, SIGNAL),
+                exchanges=proof_rule.exchanges(session),
+                feedback=proof_rule.of_stage(session, FEEDBACK),
+                signals=proof_rule.of_stage(session, SIGNAL),
                 bus=_bus(session),
                 judge=_judge(session, _for_the_judge(session, groups), now),
                 gate_judge=None
@@ -163,8 +202,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     for name, state in read_states(session, context.hooks).items()
                 ],
                 sampling=_sampling(session, now),
-                pile_up=limits.pile_up(session, context, funnel),
-                budgets=limits.budgets(session, context, now),
+                pile_up=pile_up(session, context, funnel),
+                budgets=budgets(session, context, now),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
                 token_check=_token_check(session),

@@ -27,9 +27,8 @@ from deploy.admin.auth import (
     TooSlowError,
     admit,
 )
-from deploy.admin.json import UnreadableError, check_quoted, read_json
 from deploy.admin.problems import refusal
-from deploy.admin.wire.scopes import NEEDED, OPEN
+from deploy.admin.wire import NEEDED, OPEN, UnreadableError, check_quoted, read_json
 from deploy.registry import audit
 
 log = structlog.get_logger()

@@ -14,14 +14,6 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import (
-    GROUP_STATUSES,
-    OfProject,
-    Project,
-    known_query,
-    refuse_unknown,
-)
-from deploy.admin.json import read_stored
 from deploy.admin.models import (
     AnswerOut,
     AuditOut,
@@ -33,21 +25,31 @@ from deploy.admin.models import (
     RunOut,
 )
 from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
-from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
-from deploy.admin.wire.scopes import PREFIX
+from deploy.admin.paging import (
+    DEFAULT_LIMIT,
+    GROUP_STATUSES,
+    Cursor,
+    Limit,
+    OfProject,
+    Project,
+    encode_cursor,
+    known_query,
+    newest_first,
+    refuse_unknown,
+)
+from deploy.admin.wire import PREFIX, read_stored
 from deploy.errors import DamagedRecordError, UnknownRecordError
-from deploy.registry.history.subjects import subjects_of
-from ingest.feedback.reading import Told, told_of, told_of_session
+from deploy.registry.aliases import subjects_of
+from ingest.feedback.store import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
-from ingest.store.groups import opened_explanation
-from ingest.store.rewards import opened_checks, read_rule
+from ingest.store.groups import opened_checks, opened_explanation, read_rule
 from ingest.store.sessions import stored_name
 from sidecar.lines import Line
-from sidecar.store.arrays import unpack_ids
+from sidecar.store.codec import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
 from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
-from sidecar.store.of_line import of_line
+from sidecar.store.tables import of_line
 
 log = structlog.get_logger()
 Row = TypeVar("Row")

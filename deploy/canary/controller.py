@@ -13,26 +13,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
 
-from deploy.canary import ramp_counts, tick_errors
-from deploy.canary.approving import with_approval
-from deploy.canary.both_arms import count_conversations
-from deploy.canary.facts import guard_facts, quality_facts, step_facts
+from deploy.canary import live_turns
 from deploy.canary.gate import Gate
-from deploy.canary.judged import Judged
+from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
-from deploy.engine.checked_load import in_folder_thread
-from deploy.engine.desired import registered_path
+from deploy.engine.reconcile import registered_path
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
-from deploy.engine.vllm_control import AdapterControl
+from deploy.engine.vllm_control import AdapterControl, in_folder_thread
 from deploy.errors import error_line
-from deploy.records import AdapterVersion, Canary
+from deploy.evidence.betting import Bets
+from deploy.evidence.live import Approval, GuardState, Live, Stage, described, verdict
+from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
+from deploy.records import AdapterState, AdapterVersion, Canary
 from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
     Decision,
@@ -41,16 +42,252 @@ from deploy.registry.canary_rule import (
     Hold,
     LoadEvidence,
     Move,
+    RampEvidence,
     decide,
     load_wait_s,
 )
+from deploy.registry.proof_rule import CLAIMS, guard_level, proven
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
-from sidecar.lines import Line
-from sidecar.settings import Approval
+from sidecar.backoff import Backoff
+from sidecar.lines import Line, public_model
+from sidecar.settings import Approval as ApprovalSettings
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.database import Database
-from sidecar.store.models import ExchangeRow
+from sidecar.store.database import Database, count
+from sidecar.store.models import COUNTED, ExchangeRow
+from sidecar.visible import counted
+
+# The evidence of a canary as JSON, as the store keeps it and people read it. Pure.
+
+EvidenceJson = dict[str, Any]  # Any: JSON
+_COUNTS = ("candidate", "champion", "champion_before")
+
+
+def step_facts(canary: Canary, evidence: RampEvidence) -> EvidenceJson:
+    """Return the progress of a step."""
+    return {
+        "weight_bp": canary.weight_bp,
+        **{name: asdict(getattr(evidence, name)) for name in _COUNTS},
+        "seen": evidence.seen,
+        "sessions": evidence.sessions,
+        "missing_in_a_row": evidence.missing_in_a_row,
+        "conversations": evidence.conversations,
+        "in_both_arms": evidence.in_both_arms,
+    }
+
+
+def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> EvidenceJson:
+    """Return what users' sessions say, by guard."""
+    return {
+        "sessions": {"canary": live.canary_units, "champion": live.champion_units},
+        "behind": behind,
+        "forgotten": live.forgotten,
+        "late": dict(live.late),
+        "split": _claim(live.split, rules.split_level),
+        **{kind: _guard(kind, state, rules) for kind, state in live.guards.items()},
+    }
+
+
+def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySettings) -> EvidenceJson:
+    """Return what judged groups say. before: claims that were proven by an earlier look."""
+    low, high = _interval(quality.chart)
+    levels = dict.fromkeys(CLAIMS, rules.promote_level) | {"harm": rules.harm_level}
+    flaws: Mapping[str, Bets] = quality.flaws
+    return {
+        "groups": quality.groups,
+        "lost": quality.lost,
+        "unknown": quality.unknown,
+        "champion_lost": quality.champion_lost,
+        "low": low,
+        "high": high,
+        "to_anchor": {
+            "candidate": _interval(quality.to_anchor),
+            "champion": _interval(quality.champion_to_anchor),
+        },
+        "proven": sorted(before | proven(quality, rules)),
+        **{name: _claim(getattr(quality, name), level) for name, level in levels.items()},
+        "flaws": {kind: _claim(bets, guard_level(kind, rules)) for kind, bets in flaws.items()},
+    }
+
+
+def _interval(chart: Sequence) -> tuple[float, float]:
+    """Return the bounds of a difference, -1..1, which hold at all looks together."""
+    low, high = bounds(chart, CHART_LEVEL)
+    return 2.0 * low - 1.0, 2.0 * high - 1.0
+
+
+def _guard(kind: str, state: GuardState, rules: CanarySettings) -> EvidenceJson:
+    counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
+    claim = _claim(state.bets, guard_level(kind, rules))
+    return counts | claim | {"nats_by_caller": state.by_caller.peak}
+
+
+def _claim(bets: Bets, level: float) -> EvidenceJson:
+    """Return an e-process: `nats`, the logarithm of its largest evidence so far, which decides, and
+    the evidence that is the `threshold`."""
+    return {
+        "nats": bets.peak,
+        "nats_now": bets.log_e,
+        "reached_at": bets.peak_at,
+        "observations": bets.observations,
+        "threshold": 1.0 / level,
+    }
+
+
+# Put the operator's approval service between a decision and what it does. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A decision after the service was heard."""
+
+    decision: Decision
+    facts: EvidenceJson = field(default_factory=dict)
+    """What the evidence keeps of it."""
+    denied: bool = False
+    """The service took the candidate out: no verdict on its files, which are not banned."""
+
+
+def with_approval(
+    canary: Canary, decision: Decision, settings: ApprovalSettings, now: float
+) -> Asked:
+    """Return the decision, held back or turned down where it wants approval.
+
+    What ends a canary, and what moves it from step to step, wants none. now: Unix seconds.
+    """
+    stage = _stage(canary, decision)
+    known = canary.approval
+    if not settings.url or stage not in settings.before or stage is None:
+        # A move that is no longer due waits for nothing; when it is due again, it asks anew.
+        forget = isinstance(decision, Hold) and known is not None and not canary.paused
+        return Asked(decision=decision, facts={"approval": {}} if forget else {})
+    found = verdict(known, stage, holds_s=settings.every_s, max_wait_s=settings.max_wait_s, now=now)
+    waits = Hold(reason=described(known, stage), stops_clock=True)
+    if found == "begin":
+        return Asked(decision=waits, facts={"approval": asdict(Approval(before=stage, since=now))})
+    if found == "wait" or known is None:
+        return Asked(decision=waits)
+    if found == "deny":
+        state: AdapterState = "rejected" if stage == "ramp" else "rolled_back"
+        reason = f"the approval service denied the {stage}: {known.reason}"
+        return Asked(
+            decision=Move(to="rolled_back", candidate_state=state, reason=reason), denied=True
+        )
+    if found == "give_up":
+        reason = f"no approval of the {stage} in {settings.max_wait_s:g} s: {waits.reason}"
+        return Asked(decision=Move(to="inconclusive", candidate_state="retired", reason=reason))
+    assert isinstance(decision, Move)
+    approved = f"{decision.reason}; approved: {known.reason}"
+    return Asked(decision=replace(decision, reason=approved))
+
+
+def _stage(canary: Canary, decision: Decision) -> Stage | None:
+    """Return what a decision would begin, if the service may be asked about it."""
+    if not isinstance(decision, Move):
+        return None
+    if decision.to == "promoted":
+        return "promotion"
+    return "ramp" if (canary.phase, decision.to) == ("gating", "ramping") else None
+
+
+# Controller errors caused by a canary: too many in a row end the canary.
+
+MAX_TICK_ERRORS = 5
+"""Consecutive errors that end a canary. With the waits between them they span 30 s: longer than a
+passing lack of threads or descriptors, shorter than the next candidate should wait."""
+WAITS = Backoff(first_s=2.0)
+
+
+def waits_for_errors(canary: Canary, now: float) -> bool:
+    """Return True while the retry after an error is not due: 2 s, doubling with each error."""
+    if not canary.tick_errors:
+        return False
+    return 0.0 <= now - canary.tick_error_at < WAITS.wait_s(canary.tick_errors)
+
+
+def record(session: Session, canary: Canary, error: Exception, *, now: float) -> bool:
+    """Count an error, and end the canary at the last one. Returns: True when it ended.
+
+    Works in the caller's write transaction.
+    """
+    reason, tries = error_line(error), canary.tick_errors + 1
+    count(session, "tick", type(error).__name__[:64])
+    decision: Decision
+    if tries < MAX_TICK_ERRORS:
+        decision = Hold(reason=f"try {tries} of {MAX_TICK_ERRORS}: {reason}", stops_clock=True)
+    else:
+        state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
+        in_a_row = counted(tries, "try", "tries")
+        decision = Move(
+            to="rolled_back",
+            candidate_state=state,
+            reason=f"{in_a_row} in a row ended with an error, the last with {reason}",
+        )
+    evidence = {"tick_errors": {"count": tries, "at": now, "last": reason}}
+    applied = transitions.apply(session, canary, decision, evidence=evidence, now=now, ban=False)
+    return applied and isinstance(decision, Move)
+
+
+# Count the conversations of a ramp whose turns met both arms, from the `exchange` table.
+
+NEWEST = 2_000
+"""Newest exchanges of each arm that are read: the share is of what happens now."""
+_ROW = ExchangeRow
+
+
+class _Turn(NamedTuple):
+    arm: str
+    propensity: float
+    seq: int
+    fallback_from: str
+
+    @property
+    def weight_bp(self) -> int | None:
+        """The canary's weight when it was assigned; None where the row is damaged."""
+        if not isinstance(self.propensity, int | float):
+            return None
+        weight = self.propensity if self.arm == "canary" else 1.0 - self.propensity
+        return round(10_000 * weight)
+
+
+_TURN = tuple(getattr(_ROW, name) for name in _Turn._fields)
+
+
+def count_conversations(session: Session, canary: Canary, line: Line) -> tuple[int, int]:
+    """Return the number of conversations among the newest exchanges of the ramp, and of those of
+    them whose turns met both arms."""
+    conversations, both = set[str](), set[str]()
+    for arm, adapter in (("canary", canary.candidate), ("champion", canary.champion)):
+        statement = (
+            select(_ROW.session_id, _ROW.project, _ROW.parent_id, _ROW.placed_by, *_TURN)
+            .where(
+                _ROW.public_model == public_model(canary.model),
+                _ROW.adapter == adapter,
+                _ROW.arm == arm,
+                text(COUNTED),
+                _ROW.seq > canary.ramp_after_seq,
+            )
+            .order_by(_ROW.seq.desc())
+            .limit(NEWEST)
+        )
+        rows = [row for row in session.execute(statement) if line.has(row.project)]
+        conversations.update(row.session_id for row in rows)
+        linked = {row.parent_id for row in rows if row.parent_id and row.placed_by != "called"}
+        parents = {
+            name: _Turn(*turn)
+            for name, *turn in session.execute(
+                select(_ROW.exchange_id, *_TURN).where(_ROW.exchange_id.in_(linked))
+            )
+        }
+        for row in rows:
+            parent = parents.get(row.parent_id) if row.placed_by != "called" else None
+            if parent is None or parent.seq <= canary.ramp_after_seq or parent.fallback_from:
+                continue
+            turn = _Turn(row.arm, row.propensity, row.seq, "")
+            if turn.arm != parent.arm and turn.weight_bp == parent.weight_bp:
+                both.add(row.session_id)
+    return len(conversations), len(both)
+
 
 log = structlog.get_logger()
 
@@ -71,7 +308,7 @@ class Controller:
         limits: ServingLimits,
         model: str,
         line: Line | None = None,
-        approval: Approval | None = None,
+        approval: ApprovalSettings | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
         folder_of: Callable[[str, str], str] = registered_path,
@@ -87,7 +324,7 @@ class Controller:
         self._rules = rules
         self._limits = limits
         self._model = model
-        self._approval = approval or Approval()
+        self._approval = approval or ApprovalSettings()
         self._judged = Judged(rules)
         self._line = line or Line(name=model)
         self._turns = LiveTurns(rules, self._line)
@@ -122,7 +359,7 @@ class Controller:
         """Gather evidence and decide. Returns: True when the canary changed its phase or step."""
         if canary.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, canary):
             return True
-        if canary.paused or tick_errors.waits(canary, self._clock()):
+        if canary.paused or waits_for_errors(canary, self._clock()):
             return False
         canary = await asyncio.to_thread(self._follow_clock, canary)
         evidence, facts = await self._gather(canary)
@@ -145,7 +382,7 @@ class Controller:
             exc_info=error if not canary.tick_errors else None,
         )
         with self._database.write() as session:
-            return tick_errors.record(session, canary, error, now=self._clock())
+            return record(session, canary, error, now=self._clock())
 
     def _active_canary(self) -> Canary | None:
         with self._database.read() as session:
@@ -234,7 +471,7 @@ class Controller:
     def _read_ramp(self, canary: Canary) -> tuple[Evidence, Facts]:
         open_from, rules = self._gate.open_from(canary), self._rules
         with self._database.read() as session:
-            counts = ramp_counts.count_ramp(
+            counts = live_turns.count_ramp(
                 session,
                 canary,
                 step_min_exchanges=rules.step_min_exchanges,

@@ -4,25 +4,153 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
+import msgspec
 from sqlalchemy import ColumnElement, TextClause, and_, func, or_, select, text
 from sqlalchemy.orm import Session
 
-from deploy.canary.answer_shape import excess, lengthening, narrowing
-from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault
+from deploy.evidence.quality import FLAWS, OF_GROUPS, Fault, Flaw, Quality
 from deploy.records import Canary
-from deploy.registry.gate_rule import Comparison, judge_name
+from deploy.registry.canary_rule import Comparison, judge_name, quality_of
+from deploy.registry.proof_rule import has_anchor, limits_of, tries_of
 from ingest.grouping.selection import TURN_DECIDED
 from ingest.records import Disagreement
-from ingest.store.sealed_answers import seal_answer
+from ingest.reward_watch.traits import traits_of
+from ingest.store.exchanges import seal_answer
+from ingest.verifiers.checkers import fits
 from sidecar.lines import Line
+from sidecar.replies.parts import answer_text
+from sidecar.settings import Canary as CanarySettings
 from sidecar.store.contents import Contents, keyring_of, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
-from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
-from sidecar.store.models.capture import COUNTED, EXAMINED
+from sidecar.store.models import COUNTED, EXAMINED, CanaryRow, ExchangeRow, GateComparisonRow
+
+# Facts about answers that need no judge. Pure.
+
+
+def is_short(message: Mapping[str, Any], finish_reason: str | None) -> bool:
+    """Return True for an answer that the token limit cut, or without words and tool calls."""
+    if finish_reason == "length":
+        return True
+    return not answer_text(message).strip() and not message.get("tool_calls")
+
+
+def flaws_of(
+    message: Mapping[str, Any], finish_reason: str | None, request: Mapping[str, Any]
+) -> frozenset[Flaw]:
+    """Return the kinds of flaws of an answer (`deploy.evidence.quality`).
+
+    request: the chat request, for its tools and its format; empty: neither is known to be wrong.
+    """
+    found: set[Flaw] = set()
+    if is_short(message, finish_reason):
+        found.add("short")
+    encoded = msgspec.json.encode(message)
+    traits = traits_of(encoded, finish_reason=finish_reason, tools=request.get("tools"))
+    whole = finish_reason != "length"
+    if traits.invalid_call or (whole and not fits_format(message, request.get("response_format"))):
+        found.add("invalid")
+    if traits.refusal or traits.repetition:
+        found.add("evasive")
+    return frozenset(found)
+
+
+def fits_format(message: Mapping[str, Any], wanted: object) -> bool:
+    """Return False when the request asks for JSON and the content is none, or does not fit its
+    schema as far as bounded work can tell (`ingest.verifiers.checkers`)."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    content = message.get("content")
+    if kind not in ("json_object", "json_schema") or not isinstance(content, str):
+        return True
+    if not content.strip():
+        return True  # it is empty, which is a flaw of its own
+    named = wanted.get("json_schema") if isinstance(wanted, dict) else None
+    schema = named.get("schema") if kind == "json_schema" and isinstance(named, dict) else None
+    return fits(content, True if schema is None else schema)
+
+
+def excess(
+    candidate: Sequence[Collection[str]], champion: Sequence[Collection[str]]
+) -> dict[str, float]:
+    """Return for each kind the candidate's share of flawed answers minus the champion's.
+
+    candidate, champion: the flaws of each answer. Returns: nothing without answers of both.
+    """
+    if not candidate or not champion:
+        return {}
+    return {kind: _share(candidate, kind) - _share(champion, kind) for kind in FLAWS}
+
+
+NARROW = 0.5
+"""Share of the champion's uncertainty under which the candidate's counts as narrow, if it is also
+under `COLLAPSED`."""
+COLLAPSED = 0.1
+"""Nats a token. An answer of 15 tokens then comes again with a chance of exp(-1.5), 22%, and the
+answers of a group are alike. Less uncertainty than before is no harm by itself: it is what learning
+does, and a supervised adapter has half of the base's or less on most prompts (docs/log.md)."""
+CERTAIN = 0.01
+"""Nats a token; where the other is no more uncertain than this, nothing can be narrower."""
+
+
+def narrowing(
+    candidate: Sequence[float | None], champion: Sequence[float | None]
+) -> dict[str, float]:
+    """Return 1 when the candidate's answers are nearly certain and at most half as uncertain as the
+    champion's, -1 when the champion's are, else 0: its mean is 0 between two that do not differ.
+
+    candidate, champion: mean negative log-probability a token of each answer, in nats; at
+        temperature 1 it estimates the entropy. Returns: nothing without answers of both.
+    """
+    return _signed("narrow", _narrower, candidate, champion)
+
+
+def _narrower(one: float, other: float) -> bool:
+    return one < COLLAPSED and one < NARROW * other and other >= CERTAIN
+
+
+LONG = 2.0
+"""Times the champion's length over which the candidate's answers count as long. What a run adds is
+some percent; twice the length is what rewards for length do (docs/canary.md)."""
+LEAST_MORE = 16.0
+"""Tokens, in the mean, by which long answers are longer: two words in place of one are no harm."""
+
+
+def lengthening(
+    candidate: Sequence[int | None], champion: Sequence[int | None]
+) -> dict[str, float]:
+    """Return 1 when the candidate's answers are more than twice as long as the champion's, -1 when
+    the champion's are, else 0: its mean is 0 between two that do not differ.
+
+    candidate, champion: tokens of each answer. Returns: nothing without answers of both.
+    """
+    return _signed("long", _longer, candidate, champion)
+
+
+def _longer(one: float, other: float) -> bool:
+    return one > LONG * other and one - other >= LEAST_MORE
+
+
+def _signed(
+    kind: str,
+    worse: Callable[[float, float], bool],
+    candidate: Sequence[float | None],
+    champion: Sequence[float | None],
+) -> dict[str, float]:
+    """Return the kind -> 1 when the candidate's mean is worse than the champion's, -1 when the
+    champion's is worse, else 0; nothing without figures of both."""
+    known = [[one for one in arm if one is not None] for arm in (candidate, champion)]
+    if not all(known):
+        return {}
+    ours, theirs = (sum(arm) / len(arm) for arm in known)
+    return {kind: float(worse(ours, theirs)) - float(worse(theirs, ours))}
+
+
+def _share(answers: Sequence[Collection[str]], kind: str) -> float:
+    return sum(kind in flaws for flaws in answers) / len(answers)
+
 
 EXAMINED_AT_MOST = 20_000
 """Newest held-out exchanges among which the gate looks for sessions: a session of any length must
@@ -388,8 +516,8 @@ def _to_comparison(row: GateComparisonRow) -> Comparison:
         champion_answers=len(champion),
         champion_short=sum(answer["short"] for answer in champion),
         judge=judge_name(row.judge_model, row.rubric_hash or "") if row.judge_model else "",
-        disagreement=_share(row.disagreement),
-        flipped=_share(row.flipped_pairs),
+        disagreement=_decisive_share(row.disagreement),
+        flipped=_decisive_share(row.flipped_pairs),
         anchor_difference=_difference(row.anchor_difference),
         fault=_fault(row.fault),
         flaws=_flaws(row.flaws),
@@ -397,6 +525,47 @@ def _to_comparison(row: GateComparisonRow) -> Comparison:
     )
 
 
-def _share(stored: object) -> float | None:
+def _decisive_share(stored: object) -> float | None:
     """Return a share of 0..1; None for none and for a damaged one."""
     return stored if isinstance(stored, float) and 0 <= stored <= 1 else None
+
+
+# What the judged groups of a canary say so far, read from the `gate_comparison` table.
+
+
+class Judged:
+    """Keeps the state of one canary's groups between ticks."""
+
+    def __init__(self, rules: CanarySettings) -> None:
+        self._rules = rules
+        self._limits = limits_of(rules)
+        self._of = ""
+        self._place = 0
+        self._quality = Quality()
+        self.carried = 0
+        """Groups of earlier tries."""
+
+    def _after(self, groups: Sequence[Comparison], canary: Canary) -> Quality:
+        anchored = has_anchor(canary, self._rules)
+        return quality_of(groups, self._limits, anchored=anchored, start=self._quality)
+
+    def read(self, session: Session, canary: Canary, *, open_from: int | None) -> Quality:
+        """Read what is new.
+
+        open_from: the first place that may not be counted yet, found before `session` began
+        (`Drawing.open_from`); None: all are counted.
+        """
+        if canary.canary_id != self._of:
+            self._of, self._place, self._quality = canary.canary_id, 0, Quality()
+            for earlier in tries_of(canary, self._rules):
+                before = judged_since(session, earlier, place=0)
+                self._quality = self._after(before, canary)
+            self.carried = self._quality.groups + self._quality.unknown
+        groups = [
+            one
+            for one in judged_since(session, canary.canary_id, place=self._place)
+            if open_from is None or one.place < open_from
+        ]
+        self._quality = self._after(groups, canary)
+        self._place = groups[-1].place if groups else self._place
+        return self._quality

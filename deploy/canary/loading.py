@@ -22,14 +22,20 @@ from typing import Any
 
 import structlog
 
-from deploy.engine.checked_load import ask_liveness, in_folder_thread, load_checked
-from deploy.engine.probe import Liveness
-from deploy.engine.served import Agreement, compare_served, read_probe_file
-from deploy.engine.vllm_control import AdapterControl
+from deploy.engine.vllm_control import (
+    AdapterControl,
+    Agreement,
+    Liveness,
+    ask_liveness,
+    compare_served,
+    in_folder_thread,
+    load_checked,
+    read_probe_file,
+)
 from deploy.errors import EngineError, InvalidAdapterError, NotAsRegisteredError
 from deploy.records import AdapterVersion
 from deploy.registry.canary_rule import LoadEvidence
-from sidecar.plurals import counted
+from sidecar.visible import counted
 
 log = structlog.get_logger()
 

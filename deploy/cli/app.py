@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from importlib import import_module
@@ -20,16 +20,13 @@ import typer
 from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
-from deploy.cli.content.exchanges import exchanges_app
-from deploy.cli.content.forget import forget
-from deploy.cli.content.ranking import judge_sessions
+from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions
 from deploy.cli.context import Project, admin_client, settings_of
 from deploy.cli.doctor import doctor
-from deploy.cli.groups import groups_app
+from deploy.cli.hooks import hooks_app
 from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
-from deploy.cli.learning.learner import learner_app
-from deploy.cli.learning.runs import runs_app
+from deploy.cli.learner import learner_app, runs_app
 from deploy.cli.output import (
     CutReason,
     Output,
@@ -40,11 +37,174 @@ from deploy.cli.output import (
     say,
     say_json,
 )
-from deploy.cli.outside.hooks import hooks_app
-from deploy.cli.store.audit import audit_app
-from deploy.cli.store.encryption import store_app
-from deploy.cli.taught.examples import teach
-from deploy.supervise.processes import MODULES
+from deploy.cli.store import audit_app, store_app
+from deploy.supervise import MODULES
+
+# The help of a command, without parsing the command line.
+
+HELP = "--help"
+
+
+def help_text(command: Any, arguments: Sequence[str]) -> str | None:
+    """The help that `sidecar WORD... --help` prints.
+
+    command: `sidecar` itself, with all commands below it. Any: typer carries its own click.
+    Returns None when the arguments are anything else: the CLI library then handles them.
+    """
+    if not arguments or arguments[-1] != HELP:
+        return None
+    context = typer.Context(command, info_name="sidecar")
+    for word in arguments[:-1]:
+        # Only a group has commands below it.
+        below = getattr(command, "get_command", lambda *_: None)(context, word)
+        if below is None:
+            return None
+        command = below
+        context = typer.Context(command, info_name=word, parent=context)
+    text: str = command.get_help(context)
+    return text
+
+
+# An example of each command and group, and its exit codes, for the end of its help. Pure.
+
+EXAMPLES: dict[str, str] = {
+    "up": "sidecar --config sidecar.toml up",
+    "proxy": "sidecar proxy --workers 4",
+    "ingest": "sidecar ingest",
+    "score": "sidecar score",
+    "learn": "sidecar learn --once",
+    "control": "sidecar control",
+    "status": "sidecar status",
+    "doctor": "sidecar doctor --offline",
+    "rollback": 'sidecar rollback --to v7 --reason "replies got worse"',
+    "lineage": "sidecar lineage v7",
+    "forget": "sidecar forget --user 4711 --yes",
+    "canary get": "sidecar canary get -o json",
+    "canary start": 'sidecar canary start v7 --reason "the judge was away"',
+    "canary pause": 'sidecar canary pause --reason "a sale begins"',
+    "canary resume": "sidecar canary resume",
+    "canary promote": 'sidecar canary promote --reason "seen enough"',
+    "canary abort": 'sidecar canary abort --reason "too long"',
+    "canary skip-step": "sidecar canary skip-step",
+    "canary wait": "sidecar canary wait --timeout 7200 && echo promoted",
+    "canary watch": "sidecar canary watch",
+    "adapters import": 'sidecar adapters import ./my-lora --reason "our SFT"',
+    "adapters diff": "sidecar adapters diff v7 champion",
+    "adapters export": "sidecar adapters export v7 /tmp/v7.tar",
+    "adapters push": 'sidecar adapters push champion --to hub:our-team/agent --reason "shared"',
+    "adapters prune": "sidecar adapters prune --dry-run",
+    "adapters ls": "sidecar adapters ls --at 2026-03-01T09:30Z",
+    "adapters alias": 'sidecar adapters alias anchor v7 --reason "a good month"',
+    "adapters allow": 'sidecar adapters allow v7 --reason "the judge was wrong"',
+    "adapters show": "sidecar adapters show champion",
+    "config init": "sidecar config init",
+    "config show": "sidecar config show",
+    "config check": "sidecar config check --online",
+    "keys create": "sidecar keys create --project shop --rpm 60",
+    "keys ls": "sidecar keys ls",
+    "keys revoke": "sidecar keys revoke key_1a2b3c",
+    "groups ls": "sidecar groups ls --status set_aside",
+    "groups show": "sidecar groups show 0f3a9c",
+    "audit": "sidecar audit --limit 50",
+    "audit verify": "sidecar audit verify -o json",
+    "judge calibrate": "sidecar judge calibrate --judge openai/gpt-4.1-mini",
+    "judge noise": "sidecar judge noise",
+    "judge sessions": "sidecar judge sessions session-1 session-2",
+    "hooks ls": "sidecar hooks ls",
+    "hooks test": "sidecar hooks test",
+    "learner pause": 'sidecar learner pause --reason "a sale begins"',
+    "learner resume": "sidecar learner resume",
+    "learner run": "sidecar learner run",
+    "learner override": 'sidecar learner override --reason "longer answers are wanted"',
+    "learner watch": "sidecar learner watch",
+    "runs ls": "sidecar runs ls --limit 5",
+    "runs show": "sidecar runs show",
+    "runs plot": "sidecar runs plot --out run.png",
+    "exchanges ls": "sidecar exchanges ls --since 1h",
+    "exchanges show": "sidecar exchanges show ex_1a2b3c",
+    "exchanges export": "sidecar exchanges export --help",
+    "store new-key": "sidecar store new-key --file keys",
+    "store rotate-key": "sidecar store rotate-key",
+}
+"""Words of a command -> a line that can be typed."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "": (
+        "sidecar config init      # writes sidecar.toml, with every setting explained",
+        "sidecar config check --online",
+        "sidecar up",
+        "sidecar status",
+    ),
+    "canary": ("sidecar canary watch", 'sidecar canary pause --reason "a sale begins"'),
+    "adapters": ("sidecar adapters ls", "sidecar adapters show v7"),
+    "config": ("sidecar config init", "sidecar config check --online"),
+    "keys": ("sidecar keys create --project shop --rpm 60", "sidecar keys ls"),
+    "groups": ("sidecar groups ls --status set_aside", "sidecar groups show 0f3a9c"),
+    "hooks": ("sidecar hooks ls", "sidecar hooks test"),
+    "judge": ("sidecar judge calibrate --judge openai/gpt-4.1-mini", "sidecar judge noise"),
+    "learner": ('sidecar learner pause --reason "a sale begins"', "sidecar learner run"),
+    "runs": ("sidecar runs ls", "sidecar runs show"),
+    "exchanges": ("sidecar exchanges ls --since 1h", "sidecar exchanges show ex_1a2b3c"),
+    "store": ("sidecar store new-key --file keys", "sidecar store rotate-key"),
+}
+"""Words of a group of commands -> lines that can be typed."""
+
+USUAL = "0 done, 1 failed, 2 bad use"
+ENDED = (
+    "0 promoted, 1 rolled back or rejected, 2 bad use, 3 inconclusive or withdrawn, "
+    "4 could not ask, 124 timed out"
+)
+EXITS: dict[str, str] = {
+    "": f"{USUAL}, 130 interrupted; the help of a command names those that it has besides",
+    "canary": f"{USUAL}; `canary wait` and `canary watch` also 3, 4 and 124, which their help "
+    "explains",
+    "canary wait": ENDED,
+    "canary watch": f"{ENDED}, 130 interrupted",
+    "doctor": "0 records come through, 1 something stops them, 2 bad use",
+    "learn": "0 done, 1 failed, 2 bad use; with --once also 3 nothing to learn from, 4 held, "
+    "5 no room, 6 stopped (the next start goes on with it)",
+    "audit verify": "0 whole, 1 broken or not read, 2 bad use",
+    "config check": "0 sound, 1 something cannot run, 2 the file is not sound",
+}
+
+
+def teach(app: typer.Typer) -> None:
+    """Give every command and group of the application its examples and exit codes, at the end of
+    its help, and every command its whole first sentence in the list of its group."""
+    for words, command in _commands(app):
+        name = " ".join(words)
+        examples = (EXAMPLES[name],) if name in EXAMPLES else GROUPS.get(name, ())
+        if examples:
+            command.epilog = _epilog(examples, EXITS.get(name, USUAL))
+        if name in EXAMPLES and command.callback is not None:
+            command.short_help = _first_sentence(command.callback.__doc__ or "")
+
+
+def _commands(app: typer.Typer, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not words:
+        yield words, app.registered_callback
+    for command in app.registered_commands:
+        name = str(command.name or getattr(command.callback, "__name__", ""))
+        yield (*words, name), command
+    for group in app.registered_groups:
+        below = group.typer_instance
+        if below is None or not group.name:
+            continue
+        name = str(group.name)
+        yield (*words, name), below.registered_callback or group
+        yield from _commands(below, *words, name)
+
+
+def _first_sentence(text: str) -> str:
+    """The CLI library would cut it off at the end of a line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".") + "."
+
+
+def _epilog(examples: Sequence[str], exits: str) -> str:
+    lines = "\n".join(f"    {one}" for one in examples)
+    return f"Example:\n\n\b\n{lines}\n\nExit codes: {exits}."
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,7 +235,7 @@ def whole_command() -> Any:  # Any: typer carries its own click
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from sidecar.processes.version import installed_version
+        from sidecar.processes import installed_version
 
         say(f"sidecar {installed_version()}")
         raise typer.Exit
@@ -98,12 +258,11 @@ def configure(
 @app.command()
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
-    from deploy.preflight.settings_check import advice, checked_settings
-    from deploy.supervise.processes import plan
-    from deploy.supervise.supervisor import Supervisor
+    from deploy.preflight.settings import advice, checked_settings
+    from deploy.supervise import Supervisor, plan
     from learner.ready import why_no_packages
     from sidecar.logs import configure_logging
-    from sidecar.processes.open_files import raise_open_files
+    from sidecar.processes import raise_open_files
 
     raise_open_files()
     settings = checked_settings(context.obj)
@@ -187,8 +346,8 @@ def control(context: typer.Context) -> None:
 @app.command()
 def status(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What serves, what is on canary, what the learner does, how many records there are."""
+    from deploy.cli.output import shown_cron
     from deploy.cli.status import status_lines
-    from deploy.cli.times import shown_cron
     from sidecar.errors import SettingsError
 
     found = admin_client(context, project).get("/status")

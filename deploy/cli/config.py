@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, say, say_json
-from deploy.cli.times import shown_cron
+from deploy.cli.output import Output, note, say, say_json, shown_cron
 
 if TYPE_CHECKING:
-    from deploy.preflight.findings import Finding
+    from deploy.preflight.peers import Finding
     from sidecar.settings import Settings
 
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings.")
@@ -30,8 +29,8 @@ def config_init(
 ) -> None:
     """Write a settings file with a comment for each setting, readable by its owner only; with
     --force by the group too that could read it before."""
-    from deploy.cli.files.whole_file import new_file, replace_file
-    from deploy.preflight.first_settings import first_settings
+    from deploy.cli.files import new_file, replace_file
+    from deploy.preflight.settings import first_settings
 
     target = path or context.obj or Path("sidecar.toml")
     text = first_settings()
@@ -85,7 +84,7 @@ def config_check(
     output: Output = "text",
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
-    from deploy.preflight.settings_check import advice, checked_settings, will_not_happen
+    from deploy.preflight.settings import advice, checked_settings, will_not_happen
 
     settings = checked_settings(context.obj)
     for one in advice(settings):
@@ -112,7 +111,7 @@ def config_check(
 def _findings(settings: Settings, *, online: bool, learner: bool) -> Sequence[Finding]:
     import asyncio
 
-    from deploy.preflight.run import learner_findings, preflight, runs_already
+    from deploy.preflight.settings import learner_findings, preflight, runs_already
 
     if not online:
         return learner_findings(settings) if learner else ()

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, require_store, say, say_json
-from sidecar.plurals import counted
+from deploy.cli.output import Output, note, require_store, say, say_json, shown_age, shown_time
+from ingest.judge_watch import advice_on
+from sidecar.visible import counted
 
 if TYPE_CHECKING:
-    from ingest.calibration.records import KnownGroup
+    from ingest.calibration.figures import KnownGroup, Summary
     from ingest.calibration.running import Plan
-    from ingest.calibration.summary import Summary
-    from ingest.judges.cache import KeptReplies
+    from ingest.judges.replies import KeptReplies
     from ingest.ruler.judge import Judge as AskedJudge
     from sidecar.settings import Judge, Privacy, Settings
+
 
 judge_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The judge.")
 AT = "@http"
@@ -67,10 +69,9 @@ def judge_calibrate(
     output: Output = "text",
 ) -> None:
     """Compare judges and rubrics with known scores: agreement, position bias, noise, cost."""
-    from ingest.calibration.running import Plan
-    from ingest.calibration.table import table_lines
+    from ingest.calibration.running import Plan, table_lines
     from sidecar.logs import configure_logging
-    from sidecar.processes.interrupt import INTERRUPTED
+    from sidecar.processes import INTERRUPTED
 
     settings = settings_of(context)
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
@@ -121,7 +122,7 @@ def judge_calibrate(
         for line in lines:
             say(line)
     if out is not None:
-        from ingest.calibration.plot import draw
+        from ingest.calibration.running import draw
 
         _write(out, "calibration", lines, found, lambda path: draw(summaries, path))
     if any(not one.scored for one in summaries):
@@ -199,9 +200,9 @@ def _groups(
     """
     import random
 
-    from ingest.calibration.reading import read_groups
+    from ingest.calibration.figures import left_out_lines, split_usable
+    from ingest.calibration.running import read_groups
     from ingest.calibration.shipped import NAME, PATH
-    from ingest.calibration.usable import left_out_lines, split_usable
     from ingest.errors import CalibrationFileError
 
     path, name = (PATH, NAME) if file is None else (file, str(file))
@@ -235,10 +236,10 @@ async def _compare(
 
     kept: keeps their replies; None: all are asked.
     """
+    from ingest.calibration.figures import summarise
     from ingest.calibration.running import judge_groups
-    from ingest.calibration.summary import summarise
-    from ingest.judges.cache import CachedJudge
-    from ingest.privacy.judge_view import JudgeView
+    from ingest.judges.replies import CachedJudge
+    from ingest.privacy.texts import JudgeView
     from ingest.ruler.judge import LiteLlmJudge
     from ingest.ruler.prompt import rubric_hash
 
@@ -276,7 +277,7 @@ def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | 
     """Open the judges' replies that the store keeps; None: no store of this version, none made."""
     from sqlalchemy import make_url
 
-    from ingest.judges.cache import open_kept
+    from ingest.judges.replies import open_kept
     from sidecar.errors import StoreError
     from sidecar.settings import open_keyring
     from sidecar.store.database import Database, newest_revision
@@ -348,8 +349,7 @@ def judge_noise(
     from contextlib import closing
     from time import time
 
-    from ingest.noise.reading import accept_now, read_noise
-    from ingest.noise.table import as_dict, table_lines
+    from ingest.noise.worker import accept_now, as_dict, read_noise, table_lines
     from sidecar.store.database import Database
 
     judge = (settings := settings_of(context)).judge
@@ -388,7 +388,7 @@ def judge_noise(
         for line in lines:
             say(line)
     if out is not None:
-        from ingest.noise.plot import draw
+        from ingest.noise.worker import draw
 
         oldest_first = found.windows[::-1]
         _write(
@@ -398,3 +398,134 @@ def judge_noise(
             figures,
             lambda path: draw(oldest_first, path, min_spread=settings.learner.min_spread),
         )
+
+
+# The lines of `sidecar status` about judges: who scores, what it costs, the noise. Pure.
+
+
+class OneJudge(msgspec.Struct):
+    model: str
+    breaker: str
+    since: float | None
+    until: float | None
+    error: str
+    without: list[str] = []
+
+
+class JudgeState(msgspec.Struct):
+    state: str
+    since: float
+    good_at: float | None
+    error_at: float | None
+    error: str
+    until: float | None
+    waiting: int
+    judges: list[OneJudge] = []
+    spent_usd_today: float = 0.0
+    tokens_today: int = 0
+
+
+class GateJudge(msgspec.Struct):
+    model: str
+    passes: int
+    own_rubric: bool
+    warning: str
+
+
+class JudgeNoise(msgspec.Struct):
+    groups: int
+    passes: int
+    sd: float | None
+    sd_low: float | None
+    sd_high: float | None
+    drift: str
+    drift_at: float | None
+    project: str = ""
+
+
+def judge_lines(judge: JudgeState | None, noise: JudgeNoise | None, now: float) -> Iterator[str]:
+    """Yield the lines about the judge of the reward. now: Unix seconds."""
+    if judge is None:
+        yield "Judge: no score process with a judge has run (judge.model)."
+        yield from _noise(noise, now)
+        return
+    since = shown_time(judge.since, now)
+    again = ""
+    if judge.until is not None and judge.until > now:
+        again = f", next {shown_age(now - judge.until)}"
+    to_do = advice_on(judge.error)
+    said = {
+        "unknown": f"is being asked whether it works, since {since}",
+        "works": "gives scores",
+        "away": f"gives no scores since {since}; {to_do}; it is asked again by itself{again}",
+        "spent": f"is not asked: {judge.error}",
+        "rejected": f"REJECTS every question since {since}; {to_do}, for score reads the settings "
+        f"at its start; meanwhile it is asked again, in case its server is mended{again}",
+        "no_credit": f"its account has NO CREDIT since {since}; {to_do}; it is asked again{again}",
+    }.get(judge.state, judge.state)
+    if judge.state == "works" and (judge.error_at or 0.0) > (judge.good_at or 0.0):
+        said = f"answers, but gave the newest group no scores; {to_do}"
+    good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
+    waits = counted(judge.waiting, "group waits", "groups wait")
+    yield f"Judge: {said}. Last good answer: {good}. {waits} for it."
+    if judge.tokens_today:
+        dollars = "no dollars are counted, since no price is known (judge.price)"
+        if judge.spent_usd_today:
+            dollars = (
+                f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
+            )
+        yield f"  Today (UTC): {dollars}, {counted(judge.tokens_today, 'token')}."
+    if len(judge.judges) > 1 and judge.state != "spent":
+        yield from _each_judge(judge.judges, now, works=judge.state in ("works", "unknown"))
+    for one in judge.judges:
+        if one.without:
+            yield f"  {one.model} is asked without what it refused: {', '.join(one.without)}."
+    yield from _noise(noise, now)
+    if judge.error_at is not None and judge.state != "spent":
+        yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
+
+
+def _each_judge(judges: Sequence[OneJudge], now: float, *, works: bool) -> Iterator[str]:
+    """Say of each judge, in the order in which they are asked, whether it gives the scores.
+    works: one of them does."""
+    asked = next((one.model for one in judges if one.breaker == "closed"), None)
+    for place, one in enumerate(judges):
+        role = "first judge" if place == 0 else f"fallback {place}"
+        if one.model == asked and works:
+            said = "gives the scores"
+        elif one.breaker == "closed" and one.since is None:
+            said = "stands by"
+        else:
+            since = "" if one.since is None else f" since {shown_time(one.since, now)}"
+            again = "the next group tries it"
+            if one.breaker == "half_open":
+                again = "one group tries it now"
+            elif one.breaker == "closed":
+                again = "it is asked on until it fails three times in a row"
+            elif one.until is not None and one.until > now:
+                again = f"it is tried again {shown_age(now - one.until)}"
+            said = f"fails{since}; {again}. Its error: {one.error}"
+        yield f"  {one.model} ({role}): {said}"
+
+
+def gate_judge_lines(judge: GateJudge | None) -> Iterator[str]:
+    """Yield the lines about the judge of the deployment gate."""
+    if judge is None or not judge.model:
+        return
+    rubric = "a rubric of its own" if judge.own_rubric else "judge.rubric"
+    passes = counted(judge.passes, "pass", "passes")
+    yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
+    if judge.warning:
+        yield f"  WARNING: {judge.warning}."
+
+
+def _noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
+    if noise is None or noise.sd is None:
+        return
+    between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
+    of = counted(noise.groups, "group")
+    yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
+    if noise.drift:
+        since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
+        of = f" --project {noise.project}" if noise.project else ""
+        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise{of}`"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import GivenReason, Output, note, print_found, require_store
-from deploy.cli.times import read_length
+from deploy.cli.output import GivenReason, Output, note, print_found, read_length, require_store
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
 from sidecar.errors import InvalidKeyError, StoreError
 

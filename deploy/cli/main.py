@@ -21,7 +21,7 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import Any
 
-from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes import one_line_at_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end_now_if_a_check_hangs(code: int) -> None:
     """End the process at once when `sidecar doctor` gave up a check that still runs."""
-    checks = sys.modules.get("deploy.doctor.bounded")
+    checks = sys.modules.get("deploy.doctor.look")
     if checks is not None and checks.are_unfinished():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -47,8 +47,7 @@ def _end_now_if_a_check_hangs(code: int) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from deploy.cli.app import whole_command
-    from deploy.cli.help import help_text
+    from deploy.cli.app import help_text, whole_command
     from deploy.cli.output import USAGE_ERROR, note, note_usage, say
     from deploy.errors import DeployError
     from ingest.errors import IngestError

@@ -9,22 +9,122 @@ and in ISO 8601.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.listings.table import WHOLE
-from deploy.cli.times import is_time, shown_time
-from deploy.iso_times import sibling, with_siblings
-from deploy.reasons import MAX_REASON, cut_reason
+from deploy.iso_times import iso, sibling, with_siblings
+from deploy.records import MAX_REASON, cut_reason, version_of
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
+from sidecar.lines import learner_of, line_name
 from sidecar.visible import visible
+
+if TYPE_CHECKING:
+    from sidecar.settings import Learner
+
+
+# A table for a terminal: columns as wide as what stands in them, the last one wrapped. Pure.
+
+GAP = "  "
+LEAST = 20
+"""Characters that the last column has at least, however narrow the terminal is."""
+WHOLE = 10_000
+"""A width in which nothing is wrapped: for output that goes to a file or to another program."""
+
+
+def table_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int = WHOLE
+) -> list[str]:
+    """Return the lines of a table; "none" without rows.
+
+    The last column is wrapped to `width` characters a line: nothing is cut off.
+    """
+    if not rows:
+        return ["none"]
+    shown = [[" ".join(cell.split()) for cell in row] for row in (heads, *rows)]
+    widths = [max(len(row[k]) for row in shown) for k in range(len(heads) - 1)]
+    left = sum(widths) + len(GAP) * len(widths)
+    lines = []
+    for row in shown:
+        first = GAP.join(map(str.ljust, row, widths)) + GAP if widths else ""
+        parts = textwrap.wrap(row[-1], max(LEAST, width - left)) or [""]
+        lines += [
+            f"{first if place == 0 else ' ' * left}{part}".rstrip()
+            for place, part in enumerate(parts)
+        ]
+    return lines
+
+
+# Times for people: when, in UTC, and how long ago. Pure.
+
+UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
+
+
+def is_time(key: str, value: object) -> bool:
+    """True for a field of Unix seconds, by its name (`deploy.iso_times.sibling`) and its kind."""
+    return (
+        sibling(key) is not None and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def shown_time(at: float, now: float) -> str:
+    """A time such as `2026-03-01T09:30:00Z (3 min ago)`. at, now: Unix seconds."""
+    try:
+        moment = datetime.fromtimestamp(int(at), UTC)
+    except (OverflowError, ValueError, OSError):  # no time of our calendar: a damaged row
+        return str(at)
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ} ({shown_age(now - at)})"
+
+
+def shown_cron(learner: Learner, now: float) -> str:
+    """The next three times of `learner.cron`; "" under another schedule. now: Unix seconds.
+
+    Raises: SettingsError.
+    """
+    if learner.schedule != "cron":
+        return ""
+    from learner.schedule.rule import next_times
+
+    times = next_times(learner, datetime.fromtimestamp(now, UTC))
+    shown = ", ".join(f"{one:%a %Y-%m-%d %H:%M}" for one in times)
+    return f"{shown} ({learner.timezone})"
+
+
+def shown_age(age_s: float) -> str:
+    """`3 min ago`, `in 2 days`, `now`."""
+    length = shown_length(abs(age_s))
+    if abs(age_s) < 1:
+        return "now"
+    return f"{length} ago" if age_s > 0 else f"in {length}"
+
+
+def shown_length(length_s: float) -> str:
+    """The number of whole units of the largest unit that fits: `45 s`, `3 min`, `26 h`, `2 days`.
+
+    Hours go on to two days: "30 h" tells more than "1 day".
+    """
+    for unit_s, unit in UNITS:
+        count = int(length_s // unit_s)
+        if count >= (2 if unit == "day" else 1):
+            return f"{count} {unit}s" if unit == "day" else f"{count} {unit}"
+    return f"{int(length_s)} s"
+
+
+def read_length(text: str) -> int | None:
+    """Read a length of time such as `90m`, `12h`, `30d`, `8w`, in seconds; None when it is none."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
+    return int(match[1]) * UNITS_S[match[2]] if match else None
+
 
 FORMATS = ("text", "json")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -244,3 +344,90 @@ def require_store(url: str) -> None:
         raise StoreError(
             f"store {hide_in_url(url)}: no such file; check store.url, or name --config"
         )
+
+
+# What the tables of adapters, aliases, runs and the audit show of each record. Pure.
+
+Json = Mapping[str, Any]
+_CANARY_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def adapters_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
+    """One line a version; `sidecar adapters show` has its name, digest and folder."""
+    heads = ("version", "state", "made", "from", "aliases", "loaded", "why")
+    rows = [
+        (
+            f"v{one['version']}",
+            str(one["state"]),
+            shown_age(now - one["created_at"]),
+            version_of(one["parent"]),
+            ", ".join(one["aliases"]) or "-",
+            {True: "yes", False: "no", None: "-"}[one["loaded"]],
+            "; ".join(_marks(one)) or "-",
+        )
+        for one in items
+    ]
+    return table_lines(heads, rows, width)
+
+
+def _marks(adapter: Json) -> list[str]:
+    found = [str(adapter["reason"])] if adapter["reason"] else []
+    if adapter["banned"]:
+        same = adapter["banned"] == adapter["reason"]
+        found.append("banned" if same else f"banned: {adapter['banned']}")
+    if adapter["removed_at"] is not None:
+        found.append("its folder is removed")
+    if adapter["forgotten_at"] is not None:
+        found.append("content that it learned from is forgotten")
+    return found
+
+
+def aliases_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
+    """One line an alias; `now` is not used."""
+    rows = [(str(one["alias"]), str(one["adapter"] or "-")) for one in items]
+    return table_lines(("alias", "adapter"), rows, width)
+
+
+def audit_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
+    """One line a change; `-o json` has before, after, address and request id."""
+    heads = ("seq", "at (UTC)", "by", "what", "of", "why")
+    rows = [
+        (
+            str(one["seq"]),
+            (iso(one["at"]) or "-")[:16].replace("T", " "),
+            str(one["actor"]),
+            str(one["action"]),
+            _subject(str(one["subject"]), one.get("project")),
+            str(one["reason"] or "-"),
+        )
+        for one in items
+    ]
+    return table_lines(heads, rows, width)
+
+
+def runs_table(items: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
+    """One line a run; `sidecar runs show` has its counts, settings and steps."""
+    heads = ("run", "status", "began", "from", "made", "groups", "why")
+    rows = [
+        (
+            str(one["run_id"]),
+            str(one["status"]),
+            shown_age(now - one["started_at"]),
+            version_of(one["parent"]),
+            version_of(one["adapter"] or "-"),
+            str(one["counts"].get("used", "-")),
+            str(one["reason"] or "-"),
+        )
+        for one in items
+    ]
+    return table_lines(heads, rows, width)
+
+
+def _subject(subject: str, project: str | None) -> str:
+    """The first eight characters of a canary's id, the version of an adapter, else all of it; and
+    whose line it is, because each line has a v1."""
+    short = subject[:8] if _CANARY_ID.fullmatch(subject) else version_of(subject)
+    if project is None:
+        return short
+    line = line_name("", project)  # how the name of each model's line of the project ends
+    return short if short == learner_of(line) else f"{short.removesuffix(line)} of {project}"

@@ -10,22 +10,25 @@ from typing import Any
 
 import msgspec
 
-from deploy.cli.learning.budgets import Budget, budget_lines
-from deploy.cli.learning.judges import (
-    GateJudge,
-    Judge,
-    JudgeNoise,
-    gate_judge_lines,
-    judge_lines,
+from deploy.cli.hooks import HookTold, hook_lines
+from deploy.cli.judge import GateJudge, JudgeNoise, JudgeState, gate_judge_lines, judge_lines
+from deploy.cli.learner import (
+    Budget,
+    OneLine,
+    Verifier,
+    budget_lines,
+    killed_words,
+    name_of,
+    other_lines,
+    percent,
+    progress_words,
+    resumed_words,
+    verifier_lines,
 )
-from deploy.cli.learning.lines import OneLine, name_of, other_lines, percent
-from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
-from deploy.cli.learning.verifiers import Verifier, verifier_lines
-from deploy.cli.outside.hooks import HookTold, hook_lines
-from deploy.cli.times import shown_age, shown_time
+from deploy.cli.output import shown_age, shown_time
 from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has
-from learner.resume.rule import was_stopped
-from sidecar.plurals import counted
+from learner.resume import was_stopped
+from sidecar.visible import counted
 
 
 class Routing(msgspec.Struct):
@@ -140,7 +143,7 @@ class Status(msgspec.Struct, kw_only=True):
     groups: dict[str, int]
     exchanges: int
     bus: Bus | None
-    judge: Judge | None = None
+    judge: JudgeState | None = None
     gate_judge: GateJudge | None = None
     judge_noise: JudgeNoise | None = None
     verifiers: list[Verifier] = []

@@ -7,48 +7,278 @@ while processes are down. It reads the store itself, and not by the admin API.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
-from sqlalchemy import make_url
+from sqlalchemy import make_url, select
 from sqlalchemy.orm import Session
 
-from deploy.doctor.bounded import run_checks
-from deploy.doctor.facts import Facts, LineFacts, StoreFacts
-from deploy.doctor.recent import newest_adapter, newest_run, read_recent
-from deploy.funnel.pile_up import read_pile_up
-from deploy.funnel.read import read_funnel
-from deploy.preflight.bus import check_bus
-from deploy.preflight.findings import Finding, error
-from deploy.preflight.judge import NO_JUDGE, check_judges
-from deploy.preflight.places import check_places
-from deploy.preflight.run import LOCKS, learner_findings
-from deploy.preflight.store import check_store
-from deploy.preflight.verifiers import check_verifiers
-from deploy.preflight.vllm import check_replicas
+from deploy.funnel import Funnel, Name, PileUp, read_funnel, read_pile_up
+from deploy.preflight.peers import (
+    CAUSE,
+    NO_JUDGE,
+    Finding,
+    check_judges,
+    check_replicas,
+    check_verifiers,
+    error,
+)
+from deploy.preflight.settings import LOCKS, check_bus, check_places, check_store, learner_findings
 from deploy.registry import canaries
-from deploy.registry.pace import sessions_a_day
-from ingest.intake.bus_report import read_state
-from ingest.judge_watch.state import read_judge_state
-from ingest.noise.rubrics import each_series
-from ingest.noise.state import NoiseState, read_noise_state
-from ingest.sampling.budget import first_spent, read_usage
-from ingest.verifiers.state import read_verifiers, waiting_for
+from deploy.registry.candidates import sessions_a_day
+from deploy.registry.proof_rule import fields_refused
+from ingest.intake.bus import BusState, read_state
+from ingest.judge_watch import JudgeState, read_judge_state
+from ingest.noise.windows import NoiseState, each_series, read_noise_state
+from ingest.sampling.round import Spent, first_spent, read_usage
+from ingest.store.groups import SET_ASIDE
+from ingest.verifiers.records import VerifierSeen, read_verifiers, waiting_for
 from learner.ready import EMPTY
-from learner.schedule.cron import read_cron
+from learner.runs.source import DROPPED
 from learner.schedule.loop import PAUSED_FLAG
+from learner.schedule.rule import read_cron
 from sidecar.errors import SettingsError, StoreError
 from sidecar.lines import Line, flag_of
-from sidecar.processes.state_lock import holder
+from sidecar.processes import holder
 from sidecar.settings import Judge, Settings
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database, get_flag, newest_revision
+from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow, RunRow
+from sidecar.visible import counted
+
+# What the doctor looks at, as records. `look` fills them, `rules` judges them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recent:
+    """What became of the newest records: the funnel's counts reach back to the store's beginning,
+    and what was wrong last year must not be named today."""
+
+    selections: Mapping[str, int] = field(default_factory=dict)
+    """Number of the newest exchanges by `selection`."""
+    sessions: int = 0
+    """Number of their sessions."""
+    served: Mapping[str, int] = field(default_factory=dict)
+    """Number of the newest groups' served answers by `trainable`, or by why they are masked."""
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """Number of the newest groups by status; of those that ended without an adapter by reason."""
+    detail: str = ""
+    """What the newest group that ended says in words."""
+    fields_refused: Mapping[str, int] = field(default_factory=dict)
+    """vLLM by base URL -> number of the newest exchanges that came without token ids and
+    log-probabilities, because it fails when it is asked for them."""
+    started_ahead_s: float = 0.0
+    """Least number of seconds by which the newest exchanges began after they were stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastRun:
+    status: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineFacts:
+    """What the store says of one line of adapters."""
+
+    line: Line
+    learner_paused: bool = False
+    run: LastRun | None = None
+    adapter: tuple[str, str, str] | None = None
+    """Name, state and reason of the newest adapter."""
+    canary: str = ""
+    """What the open canary waits for."""
+    sessions_a_day: float = 0.0
+    """Of the last week; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFacts:
+    """What the store says."""
+
+    funnel: Funnel
+    bus: BusState | None = None
+    spent: Spent | None = None
+    """The budget of sampling that is spent."""
+    judge: JudgeState | None = None
+    """The judge, as score last saw it."""
+    noise: NoiseState | None = None
+    """The noise of the judge that the settings name."""
+    verifiers: tuple[VerifierSeen, ...] = ()
+    """Verifiers, as score last saw them."""
+    waiting_for_verifiers: Mapping[str, int] = field(default_factory=dict)
+    """Groups that wait for a verifier, by its name."""
+    pile_up: PileUp | None = None
+    """Why no new group begins; None while there is room."""
+    lines: tuple[LineFacts, ...] = ()
+    """The lines of adapters, the default one first."""
+    recent: Recent = Recent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that the rules judge."""
+
+    now: float
+    """Unix seconds, by this machine's clock."""
+    settings: Settings
+    store: StoreFacts | None = None
+    """None: there is no store yet, or it cannot be read; then `findings` says why."""
+    findings: tuple[Finding, ...] = ()
+    """What the checks of `config check --online` found."""
+    verifiers_tried: bool = False
+    """The verifiers were tried just now; then `findings` has those that fail."""
+    running: frozenset[str] = frozenset()
+    """Processes of this machine that hold a lock in `state_dir`."""
+    answering: frozenset[str] = frozenset()
+    """Which of `proxy` and `control` answer on their ports."""
+    loads_refused: Mapping[str, str] = field(default_factory=dict)
+    """Adapter -> why a vLLM refuses to load it, as control saw it."""
+    ahead_s: Mapping[str, float] = field(default_factory=dict)
+    """Whose clock -> seconds that it is ahead of this machine's."""
+    next_run_at: float | None = None
+    """When the schedule is due next; None: not by the clock."""
+    schedule_error: str = ""
+    """Why the schedule never comes."""
+    unchecked: tuple[str, ...] = ()
+    """Checks that gave no result in time, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A stage at which records stop, and the likely cause."""
+
+    stage: Name
+    cause: str
+    """A short name, for programs."""
+    text: str
+    """What is seen, and why that stops records."""
+    to_do: str
+    project: str | None = None
+    """Whose line of adapters it is about; None: the default one, or all."""
+
+
+# Read what became of the newest records: a fixed number of each, whatever the store holds.
+
+EXCHANGES = 200
+GROUPS = 100
+CLOCKS = 20
+"""Exchanges that are asked for both clocks; all must say the same."""
+
+
+def read_recent(session: Session) -> Recent:
+    exchanges = session.execute(
+        select(
+            ExchangeRow.selection,
+            ExchangeRow.started_at,
+            ExchangeRow.stored_at,
+            ExchangeRow.session_id,
+        )
+        .order_by(ExchangeRow.seq.desc())
+        .limit(EXCHANGES)
+    ).all()
+    groups = session.execute(
+        select(GroupRow.group_id, GroupRow.status, GroupRow.reason, GroupRow.detail)
+        .order_by(GroupRow.seq.desc())
+        .limit(GROUPS)
+    ).all()
+    served = session.scalars(
+        select(AnswerRow.untrainable_reason).where(
+            AnswerRow.group_id.in_([one.group_id for one in groups]), AnswerRow.origin == "served"
+        )
+    )
+    ended = [one for one in groups if one.status in (SET_ASIDE, DROPPED)]
+    ahead = [
+        one.started_at - one.stored_at
+        for one in exchanges[:CLOCKS]
+        if isinstance(one.started_at, float) and isinstance(one.stored_at, float)
+    ]
+    return Recent(
+        selections=Counter(str(one.selection) for one in exchanges),
+        sessions=len({one.session_id for one in exchanges}),
+        served=Counter(str(why or "trainable") for why in served),
+        ends=Counter(
+            str(one.reason if one.status in (SET_ASIDE, DROPPED) else one.status) for one in groups
+        ),
+        detail=str(ended[0].detail or "") if ended else "",
+        fields_refused=fields_refused(session),
+        started_ahead_s=max(0.0, min(ahead, default=0.0)),
+    )
+
+
+def newest_run(session: Session, model: str) -> LastRun | None:
+    row = session.execute(
+        select(RunRow.status, RunRow.reason, RunRow.started_at)
+        .where(RunRow.model == model)
+        .order_by(RunRow.started_at.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else LastRun(status=str(row[0]), reason=str(row[1] or ""), at=row[2])
+
+
+def newest_adapter(session: Session, model: str) -> tuple[str, str, str] | None:
+    """Return name, state and reason of the newest version."""
+    row = session.execute(
+        select(AdapterRow.name, AdapterRow.state, AdapterRow.reason)
+        .where(AdapterRow.model == model)
+        .order_by(AdapterRow.version.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else (str(row[0]), str(row[1]), str(row[2] or ""))
+
+
+# Run checks at the same time, and give up those that take too long.
+
+_unfinished: list[threading.Thread] = []
+
+
+def are_unfinished() -> bool:
+    """Return whether a check that was given up still runs. Python would wait for it at the end: for
+    threads of its own that it started, or for a lock that it holds."""
+    return any(thread.is_alive() for thread in _unfinished)
+
+
+def run_checks(
+    checks: Mapping[str, Callable[[], Any]], limit_s: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run each check in a thread of its own. Any: each returns what it likes.
+
+    Returns: results by name; and, for checks without one, why.
+    """
+    results: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+
+    def run(name: str, check: Callable[[], Any]) -> None:
+        try:
+            results[name] = check()
+        except Exception as error:  # noqa: BLE001 - one check must not hide what the others find
+            failures[name] = f"{type(error).__name__}: {error}"
+
+    # Daemons: a check that hangs must not keep the command from ending.
+    threads = {
+        name: threading.Thread(target=run, args=(name, check), daemon=True)
+        for name, check in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for name, thread in threads.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            _unfinished.append(thread)
+            failures.setdefault(name, f"no answer within {limit_s:g} s")
+    return dict(results), dict(failures)
+
 
 ASK_S = 3.0
 """Longest wait for a process of this machine."""
@@ -238,3 +468,35 @@ def _date(url: str) -> float | None:
 
 def _held(folder: Path, name: str) -> bool:
     return (folder / f"{name}.lock").exists() and holder(folder, name) is not None
+
+
+# Say which verifiers fail: as they were tried just now, else as score last saw them. Pure.
+
+
+def failing_verifiers(facts: Facts) -> Iterator[Diagnosis]:
+    """Yield one diagnosis for all verifiers that fail. Groups go on without those that none waits
+    for, by rewards of another meaning."""
+    named = facts.settings.reward.verifiers
+    store = facts.store
+    tried = [one for one in facts.findings if one.cause == CAUSE]
+    seen = {one.name: one for one in store.verifiers} if store is not None else {}
+    waiting = store.waiting_for_verifiers if store is not None else {}
+    if facts.verifiers_tried:
+        texts = [f"{one.setting}: {one.text.rpartition('; ')[0]}" for one in tried]
+    else:
+        texts = [
+            f"reward.verifiers.{name}: {seen[name].error}"
+            for name in named
+            if name in seen and seen[name].fails
+        ]
+    if not texts:
+        return
+    held = sum(waiting.get(name, 0) for name in named)
+    waits = f" ({counted(held, 'group waits', 'groups wait')} for a verifier)" if held else ""
+    yield Diagnosis(
+        stage="judging",
+        cause="verifier_fails",
+        text="; ".join(texts) + waits,
+        to_do="start the service or install the package, or take the verifier out of [reward]; "
+        "`sidecar config check --online` tries each once",
+    )

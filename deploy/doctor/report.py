@@ -8,11 +8,11 @@ from typing import Any
 
 from sqlalchemy import make_url
 
-from deploy.doctor.facts import Diagnosis, Facts
+from deploy.doctor.look import Diagnosis, Facts
 from deploy.doctor.rules import waits_for
 from deploy.examiner import examiner_of
-from deploy.funnel.stages import Stage
-from sidecar.plurals import counted
+from deploy.funnel import Stage
+from sidecar.visible import counted
 
 SHOWN = 4
 """Reasons of a stage that are shown, the most frequent first."""

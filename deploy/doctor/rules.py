@@ -7,29 +7,288 @@ first: nothing reaches the later stages before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from deploy.doctor.facts import Diagnosis, Facts, Recent, StoreFacts
-from deploy.doctor.lines import of_lines
-from deploy.doctor.remedies import (
-    ENDS,
-    KEPT_OUT_TO_DO,
-    MASKS,
-    OF_CHECKS,
-    OF_SETTINGS,
-    REFUSED,
-    SELECTIONS,
+from deploy.doctor.look import Diagnosis, Facts, LineFacts, Recent, StoreFacts, failing_verifiers
+from deploy.funnel import STAGES, Name, PileUp, Stage, said, to_do
+from deploy.preflight.peers import CAUSE as VERIFIER
+from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
+from deploy.registry.candidates import DAY_S, steps_days
+from ingest.grouping.selection import HELD_OUT, NEAR_CAP, PROJECT_CAP, SESSION_CAP
+from ingest.judge_watch import advice, advice_on
+from sidecar.lines import line_of_adapter
+from sidecar.settings import Canary as CanarySettings
+from sidecar.visible import counted
+
+# Which stage a fault stops, and what to do about it: tables that the rules look up.
+
+OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
+    "vllm_away": ("requests", "vllm_away"),
+    "vllm_key": ("requests", "vllm_key"),
+    "vllm_model": ("requests", "vllm_model"),
+    "kafka_away": ("bus", "kafka_away"),
+    "no_token_ids": ("selection", "no_token_ids"),
+    "fields_refused": ("selection", "fields_refused"),
+    "no_load": ("sampling", "vllm_load_unknown"),
+    "sampling_away": ("sampling", "sampling_vllm_away"),
+    "no_judge": ("sampling", "no_judge"),
+    "judge_key": ("judging", "judge_key"),
+    "judge": ("judging", "judge_away"),
+    "gate_judge_key": ("serving", "gate_judge_key"),
+    "gate_judge": ("serving", "gate_judge_away"),
+    "no_lora": ("serving", "no_lora"),
+}
+"""Cause of a preflight's finding -> the stage that it stops, and its name there."""
+OF_SETTINGS: Final[Mapping[str, tuple[Name, str]]] = {
+    "serving.base_model_path": ("learning", "base_model"),
+    "serving": ("requests", "vllm"),
+    "bus": ("bus", "bus_away"),
+    "kafka": ("bus", "kafka_topics"),
+    "store": ("bus", "store_away"),
+    "judge": ("judging", "judge_away"),
+    "gate_judge": ("serving", "gate_judge_away"),
+    "learner": ("learning", "learner_not_ready"),
+}
+"""Setting, or section, of a finding without such a cause."""
+REFUSED: Final[Mapping[str, str]] = {
+    "refused_unknown_model": "have agents name `serving.model` as their `model`",
+}
+"""Why no request was captured -> what to do, where it is no loss and no setting of [capture]."""
+SELECTIONS: Final[Mapping[str, str]] = {
+    "untrainable:ids_missing": "use vLLM 0.32, which obeys return_token_ids, and no gateway before "
+    "it that drops the field",
+    "untrainable:no_prompt_token_ids": "use vLLM 0.32, which obeys return_token_ids",
+    "untrainable:logprobs_missing": "start vLLM with --max-logprobs of at least 1",
+    "untrainable:fields_refused": "use a vLLM that gives both (vLLM 0.32 does); `curl` it with "
+    "`logprobs` and `return_token_ids` to see what it says",
+    "untrainable:text_only": "have agents ask /v1/chat/completions: other surfaces give no ids",
+    "untrainable:masking_unknown": "state serving.grammar; `engine_not_known` in ingest's log "
+    "says why it is not found out",
+    "untrainable:masked_by_server": "start vLLM without --tool-strict-level, or with another "
+    "tool parser",
+    "surface": "have agents ask /v1/chat/completions, the one surface that is learned from",
+    "outcome": "vLLM fails or agents leave before the end: look at sidecar_exchanges_total of the "
+    "proxy and at vLLM's log",
+    "stale_adapter": "nothing, after a promotion; else look at what serves: `sidecar status`",
+}
+"""Selection -> what to do when most exchanges end with it."""
+_ONE_SESSION: Final = (
+    "where conversations that have nothing to do with each other share one (`placed_by` in "
+    "docs/sessions.md says why), have agents send x-sidecar-session, another for each conversation"
 )
-from deploy.doctor.verifiers import failing_verifiers
-from deploy.funnel.pile_up import PileUp, said, to_do
-from deploy.funnel.stages import STAGES, Name, Stage
-from deploy.preflight.verifiers import CAUSE as VERIFIER
-from ingest.grouping.caps import NEAR_CAP, PROJECT_CAP
-from ingest.grouping.selection import HELD_OUT, SESSION_CAP
-from ingest.judge_watch.advice import advice_on
-from sidecar.plurals import counted
+KEPT_OUT_TO_DO: Final[Mapping[str, str]] = {
+    "held_out": f"look at exchange.session_id: {_ONE_SESSION}; else lower groups.held_out_rate",
+    "capped": f"look at exchange.session_id: {_ONE_SESSION}; else raise the limit: "
+    "groups.max_groups_per_session, max_groups_per_project or max_groups_per_near_prompt",
+}
+"""What keeps most exchanges from training -> what to do."""
+MASKS: Final[Mapping[str, str]] = {
+    "temperature_zero": "have agents ask at a temperature above 0 (1 is best); greedy answers are "
+    "all alike and teach nothing",
+    "temperature_raised": "have agents ask at a temperature of at least 0.01",
+    "temperature_differs": "start vLLM with --logprobs-mode processed_logprobs",
+    "defaults_unknown": "state serving.sampling_defaults, or name serving.base_model_path",
+}
+"""Mask of served answers -> what to do when nearly all have it."""
+ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
+    "adapter_gone": ("sampling", "adapter_gone", "see why vLLM lost it: `sidecar status`"),
+    "prompt_mismatch": (
+        "sampling",
+        "prompt_mismatch",
+        "vLLM renders prompts differently than it did: restart it with the chat template of before",
+    ),
+    "private": (
+        "sampling",
+        "private",
+        "the candidates hold what privacy.flag names: leave out the kind that is no secret here, "
+        "or learn from other prompts",
+    ),
+    "request_refused": (
+        "sampling",
+        "request_refused",
+        "vLLM refuses (400) to sample again what it has answered: `candidate_dropped` in score's "
+        "log has its words; its options, or the chat template, may have changed",
+    ),
+    "sampling_failed": (
+        "sampling",
+        "sampling_failed",
+        "`candidate_dropped` in score's log says why candidates fail",
+    ),
+    "identical_answers": (
+        "judging",
+        "tied",
+        "all answers to a prompt are the same: raise the agents' temperature, or give harder tasks",
+    ),
+    "judge_rejected": ("judging", "judge_key", advice("judge_rejected")),
+    "judge_no_credit": ("judging", "judge_no_credit", advice("judge_no_credit")),
+    "judge_rubbish": ("judging", "judge_rubbish", advice("judge_rubbish")),
+    "judge_refused": ("judging", "judge_refused", "a judge without a content filter"),
+    "judge_too_long": (
+        "judging",
+        "judge_too_long",
+        "a judge with a longer context, or judge.context_tokens if the set one is too small",
+    ),
+    "judge_garbled": ("judging", "judge_garbled", advice("judge_garbled")),
+    "judge_unavailable": ("judging", "judge_away", advice("judge_unavailable")),
+    "judge_busy": ("judging", "judge_busy", advice("judge_busy")),
+    "no_spread": (
+        "learning",
+        "tied",
+        "the judge sees no difference: make judge.rubric say what is better, raise the agents' "
+        "temperature, or lower learner.min_spread",
+    ),
+    "within_noise": (
+        "learning",
+        "within_noise",
+        "the scores differ by no more than the judge's noise (`sidecar judge noise`): more "
+        "judge.passes, a steadier judge, or a rubric that tells answers further apart",
+    ),
+    "stale": ("learning", "stale", "raise learner.max_age_versions, or run less often"),
+    "too_few_trainable": (
+        "learning",
+        "too_few_trainable",
+        "most answers are masked: `answer_masked_...` in the counters of stage learn",
+    ),
+    "too_long": ("learning", "too_long", "raise learner.pack_tokens"),
+    "drift": ("learning", "drift", "see `DriftError` among the symptoms in docs/runbook.md"),
+    "drift_unchecked": ("learning", "drift", "keep the folders of the last versions"),
+    "failed_runs": ("learning", "failed_runs", "see why runs fail: `sidecar status`"),
+    "out_of_memory": ("learning", "out_of_memory", "lower learner.pack_tokens"),
+}
+"""Reason of a group's end -> stage, cause, what to do when most groups end so."""
+
+
+# Say where the records of a line of adapters stop: at its learner, or before it serves. Pure.
+
+
+def of_lines(
+    lines: Sequence[LineFacts], loads_refused: Mapping[str, str], rules: CanarySettings
+) -> Iterator[Diagnosis]:
+    """Yield what stops the records of each line. The text names a line that is not the default one.
+
+    loads_refused: adapter -> why a vLLM refuses to load it; one whose name is of no line counts as
+        the first line's.
+    """
+    names = {one.line.name for one in lines}
+    for at, facts in enumerate(lines):
+        refused = {
+            adapter: why
+            for adapter, why in loads_refused.items()
+            if line_of_adapter(adapter) == facts.line.name
+            or (at == 0 and line_of_adapter(adapter) not in names)
+        }
+        yield from _learner(facts)
+        yield from _serving(facts, refused)
+        yield from _slow(facts, rules)
+
+
+def _learner(facts: LineFacts) -> Iterator[Diagnosis]:
+    run, project = facts.run, facts.line.project
+    of, option = _words(project)
+    if run is not None and run.status == "failed":
+        yield Diagnosis(
+            stage="learning",
+            cause="run_failed",
+            text=f"the newest training run{of} failed: {run.reason}",
+            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
+            project=project,
+        )
+    if run is not None and run.status == "held":
+        yield Diagnosis(
+            stage="learning",
+            cause="held",
+            text=f"the reward watch holds the learner{of}: {run.reason}",
+            to_do="see `held` among the symptoms in docs/runbook.md: roll back, mend the judge's "
+            f"rubric, or `sidecar learner override{option} --reason TEXT`; its groups wait",
+            project=project,
+        )
+    if facts.learner_paused:
+        query = "" if project is None else f"?project={project}"
+        yield Diagnosis(
+            stage="learning",
+            cause="paused",
+            text=f"an operator paused the learner{of}, so no run starts",
+            to_do=f"resume it: POST /admin/v1/learner/resume{query}",
+            project=project,
+        )
+
+
+def _not_loaded(facts: LineFacts) -> Iterator[tuple[str, str]]:
+    """Yield the newest adapter, and why, when some vLLM cannot load it: its canary waits for that
+    vLLM, or has ended inconclusive."""
+    if facts.adapter is None:
+        return
+    name, state, reason = facts.adapter
+    if state == "retired" and reason.startswith(NOT_LOADED):
+        yield name, reason
+    elif any(said in facts.canary for said in ("vLLM refused", "failed to load")):
+        yield name, facts.canary
+
+
+def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis]:
+    project = facts.line.project
+    found = dict(refused)
+    if facts.adapter is not None and facts.adapter[1] == "rejected":
+        found.setdefault(facts.adapter[0], facts.adapter[2])
+    not_loaded = dict(_not_loaded(facts))
+    found = not_loaded | found
+    _, option = _words(project)
+    for name, reason in found.items():
+        rank = "rank" in reason
+        yield Diagnosis(
+            stage="serving",
+            cause="rank_too_high" if rank else "adapter_refused",
+            text=f"{name} is not served: {reason}",
+            to_do=_to_serve(name, option, rank=rank, not_loaded=name in not_loaded),
+            project=project,
+        )
+
+
+def _slow(facts: LineFacts, rules: CanarySettings) -> Iterator[Diagnosis]:
+    """Yield that a canary takes days, when one runs or the newest adapter had one in vain."""
+    tried = bool(facts.canary) or (facts.adapter is not None and facts.adapter[1] == "retired")
+    a_day, of = facts.sessions_a_day, _words(facts.line.project)[0]
+    days = steps_days(rules.ramp, rules, a_day)
+    limit = rules.step_max_s / DAY_S
+    if not tried or a_day <= 0.0 or max(days) <= limit:
+        return
+    never = max(days) > SLOWEST * limit
+    steps = ", ".join(f"{one / 100:g}%" for one in rules.ramp)
+    yield Diagnosis(
+        stage="serving",
+        cause="little_traffic",
+        text=f"a canary{of} wants {rules.step_min_sessions} sessions in each step ({steps}): about "
+        f"{sum(days):.0f} days at today's {a_day:.0f} sessions a day"
+        + (f", and a step ends after {SLOWEST * limit:g} at the latest" if never else ""),
+        to_do="lower canary.step_min_sessions or raise canary.steps"
+        + ("" if never else ", or wait: `sidecar status` says how long"),
+        project=facts.line.project,
+    )
+
+
+def _to_serve(name: str, option: str, *, rank: bool, not_loaded: bool) -> str:
+    if rank:
+        return (
+            "start vLLM with a --max-lora-rank of at least learner.rank and state it in "
+            "serving.max_lora_rank, or lower learner.rank"
+        )
+    if not_loaded:
+        return (
+            "mend that vLLM (memory, --enable-lora, learner.adapters_dir at the same path), "
+            f"then `sidecar canary start{option} {name}` where its canary has ended"
+        )
+    return (
+        f"`sidecar adapters show{option}` and `sidecar canary get{option}` have the evidence; the "
+        "next run starts from the champion"
+    )
+
+
+def _words(project: str | None) -> tuple[str, str]:
+    """Return whose line it is in words, and the option of commands; empty for the default line."""
+    return ("", "") if project is None else (f" of {project}", f" --project {project}")
+
 
 FEW = 3
 """Records that must share a fate before it is called a rule."""
@@ -106,7 +365,7 @@ def waits_for(facts: Facts) -> str:
 def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
     for finding in facts.findings:
         if finding.cause == VERIFIER:
-            continue  # `deploy.doctor.verifiers` names all of them together
+            continue  # `deploy.doctor.look` names all of them together
         if finding.level != "error" and finding.cause != "no_judge":
             continue  # it runs, with less: `sidecar config check --online` tells
         section = finding.setting.partition(".")[0]

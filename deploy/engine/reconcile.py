@@ -1,7 +1,7 @@
 """Reconcile one vLLM replica's loaded adapters with the store. `fleet` has one for each replica.
 
 A restart of vLLM loses the adapters loaded at run time. So the store says what should be loaded
-(`deploy.engine.desired`), and vLLM is compared with it on a timer and after every change. The
+(`deploy.engine.reconcile`), and vLLM is compared with it on a timer and after every change. The
 store keeps since when nothing wants an adapter, so that a restart begins no grace anew; one stays
 also while vLLM answers a request with it, or does not tell. A control that does not hold the lease
 only looks.
@@ -17,34 +17,143 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import structlog
+from sqlalchemy.orm import Session
 
-from deploy.engine.checked_load import (
+from deploy.engine.vllm_control import (
+    AdapterControl,
     Marks,
     ask_liveness,
     check_unchanged,
     in_folder_thread,
     load_checked,
 )
-from deploy.engine.desired import (
-    DRAIN_S,
-    Desired,
-    Plan,
-    lacking,
-    make_plan,
-    read_desired,
-    registered_path,
-)
-from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
 from deploy.iso_times import iso
-from deploy.registry.altered import record_altered, record_restored
-from deploy.registry.leases.unwanted import keep_since
+from deploy.records import nobody_has
+from deploy.registry import audit, canaries, routing_writer, versions
+from deploy.registry.candidates import record_altered, record_restored
+from deploy.registry.leases import keep_since, lines_behind
+from deploy.registry.rollback import roll_back_in
 from sidecar.errors import StoreError
-from sidecar.store.database import Database
+from sidecar.lines import flag_of
+from sidecar.records import BASE
+from sidecar.store.database import Database, get_flag, set_flag
+
+# Which adapters of all lines the store wants loaded, and what that changes in one vLLM.
+
+UNLOAD_GRACE_S = 30.0
+"""How long an adapter is kept after it was last wanted."""
+DRAIN_S = 600.0
+"""How long an adapter may go on answering after its grace: as long as the proxy waits for vLLM. As
+long it stays for a proxy that follows an older table: one that is gone never takes another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """Adapters of all lines that the store wants loaded, with what a load needs."""
+
+    wanted: tuple[str, ...]
+    """Names to load, the most urgent first."""
+    paths: Mapping[str, str]
+    """Name -> folder of every version that is wanted or loaded, the oldest first."""
+    rejected: frozenset[str]
+    """Adapters that never had traffic and never will: they need no grace period."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Name -> registered digest, of the same versions."""
+    followed: frozenset[str] = frozenset()
+    """Those that a proxy may still send users to, because it follows an older table. None that was
+    rolled back: such a proxy should rather ask for the next adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    load: tuple[str, ...]
+    unload: tuple[str, ...]
+
+
+def make_plan(
+    desired: Desired,
+    loaded: Collection[str],
+    *,
+    max_loras: int,
+    unwanted_since: Mapping[str, float],
+    now: float,
+) -> Plan:
+    """Plan the changes in vLLM. Pure.
+
+    loaded: every adapter that vLLM lists, also those that are not ours.
+    unwanted_since: Unix seconds, for each of our adapters that is loaded and not wanted.
+    """
+    spare = [name for name in desired.paths if name in loaded and name not in desired.wanted]
+    rejected = [name for name in spare if name in desired.rejected]
+    kept = [name for name in spare if name not in desired.rejected]
+    excess = len(desired.wanted) + len(kept) - max_loras
+    due = [
+        name
+        for name in kept
+        if now - unwanted_since.get(name, now)
+        >= (DRAIN_S if name in desired.followed else UNLOAD_GRACE_S)
+    ]
+    return Plan(load=lacking(desired, loaded), unload=(*rejected, *due[: max(0, excess)]))
+
+
+def lacking(desired: Desired, loaded: Collection[str]) -> tuple[str, ...]:
+    """Return the wanted adapters that vLLM does not list, the most urgent first. Pure."""
+    return tuple(name for name in desired.wanted if name not in loaded)
+
+
+def read_desired(
+    database: Database, model: str, loaded: Collection[str] = (), *, own: Sequence[str] = ()
+) -> Desired:
+    """Read from the store which adapters should be loaded.
+
+    model: name of the default line. own: names of the other lines.
+    loaded: what vLLM lists; of the registered versions, only these and the wanted ones are read,
+        also of a line that the settings do not name any more: it is unloaded by and by.
+    """
+    with database.read() as session:
+        # The most urgent of each line before the less urgent of any.
+        ranked = list(zip_longest(*(_names(session, line) for line in (model, *own))))
+        names = [name for rank in ranked for some in rank for name in some or ()]
+        wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
+        registered = versions.named(session, model, {*wanted, *loaded})
+        spare = [one for one in registered if one.name not in wanted]
+        behind = lines_behind(session) if spare else frozenset()
+    return Desired(
+        wanted=wanted,
+        paths={one.name: one.path for one in reversed(registered)},
+        rejected=frozenset(one.name for one in registered if one.state == "rejected"),
+        digests={one.name: one.digest for one in registered},
+        followed=frozenset(
+            one.name for one in spare if one.model in behind and one.state != "rolled_back"
+        ),
+    )
+
+
+def registered_path(_digest: str, path: str) -> str:
+    """Return the path that the registry has: every machine sees the same folder there."""
+    return path
+
+
+def _names(session: Session, line: str) -> list[list[str]]:
+    """Return the adapters that a line wants, "base" among them, the most urgent first."""
+    aliases = versions.aliases_of(session, line)
+    table = routing_writer.current(session, line)
+    canary = canaries.active(session, line)
+    tried = canary if canary is not None and canary.phase != "loading" else None
+    return [
+        [aliases.get("champion", BASE)],
+        [] if table is None else [table.champion, table.canary or BASE],
+        [] if tried is None else [tried.candidate],
+        [aliases.get("previous", BASE)],
+        [] if tried is None else [tried.anchor],  # the last: users do not wait for it
+    ]
+
 
 log = structlog.get_logger()
 
@@ -391,3 +500,133 @@ class Reconciler:
         if self.view.away is not None:
             self._log.info("engine_reached")
         self.view.away = None
+
+
+# All vLLM replicas: one reconciler for each, and a combined view.
+
+
+class Fleet:
+    """The replicas of one model, by base URL."""
+
+    def __init__(self, reconcilers: Mapping[str, Reconciler]) -> None:
+        """reconcilers: by base URL, at least one."""
+        self.reconcilers = dict(reconcilers)
+
+    def view(self) -> EngineView:
+        """Combine the latest views of all replicas.
+
+        The engine is away when no replica answers. An adapter is loaded when every reachable
+        replica has it, and refused when one of them refuses it.
+        """
+        views = {url: one.view for url, one in self.reconcilers.items()}
+        up = [view for view in views.values() if view.away is None]
+        away = "; ".join(str(view.away) for view in views.values())
+        refused = {
+            name: reason if len(views) == 1 else f"{url}: {reason}"
+            for url, view in views.items()
+            for name, reason in view.refused.items()
+        }
+        return EngineView(
+            away=None if up else away,
+            loaded=frozenset.intersection(*(view.loaded for view in up)) if up else frozenset(),
+            refused=refused,
+            replicas=views,
+        )
+
+
+# Roll back by itself when no vLLM can serve the champion: refused everywhere, or altered on disk.
+
+MISSING_S = 30.0
+"""As long as an operator's restored folder takes to be looked at again (`ALTERED_RETRY_S`)."""
+CHECK_S = 2.0
+FLAG = "champion_missing"
+"""Row of the table `flag`: since when nobody serves the champion, and its name; else empty."""
+
+
+class ChampionGuard:
+    """Checks one model. Only a control that acts calls it."""
+
+    def __init__(
+        self,
+        database: Database,
+        model: str,
+        view: Callable[[], EngineView],
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """view: the combined view of all replicas."""
+        self._database = database
+        self._model = model
+        self._view = view
+        self._on_change = on_change
+        self._clock = clock
+        self._flag = flag_of(FLAG, model)
+
+    async def check(self) -> bool:
+        """Check once. Returns: True when it rolled back. Raises: StoreError."""
+        return await asyncio.to_thread(self._check)
+
+    def _check(self) -> bool:
+        with self._database.read() as session:
+            aliases = versions.aliases_of(session, self._model)
+        champion, previous = aliases.get("champion", BASE), aliases.get("previous", BASE)
+        view, now = self._view(), self._clock()
+        missing = _nobody_serves(view, champion)
+        since = self._since(champion if missing else BASE, now)
+        if since is None or now - since < MISSING_S:
+            return False
+        has_it = any(previous in one.loaded for one in view.replicas.values())
+        if previous in (BASE, champion) or not has_it:
+            return False  # nothing better than the base, which answers already
+        why = f"no vLLM can serve {champion}: {view.refused.get(champion, 'it is not loaded')}"
+        with self._database.write() as session:
+            if versions.aliases_of(session, self._model) != aliases:
+                return False  # somebody moved them meanwhile
+            done = roll_back_in(
+                session,
+                self._model,
+                to=previous,
+                reason=why,
+                actor=audit.CONTROL,
+                now=now,
+                ban=False,
+            )
+        log.error("rolled_back_by_itself", before=done.before, after=done.after, reason=why)
+        self._on_change()
+        return True
+
+    def _since(self, champion: str, now: float) -> float | None:
+        """Keep since when nobody serves the champion, in the store: a control that is started again
+        and again counts on. champion: the base: all is well. Returns: Unix seconds; None: all is
+        well."""
+        with self._database.read() as session:
+            kept = get_flag(session, self._flag) or ""
+        at, _, name = kept.partition(" ")
+        if champion == BASE and not kept:
+            return None
+        if champion == name and champion != BASE:
+            since = _number(at)
+            if since is not None and since <= now:  # else damaged, or the clock was set back
+                return since
+        with self._database.write() as session:
+            told = "" if champion == BASE else f"{now} {champion}"
+            set_flag(session, self._flag, told, now=now)
+        return None if champion == BASE else now
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _nobody_serves(view: EngineView, champion: str) -> bool:
+    """True when some vLLM answers, each that does refuses the champion, and none has it. Pure.
+
+    One that has it and has not proved it yet may well serve it.
+    """
+    up = [one for one in view.replicas.values() if one.away is None]
+    refused = all(champion in one.refused and champion not in one.unproven for one in up)
+    return refused and nobody_has(champion, (one.loaded for one in up))

@@ -15,12 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.engine import strict_json
-from deploy.engine.adapter_config import LoraShape, check_config
-from deploy.engine.base_modules import read_base
-from deploy.engine.lora_weights import check_against_base, check_matrices, read_matrices
-from deploy.engine.safetensors_file import first_non_finite, read_tensors
-from deploy.engine.strict_json import shown
+from deploy.engine import lora_weights
+from deploy.engine.lora_weights import (
+    LoraShape,
+    check_against_base,
+    check_config,
+    check_matrices,
+    first_non_finite,
+    read_base,
+    read_matrices,
+    read_tensors,
+    shown,
+)
 from deploy.errors import AlteredAdapterError, InvalidAdapterError, NotAsRegisteredError
 from learner.adapter_folder import (
     CARD,
@@ -166,7 +172,7 @@ def _read_config(folder: int, limits: ServingLimits) -> LoraShape:
     if len(content) > MAX_CONFIG_BYTES:
         raise InvalidAdapterError(f"{CONFIG}: has more than {MAX_CONFIG_BYTES} bytes")
     try:
-        config = strict_json.parse(content)
+        config = lora_weights.parse(content)
     except ValueError as error:
         raise InvalidAdapterError(f"{CONFIG}: {error}") from error
     return check_config(config, max_rank=limits.max_rank, bases=limits.bases)

@@ -30,13 +30,16 @@ Source of the guards: Lindon and Malek, "Anytime-valid inference for multinomial
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 from deploy.evidence.betting import Bets, begin, bet_on_arm, pay_out
 from deploy.evidence.quality import FLAWS
+from sidecar.visible import counted
 
 Guard = Literal["failed", "cut", "short", "invalid", "evasive"]
 GUARDS: tuple[Guard, ...] = get_args(Guard)
@@ -196,3 +199,322 @@ def _bet(bets: Bets, canary: bool, odds: float, *, first: bool) -> Bets:
     if first:
         bets = pay_out(bets, len(WORSE))
     return bet_on_arm(bets, canary, odds, _BAD_AT_FIRST if first else _BAD_ONCE)
+
+
+# What numbers from outside say of a canary: each check, and what some in a row mean. Pure.
+
+Outcome = Literal["ok", "failing", "no_data", "error"]
+Mode = Literal["dry_run", "signal", "guardrail"]
+CHECKS_KEPT = 20
+"""Newest checks of a metric that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One answer to a metric's question."""
+
+    at: float
+    """Unix seconds."""
+    outcome: Outcome
+    value: float | None = None
+    why: str = ""
+    """What is wrong and what to do, of an error; why there is no data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricState:
+    """What is known of one metric."""
+
+    mode: Mode = "dry_run"
+    min: float | None = None
+    max: float | None = None
+    """Limits of a good value, when it was checked last."""
+    fails_at: int = 1
+    """Failing checks in a row that mean something."""
+    errs_at: int = 1
+    """Errors in a row that mean something."""
+    failures: int = 0
+    """Failing checks in a row; checks without data between them do not count."""
+    errors: int = 0
+    """Errors in a row."""
+    known_at: float = 0.0
+    """When a check last gave a value, Unix seconds; 0: none did."""
+    history: tuple[Check, ...] = field(default=())
+    """The newest checks, the oldest first; at most `KEPT`."""
+
+    @property
+    def last(self) -> Check | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def fails(self) -> bool:
+        return self.failures >= self.fails_at
+
+    @property
+    def is_away(self) -> bool:
+        return self.errors >= self.errs_at
+
+
+def outcome_of(value: float | None, low: float | None, high: float | None) -> Outcome:
+    """Return what a value means. low, high: limits of a good value; None: there is none.
+
+    None and NaN are no data: a query that divides nothing by nothing gives NaN.
+    """
+    if value is None or value != value:
+        return "no_data"
+    beyond = (low is not None and value < low) or (high is not None and value > high)
+    return "failing" if beyond else "ok"
+
+
+def add_check(state: MetricState, check: Check) -> MetricState:
+    """Return the state after one more check."""
+    failures = {"ok": 0, "failing": state.failures + 1}.get(check.outcome, state.failures)
+    return replace(
+        state,
+        failures=failures,
+        errors=state.errors + 1 if check.outcome == "error" else 0,
+        known_at=check.at if check.outcome in ("ok", "failing") else state.known_at,
+        history=(*state.history, check)[-CHECKS_KEPT:],
+    )
+
+
+def broken_guardrail(metrics: Mapping[str, MetricState], *, since: float = 0.0) -> str | None:
+    """Return in words which guardrail failed often enough to roll back, or None.
+
+    since: Unix seconds; a guardrail whose newest value is older says nothing of what serves now.
+    """
+    for name, state in metrics.items():
+        if state.mode == "guardrail" and state.fails and state.known_at >= since:
+            return f"guardrail {name}: {_beyond(state)}"
+    return None
+
+
+def standing(metrics: Mapping[str, MetricState]) -> str | None:
+    """Return in words which signal holds the ramp, or None. It goes on when the signal recovers."""
+    for name, state in metrics.items():
+        if state.mode == "signal" and state.fails:
+            return f"signal {name}: {_beyond(state)}"
+    return None
+
+
+def away(metrics: Mapping[str, MetricState]) -> str | None:
+    """Return in words which metric cannot be asked, or None. It holds, and proves nothing."""
+    for name, state in metrics.items():
+        if state.mode != "dry_run" and state.is_away and state.last is not None:
+            tries = counted(state.errors, "time")
+            return f"metric {name} gave no answer {tries} in a row: {state.last.why}"
+    return None
+
+
+def unseen(
+    metrics: Mapping[str, MetricState], wanted: Iterable[str], *, since: float
+) -> str | None:
+    """Return in words which metric has no value of the present step yet, or None.
+
+    wanted: metrics that may hold or roll back. since: Unix seconds at which the step began.
+    """
+    for name in wanted:
+        state = metrics.get(name)
+        if state is None or state.known_at < since:
+            return f"metric {name}, which has no value yet"
+    return None
+
+
+def _beyond(state: MetricState) -> str:
+    values = [one.value for one in state.history if one.outcome == "failing"][-state.failures :]
+    shown = ", ".join(f"{value:g}" for value in values[-3:] if value is not None)
+    limits = [
+        f"{word} {limit:g}"
+        for word, limit in (("below", state.min), ("above", state.max))
+        if limit is not None
+    ]
+    are = "is" if len(values) == 1 else "are"
+    return f"{shown} {are} {' or '.join(limits)} in {counted(state.failures, 'check')} in a row"
+
+
+# What the approval service of an operator said, and what that means for a move. Pure.
+
+Stage = Literal["ramp", "promotion"]
+Answer = Literal["asked", "allow", "deny", "wait", "error"]
+"""asked: it has not answered yet; error: it could not be asked, or its answer was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approval:
+    """One move that waits for the service, or did."""
+
+    before: Stage
+    since: float
+    """Unix seconds since which the move waits."""
+    answer: Answer = "asked"
+    reason: str = ""
+    """The service's words, or what is wrong and what to do."""
+    at: float = 0.0
+    """When it last answered, or failed to; 0: not yet."""
+    asked: int = 0
+    """Calls so far."""
+
+
+def verdict(
+    known: Approval | None, stage: Stage, *, holds_s: float, max_wait_s: float, now: float
+) -> Literal["begin", "go", "deny", "wait", "give_up"]:
+    """Return what a move that wants approval does now.
+
+    begin: the service is to be asked. holds_s: how long an answer holds: an older `allow` was about
+        older evidence. max_wait_s: time after which nobody waits any more. now: Unix seconds.
+    """
+    if known is None or known.before != stage:
+        return "begin"
+    if known.answer == "deny":
+        return "deny"
+    if known.answer == "allow" and 0.0 <= now - known.at <= holds_s:
+        return "go"
+    return "give_up" if now - known.since > max_wait_s else "wait"
+
+
+def described(known: Approval | None, stage: Stage) -> str:
+    """Say what a move waits for."""
+    said = {
+        "allow": "it allowed it, and is asked again about the newest evidence",
+        "wait": f"it says wait ({known.reason})" if known is not None else "",
+        "error": f"it gave no answer ({known.reason})" if known is not None else "",
+    }.get(known.answer if known is not None and known.before == stage else "", "it is being asked")
+    return f"waits for the approval service before the {stage}: {said}"
+
+
+# Users' turns of a ramp in an order that neither arm's speed decides. Pure.
+
+MOST_HELD = 100_000
+"""Turns that wait for earlier ones; beyond it the oldest wait no longer, and count as late."""
+COMMIT_S = 5.0
+"""Longest time from the end of a turn to when it can be read, in seconds; part of the wait."""
+QUIET_S = 600.0
+"""Longest time without a new request for which turns wait, seconds. Longer than a restart of ingest
+takes, and than the clocks of proxies and control differ."""
+MOST_AHEAD_S = 3_600.0
+"""A turn counts no later than this and the wait after it was stored: a proxy's clock may be days
+ahead."""
+LONGEST_LAG_S = 3_600.0
+"""Longest wait of a request because earlier ones of its unit followed each other quickly. A unit of
+hundreds of requests, as a popular opening is one, is so long behind at most."""
+MOST_INTERVAL = 2.5
+"""Longest interval between two requests that is made up for, as a multiple of the wait. Equal
+adapters whose users pause 10 s beside 90 s were rolled back in 29 of 30 simulated ramps when only
+the replies' time was (docs/log.md)."""
+LONG_SHARE = 0.05
+"""Share of the intervals that are longer than a long one."""
+_GROWTH = 1.25
+"""Intervals are counted in classes, each so many times as long as the one before."""
+_LOG_GROWTH = math.log(_GROWTH)
+_SHORTEST_S = 0.1
+_UNSEEN = 5
+"""Longest intervals that each arm begins with: nothing is known of it yet. With `LONG_SHARE` the
+first hundred intervals of an arm are taken for long ones."""
+
+
+class LongIntervals:
+    """What is a long time from one request of a unit to the next: the slower arm's quantile."""
+
+    def __init__(self, most_s: float) -> None:
+        """most_s: the longest that it may be, seconds."""
+        self._most_s = most_s
+        self._counts = {arm: Counter({_class_of(most_s): _UNSEEN}) for arm in (True, False)}
+        """By arm (True: the canary's), replies in each class of times."""
+        self._long_s = dict.fromkeys(self._counts, most_s)
+
+    @property
+    def long_s(self) -> float:
+        """Seconds after which all but `LONG_SHARE` of the next requests of either arm had come."""
+        return max(self._long_s.values())
+
+    def add(self, interval_s: float, *, canary: bool) -> None:
+        """Count one."""
+        counts = self._counts[canary]
+        counts[_class_of(min(interval_s, self._most_s))] += 1
+        left = LONG_SHARE * counts.total()
+        for one in sorted(counts, reverse=True):
+            left -= counts[one]
+            if left < 0.0:
+                self._long_s[canary] = min(self._most_s, _GROWTH**one)
+                return
+
+
+class _Unit(NamedTuple):
+    requests: int
+    """Those that came one after the other."""
+    began_at: float
+    newest_at: float
+    """When the newest of them began,"""
+    ends_at: float
+    """and ended."""
+
+
+class InOrder:
+    """Holds the turns that wait."""
+
+    def __init__(self, wait_s: float) -> None:
+        """wait_s: seconds from the beginning of a request to when it counts."""
+        self._wait_s = wait_s
+        self._grace_s = max(0.0, wait_s - COMMIT_S)
+        self._held: list[tuple[float, float, int, Turn]] = []
+        """When they count, when they began, their place in the table; a heap."""
+        self._newest_end = -math.inf
+        """Newest end of a request that was read."""
+        self._long = LongIntervals(MOST_INTERVAL * wait_s)
+        self._units: OrderedDict[int, _Unit] = OrderedDict()
+        """By the hash of a unit, the one that was met last at the end."""
+
+    def __len__(self) -> int:
+        """Return the number of turns that wait."""
+        return len(self._held)
+
+    def add(
+        self, turn: Turn, *, started_at: float, stored_at: float, took_s: float, place: int
+    ) -> None:
+        """Take a turn that ended; those of one conversation in their order.
+
+        Times are Unix seconds; took_s: seconds from the request to the end of its reply; place: its
+        number, for equal times.
+        """
+        ended_at = min(started_at + took_s, stored_at)
+        if stored_at < self._newest_end - QUIET_S:  # the clock was set back
+            self._newest_end = ended_at
+        self._newest_end = max(self._newest_end, ended_at)
+        # Nothing later has been counted: what `take` gave out was this wait before the newest end.
+        earliest = max(self._newest_end, stored_at - QUIET_S) - self._grace_s
+        at = min(max(started_at, earliest), stored_at + MOST_AHEAD_S)
+        if at - started_at > COMMIT_S:
+            turn = replace(turn, late=True)
+        at += self._lag_s(turn, started_at, took_s)
+        heapq.heappush(self._held, (at, started_at, place, turn))
+
+    def take(self, now: float) -> Iterator[Turn]:
+        """Yield the turns that have waited long enough, in their order. now: Unix seconds; every
+        turn that was stored until then has been added."""
+        until = min(now, max(self._newest_end, now - QUIET_S)) - self._wait_s
+        while self._held and self._held[0][0] <= until:
+            yield heapq.heappop(self._held)[-1]
+        while len(self._held) > MOST_HELD:
+            yield replace(heapq.heappop(self._held)[-1], late=True)
+
+    def _lag_s(self, turn: Turn, started_at: float, took_s: float) -> float:
+        """Return how much later the request would have begun after long intervals; note it."""
+        key = hash(turn.unit)
+        ends_at = started_at + took_s
+        unit = self._units.pop(key, None)
+        if unit is None:
+            self._units[key] = _Unit(1, started_at, started_at, ends_at)
+            if len(self._units) > MOST_UNITS:
+                self._units.popitem(last=False)
+            return 0.0
+        lag_s = unit.requests * self._long.long_s - (started_at - unit.began_at)
+        # Of requests at the same time only one is on the way to the next.
+        if started_at >= unit.ends_at:
+            self._long.add(started_at - unit.newest_at, canary=turn.canary)
+            unit = _Unit(unit.requests + 1, unit.began_at, started_at, ends_at)
+        self._units[key] = unit
+        return min(max(0.0, lag_s), LONGEST_LAG_S)
+
+
+def _class_of(interval_s: float) -> int:
+    return math.ceil(math.log(max(interval_s, _SHORTEST_S)) / _LOG_GROWTH)

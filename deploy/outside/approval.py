@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from deploy.errors import error_line
-from deploy.evidence.approval import Answer, Approval
+from deploy.evidence.live import Answer, Approval
 from deploy.outside.http import OutsideError, Poster, Reply, secret_of
 from deploy.records import Canary
 from deploy.registry import canaries

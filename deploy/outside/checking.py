@@ -18,19 +18,11 @@ import structlog
 from sqlalchemy import select
 
 from deploy.errors import error_line
-from deploy.evidence.outside import (
-    Check,
-    MetricState,
-    add_check,
-    broken_guardrail,
-    outcome_of,
-)
-from deploy.outside.http import OutsideError
-from deploy.outside.metrics import MetricSource, Names
-from deploy.outside.turns import end_turns
+from deploy.evidence.live import Check, MetricState, add_check, broken_guardrail, outcome_of
+from deploy.outside.http import MetricSource, Names, OutsideError, end_turns
 from deploy.records import Canary
+from deploy.registry import aliases as bans
 from deploy.registry import audit, canaries, versions
-from deploy.registry.history import bans
 from deploy.registry.rollback import roll_back_in
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings

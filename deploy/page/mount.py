@@ -15,11 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.admin.app import create_app, create_routes
 from deploy.admin.context import AdminContext
-from deploy.page.changed import Watchers
-from deploy.page.changing import changing_views
+from deploy.page.changing import Watchers, changing_views
 from deploy.page.desk import Desk, prefix_of, with_headers
-from deploy.page.overview import overview_views
-from deploy.page.records import record_views
+from deploy.page.overview import overview_views, record_views
 from sidecar.settings.kinds import AdminScope
 
 log = structlog.get_logger()

@@ -7,18 +7,20 @@ Values without a column of their own are in the row's `evidence` object, under t
 
 from __future__ import annotations
 
-from typing import Any, cast
+import uuid
+from typing import Any, cast, get_args
 
 import msgspec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownCanaryError
-from deploy.evidence.approval import Approval
-from deploy.evidence.outside import MetricState
-from deploy.records import ACTIVE_PHASES, Canary, Phase
+from deploy.evidence.live import Approval, MetricState
+from deploy.records import ACTIVE_PHASES, AdapterState, Canary, Phase
+from deploy.registry import audit, versions
 from sidecar.records import BASE
 from sidecar.routing.table import BUCKETS, is_adapter_name
+from sidecar.store.database import count
 from sidecar.store.models import BreakerTripRow, CanaryRow
 
 _LARGEST = 2**53
@@ -209,3 +211,101 @@ def earlier_tries(
 def etag(canary: Canary) -> str:
     """Return the entity tag that `If-Match` is compared with."""
     return f'"g{canary.generation}"'
+
+
+# The queue of a model: one canary runs, and at most one waits until it has ended.
+
+
+def new_row(*, model: str, candidate: str, now: float) -> CanaryRow:
+    """Return a queued canary that the session does not have yet. now: Unix seconds."""
+    return CanaryRow(
+        canary_id=uuid.uuid4().hex,
+        model=model,
+        candidate=candidate,
+        champion=BASE,
+        state="queued",
+        paused=False,
+        reason=None,
+        step=0,
+        salt=uuid.uuid4().hex,
+        created_at=now,
+        step_started_at=now,
+        ended_at=None,
+        evidence={},
+        generation=1,
+    )
+
+
+def join(
+    session: Session,
+    *,
+    model: str,
+    candidate: str,
+    steps: tuple[int, ...],
+    runs: str,
+    now: float,
+    actor: str,
+    reason: str,
+) -> Canary:
+    """Queue a version behind the canary that runs, in the place of the one that waits.
+
+    runs: the adapter whose canary runs. Asked again for the version that waits, its canary is
+    returned and nothing is written.
+    """
+    waits = queued_row(session, model)
+    if waits is not None and waits.candidate == candidate:
+        return to_canary(waits)
+    if waits is not None:
+        left = f"superseded by {candidate}"
+        withdraw(session, waits, reason=left, now=now, actor=actor)
+    row = new_row(model=model, candidate=candidate, now=now)
+    row.champion = versions.champion(session, model)
+    row.reason = f"queued behind the canary of {runs}"
+    version = versions.find(session, candidate)
+    row.evidence = {
+        "steps": list(steps),
+        "queued": {"at": now, "by": actor, "state": version.state, "reason": version.reason},
+    }
+    session.add(row)
+    versions.set_state(session, candidate, "registered", row.reason)
+    session.flush()
+    _told(session, row, before={}, now=now, actor=actor, reason=reason)
+    return to_canary(row)
+
+
+def withdraw(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> None:
+    """Take a queued canary out of the queue, in the caller's write transaction."""
+    before = {"phase": row.state}
+    was = entry(row, "queued")
+    row.state, row.reason, row.ended_at = "withdrawn", reason, now
+    row.generation = to_canary(row).generation + 1
+    state, why = was.get("state"), was.get("reason")
+    if state in get_args(AdapterState) and state != "registered":
+        kept = why if isinstance(why, str) else None
+        versions.set_state(session, row.candidate, cast(AdapterState, state), kept)
+    else:
+        versions.set_state(session, row.candidate, "retired", reason)
+    count(session, "canary", "withdrawn")
+    session.flush()
+    _told(session, row, before=before, now=now, actor=actor, reason=reason)
+
+
+def _told(
+    session: Session,
+    row: CanaryRow,
+    *,
+    before: dict[str, str],
+    now: float,
+    actor: str,
+    reason: str,
+) -> None:
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action=f"canary.{row.state}",
+        subject=row.canary_id,
+        before=before,
+        after={"canary_id": row.canary_id, "phase": row.state, "candidate": row.candidate},
+        reason=reason,
+    )

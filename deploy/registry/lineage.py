@@ -18,8 +18,7 @@ from sqlalchemy.orm import Session
 from deploy.evidence.live import GUARDS
 from deploy.records import AdapterVersion
 from deploy.registry import audit, canaries, versions
-from deploy.registry.gate_rule import judge_name
-from sidecar.plurals import counted
+from deploy.registry.canary_rule import judge_name
 from sidecar.records import BASE
 from sidecar.store.models import (
     AnswerRow,
@@ -29,7 +28,7 @@ from sidecar.store.models import (
     JudgeCallRow,
     RunRow,
 )
-from sidecar.visible import visible
+from sidecar.visible import counted, visible
 
 SHOWN_PROMPTS = 40
 """Judged prompts of a canary that are rendered; a ramp has hundreds."""

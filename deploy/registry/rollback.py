@@ -3,7 +3,7 @@
 A rollback needs only the store: no vLLM, no judge, no control process. It ends the active canary,
 moves the aliases and rewrites the routing table; proxies follow at their next poll. The adapter
 that was champion is marked `rolled_back`, its files are banned
-(`deploy.registry.history.bans`), and no descendant of it gets a canary. A candidate that users had
+(`deploy.registry.aliases`), and no descendant of it gets a canary. A candidate that users had
 met (`ramping`) is banned with it. One that was still loading or at the gate is not, because nothing
 was decided about it: its canary ends as by an abort. The learner is paused until an operator
 resumes it: what it learned last was taken from the users, and somebody should look why. A rollback
@@ -29,9 +29,16 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState
-from deploy.registry import audit, canaries, routing_writer, transitions, versions
-from deploy.registry.history import aliases, bans
-from deploy.registry.learner import flags
+from deploy.registry import (
+    aliases,
+    audit,
+    canaries,
+    routing_writer,
+    switches,
+    transitions,
+    versions,
+)
+from deploy.registry import aliases as bans
 from sidecar.records import BASE
 from sidecar.store.database import Database, count
 
@@ -129,7 +136,7 @@ def roll_back_in(
         )
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:
-            flags.set_paused(
+            switches.set_paused(
                 session, model, True, now=now, actor=actor, reason=f"rollback: {reason}"
             )
         by = "automatic" if actor == audit.CONTROL else "operator"
@@ -154,7 +161,7 @@ def roll_back_in(
         after=target,
         ended_canary=ended,
         changed=changed,
-        learner_paused=flags.read(session, model).paused,
+        learner_paused=switches.read(session, model).paused,
         generation=table.generation,
         banned=banned,
     )

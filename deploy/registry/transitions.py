@@ -17,11 +17,11 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase
-from deploy.registry import audit, canaries, proof_rule, routing_writer, versions, waiting
+from deploy.registry import aliases, audit, canaries, proof_rule, routing_writer, versions
+from deploy.registry import canaries as waiting
 from deploy.registry.canary_rule import Hold, Move
-from deploy.registry.history import bans
 from sidecar.records import BASE
-from sidecar.routing.breaker_rule import FEW_CALLERS
+from sidecar.routing.breaker import FEW_CALLERS
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
 
@@ -307,7 +307,7 @@ def _move(
         versions.set_state(session, row.candidate, kept, move.reason)
         if ban and move.bans and move.to == "rolled_back" and actor == audit.CONTROL:
             # A verdict on these files. An operator's abort is none: they may be tried again.
-            bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
+            aliases.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:
         versions.drop_alias(
             session, model=row.model, alias="canary", now=now, actor=actor, reason=move.reason

@@ -23,8 +23,8 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
+from deploy.registry import aliases as history
 from deploy.registry import audit
-from deploy.registry.history import aliases as history
 from sidecar.lines import line_name
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation

@@ -5,33 +5,45 @@ order of the one before. Each pass is asked for alone here, because the scores a
 are needed. A rate limit is waited for; any other failure ends that run, is counted by its reason,
 and the others go on.
 
-Replies of a group's first run may be those that were kept (`ingest.judges.cache`). Its further runs
-tell how far the judge agrees with itself, so the judge is always asked anew for them.
+Replies of a group's first run may be those that were kept (`ingest.judges.replies`). Its further
+runs tell how far the judge agrees with itself, so the judge is always asked anew for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ingest.calibration.records import KnownGroup, Pass, Run
+from ingest.calibration.figures import Candidate, Interval, KnownGroup, Pass, Run, Summary
 from ingest.errors import (
+    CalibrationFileError,
     JudgeBusyError,
     JudgeRefusalError,
     JudgeReplyError,
     JudgeUnavailableError,
 )
 from ingest.judges.replies import NO_EXCHANGE
-from ingest.privacy.judge_view import JudgeView, NotRedactedError
+from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.blame import DEFECT
-from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
 from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
-from ingest.ruler.ruler import SEED_BITS, JudgeCall, merge_identical, score_answers
+from ingest.ruler.ruler import (
+    NOT_REDACTED,
+    RUBBISH,
+    SEED_BITS,
+    JudgeCall,
+    merge_identical,
+    refusal_of,
+    score_answers,
+)
 from sidecar.backoff import Backoff
+from sidecar.visible import counted
 
 LIMIT_WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits of a call over a rate limit that does not say how long to wait; six of them take 63 s."""
@@ -199,3 +211,300 @@ def arranged(order: Sequence[int], seed: int) -> list[int]:
     for position, place in enumerate(drawn):
         places[place] = order[position]
     return places
+
+
+# Read groups with known scores or preferences from JSON lines. Pure: takes the text.
+
+KNOWN = frozenset({"id", "task", "messages", "tools", "candidates", "preferences"})
+KNOWN_OF_CANDIDATE = frozenset({"message", "score", "kind"})
+
+
+def read_groups(text: str, name: str) -> list[KnownGroup]:
+    """Read all groups of a file.
+
+    name: how the file is called in errors.
+    Raises: CalibrationFileError.
+    """
+    groups: dict[str, KnownGroup] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            group = _group(_object(_json(line), "the line"), str(number))
+            if group.group_id in groups:
+                raise CalibrationFileError(f"id {_quote(group.group_id)} is there twice")
+        except CalibrationFileError as error:
+            raise CalibrationFileError(f"{name} line {number}: {error}") from None
+        groups[group.group_id] = group
+    if not groups:
+        raise CalibrationFileError(f"{name}: holds no group; write one JSON object a line")
+    return list(groups.values())
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CalibrationFileError(f"is not JSON ({error}); write one object a line") from None
+
+
+def _group(value: Mapping[str, Any], number: str) -> KnownGroup:
+    _refuse_unknown(value, KNOWN, "")
+    candidates = tuple(
+        _candidate(one, f"candidates[{index}]")
+        for index, one in enumerate(_list(value, "candidates"))
+    )
+    if len(candidates) < 2:
+        raise CalibrationFileError(
+            f"candidates: {len(candidates)} of them; a judge compares 2 or more"
+        )
+    context = [_object(one, "messages") for one in _list(value, "messages")]
+    if not context:
+        raise CalibrationFileError("messages: is empty; give the prompt that all answers follow")
+    scored = sum(one.score is not None for one in candidates)
+    if "preferences" in value and scored:
+        raise CalibrationFileError("preferences: are there beside scores; give one of the two")
+    if "preferences" not in value and scored < len(candidates):
+        raise CalibrationFileError(
+            f"score: {scored} of {len(candidates)} candidates have one; give every candidate a "
+            "score, or none of them and preferences"
+        )
+    preferences = _list(value, "preferences") if "preferences" in value else []
+    return KnownGroup(
+        group_id=_text(value.get("id", number), "id"),
+        task=_text(value.get("task", ""), "task"),
+        context=tuple(context),
+        tools=tuple(_object(one, "tools") for one in _list(value, "tools", optional=True)),
+        candidates=candidates,
+        preferences=tuple(_preference(one, len(candidates)) for one in preferences),
+    )
+
+
+def _candidate(value: Any, field: str) -> Candidate:
+    found = _object(value, field)
+    _refuse_unknown(found, KNOWN_OF_CANDIDATE, f"{field}.")
+    score = found.get("score")
+    if score is not None and not _is_number(score):
+        raise CalibrationFileError(f"{field}.score: {_quote(score)} is not a finite number")
+    return Candidate(
+        kind=_text(found.get("kind", ""), f"{field}.kind"),
+        message=_object(found.get("message"), f"{field}.message"),
+        score=None if score is None else float(score),
+    )
+
+
+def _preference(value: Any, count: int) -> tuple[int, int]:
+    sound = (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) is int and 0 <= one < count for one in value)
+        and value[0] != value[1]
+    )
+    if not sound:
+        raise CalibrationFileError(
+            f"preferences: {_quote(value)} is not [index of the better, index of the worse], each "
+            f"from 0 to {count - 1}"
+        )
+    return value[0], value[1]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: frozenset[str], prefix: str) -> None:
+    if unknown := sorted(set(value) - known):
+        raise CalibrationFileError(
+            f"{prefix}{unknown[0]}: no such field; known: {', '.join(sorted(known))}"
+        )
+
+
+def _list(value: Mapping[str, Any], field: str, *, optional: bool = False) -> list[Any]:
+    found = value.get(field)
+    if found is None and optional:
+        return []
+    if not isinstance(found, list):
+        raise CalibrationFileError(f"{field}: {_quote(found)} is not a list")
+    return found
+
+
+def _object(value: Any, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise CalibrationFileError(f"{field}: {_quote(value)} is not an object")
+    return value
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise CalibrationFileError(f"{field}: {_quote(value)} is not a text")
+    return value
+
+
+def _quote(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Show summaries side by side, as text. Pure.
+
+Cell = Callable[[Summary], str]
+Row = tuple[str, Cell]
+Named = Callable[[Summary], Mapping[str, Interval]]
+FEW = 5
+"""Groups below which a bootstrap over groups says nothing: their number stands for the interval."""
+FIGURES: Sequence[Row] = (
+    ("runs with scores", lambda one: f"{one.scored} of {one.runs}"),
+    ("rank agreement (tau-b)", lambda one: _interval(one.tau)),
+    ("pairs right", lambda one: _interval(one.pairs_right, "{:.0%}")),
+    ("first minus last position", lambda one: _interval(one.first_minus_last, "{:+.2f}")),
+    ("pairs flipped by order", lambda one: _interval(one.flips, "{:.0%}")),
+    ("agreement of repeats (tau-b)", lambda one: _interval(one.repeat_tau)),
+    ("noise of a score (sd)", lambda one: _number(one.noise_sd, "{:.3f}")),
+    ("unusable replies", lambda one: str(one.unusable_replies)),
+    ("cost per group (USD)", lambda one: _number(one.usd_per_group, "{:.5f}")),
+    ("tokens per group", lambda one: _number(one.tokens_per_group, "{:.0f}")),
+    ("seconds per group", lambda one: _number(one.seconds_per_group, "{:.2f}")),
+)
+
+
+def table_lines(summaries: Sequence[Summary]) -> list[str]:
+    """Return which column is which judge and rubric, the table, then what failed and why."""
+    columns = [f"[{number}]" for number in range(1, len(summaries) + 1)]
+    rows = [
+        ["", *columns],
+        *_cells(summaries, FIGURES),
+        *_part(
+            "pairs right, by the fault of the worse answer",
+            _cells(summaries, _shares(summaries, lambda one: one.by_kind)),
+        ),
+        *_part(
+            "pairs right, by task",
+            _cells(summaries, _shares(summaries, lambda one: one.by_task)),
+        ),
+    ]
+    widths = [max(len(row[k]) for row in rows if len(row) > 1) for k in range(len(columns) + 1)]
+    named = list(zip(columns, summaries, strict=True))
+    return [
+        *(f"{column} {one.judge}, {one.rubric}" for column, one in named),
+        *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+        *(
+            f"{column} {one.replayed} replies were paid for before and are not asked for again; "
+            "cost, tokens and seconds are those of the other runs (--no-cache asks anew)"
+            for column, one in named
+            if one.replayed
+        ),
+        *(
+            f"{column} {counted(failure.count, 'run')} failed: {failure.reason}"
+            + (f": {failure.example}" if failure.example else "")
+            for column, one in named
+            for failure in one.failures
+        ),
+    ]
+
+
+def _part(heading: str, rows: list[list[str]]) -> list[list[str]]:
+    """Return rows under their heading; nothing without rows."""
+    return [[heading], *rows] if rows else []
+
+
+def _cells(summaries: Sequence[Summary], rows: Sequence[Row]) -> list[list[str]]:
+    return [[name, *(cell(one) for one in summaries)] for name, cell in rows]
+
+
+def _shares(summaries: Sequence[Summary], of: Named) -> list[Row]:
+    names = sorted({name for one in summaries for name in of(one)})
+    return [(f"  {name}", _share_of(name, of)) for name in names]
+
+
+def _share_of(name: str, of: Named) -> Cell:
+    def cell(one: Summary) -> str:
+        found = of(one).get(name)
+        return "-" if found is None else f"{found.value:.0%}"
+
+    return cell
+
+
+def _interval(found: Interval | None, form: str = "{:.2f}") -> str:
+    if found is None:
+        return "-"
+    value, low, high = (form.format(one) for one in (found.value, found.low, found.high))
+    if found.groups < FEW:
+        return f"{value} ({'1 group' if found.groups == 1 else f'{found.groups} groups'})"
+    return f"{value} [{low}, {high}]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+# Draw summaries: agreement with the known order, and scores by the position shown.
+
+CHANCE = 0.5
+"""Pairs right of a judge that knows nothing."""
+
+
+def draw(summaries: Sequence[Summary], path: Path) -> None:
+    """Write a PNG with an axis of agreement and one of positions.
+
+    Raises: ImportError without matplotlib, which the product does not need; OSError.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no backend is chosen
+
+    figure = Figure(figsize=(11, 3 + 0.4 * len(summaries)), dpi=120, layout="constrained")
+    agreement, positions = figure.subplots(1, 2)
+    names = [f"[{k}] {one.judge}\n{one.rubric}" for k, one in enumerate(summaries, 1)]
+    for offset, label, color, found in (
+        (-0.12, "pairs right", "#1f6f8b", [one.pairs_right for one in summaries]),
+        (0.12, "tau-b", "#c8553d", [one.tau for one in summaries]),
+    ):
+        rows = [(row + offset, each) for row, each in enumerate(found) if each is not None]
+        if not rows:
+            continue  # a legend names what can be seen
+        agreement.errorbar(
+            [each.value for _, each in rows],
+            [row for row, _ in rows],
+            xerr=_bars([each for _, each in rows]),
+            fmt="o",
+            capsize=3,
+            color=color,
+            label=label,
+        )
+    agreement.axvline(CHANCE, color="#1f6f8b", linestyle=":", linewidth=1)
+    agreement.axvline(0, color="#c8553d", linestyle=":", linewidth=1)
+    agreement.set_yticks(range(len(names)), names)
+    agreement.set_ylim(len(names) - 0.5, -0.5)
+    agreement.set_title("agreement with the known order (dotted: chance)", fontsize=9)
+    _legend(agreement)
+    for number, one in enumerate(summaries, 1):
+        if not one.by_position:
+            continue
+        places = range(1, len(one.by_position) + 1)
+        values = [each.value for each in one.by_position]
+        label = f"[{number}]"
+        positions.errorbar(
+            places, values, yerr=_bars(one.by_position), marker="o", capsize=3, label=label
+        )
+    positions.axhline(0, color="#555", linewidth=1)
+    positions.set_xlabel("position shown")
+    positions.set_title("score above the same answers elsewhere", fontsize=9)
+    _legend(positions)
+    figure.savefig(path)
+
+
+def _legend(axis: Any) -> None:  # Any: matplotlib is imported late
+    """Draw a legend, unless nothing is drawn."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
+
+
+def _bars(found: Sequence[Interval]) -> list[list[float]]:
+    """Return [below, above]; a value may stand a rounding error outside of its interval."""
+    return [
+        [max(0.0, one.value - one.low) for one in found],
+        [max(0.0, one.high - one.value) for one in found],
+    ]

@@ -1,19 +1,44 @@
-"""Derive signals from exchanges as they are placed in their sessions, or again from the store."""
+"""Store feedback and join it to its exchange, whichever of the two comes first.
+
+Feedback is joined only to exchanges of its own project. What names another project's exchange, or
+one that never comes, stays in the table and counts for nothing.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+import msgspec
+from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
-from ingest.feedback.signals import Signal, Turn, between, tool_error, turn_of
-from ingest.sessions.arrival import conversation_of
-from ingest.sessions.records import Family, Kin
-from ingest.store.exchanges import StoredExchange
-from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
-from sidecar.store.models import ExchangeRow
+from ingest.feedback.signals import (
+    Signal,
+    Turn,
+    between,
+    draw_again,
+    draw_session_again,
+    tool_error,
+    turn_of,
+)
+from ingest.sessions.messages import Family, Kin
+from ingest.sessions.rows import conversation_of
+from ingest.store.exchanges import (
+    StoredExchange,
+    decoded_columns,
+    decoded_sizes,
+    pages_of,
+    read_pages,
+)
+from ingest.store.sessions import forgotten_feedback
+from sidecar.feedback import Feedback
+from sidecar.routing.session_key import NAMED
+from sidecar.store.database import count, insert_into
+from sidecar.store.models import IN_TRACE, NAMED_OTHERWISE, ExchangeRow, FeedbackRow
+
+# Derive signals from exchanges as they are placed in their sessions, or again from the store.
 
 MOST = 10_000
 """Exchanges of a session from which its signals are derived again, the first."""
@@ -151,3 +176,170 @@ def _load(session: Session, names: Collection[str]) -> list[StoredExchange]:
     ).all()
     sizes = ((seq, sum(decoded_sizes(*columns))) for seq, *columns in rows)
     return [stored for page, _ in read_pages(session, pages_of(sizes)) for stored in page]
+
+
+STAGE = "feedback"
+"""Stage of the counters of this module."""
+STORED, REPEATED, CONFLICT = "stored_", "repeated", "conflict"
+JOINED, OTHER_PROJECT = "joined", "other_project"
+FORGOTTEN = "forgotten"
+"""Reasons of the counters; `STORED` is followed by the kind."""
+_FIELDS = tuple(name for name in Feedback.__struct_fields__ if name != "received_at")
+"""Two deliveries under one idempotency key differ in the time at which they were received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """An exchange that was stored just now."""
+
+    exchange_id: str
+    session_id: str
+    session_key: str
+    trace_id: str
+    project: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What feedback may name it by."""
+        named = self.session_key if self.session_key.startswith(NAMED) else ""
+        found = (self.exchange_id, self.session_id, named, self.trace_id)
+        return tuple(name for name in found if name)
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Feedback whose id is that of other feedback: the client used an idempotency key twice."""
+
+    feedback: Feedback
+    message: str
+
+
+def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) -> list[Conflict]:
+    """Store feedback and join what names an exchange that is stored. Counts each once.
+
+    In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
+    What names a forgotten exchange or session is counted alone. An exchange that gets a negative
+    score is drawn again, and so are those of a session that does.
+    Returns: what is not stored, because its id has another content.
+    """
+    if not records:
+        return []
+    gone = forgotten_feedback(session, records)
+    stored = _stored(session, [record.feedback_id for record in records])
+    fresh: dict[str, Feedback] = {}
+    conflicts: list[Conflict] = []
+    counts: Counter[str] = Counter()
+    negative: set[str] = set()
+    sessions: set[str] = set()
+    for record in records:
+        if record.feedback_id in gone:
+            counts[FORGOTTEN] += 1
+            continue
+        content = _content(record)
+        known = stored.setdefault(record.feedback_id, content)
+        if known is content:
+            fresh[record.feedback_id] = record
+        elif known == content:
+            counts[REPEATED] += 1
+        else:
+            counts[CONFLICT] += 1
+            conflicts.append(Conflict(record, f"{record.feedback_id} has another content already"))
+    for record in fresh.values():
+        found = _find(session, record)
+        joined = found is not None and found.project == record.project
+        counts[STORED + record.kind] += 1
+        counts[JOINED] += joined
+        counts[OTHER_PROJECT] += found is not None and not joined
+        values = msgspec.structs.asdict(record)
+        values["exchange_id"] = found.exchange_id if found is not None and joined else None
+        values["session_id"] = found.session_id if found is not None and joined else None
+        session.execute(insert_into(session, FeedbackRow).values(**values, stored_at=now))
+        if found is None or not joined or record.score is None or record.score >= 0:
+            continue
+        if record.target_kind == "exchange":
+            negative.add(found.exchange_id)
+        else:
+            sessions.add(found.session_id)
+    draw_again(session, negative)
+    for name in sorted(sessions):
+        draw_session_again(session, name)
+    _count(session, counts)
+    return conflicts
+
+
+def join_waiting(session: Session, arrived: Sequence[Arrived]) -> None:
+    """Join feedback that came before its exchange. In the transaction that stored the exchanges,
+    before their moves are stored (`ingest.store.sessions.save_moves`)."""
+    by_name: dict[str, list[Arrived]] = {}
+    for one in arrived:
+        for name in one.names:
+            by_name.setdefault(name, []).append(one)
+    if not by_name:
+        return
+    waiting = session.execute(
+        select(
+            FeedbackRow.seq, FeedbackRow.target_kind, FeedbackRow.target, FeedbackRow.project
+        ).where(FeedbackRow.target.in_(sorted(by_name)), FeedbackRow.exchange_id.is_(None))
+    ).all()
+    counts: Counter[str] = Counter()
+    for seq, kind, target, project in waiting:
+        candidates = [one for one in by_name[target] if _is_named(one, kind, target)]
+        own = next((one for one in candidates if one.project == project), None)
+        if own is None:
+            counts[OTHER_PROJECT] += bool(candidates)
+            continue
+        counts[JOINED] += 1
+        session.execute(
+            update(FeedbackRow)
+            .where(FeedbackRow.seq == seq)
+            .values(exchange_id=own.exchange_id, session_id=own.session_id)
+            .execution_options(synchronize_session=False)
+        )
+    _count(session, counts)
+
+
+def _is_named(one: Arrived, kind: str, target: str) -> bool:
+    if kind == "exchange":
+        return one.exchange_id == target
+    if kind == "trace":
+        return one.trace_id == target
+    return target in (one.session_id, one.exchange_id, one.session_key)
+
+
+def _stored(session: Session, ids: Iterable[str]) -> dict[str, tuple[object, ...]]:
+    columns = [getattr(FeedbackRow, name) for name in _FIELDS]
+    rows = session.execute(select(*columns).where(FeedbackRow.feedback_id.in_(sorted(set(ids)))))
+    return {row[_FIELDS.index("feedback_id")]: tuple(row) for row in rows}
+
+
+def _content(record: Feedback) -> tuple[object, ...]:
+    return tuple(getattr(record, name) for name in _FIELDS)
+
+
+def _find(session: Session, record: Feedback) -> Arrived | None:
+    """Return a stored exchange that the feedback names; of its own project if there is one."""
+    target = record.target
+    statement = select(
+        ExchangeRow.exchange_id,
+        ExchangeRow.session_id,
+        ExchangeRow.session_key,
+        ExchangeRow.trace_id,
+        ExchangeRow.project,
+    ).limit(1)
+    if record.target_kind == "trace":
+        of_trace = statement.where(text(IN_TRACE), ExchangeRow.trace_id == target)
+        row = session.execute(of_trace.where(ExchangeRow.project == record.project)).first()
+    elif record.target_kind == "exchange" or not target.startswith(NAMED):
+        # A session that no client named has the id of its first exchange, wherever that is now.
+        row = session.execute(statement.where(ExchangeRow.exchange_id == target)).first()
+    else:
+        row = session.execute(statement.where(ExchangeRow.session_id == target)).first()
+        if row is None:  # the client's name for a part of a session that has another name
+            otherwise = statement.where(text(NAMED_OTHERWISE), ExchangeRow.session_key == target)
+            row = session.execute(otherwise).first()
+    return None if row is None else Arrived(**row._mapping)
+
+
+def _count(session: Session, counts: Counter[str]) -> None:
+    for reason, number in counts.items():
+        count(session, STAGE, reason, number)

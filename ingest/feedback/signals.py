@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from ingest.sessions.arrival import arrival_of
-from ingest.sessions.marks import chain
-from ingest.sessions.messages import Message
+from ingest.grouping.selection import RATE, STAGE
+from ingest.sessions.messages import Message, chain
+from ingest.sessions.rows import arrival_of
+from ingest.store.exchanges import NEW, set_selection
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Exchange
+from sidecar.store.database import count
+from sidecar.store.models import ExchangeRow
 
 SignalKind = Literal["regeneration", "correction", "retry", "tool_error", "abandonment"]
 NEXT: Final = 8
@@ -201,3 +206,40 @@ def _is_error_object(text: str) -> bool:
         or value.get("ok") is False
         or value.get("status") == "error"
     )
+
+
+# Draw an exchange again whose user turns out to be discontent after it was left out.
+
+NEWEST: Final = 32
+"""Exchanges of a session that are drawn again at once, the newest: `groups.max_groups_per_session`
+makes groups of few."""
+
+
+def draw_again(session: Session, exchange_ids: Collection[str]) -> None:
+    """Have those of these exchanges decided again that were not drawn, in the caller's write
+    transaction. Each leaves the count of `rate` until then."""
+    if not exchange_ids:
+        return
+    names = session.scalars(
+        select(ExchangeRow.exchange_id).where(
+            ExchangeRow.exchange_id.in_(sorted(exchange_ids)), ExchangeRow.selection == RATE
+        )
+    ).all()
+    if names:
+        set_selection(session, names, NEW)
+        count(session, STAGE, RATE, -len(names))
+
+
+def draw_session_again(session: Session, session_id: str) -> None:
+    """The same for the newest exchanges of a session, for feedback on the whole of it."""
+    names = session.scalars(
+        select(ExchangeRow.exchange_id)
+        .where(
+            ExchangeRow.session_id == session_id,
+            ExchangeRow.held_out.is_(False),  # others are never drawn, and the index knows it
+            ExchangeRow.selection == RATE,
+        )
+        .order_by(ExchangeRow.seq.desc())
+        .limit(NEWEST)
+    ).all()
+    draw_again(session, names)

@@ -12,11 +12,18 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
-from ingest.grouping.chat_request import has_tools
+from ingest.grouping.request import (
+    HARD_MASKS,
+    Grammar,
+    LogprobsMode,
+    has_tools,
+    masking_fields,
+    why_masked,
+)
 from sidecar.records import Exchange
 from sidecar.routing.opening import without_notes
 
@@ -185,3 +192,86 @@ def dump_choice(features: Features | None, reason: str) -> str:
 def load_choice(stored: str | None) -> dict[str, Any] | None:  # Any: JSON
     """Inverse of `dump_choice`; None where nothing is stored. Raises: msgspec.MsgspecError."""
     return None if stored is None else msgspec.json.decode(stored, type=dict[str, Any])
+
+
+# Turns of users: a request and the client's retries of it count once. Pure.
+
+Turn = tuple[str, str]
+"""(project, turn id)."""
+
+
+def turn_of(exchange: Exchange) -> Turn | None:
+    """Return the turn that an exchange shares with the client's retries; None when it has none."""
+    return (exchange.project, exchange.turn_id) if exchange.turn_id else None
+
+
+def last_of_each_turn(fit: Sequence[Exchange]) -> dict[Turn, str]:
+    """Map each turn to the id of its exchange that began last."""
+    last: dict[Turn, Exchange] = {}
+    for exchange in fit:
+        turn = turn_of(exchange)
+        if turn is not None and (turn not in last or _begun(exchange) > _begun(last[turn])):
+            last[turn] = exchange
+    return {turn: exchange.exchange_id for turn, exchange in last.items()}
+
+
+def _begun(exchange: Exchange) -> tuple[float, str]:
+    return exchange.timings.started_at, exchange.exchange_id
+
+
+def counts_elsewhere(
+    exchange: Exchange, counting: Mapping[Turn, str], decided: frozenset[Turn]
+) -> bool:
+    """Return True when another exchange of the same turn counts."""
+    turn = turn_of(exchange)
+    return turn is not None and (turn in decided or counting[turn] != exchange.exchange_id)
+
+
+# Whether an exchange whose tokens were masked by the server can be learned from. Pure.
+
+StructuredOutput = Literal["free_tokens", "off"]
+
+
+def mask_of(request: Mapping[str, Any], grammar: Grammar | None) -> str | None:
+    """Return what forbids tokens, or may: a field of the request, or the server's own grammar.
+
+    Returns: `masked_by_<field>`, `masked_by_server`, `masking_unknown`; None: nothing does.
+    """
+    field = next(masking_fields(request), None)
+    return why_masked(request, grammar) if field is None else f"masked_by_{field}"
+
+
+def why_refused(
+    request: Mapping[str, Any],
+    grammar: Grammar | None,
+    *,
+    mode: LogprobsMode,
+    structured: StructuredOutput,
+) -> str | None:
+    """Return the mask because of which nothing can be learned from an exchange; None when there is
+    none, or it leaves tokens to learn from."""
+    mask = mask_of(request, grammar)
+    if mask is None or structured == "off" or mode != "processed_logprobs":
+        return mask
+    soft = next((name for name in masking_fields(request) if name not in HARD_MASKS), None)
+    return None if soft is None else f"masked_by_{soft}"
+
+
+# Choose held-out sessions: never trained on, so they can show whether training helped. Pure.
+
+
+def is_held_out(session_id: str, rate: float) -> bool:
+    """Return True for a held-out session, decided by a hash of its id.
+
+    All turns of a session, in every process and at any time, get the same result.
+    rate: share of sessions held out, 0..1. A higher rate only adds sessions.
+    """
+    return share_of(f"held_out\x00{session_id}") < rate
+
+
+def share_of(text: str) -> float:
+    """Hash a text to a number in 0..1, evenly distributed over texts."""
+    return (
+        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        / 2**64
+    )

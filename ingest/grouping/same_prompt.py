@@ -23,16 +23,18 @@ not change.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import msgspec
 
-from ingest.grouping.chat_request import PASSIVE_FIELDS
+from ingest.grouping.features import Features, share_of
+from ingest.grouping.request import PASSIVE_FIELDS
 from ingest.records import Answer
 from sidecar.records import Exchange
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 
 JoinServed = Literal["off", "session", "project"]
 JOINED: Final = "joined"
@@ -212,3 +214,93 @@ class Joins:
         if self._join == "off" or key is None:
             return None
         return place_of(key, session_id, self._join)
+
+
+# Prefer the steps where answers are likely to differ. Pure and seeded.
+
+Choose = Literal["uniform", "prefer"]
+PRIOR_GROUPS: Final = 2.0
+"""Groups without an outcome that every opening is credited with: a new one is neither good nor
+bad."""
+PRIOR_SPREAD: Final = 0.5
+STEEPNESS: Final = 6.0
+"""Exponent by which the chance to be drawn falls below the pivot."""
+PIVOT: Final = 0.6
+"""Chance of a spread from which a step is always kept."""
+WEIGHTS: Final[Mapping[str, float]] = {
+    "bias": 0.58,
+    "surprisal": -0.17,
+    "forks": 0.30,
+    "cut": -0.80,
+    "log_tokens": -0.59,
+    "earlier": 1.08,
+}
+"""Log-odds."""
+DECIDES: Final = 0.5
+"""Log-odds that the first choice of a tool, or a final answer, has over the steps between them,
+which mostly follow from what a tool gave: not fitted, for the recording has no such steps."""
+TOLD: Final = 1.0
+"""Log-odds that a user's discontent adds: not fitted, for the recording has no users. Whoever asks
+again says that a better answer was possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Whether a step is drawn, with what probability, and why."""
+
+    drawn: bool
+    propensity: float
+    """Probability of being drawn given the features, 0..1; caps and the backlog come after it."""
+    reason: str
+
+
+def inputs(features: Features) -> dict[str, float]:
+    """Return the inputs of the logistic model, each of the order of 1."""
+    share = (features.earlier_spread + PRIOR_GROUPS * PRIOR_SPREAD) / (
+        features.earlier + PRIOR_GROUPS
+    )
+    return {
+        "bias": 1.0,
+        "surprisal": min(features.surprisal, 5.0),
+        "forks": features.forks,
+        "cut": float(features.cut),
+        "log_tokens": math.log1p(min(features.tokens, 4_096)) / 4,
+        "earlier": math.log(share / (1 - share)),
+    }
+
+
+def prior(features: Features) -> float:
+    """Return the log-odds of what is not fitted."""
+    decides = features.tool_choice or features.final_answer
+    return DECIDES * decides + TOLD * (features.corrected or features.negative)
+
+
+def chance_of_spread(features: Features, weights: Mapping[str, float] = WEIGHTS) -> float:
+    """Estimate the probability that a group of this step has a spread, 0..1."""
+    logit = sum(weights.get(name, 0.0) * value for name, value in inputs(features).items())
+    logit += prior(features)
+    return 1 / (1 + math.exp(-max(-30.0, min(30.0, logit))))
+
+
+def propensity(
+    features: Features,
+    *,
+    rate: float,
+    uniform_share: float,
+    weights: Mapping[str, float] = WEIGHTS,
+) -> float:
+    """Return the probability to draw a step: `rate` times a keep of at least `uniform_share`."""
+    kept: float = min(1.0, (chance_of_spread(features, weights) / PIVOT) ** STEEPNESS)
+    return rate * (uniform_share + (1 - uniform_share) * kept)
+
+
+def draw(
+    name: str, features: Features, *, choose: Choose, rate: float, uniform_share: float
+) -> Draw:
+    """Draw a step by a hash of its name: the same in every process and after every restart."""
+    if choose == "uniform":
+        return Draw(share_of(f"rate\x00{name}") < rate, rate, "uniform")
+    probability = propensity(features, rate=rate, uniform_share=uniform_share)
+    luck = share_of(f"rate\x00{name}")
+    reason = "uniform_share" if luck < rate * uniform_share else "likely_spread"
+    return Draw(luck < probability, probability, reason)

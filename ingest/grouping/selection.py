@@ -13,36 +13,181 @@ order or the batches of arrival.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from ingest.grouping.caps import NEAR_CAP, PROJECT_CAP, Counts, GroupKeys
-from ingest.grouping.chat_request import has_media
-from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill
-from ingest.grouping.exchangeable import LogprobsMode, served_answers
-from ingest.grouping.features import Features
-from ingest.grouping.masks import StructuredOutput, mask_of, why_refused
-from ingest.grouping.preference import Choose, Draw, draw
+from ingest.grouping.features import (
+    Features,
+    StructuredOutput,
+    Turn,
+    counts_elsewhere,
+    dump_choice,
+    last_of_each_turn,
+    mask_of,
+    why_refused,
+)
+from ingest.grouping.request import (
+    FLAG,
+    UNKNOWN,
+    EngineFacts,
+    LogprobsMode,
+    fill,
+    has_media,
+    load_facts,
+    served_answers,
+    state,
+)
 from ingest.grouping.same_prompt import (
     JOINED,
     MIN_FREE,
     NOT_FOUND,
     NOTHING_ALIKE,
+    Choose,
+    Draw,
     Joins,
     JoinServed,
     SamePrompts,
     Sibling,
+    draw,
     exact,
     joined_answers,
 )
-from ingest.grouping.shares import Caller, Shares
-from ingest.grouping.turns import Turn, counts_elsewhere, last_of_each_turn
 from ingest.records import Answer, Group
-from sidecar.records import Exchange
-from sidecar.settings import SamplingField
+from sidecar.lines import line_name
+from sidecar.records import BASE, Exchange
+from sidecar.routing.table import decode_table
+from sidecar.settings import SamplingField, Settings
+from sidecar.store.database import DAMAGE, get_flag
+from sidecar.store.models import AliasRow, RoutingRow
+
+# Caps by project and by near-identical prompt, and why a group was chosen. Pure.
+
+PROJECT_CAP: Final = "project_cap"
+NEAR_CAP: Final = "near_prompt_cap"
+Counts = Mapping[tuple[str, str], int]
+"""("project", name) and ("near", key) -> groups lately, where there is a cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKeys:
+    """What the groups of an exchange are counted by."""
+
+    project: str
+    near: str | None = None
+    """Shared by near-identical prompts."""
+    opening: str | None = None
+    """Shared by steps with the same system prompt and tools."""
+
+    def why_capped(self, counts: Counts, by_project: int, by_near: int) -> str | None:
+        """Return the cap that the project, or the prompt, has reached; None: neither.
+
+        by_project, by_near: the caps; 0: there is none.
+        """
+        if by_project and counts.get(("project", self.project), 0) >= by_project:
+            return PROJECT_CAP
+        if by_near and self.near is not None and counts.get(("near", self.near), 0) >= by_near:
+            return NEAR_CAP
+        return None
+
+    def columns(self, drawn: Draw, features: Features | None) -> dict[str, object]:
+        """Return the columns of a new group that say why it was chosen."""
+        return {
+            "project": self.project,
+            "near_key": self.near,
+            "opening_key": self.opening,
+            "propensity": drawn.propensity,
+            "chosen_because": dump_choice(features, drawn.reason),
+        }
+
+
+# Fair shares of the places for groups, by project, then key, then user. Pure.
+
+SHARE: Final = 0.2
+"""Part of the places that one caller may hold whatever the others ask: with five callers who have
+enough, each gets a fifth."""
+DAY_S: Final = 86_400.0
+
+
+class Caller(NamedTuple):
+    """Who asked. What a client may invent, the user, counts within what it cannot, its key."""
+
+    project: str
+    key_id: str = ""
+    user: str = ""
+
+
+def daily_demand(
+    asked: Iterable[tuple[Caller, float]], *, now: float, each: float = 1.0
+) -> dict[Caller, float]:
+    """Return the exchanges a day of each caller.
+
+    asked: caller and time of recent exchanges. each: how many exchanges one of them stands for.
+    """
+    recent = [(caller, at) for caller, at in asked if now - DAY_S <= at <= now]
+    if not recent:
+        return {}
+    seen_s = max(now - min(at for _, at in recent), 1.0)
+    number = Counter(caller for caller, _ in recent)
+    return {caller: found * each * DAY_S / seen_s for caller, found in number.items()}
+
+
+def fill_level(demands: Iterable[float], places: float) -> float:
+    """Return the level at which the demands, each cut there, fill the places; infinity when they
+    do not. Source: max-min fairness by progressive filling."""
+    rest, ordered = places, sorted(demands)
+    for number, demand in enumerate(ordered):
+        level = rest / (len(ordered) - number)
+        if demand >= level:
+            return level
+        rest -= demand
+    return float("inf")
+
+
+class Shares:
+    """Who holds how many places, while a batch is decided."""
+
+    def __init__(
+        self, places: int, held: Mapping[Caller, int], demand: Mapping[Caller, float]
+    ) -> None:
+        """held: places by caller. demand: exchanges a day; a caller without one adds nothing."""
+        self._least = SHARE * places
+        self._held: Counter[tuple[str, ...]] = Counter()
+        for caller, number in held.items():
+            self.take(caller, number)
+        self._demand: dict[tuple[str, ...], dict[str, float]] = {}
+        for caller, asked in demand.items():
+            for depth in range(3):
+                below = self._demand.setdefault(tuple(caller[:depth]), {})
+                below[caller[depth]] = below.get(caller[depth], 0.0) + asked
+        self._caps: dict[tuple[str, ...], float] = {(): float(places)}
+
+    def has_room(self, caller: Caller) -> bool:
+        """Tell whether one more place is within the shares, which are rounded up: rounded down,
+        some places would stay empty."""
+        return all(self._held[path] < self._cap(path) for path in _paths(caller))
+
+    def take(self, caller: Caller, number: int = 1) -> None:
+        for path in _paths(caller):
+            self._held[path] += number
+
+    def _cap(self, path: tuple[str, ...]) -> float:
+        if path not in self._caps:
+            beside = self._demand.get(path[:-1], {})
+            level = fill_level(beside.values(), self._cap(path[:-1]))
+            self._caps[path] = max(self._least, level)
+        return self._caps[path]
+
+
+def _paths(caller: Caller) -> list[tuple[str, ...]]:
+    return [tuple(caller[:depth]) for depth in (1, 2, 3)]
+
 
 STAGE = "selection"
 """Stage of the counters of reasons."""
@@ -150,7 +295,7 @@ class Decision:
     """Exchanges of earlier batches whose answers the group has."""
 
 
-def select(
+def select_exchanges(
     batch: Sequence[tuple[Exchange, bool]], standing: Standing, rules: Rules
 ) -> list[Decision]:
     """Decide a batch; each chosen exchange leaves less room for later ones.
@@ -401,3 +546,102 @@ def _object(data: bytes) -> Mapping[str, Any] | None:
         return msgspec.json.decode(data, type=dict[str, Any])
     except NOT_JSON:
         return None
+
+
+# Inputs of selection besides the exchange: settings, facts about vLLM, live adapters.
+
+log = structlog.get_logger()
+
+TRAINABLE_FLAG = "learner_trainable_tokens"
+"""Row of the `flag` table: the longest input that the learner's memory holds, written by it."""
+UNTOLD_TOKENS = 2048
+"""`learner.pack_tokens = "auto"` before the learner has told what it found."""
+
+
+def rules_of(settings: Settings) -> Rules:
+    """Build selection's rules from the settings."""
+    return Rules(
+        size=settings.groups.size,
+        rate=settings.groups.rate,
+        settle_s=settings.groups.settle_s,
+        max_groups_per_session=settings.groups.max_groups_per_session,
+        session_window_s=settings.groups.session_window_s,
+        max_pending_groups=settings.most_pending_groups,
+        logprobs_mode=settings.serving.logprobs_mode,
+        sampling_defaults=settings.serving.sampling_defaults,
+        facts=state(UNKNOWN, settings.serving),
+        max_trained_tokens=settings.learner.pack_tokens or UNTOLD_TOKENS,
+        learner_tells=not settings.learner.pack_tokens,
+        structured_output=settings.groups.structured_output,
+        join_served=settings.groups.join_served,
+        choose=settings.groups.choose,
+        uniform_share=settings.groups.uniform_share,
+        max_groups_per_project=settings.groups.max_groups_per_project,
+        max_groups_per_near_prompt=settings.groups.max_groups_per_near_prompt,
+        own_adapters=settings.serving.own_adapters,
+        verified=bool(settings.reward.verifiers),
+    )
+
+
+def rules_now(session: Session, rules: Rules) -> Rules:
+    """Add the latest facts about vLLM and the learner to the rules, where there are any."""
+    found = get_flag(session, FLAG)
+    if found is not None:
+        rules = replace(rules, facts=load_facts(found))
+    told = get_flag(session, TRAINABLE_FLAG) if rules.learner_tells else None
+    return replace(rules, max_trained_tokens=int(told)) if told and told.isdecimal() else rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The adapters that serve now, in each line of adapters."""
+
+    shared: frozenset[str]
+    """Adapters that serve on the default line."""
+    own: Mapping[str, frozenset[str]]
+    """Project -> those of its own line, where it has one."""
+
+    def of(self, project: str) -> frozenset[str]:
+        """Return the adapters that answer a project's requests."""
+        return self.own.get(project, self.shared)
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.shared.union(*self.own.values())
+
+
+def live_now(session: Session, model: str, rules: Rules) -> Live:
+    """Return the adapters that serve now, in every line of a model."""
+    return Live(
+        shared=live_adapters(session, model),
+        own={
+            project: live_adapters(session, line_name(model, project))
+            for project in rules.own_adapters
+        },
+    )
+
+
+def live_adapters(session: Session, model: str) -> frozenset[str]:
+    """Return the adapters that the routing table serves now; the base until there is a table.
+
+    model: name of the line.
+
+    A damaged table is not read: until control writes it anew, the champion alone counts.
+    """
+    row = session.get(RoutingRow, model)
+    if row is None:
+        return frozenset({BASE})
+    try:
+        table = decode_table(row.body)
+    except DAMAGE as error:
+        log.error("routing_table_damaged", model=model, why=f"{type(error).__name__}: {error}")
+        alias = session.get(AliasRow, (model, "champion"))
+        return frozenset({alias.adapter if alias is not None else BASE})
+    return frozenset({table.champion, table.canary or table.champion})
+
+
+def kept_adapters(session: Session, model: str) -> frozenset[str]:
+    """Return the adapters that control keeps loaded in vLLM: those that serve, and the champion's
+    and its predecessor's. model: name of the line."""
+    aliases = session.scalars(select(AliasRow.adapter).where(AliasRow.model == model))
+    return live_adapters(session, model) | frozenset(aliases)

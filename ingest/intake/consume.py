@@ -22,18 +22,24 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
-from ingest.feedback.deriving import Derived, Placed, derive
-from ingest.feedback.placing import Arrived, Conflict, join_waiting, save_feedback
+from ingest.feedback.deriving import (
+    Arrived,
+    Conflict,
+    Derived,
+    Placed,
+    derive,
+    join_waiting,
+    save_feedback,
+)
 from ingest.feedback.signals import tool_error
 from ingest.feedback.store import save_derived, withdraw_abandonments
-from ingest.intake.consumed import Consumed
-from ingest.intake.forgotten import forgotten_of
-from ingest.intake.placing import STAGE as SESSIONS_STAGE
-from ingest.intake.placing import Sessions, as_moved
-from ingest.intake.reader import BusReader, Envelope
+from ingest.intake.bus import BusReader, Envelope
+from ingest.intake.choose import PLACING_STAGE as SESSIONS_STAGE
+from ingest.intake.choose import Sessions, as_moved
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
-from ingest.sampling.budget import completion_tokens, count_served
+from ingest.retention.deletion import remove_leftovers
+from ingest.sampling.round import completion_tokens, count_served
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -44,12 +50,65 @@ from ingest.store.exchanges import (
     rows_of,
     stored_among,
 )
-from ingest.tokens.check import DISAGREES, NOT_CHECKED
+from ingest.store.sessions import any_forgotten, forgotten_among, save_forgotten
+from ingest.tokens import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
-from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
+from sidecar.feedback import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
 from sidecar.store.keyring import BUS, Keyring, is_sealed
+
+# What became of the records of a batch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """Outcome of a batch; all numbers but `decided` add up to the records read."""
+
+    stored: int = 0
+    repeated: int = 0
+    poison: int = 0
+    feedback: int = 0
+    """Feedback and outcomes, whatever became of them (`ingest.feedback.deriving`)."""
+    dropped: int = 0
+    """Records that the privacy policy of their project dropped."""
+    forgotten: int = 0
+    """Records of a user, a session or an exchange that `sidecar forget` removed."""
+    decided: int = 0
+    """Exchanges that selection decided, of those stored."""
+
+    @property
+    def read(self) -> int:
+        found = self.stored + self.repeated + self.poison
+        return found + self.feedback + self.dropped + self.forgotten
+
+    def __add__(self, other: Consumed) -> Consumed:
+        return Consumed(
+            stored=self.stored + other.stored,
+            repeated=self.repeated + other.repeated,
+            poison=self.poison + other.poison,
+            feedback=self.feedback + other.feedback,
+            dropped=self.dropped + other.dropped,
+            forgotten=self.forgotten + other.forgotten,
+            decided=self.decided + other.decided,
+        )
+
+
+# Drop records that arrive after their user, session or exchange was forgotten.
+
+
+def forgotten_of(session: Session, arrived: Sequence[StoredExchange], *, now: float) -> set[str]:
+    """Return the ids of those that are not stored, delete what was stored of them before, and have
+    feedback on them dropped when it comes."""
+    if not any_forgotten(session):
+        return set()
+    named = {one.exchange.exchange_id: (one.exchange, one.session_id) for one in arrived}
+    forgotten = forgotten_among(session, named)
+    if forgotten:
+        remove_leftovers(session, sorted(forgotten))
+        save_forgotten(session, "exchange", forgotten, now=now, until=None)
+    return forgotten
+
 
 STAGE = "consume"
 TOKEN_STAGE = "token_check"
@@ -178,7 +237,7 @@ def consume(
     """Move one batch from the bus to the store.
 
     sessions: finds the session of each exchange, and whether it is held out.
-    check_tokens: returns an outcome of `ingest.tokens.check`, which is counted.
+    check_tokens: returns an outcome of `ingest.tokens`, which is counted.
     decide: None: the exchanges wait in the store until `choose_new` decides them.
     screen: applies the privacy policy; it never raises.
     keeps_unread: `dead_letter` keeps what a record that cannot be read says.

@@ -15,18 +15,16 @@ from functools import partial
 import structlog
 
 from ingest.errors import BusError
-from ingest.feedback.abandonment import PAGE, find_abandoned
-from ingest.grouping import engine_facts
-from ingest.grouping.rules import rules_of
-from ingest.intake.bus_report import BusReport
-from ingest.intake.choose import choose_backlog, choose_new, decide
+from ingest.feedback.store import PAGE, find_abandoned
+from ingest.grouping import request
+from ingest.grouping.selection import rules_of
+from ingest.intake.bus import BusReader, BusReport
+from ingest.intake.choose import Sessions, choose_backlog, choose_new, decide
 from ingest.intake.consume import Decide, consume
-from ingest.intake.placing import Sessions
-from ingest.intake.reader import BusReader
 from ingest.privacy.screen import Screen
 from ingest.retention.sweep import Sweeper
-from ingest.reward_watch.answers import AnswerWatch
-from ingest.tokens.base_tokenizer import FLAG, TokenCheck
+from ingest.reward_watch.store import AnswerWatch
+from ingest.tokens import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError, StoreNewerError
@@ -121,9 +119,9 @@ class Intake:
         if not self._prepared:
             self._database.upgrade()
             with self._database.read() as session:
-                found = get_flag(session, engine_facts.FLAG)
+                found = get_flag(session, request.FLAG)
             if found is not None:
-                self._engine.recall(engine_facts.load_facts(found))
+                self._engine.recall(request.load_facts(found))
             self._prepared = True
         epoch = self._bus.epoch()
         if epoch != self._restored:
@@ -137,8 +135,8 @@ class Intake:
             self._published = False
             with self._database.write(alone=False) as session:
                 set_flag(session, FLAG, self._tokens.state, now=now)
-                known = engine_facts.dump_facts(self._engine.facts)
-                set_flag(session, engine_facts.FLAG, known, now=now)
+                known = request.dump_facts(self._engine.facts)
+                set_flag(session, request.FLAG, known, now=now)
             self._published = True
         consumed = consume(
             self._bus,

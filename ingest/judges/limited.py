@@ -14,17 +14,207 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from ingest.errors import JudgeLimitedError, JudgeUnavailableError
-from ingest.judges.meter import Ticket, estimate_call
-from ingest.judges.window import Booking, Window, free_in_s
+from ingest.errors import JudgeBusyError, JudgeLimitedError, JudgeUnavailableError
+from ingest.judge_watch import JudgeSeen
+from ingest.judges.spending import Ticket, estimate_call
 from ingest.ruler.judge import Judge, JudgeReply, context_tokens_of
+from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
+from sidecar.backoff import Backoff
 from sidecar.settings import Judge as JudgeSettings
+
+# The circuit breaker of one judge that has others behind it. Pure: the caller passes the time.
+
+OPEN_AFTER = 3
+"""Failures in a row that open it. One or two may be due to the group: a prompt that crashes the
+judge's worker, or that a filter refuses."""
+WAITS = Backoff(first_s=5.0, last_s=300.0)
+"""How long it stays open. A judge that rejects every question for a wrong key costs nothing."""
+LIMITED_FOR_LONG_S = 30.0
+"""A rate limit that lasts so long without an answer counts as a failure; a shorter one is waited
+for. As long as a call waits for the end of a pause (`ingest.ruler.outage.LONGEST_STAY_S`)."""
+
+
+class Breaker:
+    """What is known of one judge."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._wait_s = 0.0
+        self._retry_at: float | None = None
+        """When it may be tried again; None: closed."""
+        self._trying = False
+        self._since: float | None = None
+        self._limited_since: float | None = None
+        self._reason = self._error = ""
+        self._without: tuple[str, ...] = ()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._retry_at is None
+
+    def admits(self, now: float) -> bool:
+        """Tell whether a judgement may ask this judge."""
+        return self._retry_at is None or (now >= self._retry_at and not self._trying)
+
+    def begin(self, now: float) -> bool:
+        """Note that a judgement asks it. Returns: True when this one tries an open breaker."""
+        tries = not self.is_closed and self.admits(now)
+        self._trying = self._trying or tries
+        return tries
+
+    def end(self, *, tried: bool) -> None:
+        """Note that a judgement is over, however it ended. tried: what `begin` returned."""
+        self._trying = self._trying and not tried
+
+    def answered(self) -> None:
+        """Note that the judge answered: it is closed."""
+        self._failures, self._wait_s, self._retry_at = 0, 0.0, None
+        self._since = self._limited_since = None
+
+    def failed(
+        self, now: float, error: str, *, tried: bool, reason: str = JudgeUnavailableError.reason
+    ) -> None:
+        """Note a judgement without an answer. reason: its kind, without the provider's words."""
+        self._reason, self._error = reason, error
+        self._since = now if self._since is None else self._since
+        self._failures += 1
+        if tried or (self.is_closed and self._failures >= OPEN_AFTER):
+            self._open(now, 0.0)
+
+    def limited(self, now: float, error: str, *, tried: bool, retry_after_s: float) -> None:
+        """Note a rate limit. retry_after_s: the pause that the provider asked for; 0: none."""
+        self._reason, self._error = JudgeBusyError.reason, error
+        self._since = now if self._since is None else self._since
+        self._limited_since = now if self._limited_since is None else self._limited_since
+        longest_s = max(retry_after_s, now - self._limited_since)
+        if tried or (self.is_closed and longest_s >= LIMITED_FOR_LONG_S):
+            self._open(now, retry_after_s)
+
+    def seen(self, model: str) -> JudgeSeen:
+        """Return what is known, for people."""
+        return JudgeSeen(
+            model=model,
+            breaker="closed" if self.is_closed else "half_open" if self._trying else "open",
+            since=self._since,
+            until=self._retry_at,
+            reason=self._reason,
+            error=self._error,
+            without=self._without,
+        )
+
+    def takes_no(self, without: tuple[str, ...]) -> None:
+        """Note which parts of requests the judge does not take."""
+        self._without = without
+
+    def _open(self, now: float, retry_after_s: float) -> None:
+        self._wait_s = WAITS.after_s(self._wait_s)
+        self._retry_at = now + max(self._wait_s, min(retry_after_s, LONGEST_RETRY_AFTER_S))
+
+
+# How much goes out in a minute, and when more may. Pure: no clock.
+
+MINUTE_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class Booking:
+    """The units of one request; changed by its `Window` alone."""
+
+    units: float
+    out_at: float | None = None
+    """When the request went out; None: not yet."""
+    counts: bool = field(default=True)
+    """Within the minute that its window looks at."""
+
+
+class Window:
+    """So many units in any minute."""
+
+    def __init__(self, per_minute: int) -> None:
+        """per_minute: 1 or more."""
+        self.per_minute = per_minute
+        self._pending: dict[int, Booking] = {}
+        self._out: deque[Booking] = deque()
+        """In the order in which they went out."""
+        self._used = 0.0
+
+    def counted(self, units: float) -> float:
+        """Return what a request counts for: one beyond the whole limit goes out alone, since the
+        provider alone can say whether it takes it."""
+        return min(units, float(self.per_minute))
+
+    def book(self, units: float, now: float) -> Booking:
+        """Count a request that is about to go out, also where it does not fit."""
+        self._expire(now)
+        made = Booking(units=self.counted(units))
+        self._pending[id(made)] = made
+        self._used += made.units
+        return made
+
+    def sent(self, booking: Booking, now: float) -> None:
+        """Note that a booked request goes out now."""
+        if self._pending.pop(id(booking), None) is not None:
+            booking.out_at = now
+            self._out.append(booking)
+
+    def correct(self, booking: Booking, units: float, now: float) -> None:
+        """Replace what was booked by what was used."""
+        self._expire(now)
+        if booking.counts:
+            found = self.counted(units)
+            self._used += found - booking.units
+            booking.units = found
+
+    def cancel(self, booking: Booking) -> None:
+        """Take a booking back whose request never went out."""
+        if self._pending.pop(id(booking), None) is not None:
+            booking.counts = False
+            self._used -= booking.units
+
+    def held(self, now: float) -> deque[tuple[float, float]]:
+        """Return (when it ends to count, units) of what counts now, the first to end first."""
+        self._expire(now)
+        out = [(one.out_at + MINUTE_S, one.units) for one in self._out if one.out_at is not None]
+        return deque([*out, *((now + MINUTE_S, one.units) for one in self._pending.values())])
+
+    def _expire(self, now: float) -> None:
+        while self._out and (self._out[0].out_at or 0.0) + MINUTE_S <= now:
+            gone = self._out.popleft()
+            gone.counts = False
+            self._used -= gone.units
+        if not self._out and not self._pending:
+            self._used = 0.0  # no rounding error stays
+
+
+def free_in_s(windows: Sequence[Window], needs: Sequence[Sequence[float]], now: float) -> float:
+    """Return the seconds until the last of some requests may go out, in their order.
+
+    needs: of each request its units in each of the windows.
+    """
+    if not windows or not needs:
+        return 0.0
+    held = [window.held(now) for window in windows]
+    used = [sum(units for _, units in one) for one in held]
+    at = now
+    for need in needs:
+        counted = [window.counted(units) for window, units in zip(windows, need, strict=True)]
+        for place, window in enumerate(windows):
+            while held[place] and used[place] + counted[place] > window.per_minute:
+                ends, units = held[place].popleft()
+                used[place] -= units
+                at = max(at, ends)
+        for place, units in enumerate(counted):
+            held[place].append((at + MINUTE_S, units))
+            used[place] += units
+    return at - now
+
 
 LOOK_AGAIN_S = 1.0
 """How often the first of those that wait looks whether a booking was given back or corrected."""

@@ -14,16 +14,118 @@ compares passes of one scoring: one moment, and an order with its reverse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from operator import mul
+from statistics import NormalDist
+from typing import Any
 
-from ingest.noise.figures import Figure, mean_figure, root_figure
-from ingest.noise.passes import Passes
+from ingest.records import ShownPass
+
+# A figure over groups with its error and interval. Pure.
+
+LEVEL = 0.95
+"""Level of the intervals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure, its standard error, and its 95% interval."""
+
+    value: float
+    error: float
+    low: float
+    high: float
+
+
+def ratio(parts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the sum of numerators over the sum of denominators, and its standard error.
+
+    parts: [N] (numerator, denominator >= 0) of each group.
+    Returns: None with fewer than two groups, or when all denominators are 0.
+    """
+    whole = sum(weight for _, weight in parts)
+    if len(parts) < 2 or whole <= 0:
+        return None
+    value = sum(part for part, _ in parts) / whole
+    squares = sum((part - value * weight) ** 2 for part, weight in parts)
+    return value, math.sqrt(squares * len(parts) / (len(parts) - 1)) / whole
+
+
+def mean_figure(parts: Sequence[tuple[float, float]]) -> Figure | None:
+    """Return `ratio` with its interval by Student's t, with N - 1 degrees of freedom."""
+    found = ratio(parts)
+    if found is None:
+        return None
+    value, error = found
+    reach = two_sided_t(1 - LEVEL, len(parts) - 1) * error
+    return Figure(value=value, error=error, low=value - reach, high=value + reach)
+
+
+def root_figure(parts: Sequence[tuple[float, float]]) -> Figure | None:
+    """Return the square root of `ratio`, such as a standard deviation of pooled squares.
+
+    The interval is symmetric in the logarithm of the ratio, which is skewed by far less.
+    """
+    found = ratio(parts)
+    if found is None:
+        return None
+    square, error = found
+    if square <= 0:
+        return Figure(value=0.0, error=0.0, low=0.0, high=0.0)
+    root = math.sqrt(square)
+    reach = math.exp(two_sided_t(1 - LEVEL, len(parts) - 1) * error / square / 2)
+    return Figure(value=root, error=error / (2 * root), low=root / reach, high=root * reach)
+
+
+def two_sided_t(alpha: float, freedom: int) -> float:
+    """Return the t that Student's distribution exceeds, on both sides together, with `alpha`.
+
+    freedom: degrees of freedom, >= 1. From 5 on it is right to 2% for alpha >= 0.002.
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5.
+    """
+    z = NormalDist().inv_cdf(1 - alpha / 2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+# The passes of a scoring as JSON values, for the store. Pure.
+
+Passes = tuple[ShownPass, ...]
+
+
+def encode_passes(passes: Sequence[ShownPass]) -> list[Any]:
+    """Return JSON values: for each pass, [index of the answer, score] in the order shown."""
+    return [[[answer, one.scores[answer]] for answer in one.order] for one in passes]
+
+
+def decode_passes(stored: Any) -> Passes:  # Any: decoded JSON
+    """Undo `encode_passes`. Raises: ValueError, TypeError for a damaged value."""
+    passes = []
+    for shown in stored:
+        scores = {int(answer): float(score) for answer, score in shown}
+        if sorted(scores) != list(range(len(shown))) or not all(
+            0 <= s <= 1 for s in scores.values()
+        ):
+            raise ValueError("the scores of a pass are damaged")
+        passes.append(
+            ShownPass(
+                order=tuple(int(answer) for answer, _ in shown),
+                scores=tuple(scores[answer] for answer in range(len(shown))),
+            )
+        )
+    return tuple(passes)
+
 
 Parts = list[tuple[float, float]]
-"""(numerator, denominator) of each group, for `ingest.noise.figures`."""
+"""(numerator, denominator) of each group, for `ingest.noise.estimate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +261,83 @@ def _without_effects(rows: Sequence[Sequence[float]]) -> list[list[float]]:
         [value - by_row[r] - by_column[c] + whole for c, value in enumerate(row)]
         for r, row in enumerate(rows)
     ]
+
+
+# Tell whether a judge has changed from one window of groups to the next. Pure.
+
+FALSE_ALARMS = 0.01
+"""Share of windows of an unchanged judge that may raise an alarm."""
+SD_FLOOR = 0.01
+"""Added to both deviations, in squares, before they are compared: noise below this is far under any
+spread that teaches something."""
+LEAST_RATIO = 1.1
+"""Smallest ratio of two deviations, with the floor added, that raises an alarm."""
+LEAST = 0.02
+"""Smallest change of the slope, and smallest shift, that raises an alarm, in score units."""
+
+
+def drifts(
+    window: Estimate, *, before: Estimate | None = None, reference: Estimate | None = None
+) -> tuple[str, ...]:
+    """Return what changed, in words; empty when nothing did.
+
+    before: the window before this one. reference: the window that all are compared with; None when
+        it is the one before.
+    """
+    others = [(one, name) for one, name in ((before, "the window before"),) if one is not None]
+    if reference is not None:
+        others.append((reference, "the reference window"))
+    alpha = FALSE_ALARMS / (1 + 2 * len(others))
+    found = _shifted(window, alpha)
+    for other, name in others:
+        found += _unlike(window, other, "", name, alpha)
+    return tuple(found)
+
+
+def changes_within(
+    window: Estimate, first: Estimate | None, second: Estimate | None
+) -> tuple[str, ...]:
+    """Return what changed within a window, in words; empty when nothing did.
+
+    first, second: its halves, in the order in which the groups were scored again; None: too few
+        groups.
+    """
+    if first is None or second is None:
+        return tuple(_shifted(window, FALSE_ALARMS))
+    alpha = FALSE_ALARMS / 3
+    halves = ("in the second half of the window ", "in the first half")
+    return (*_shifted(window, alpha), *_unlike(second, first, *halves, alpha))
+
+
+def _shifted(window: Estimate, alpha: float) -> list[str]:
+    limit = two_sided_t(alpha, window.groups - 1)
+    shift = window.shift
+    if abs(shift.value) < LEAST or abs(shift.value) <= limit * shift.error:
+        return []
+    return [f"the second scoring gives {shift.value:+.3f} on average, where one judge gives 0"]
+
+
+def _unlike(now: Estimate, other: Estimate, where: str, name: str, alpha: float) -> list[str]:
+    """Compare noise and slope. where, name: what `now` and `other` are called."""
+    found = []
+    limit = two_sided_t(alpha, min(now.groups, other.groups) - 1)
+    if _apart(now, other) > limit:
+        found.append(f"{where}noise sd {now.sd.value:.3f}, {name} {other.sd.value:.3f}")
+    change = now.slope.value - other.slope.value
+    error = math.hypot(now.slope.error, other.slope.error)
+    if abs(change) >= LEAST and abs(change) > limit * error:
+        found.append(
+            f"{where}position slope {now.slope.value:+.3f}, {name} {other.slope.value:+.3f}"
+        )
+    return found
+
+
+def _apart(a: Estimate, b: Estimate) -> float:
+    """Return how many standard errors the logarithms of two variances are apart."""
+    logs, errors = [], []
+    for one in (a, b):
+        square = one.sd.value**2 + SD_FLOOR**2
+        logs.append(math.log(square))
+        errors.append(2 * one.sd.value * one.sd.error / square)
+    apart, error = abs(logs[0] - logs[1]), math.hypot(*errors)
+    return apart / error if error and apart > 2 * math.log(LEAST_RATIO) else 0.0

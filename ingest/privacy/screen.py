@@ -15,8 +15,7 @@ import msgspec
 import structlog
 
 from ingest.privacy.detectors import Detectors
-from ingest.privacy.searched import MAX_BYTES, Searched
-from ingest.privacy.texts import Redaction, TooLargeError, kinds_in
+from ingest.privacy.texts import MAX_BYTES, Redaction, Searched, TooLargeError, kinds_in
 from sidecar.records import Choice, Exchange
 from sidecar.settings import Privacy
 

@@ -4,15 +4,139 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ingest.privacy import escapes
+from ingest.privacy import detectors as escapes
 from ingest.privacy.detectors import Detectors
-from ingest.privacy.members import RepeatedMemberError, decoded, raw_members, refuse_repeated
-from ingest.privacy.searched import Searched
+from sidecar.settings import Privacy
+
+# Decode JSON, and refuse what repeats a member of an object. Pure.
+
+_GAPS: Final = (b" :", b"\t:", b"\n:", b"\r:")
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"(\s*+:)?', re.DOTALL)
+"""A string of JSON, and the colon of a member's name."""
+
+
+class RepeatedMemberError(ValueError):
+    """An object has two members of one name."""
+
+
+class _Name(str):
+    """The name of a member, equal to no other: a dictionary then keeps both."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def decoded(written: bytes | str) -> Any:  # Any: JSON
+    """Raises: msgspec.MsgspecError; UnicodeError; RecursionError; RepeatedMemberError."""
+    value = msgspec.json.decode(written)
+    refuse_repeated(written if isinstance(written, bytes) else written.encode(), _members(value))
+    return value
+
+
+def refuse_repeated(data: bytes, members: int) -> None:
+    """members: of all objects in the value of this JSON, once decoded.
+
+    Raises: RepeatedMemberError when the bytes have more.
+    """
+    if data.count(b":") <= members or _at_most(data) <= members:  # nearly always
+        return
+    if sum(map(bool, _STRING.findall(data))) > members:
+        raise RepeatedMemberError
+
+
+def raw_members(written: bytes) -> dict[str, msgspec.Raw]:
+    """Decode the outermost object only. Raises: as `decoded`."""
+    named = _decode_members(written)
+    members = {str(name): value for name, value in named.items()}
+    if len(members) < len(named):
+        raise RepeatedMemberError
+    return members
+
+
+_decode_members: Final = msgspec.json.Decoder(
+    dict[_Name, msgspec.Raw], dec_hook=lambda _kind, name: _Name(name)
+).decode
+
+
+def _members(value: Any) -> int:  # Any: JSON
+    """Return how many members all objects of a value have."""
+    found = 0
+    left = [value]
+    while left:
+        one = left.pop()
+        kind = type(one)
+        if kind is dict:
+            found += len(one)
+            left.extend(one.values())
+        elif kind is list:
+            left.extend(one)
+    return found
+
+
+def _at_most(data: bytes) -> int:
+    """Return no less than the members in the bytes; more when a text in them has quotes.
+
+    A quote within a text has an odd number of backslashes before it, the end of a name an even one.
+    """
+    ends = data.count(b'":') - data.count(b'\\":') + data.count(b'\\\\":')
+    return ends + sum(map(data.count, _GAPS))
+
+
+# Remember which parts of requests hold nothing that is searched for. Pure.
+
+MAX_BYTES: Final = 8 * 2**20
+"""Memory of what is remembered: some 15,000 messages of ordinary size."""
+ENTRY_BYTES: Final = 200
+"""Memory of an entry besides its key."""
+DIGESTED: Final = 512
+"""Bytes of a part from which its digest stands for it."""
+
+
+class Searched:
+    """Parts of bodies by their bytes; the least recently used are dropped first. For one thread,
+    and for one set of detectors."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._empty: dict[bytes, None] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._empty)
+
+    def is_empty(self, written: bytes) -> bool:
+        """True when no pattern matches in this part. False: it is to be searched."""
+        key = _key(written)
+        if key not in self._empty:
+            return False
+        self._empty[key] = self._empty.pop(key)  # now the most recently used
+        return True
+
+    def put(self, written: bytes) -> None:
+        """Remember that no pattern matches in this part."""
+        key = _key(written)
+        if key in self._empty:
+            return
+        self._empty[key] = None
+        self._bytes += ENTRY_BYTES + len(key)
+        while self._bytes > self._max_bytes:
+            oldest = next(iter(self._empty))
+            del self._empty[oldest]
+            self._bytes -= ENTRY_BYTES + len(oldest)
+
+
+def _key(written: bytes) -> bytes:
+    return written if len(written) < DIGESTED else blake2b(written, digest_size=32).digest()
+
 
 BETWEEN = b"\n\0\n"
 """Between texts that are searched at once. No built-in pattern needs what stands behind it, so a
@@ -274,3 +398,49 @@ class Redaction:
             self._counts[kind] = self._counts.get(kind, 0) + 1
             known = self._numbers[kind, value] = f"<{kind}_{self._counts[kind]}>"
         return known
+
+
+# What the judge sees of a group: secrets and personal data are replaced by placeholders.
+
+
+class NotRedactedError(ValueError):
+    """The search failed, so the judge must not see the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The arguments of RULER, redacted. Any: JSON."""
+
+    context: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    answers: Sequence[Mapping[str, Any]]
+
+
+class JudgeView:
+    """Redacts groups. One value has one placeholder in the whole group, so that answers stay
+    comparable."""
+
+    def __init__(self, settings: Privacy) -> None:
+        self._detectors = Detectors(settings.hidden, settings.patterns)
+        self._max_bytes = settings.max_bytes
+
+    def __call__(self, seen: View) -> View:
+        """Raises: NotRedactedError."""
+        redaction = Redaction(self._detectors, max_bytes=self._max_bytes)
+        try:
+            return View(
+                context=redaction.json(list(seen.context)),
+                tools=redaction.json(list(seen.tools)),
+                answers=redaction.json(list(seen.answers)),
+            )
+        except Exception as error:  # noqa: BLE001 - a defect costs this group; the message is left
+            # out, because it may quote what users wrote
+            raise NotRedactedError(
+                f"the search for values to hide failed: {type(error).__name__}"
+            ) from None
+
+
+@cache
+def default_view() -> JudgeView:
+    """The view by the default settings: what a caller has that names no other."""
+    return JudgeView(Privacy())

@@ -12,24 +12,24 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, Protocol, TypeVar
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, case, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import BACKLOG, group_id_of
 from ingest.store.bases import Heirs, children_of, encode_children, store_children
 from ingest.store.exchanges import NEW
-from ingest.store.forgotten import name_digest
 from ingest.store.groups import CLAIMED
+from ingest.store.sessions import name_digest
+from sidecar.store.codec import decompress, decompress_array
 from sidecar.store.contents import content_cache, load_contents, load_links, opened_reply
 from sidecar.store.database import DAMAGE, Database, count, insert_into
-from sidecar.store.disk.traces import mark_replaced
-from sidecar.store.frames import decompress, decompress_array
 from sidecar.store.models import (
     AnswerRow,
     BestOfScoreRow,
     ChoiceRow,
+    DeadLetterRow,
     ExchangeRow,
     FeedbackRow,
     GateComparisonRow,
@@ -42,6 +42,7 @@ from sidecar.store.models import (
     SignalRow,
     WatchedAnswerRow,
 )
+from sidecar.store.traces import mark_replaced
 
 STAGE = "retention"
 """Counter rows: (stage, kind of record) -> rows that were deleted because of age or size."""
@@ -371,3 +372,172 @@ def remove_leftovers(session: Session, exchange_ids: Sequence[str]) -> None:
         delete(FeedbackRow).where(FeedbackRow.target.in_(exchange_ids)).returning(FeedbackRow.seq)
     ).all()
     count(session, FORGET_STAGE, "feedback", len(told))
+
+
+# Which exchanges go next, by age and by the size of the store. Pure.
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ages:
+    """How long records stay, in seconds; None: for good."""
+
+    exchanges_s: float | None
+    groups_s: float | None
+
+
+class Sized(Protocol):
+    """An exchange that is to be deleted."""
+
+    @property
+    def exchange_id(self) -> str: ...
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of its content, about."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """An exchange that the store holds."""
+
+    seq: int
+    exchange_id: str
+    stored_at: float
+    stored_bytes: int
+    """Size of its content, about."""
+    group_status: str | None
+    """None: it has no group."""
+
+
+def too_old(held: Sequence[Held], ages: Ages, *, now: float) -> list[Held]:
+    """Choose exchanges by their age. One with a group goes with it, by the age of groups. What a
+    training run has now stays."""
+    chosen = []
+    for one in held:
+        age_s = ages.exchanges_s if one.group_status is None else ages.groups_s
+        if age_s is not None and one.stored_at < now - age_s and one.group_status != CLAIMED:
+            chosen.append(one)
+    return chosen
+
+
+def too_much(held: Iterable[Held], *, excess_bytes: int) -> list[Held]:
+    """Choose the first ones, whatever their age, until they have so many bytes. What a training run
+    has now stays."""
+    chosen = []
+    for one in held:
+        if excess_bytes > 0 and one.group_status != CLAIMED:
+            chosen.append(one)
+            excess_bytes -= one.stored_bytes
+    return chosen
+
+
+def chunks(chosen: Sequence[Sized], *, rows: int, limit_bytes: int) -> list[list[str]]:
+    """Divide exchanges so that one transaction deletes a bounded number of rows and bytes."""
+    return divide([(one.exchange_id, one.stored_bytes) for one in chosen], rows, limit_bytes)
+
+
+def divide(sizes: Iterable[tuple[Key, int]], rows: int, limit_bytes: int) -> list[list[Key]]:
+    """Divide keys, each with its bytes, into parts of so many rows and bytes at most; one key that
+    has more bytes is a part."""
+    found: list[list[Key]] = []
+    total = 0
+    for key, size in sizes:
+        if not found or len(found[-1]) >= rows or total + size > limit_bytes:
+            found.append([])
+            total = 0
+        found[-1].append(key)
+        total += size
+    return found
+
+
+# Read the rows that retention looks at, a page at a time, in the order of `seq`.
+
+PAGE: Final = 200
+"""Rows that are looked at in one step, without the write lock."""
+OF_A_COMPARISON: Final = "c-"
+"""Beginning of `judge_call.group_id` when the gate asked."""
+
+
+def held_after(session: Session, after: int) -> list[Held]:
+    """Read exchanges behind a row, with their sizes and the state of their group."""
+    replies = (
+        select(func.sum(_lengths(ChoiceRow)))
+        .where(ChoiceRow.exchange_id == ExchangeRow.exchange_id)
+        .scalar_subquery()
+    )
+    answers = (
+        # What verifiers found is stored as ASCII, so characters are bytes.
+        select(func.sum(_lengths(AnswerRow) + func.coalesce(func.length(AnswerRow.checks), 0)))
+        .where(AnswerRow.group_id == GroupRow.group_id)
+        .scalar_subquery()
+    )
+    rows = session.execute(
+        select(
+            ExchangeRow.seq,
+            ExchangeRow.exchange_id,
+            ExchangeRow.stored_at,
+            func.length(ExchangeRow.request_body) + func.length(ExchangeRow.prompt_token_ids),
+            replies,
+            answers,
+            GroupRow.status,
+        )
+        .outerjoin(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
+        .where(ExchangeRow.seq > after)
+        .order_by(ExchangeRow.seq)
+        .limit(PAGE)
+    )
+    return [
+        Held(
+            seq=seq,
+            exchange_id=exchange_id,
+            # A damaged time: it goes by the size of the store only.
+            stored_at=stored_at if isinstance(stored_at, float) else float("inf"),
+            stored_bytes=sum(size for size in sizes if isinstance(size, int)),
+            group_status=status,
+        )
+        for seq, exchange_id, stored_at, *sizes, status in rows
+    ]
+
+
+def judge_calls_after(session: Session, after: int) -> Sequence[Any]:
+    """Read replies of the judge behind a row."""
+    row = JudgeCallRow
+    # Of the others the reply is not read: it may be long.
+    said = case((row.group_id.startswith(OF_A_COMPARISON), row.reply != ""), else_=True)
+    return session.execute(
+        select(row.seq, row.group_id, row.at, said.label("said"))
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def feedback_after(session: Session, after: int) -> Sequence[Any]:
+    """Read feedback behind a row."""
+    row = FeedbackRow
+    return session.execute(
+        select(row.seq, row.exchange_id, row.stored_at)
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def dead_letters_after(session: Session, after: int) -> Sequence[Any]:
+    """Read dead letters behind a row, without what they say."""
+    row = DeadLetterRow
+    return session.execute(
+        select(row.seq, row.at, func.length(row.payload).label("size"))
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> ColumnElement[int]:
+    columns = (table.message_body, table.token_ids, table.logprobs)
+    first, second, third = (func.length(column) for column in columns)
+    return first + second + third

@@ -20,20 +20,26 @@ import structlog
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from ingest.retention import pages
-from ingest.retention.deletion import STAGE, Deleted, deletion_steps
-from ingest.retention.pages import (
+from ingest.retention import deletion
+from ingest.retention.deletion import (
     OF_A_COMPARISON,
+    STAGE,
+    Ages,
+    Deleted,
+    Held,
+    chunks,
     dead_letters_after,
+    deletion_steps,
+    divide,
     feedback_after,
     held_after,
     judge_calls_after,
+    too_much,
+    too_old,
 )
-from ingest.retention.rules import Ages, Held, chunks, divide, too_much, too_old
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
-from sidecar.store.disk.space import give_back, space_of
-from sidecar.store.disk.traces import mark_replaced
+from sidecar.store.disk import give_back, space_of
 from sidecar.store.models import (
     DeadLetterRow,
     ExchangeRow,
@@ -43,6 +49,7 @@ from sidecar.store.models import (
     RunRow,
     RunStepRow,
 )
+from sidecar.store.traces import mark_replaced
 
 FLAG = "retention"
 INTERVAL_S = 60.0
@@ -158,8 +165,8 @@ class Sweeper:
                 rows = read(session, self._places.get(kind, 0))
             deleted = self._deleted
             yield from delete(rows)
-            self._places[kind] = rows[-1].seq if len(rows) == pages.PAGE else 0
-            if len(rows) < pages.PAGE:
+            self._places[kind] = rows[-1].seq if len(rows) == deletion.PAGE else 0
+            if len(rows) < deletion.PAGE:
                 return
             left = left - 1 if self._deleted == deleted else PAGES
             yield 0
@@ -238,9 +245,11 @@ class Sweeper:
         age_s = _seconds(self._settings.judge_calls_days)
         if age_s is None:
             return
-        row, gone = JudgeReplyRow, pages.PAGE
-        while gone == pages.PAGE:
-            oldest = select(row.seq).where(row.at < now - age_s).order_by(row.at).limit(pages.PAGE)
+        row, gone = JudgeReplyRow, deletion.PAGE
+        while gone == deletion.PAGE:
+            oldest = (
+                select(row.seq).where(row.at < now - age_s).order_by(row.at).limit(deletion.PAGE)
+            )
             with self._database.read() as session:
                 seqs = session.scalars(oldest).all()
             if not seqs:

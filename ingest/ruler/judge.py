@@ -4,7 +4,7 @@ LiteLLM is imported at the first call, in a thread: the import takes seconds, an
 a judge never needs it. LiteLLM's own retries, cache, telemetry and price-list download are off:
 `ingest.ruler.judging` alone decides on retries and waits, and only the prompt leaves the machine.
 A call asks again, at once, when the server turns out not to take a part of the request
-(`ingest.ruler.abilities`), or when the judge turns out to think, for which the token limit of a
+(`ingest.ruler.judge`), or when the judge turns out to think, for which the token limit of a
 reply is too low; later calls know it.
 """
 
@@ -13,32 +13,235 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
+import httpx
 import structlog
 
 from ingest.errors import (
+    JudgeBusyError,
     JudgeGarbledError,
+    JudgeNoCreditError,
     JudgeRefusalError,
+    JudgeRejectedError,
     JudgeTooLongError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch.bounded_replies import a_judge_is_asked, bound_replies
-from ingest.ruler.abilities import LIMITS, MOST_TRIES, SCHEMA, is_refusal, next_forms, without
-from ingest.ruler.judge_errors import explain, sort_error, storable
-from ingest.ruler.prompt import reply_tokens
-from ingest.ruler.reply import MAX_REPLY_CHARACTERS
-from sidecar.hiding import MIN_FREE_FORM, hidden_values, hide_values
+from ingest.judge_watch import a_judge_is_asked, bound_replies
+from ingest.ruler.prompt import MAX_REPLY_CHARACTERS, reply_tokens
+from sidecar.backoff import retry_after_s
+from sidecar.hiding import (
+    HIDDEN,
+    MIN_FREE_FORM,
+    beginning,
+    hidden_values,
+    hide_in_text,
+    hide_values,
+)
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings.no_proxy import ask_loopback_directly
+from sidecar.settings.kinds import ask_loopback_directly
 
 if TYPE_CHECKING:
-    from ingest.judge_watch.state import JudgeSeen
+    from ingest.judge_watch import JudgeSeen
+
+
+# Translate LiteLLM's errors to ours, with messages that hold no secrets.
+
+ERROR_CHARACTERS = 300
+CHAIN_LENGTH = 16
+"""Longest chain of causes that is examined, from the caught exception on."""
+LIMITED = frozenset({429, 529})
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, ConnectionRefusedError)
+"""Errors after which the provider has not seen the request."""
+PAYMENT_REQUIRED = 402
+TRY_AGAIN = frozenset({408, 409, 425})
+_KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
+_NO_KEY = re.compile(
+    r"(?i)missing credentials|missing .{0,200}\bapi[ _]key|api_key .{0,200}must be set"
+)
+"""What a provider's client says before it sends anything. The gaps are bounded: a text that repeats
+a first word would take quadratic time."""
+_NO_CREDIT = re.compile(r"(?i)insufficient[_ ](?:quota|balance|credits?|funds)|balance is too low")
+"""What providers say when an account is used up. Not "exceeded your current quota" alone: with some
+that is a limit a minute."""
+_SSL = re.compile(r" ssl:(?:<[^<>]{0,200}>|default|None|True|False)")
+"""What aiohttp says of its settings where nobody answers; it helps nobody."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Control characters. A provider's error is shown on terminals and must not control them."""
+
+
+def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailableError:
+    """Translate one of LiteLLM's errors to ours.
+
+    text: the message; see `explain`. now: Unix seconds, for a `Retry-After` that is a date.
+    """
+    chain = list(_chain(error))
+    response = next((e.response for e in chain if isinstance(e, httpx.HTTPStatusError)), None)
+    if response is not None:
+        wait_s = retry_after_s(response.headers, now)
+        return _by_status(response.status_code, text, wait_s, used_up=_is_used_up(chain))
+    if any(isinstance(e, httpx.TransportError | OSError) for e in chain):
+        unsent = any(isinstance(e, _UNSENT) for e in chain)
+        return JudgeUnavailableError(text, maybe_paid=not unsent)
+    # Neither an error status nor a broken connection: LiteLLM refused to send the request, or could
+    # not read the reply, which it reports as 500 or 200.
+    status = getattr(error, "status_code", None)
+    if isinstance(status, int) and status > 300 and status != 500:
+        return _by_status(status, text, None, used_up=_is_used_up(chain))
+    if any(_NO_KEY.search(beginning(str(e))) for e in chain):
+        return JudgeRejectedError(
+            f"{text} (nothing was sent: set the API key of the judge's provider in the environment)"
+        )
+    return JudgeGarbledError(
+        f"{text} (the reply is no chat completion that LiteLLM can read)", maybe_paid=True
+    )
+
+
+def _is_used_up(chain: Sequence[BaseException]) -> bool:
+    return any(_NO_CREDIT.search(beginning(str(one))) for one in chain)
+
+
+def _by_status(
+    status: int, text: str, wait_s: float | None, *, used_up: bool
+) -> JudgeUnavailableError:
+    if status == PAYMENT_REQUIRED or (used_up and status in (400, 403, 429)):
+        return JudgeNoCreditError(text)
+    if status in LIMITED or wait_s is not None:
+        return JudgeBusyError(text, retry_after_s=wait_s or 0.0)
+    if status in TRY_AGAIN or status >= 500:
+        return JudgeUnavailableError(text)
+    return JudgeRejectedError(text)
+
+
+def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
+    """Describe an error in one storable line without keys: the judge and the provider's message.
+
+    secrets: values to hide in the text; values that look like keys are hidden anyway.
+    """
+    # Secrets are hidden before and after the lines are joined: a key may span several lines.
+    message = beginning(str(error)).split("Traceback (most recent call last)")[0]
+    message = hide_values(_SSL.sub("", message), secrets)
+    message = _CONTROL.sub("?", storable(" ".join(message.split()))) or type(error).__name__
+    message = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(message, secrets)))
+    return f"judge {model}: {message[:ERROR_CHARACTERS]}"
+
+
+def storable(text: str) -> str:
+    """Remove what a store or a request cannot hold: lone surrogates and NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\x00", "")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    for _ in range(CHAIN_LENGTH):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+# What a judge does not take, learned by asking. Pure.
+
+SCHEMA: Final = "response_format"
+"""Parameter that names the JSON schema of a reply."""
+LIMITS: Final = ("max_tokens", "max_completion_tokens")
+"""Parameters that limit the tokens of a reply; ours is the first."""
+SYSTEM: Final = "system"
+"""The role of the judge's instructions."""
+SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs",
+    "presence_penalty", "frequency_penalty", "reasoning_effort", "thinking", "verbosity",
+)  # fmt: skip
+"""Parameters that an operator may give, without which scores are scores all the same."""
+MOST_TRIES: Final = 8
+"""Requests of one call that are repeated for what they carry."""
+_REFUSED: Final = frozenset({400, 422, 501})
+_NAMES: Final[Mapping[str, re.Pattern[str]]] = {
+    SCHEMA: re.compile(r"(?i)response_?format|json_?schema|structured.?output|guided_"),
+    LIMITS[0]: re.compile(r"(?i)max_(?:completion_)?tokens"),
+    LIMITS[1]: re.compile(r"(?i)max_(?:completion_)?tokens"),
+    SYSTEM: re.compile(
+        r"(?i)system['\"` ]{1,3}(?:role|message|prompt|instruction)|developer instruction"
+        r"|role['\"`: ]{1,4}system|roles must alternate"
+    ),
+    **{name: re.compile(rf"(?i)(?<!\w){name}(?!\w)") for name in SAMPLING},
+}
+_OF_ACCOUNT: Final = re.compile(r"(?i)\bkey\b|credential|unauthori[sz]ed|quota|balance|billing")
+"""What a refusal of the account, and of no part of the request, says."""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True when the server, or LiteLLM in its place, refused what a request says."""
+    return getattr(error, "status_code", None) in _REFUSED
+
+
+def without(request: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    """Return a request without these parts."""
+    made = dict(request)
+    for name in (SCHEMA, *SAMPLING):
+        if name in left_out:
+            made.pop(name, None)
+    if LIMITS[0] in left_out and LIMITS[0] in made:
+        made.setdefault(LIMITS[1], made.pop(LIMITS[0]))
+    if LIMITS[1] in left_out:
+        made.pop(LIMITS[1], None)
+    if SYSTEM in left_out:
+        made["messages"] = _as_user(made["messages"])
+    return made
+
+
+def next_forms(
+    request: Mapping[str, Any],
+    left_out: Collection[str],
+    error: BaseException,
+    *,
+    needed: Iterable[str],
+    search: bool,
+) -> list[frozenset[str]]:
+    """Return what to leave out next, in order; nothing when the refusal is not about a part.
+
+    request: whole. left_out: what was left out when it was refused. needed: parts that stay.
+    search: try one part after another when the refusal names none.
+    """
+    said, done = beginning(str(error)), frozenset(left_out)
+    named = [name for name, pattern in _NAMES.items() if pattern.search(said)]
+    sent = without(request, done)
+    may = [name for name in _NAMES if name not in needed and _holds(sent, name)]
+    if named:
+        found = [name for name in named if name in may]
+        return [done | {found[0]}] if found else []
+    if not search or not may or _OF_ACCOUNT.search(said):
+        return []
+    every = done.union(may, [LIMITS[1]] if LIMITS[0] in may and LIMITS[1] not in needed else [])
+    return list(dict.fromkeys([*(done | {name} for name in may), every]))
+
+
+def _holds(request: Mapping[str, Any], name: str) -> bool:
+    if name == SYSTEM:
+        return any(one.get("role") == SYSTEM for one in request["messages"])
+    return name in request
+
+
+def _as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Put system messages before the text of the user's message that follows them."""
+    made: list[dict[str, Any]] = []
+    said: list[str] = []
+    for one in messages:
+        if one["role"] == SYSTEM:
+            said.append(one["content"])
+        elif said and one["role"] == "user":
+            made.append({**one, "content": "\n\n".join([*said, one["content"]])})
+            said = []
+        else:
+            made.append(dict(one))
+    return [*made, *({"role": "user", "content": text} for text in said)]
+
 
 MAX_COUNT = 2**31 - 1
 """Largest believable number of tokens in one call: it fits the integer column of every store."""
@@ -137,7 +340,7 @@ _KEPT_FOR: ContextVar[str | None] = ContextVar("judge_replies_kept_for", default
 
 @contextmanager
 def replies_kept_for(exchange_id: str | None) -> Iterator[None]:
-    """Let a judge that keeps replies (`ingest.judges.cache`) keep those to the questions asked
+    """Let a judge that keeps replies (`ingest.judges.replies`) keep those to the questions asked
     within, and give those that it has.
 
     exchange_id: whose content the questions hold, so that `sidecar forget` reaches the replies.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 import msgspec
 import structlog
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from ingest.errors import (
@@ -20,14 +21,12 @@ from ingest.errors import (
     RequestRefusedError,
     SamplingError,
 )
-from ingest.grouping.engine_facts import fill
-from ingest.grouping.exchangeable import LogprobsMode, candidate_temperature
-from ingest.grouping.rules import kept_adapters
+from ingest.grouping.request import LogprobsMode, candidate_temperature, fill
+from ingest.grouping.selection import kept_adapters
+from ingest.judge_prompt import looks, shown_answer
 from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
-from ingest.sampling.budget import spend_tokens
-from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude, pointless
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import (
     append_answers,
@@ -38,13 +37,276 @@ from ingest.store.groups import (
     sampling_attempts,
     set_aside,
 )
+from ingest.store.listing import day_of, hour_of, is_count, next_hour, next_midnight
 from ingest.vllm.sampler import Sampler, SampleRequest
-from sidecar.backoff import retry_after_s
-from sidecar.records import BASE
+from sidecar.backoff import Backoff, retry_after_s
+from sidecar.records import BASE, Exchange
 from sidecar.routing.table import upstream_model
-from sidecar.settings import SamplingField
+from sidecar.settings import Groups, SamplingField
 from sidecar.store.database import count
-from sidecar.store.models import AdapterRow
+from sidecar.store.models import AdapterRow, CounterRow
+
+# Decide about a group after a round of sampling. Pure.
+
+Miss = Literal[
+    "held_back",
+    "engine_down",
+    "engine_busy",
+    "adapter_away",
+    "adapter_gone",
+    "refused",
+    "prompt_mismatch",
+    "private",
+    "failed",
+]
+"""Reasons for a missing candidate. held_back: users came first; engine_busy: vLLM takes no request
+for now; adapter_away: vLLM lacks the adapter, which control loads again; adapter_gone: it is not
+loaded again; refused: vLLM refuses the request itself; prompt_mismatch: vLLM used another prompt
+than the one of the served answer; private: the project's privacy policy keeps the answer out of
+training, or out of the store; failed: the reply was an error or invalid."""
+
+WAITS: frozenset[Miss] = frozenset({"held_back", "engine_down", "engine_busy", "adapter_away"})
+"""Misses that pass, and are not the group's fault."""
+OF_ALL: frozenset[Miss] = WAITS | {"adapter_gone", "refused"}
+"""Misses that every candidate of the round would share: after one, no other is requested."""
+MAX_ROUNDS = 5
+"""Most rounds that leave candidates missing through the group's own fault."""
+RETRIES = Backoff(first_s=5.0, last_s=300.0)
+"""Pauses between the rounds of a group."""
+MIN_ANSWERS = 2
+ALIKE_ENOUGH = 4
+"""Answers, served ones counted, that must look alike before the rest of the group is not sampled.
+Groups of this size or a smaller one are always sampled whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """The result of one requested candidate: an answer, or why there is none."""
+
+    answer: Answer | None = None
+    miss: Miss | None = None
+    tokens: int = 0
+    """Tokens sampled for it, whether it was kept or not."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt that vLLM read for it."""
+    wait_s: float = 0.0
+    """Seconds that vLLM asked to be left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """Decision about a group after a round.
+
+    sampled: complete, goes to the judge. set_aside: for `reason`. retry: one of its rounds is used
+    up. wait: no round is used up, since nothing is wrong with the group.
+    """
+
+    action: Literal["sampled", "set_aside", "retry", "wait"]
+    reason: str = ""
+
+
+def conclude(
+    answers: Sequence[Answer], *, size: int, rounds: int, misses: Collection[Miss]
+) -> Conclusion:
+    """Decide a group after a round.
+
+    answers: all answers that the group has now. rounds: rounds used up before this one.
+    misses: the reason for each missing candidate of this round.
+    """
+    if len(answers) >= size:
+        return _complete(answers)
+    if pointless(answers, size=size):
+        return Conclusion(action="set_aside", reason="identical_answers")
+    if "adapter_gone" in misses:
+        return Conclusion(action="set_aside", reason="adapter_gone")
+    if "refused" in misses:
+        return _with_what_there_is(answers, "request_refused")
+    if not WAITS.isdisjoint(misses):
+        return Conclusion(action="wait")
+    if len(misses) == size - _served(answers) and set(misses) == {"prompt_mismatch"}:
+        # No candidate matched: the rendering has changed since, and a retry would not help.
+        return Conclusion(action="set_aside", reason="prompt_mismatch")
+    if set(misses) == {"private"}:
+        # A retry would draw from the same distribution again; the others are enough to compare.
+        return _with_what_there_is(answers, "private")
+    if rounds + 1 < MAX_ROUNDS:
+        return Conclusion(action="retry")
+    return _with_what_there_is(answers, "sampling_failed")
+
+
+def next_step(answers: Sequence[Answer], *, size: int, missing: int) -> int:
+    """Return how many candidates to request at once now; 0: no more in this round.
+
+    answers: all answers that the group has by now. missing: candidates that this round has not
+        requested yet.
+    While all answers look alike only as many are requested as it takes to call the rest pointless.
+    """
+    if missing <= 0 or len(answers) >= size or pointless(answers, size=size):
+        return 0
+    if size <= ALIKE_ENOUGH or not answers or not all_identical(answers):
+        return missing
+    return min(missing, ALIKE_ENOUGH - len(answers))
+
+
+def pointless(answers: Sequence[Answer], *, size: int) -> bool:
+    """Return True when so many answers look alike that the others are not worth their tokens."""
+    return ALIKE_ENOUGH <= len(answers) < size and all_identical(answers)
+
+
+def back_off_s(rounds: int) -> float:
+    """Return the pause after this many rounds, in seconds: 5, 10, 20, ... 300."""
+    return RETRIES.wait_s(rounds)
+
+
+def all_identical(answers: Sequence[Answer]) -> bool:
+    """Return True when all answers look equal to a judge. The ids of tool calls do not count, nor
+    how the JSON of their arguments is written."""
+    return len({_as_seen(answer.message) for answer in answers}) <= 1
+
+
+def _with_what_there_is(answers: Sequence[Answer], reason: str) -> Conclusion:
+    """Conclude a group that gets no more answers. reason: why, if they are too few."""
+    if len(answers) >= MIN_ANSWERS:
+        return _complete(answers)
+    return Conclusion(action="set_aside", reason=reason)
+
+
+def _complete(answers: Sequence[Answer]) -> Conclusion:
+    if all_identical(answers):
+        return Conclusion(action="set_aside", reason="identical_answers")
+    return Conclusion(action="sampled")
+
+
+def _served(answers: Sequence[Answer]) -> int:
+    return sum(answer.origin == "served" for answer in answers)
+
+
+def _as_seen(message: bytes) -> str | bytes:
+    """Reasoning counts: a judge may be shown it (`judge.show_reasoning`)."""
+    try:
+        parsed = msgspec.json.decode(message, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return message
+    return looks(shown_answer(parsed, show_reasoning=True))
+
+
+# The budgets of sampling, by day and by hour (UTC), and as a share of what users are served.
+
+DAY, HOUR = "sampling_tokens", "sampling_tokens_hour"
+PROMPT_DAY, PROMPT_HOUR = "sampling_prompt_tokens", "sampling_prompt_hour"
+SERVED = "served_tokens"
+"""Stages of counter rows: (stage, day or hour) -> tokens. Ingest writes the last one."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of this day and this hour, UTC."""
+
+    sampled_today: int = 0
+    sampled_this_hour: int = 0
+    prompts_today: int = 0
+    """Prompt tokens, once for each candidate."""
+    prompts_this_hour: int = 0
+    served_today: int = 0
+    """Completion tokens that users got."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """A budget that is spent."""
+
+    setting: str
+    why: str
+    until: datetime | None
+    """When it is renewed; None: when users are served more."""
+
+
+def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
+    """Return a budget that is spent, of several the one renewed last; None when none is. Pure."""
+    budget_uses = (
+        ("tokens_per_day", usage.sampled_today, "candidate tokens today"),
+        ("prompt_tokens_per_day", usage.prompts_today, "prompt tokens of candidates today"),
+        ("tokens_per_hour", usage.sampled_this_hour, "candidate tokens this hour"),
+        ("prompt_tokens_per_hour", usage.prompts_this_hour, "prompt tokens this hour"),
+    )
+    for name, used, what in budget_uses:
+        limit: int = getattr(budgets, name)
+        if limit and used >= limit:
+            until = next_midnight(now) if name.endswith("day") else next_hour(now)
+            setting = f"groups.{name}"
+            return Spent(setting=setting, why=f"{setting} is spent: {used} {what}", until=until)
+    share = budgets.max_share_of_served
+    if share and usage.sampled_today >= share * usage.served_today:
+        return Spent(
+            setting="groups.max_share_of_served",
+            why=f"groups.max_share_of_served is reached: {usage.sampled_today} candidate tokens "
+            f"today, {usage.served_today} tokens of answers to users",
+            until=None,
+        )
+    return None
+
+
+def read_usage(session: Session, *, now: float) -> Usage:
+    """Read what this day and this hour have used. A damaged number counts as 0."""
+    day, hour = day_of(now), hour_of(now)
+    fields = {
+        (DAY, day): "sampled_today",
+        (HOUR, hour): "sampled_this_hour",
+        (PROMPT_DAY, day): "prompts_today",
+        (PROMPT_HOUR, hour): "prompts_this_hour",
+        (SERVED, day): "served_today",
+    }
+    rows = session.scalars(
+        select(CounterRow).where(
+            CounterRow.stage.in_([stage for stage, _ in fields]),
+            CounterRow.reason.in_([day, hour]),
+        )
+    )
+    found = {fields.get((row.stage, row.reason)): row.count for row in rows}
+    return Usage(**{name: n for name, n in found.items() if name is not None and is_count(n)})
+
+
+def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) -> None:
+    """Count the tokens of candidates, in the caller's transaction.
+
+    A damaged number begins again at 0: otherwise it would stay damaged, and there were no budget.
+    """
+    day, hour = day_of(now), hour_of(now)
+    spent = {
+        (DAY, day): sampled,
+        (HOUR, hour): sampled,
+        (PROMPT_DAY, day): prompts,
+        (PROMPT_HOUR, hour): prompts,
+    }
+    for (stage, reason), tokens in spent.items():
+        row = session.get(CounterRow, (stage, reason))
+        if row is not None and not is_count(row.count):
+            log.warning("counter_unreadable", stage=stage, reason=reason)
+            row.count = 0
+            session.flush()
+        count(session, stage, reason, tokens)
+    # Nobody reads an hour that is over, and there would be thousands.
+    session.execute(
+        delete(CounterRow).where(
+            CounterRow.stage.in_([HOUR, PROMPT_HOUR]), CounterRow.reason < hour
+        )
+    )
+
+
+def completion_tokens(exchange: Exchange) -> int:
+    """Return the tokens that a user was answered with: vLLM's count, else those recorded."""
+    if exchange.completion_tokens is not None:
+        return exchange.completion_tokens
+    return sum(len(choice.token_ids) for choice in exchange.choices)
+
+
+def count_served(session: Session, tokens: int, *, now: float) -> None:
+    """Count completion tokens that users got, in the caller's transaction."""
+    if tokens:
+        count(session, SERVED, day_of(now), tokens)
+
 
 STAGE = "candidate"
 """Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
@@ -54,8 +316,6 @@ SPARED = "spared"
 AWAY_S = 5.0
 """How long a group is left alone while its adapter is loaded again, and after a 429 that does not
 say how long."""
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

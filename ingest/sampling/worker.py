@@ -20,17 +20,25 @@ import structlog
 from sqlalchemy.orm import Session
 
 from ingest.errors import EngineDownError, SamplingError
-from ingest.grouping.exchangeable import LogprobsMode
-from ingest.judge_watch.state import FIRST_QUESTION, why_sampling_holds
+from ingest.grouping.request import LogprobsMode
+from ingest.judge_watch import FIRST_QUESTION, why_sampling_holds
 from ingest.privacy.screen import Screen, default_screen
-from ingest.ruler.group import UNREADABLE
-from ingest.ruler.judge_errors import storable
-from ingest.sampling.budget import first_spent, read_usage
-from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion, next_step
-from ingest.sampling.round import Job, ask, load_job, store_round
+from ingest.ruler.judge import storable
+from ingest.ruler.ruler import UNREADABLE
+from ingest.sampling.round import (
+    OF_ALL,
+    Attempt,
+    Conclusion,
+    Job,
+    ask,
+    first_spent,
+    load_job,
+    next_step,
+    read_usage,
+    store_round,
+)
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
-from ingest.store.patience import patiently
-from ingest.store.troubles import MAX_WHY, SAMPLING_WAITS, Trouble, write_trouble
+from ingest.store.listing import MAX_WHY, SAMPLING_WAITS, Trouble, patiently, write_trouble
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Final, Protocol
 
-from ingest.sessions.messages import Conversation, Message, digest_of
-from ingest.sessions.records import Arrival, Full, How, Place
+from ingest.sessions.messages import Arrival, Conversation, Full, How, Message, Place, digest_of
 
 _DIGITS: Final = re.compile(r"[0-9]+")
 _LINES: Final = 12
@@ -18,7 +17,7 @@ the lines; neither."""
 
 
 Key = bytes | int
-"""A mark of `ingest.sessions.marks`."""
+"""A mark of `ingest.sessions.messages`."""
 MAX_AGENTS: Final = 1_000
 """Agents remembered by `Agents`, in 2 kB each."""
 MAX_CALLERS: Final = 8
@@ -26,14 +25,14 @@ MAX_CALLERS: Final = 8
 hand a conversation over, are fewer."""
 MAX_OPENINGS: Final = 256
 """Openings of one session: an agent's run with all its sub-agents and summaries has fewer."""
-TOLD: Final = 512
+DIGESTED_MESSAGES: Final = 512
 """Messages of a request that its node remembers, the newest, in 4 bytes each."""
 
 
 def told(messages: Sequence[Message]) -> bytes:
     """Return 4 bytes for each of the newest messages, in order: those of successive messages stand
     side by side."""
-    return b"".join(message.digest()[:4] for message in messages[-TOLD:])
+    return b"".join(message.digest()[:4] for message in messages[-DIGESTED_MESSAGES:])
 
 
 class Agent:
@@ -185,7 +184,7 @@ class Node:
         """Where the indexes hold this node: number of the index, keys."""
         self.shares_opening = False
         self.grown: tuple[bytes, ...] = ()
-        """Marks of its last message with each reply behind it (`ingest.sessions.marks.grown`)."""
+        """Marks of its last message with each reply behind it (`messages.grown`)."""
         self.parts: dict[int, int] = {}
         """Number of marks under which parts of its texts are remembered, by kind of index."""
         session.nodes[self] = None
@@ -267,3 +266,85 @@ class Node:
             shares_opening=self.shares_opening,
             moved_from=moved_from,
         )
+
+
+# Where exchanges are remembered: by digests of what they asked, were answered, said and called.
+
+KINDS: Final = range(12)
+SAME_KEY: Final = 32
+"""Nodes remembered under one key, the newest."""
+(
+    ANSWERED,
+    ASKED,
+    REPLIED,
+    HEARD,
+    QUOTED,
+    CALLED,
+    CALL_IDS,
+    TOLD,
+    GIVEN,
+    WANTED,
+    WANTED_ASKED,
+    GROWN,
+) = KINDS
+"""Kinds of keys: the conversation with its reply; without it; the reply wherever it stands; a
+tool's result or a user's message wherever it stands; parts of a reply; an argument of its calls;
+the ids of its calls; parts of users' messages; parts of tools' results; the `ANSWERED`
+that the parent of the exchange would have; the `ASKED` that it would have; the end of the last
+message with a reply behind it."""
+GUESSED: Final = frozenset({HEARD, QUOTED, TOLD, GIVEN, CALLED})
+"""The many keys of a node; they serve while its conversation goes on."""
+
+
+class Indexes:
+    """Nodes by kind and key."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[dict[Key, Node | list[Node]], ...] = tuple({} for _ in KINDS)
+        """A list only where a key has several nodes: nearly all have one."""
+
+    def __len__(self) -> int:
+        found = (under for index in self._nodes for under in index.values())
+        return sum(len(under) if isinstance(under, list) else 1 for under in found)
+
+    def under(self, index: int, key: Key | None) -> Sequence[Node]:
+        """The nodes under a key, the oldest first. key: None has none."""
+        found = self._nodes[index].get(key) if key is not None else None
+        if found is None:
+            return ()
+        return found if isinstance(found, list) else (found,)
+
+    def add(self, index: int, keys: Collection[Key], node: Node) -> None:
+        """Remember a node under these keys, each given once; the oldest under a key gives way."""
+        nodes = self._nodes[index]
+        for key in keys:
+            under = nodes.setdefault(key, node)
+            if under is node:
+                continue
+            if not isinstance(under, list):
+                nodes[key] = [under, node]
+                continue
+            if len(under) == SAME_KEY:
+                parts = under.pop(0).parts
+                if index in parts:
+                    parts[index] -= 1
+            under.append(node)
+        node.keys.append((index, keys))
+
+    def forget(self, node: Node, kinds: Container[int] = KINDS) -> None:
+        """Forget a node under all its keys of these kinds."""
+        for index, keys in node.keys:
+            if index in kinds:
+                for key in keys:
+                    self._remove(self._nodes[index], key, node)
+        node.keys = [one for one in node.keys if one[0] not in kinds]
+
+    @staticmethod
+    def _remove(nodes: dict[Key, Node | list[Node]], key: Key, node: Node) -> None:
+        under = nodes.get(key)
+        if under is node:
+            del nodes[key]
+        elif isinstance(under, list) and node in under:  # else it gave way to a younger one
+            under.remove(node)
+            if len(under) == 1:
+                nodes[key] = under[0]

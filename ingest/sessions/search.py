@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
-from ingest.sessions import marks, traces
-from ingest.sessions.indexes import (
+import msgspec
+
+from ingest.sessions import messages
+from ingest.sessions import messages as marks
+from ingest.sessions.messages import (
+    LIST_KEYS,
+    MESSAGE_KEYS,
+    TOOL_KEYS,
+    Arrival,
+    Conversation,
+    How,
+    Message,
+    digest_of,
+    join,
+    read_item,
+    read_messages,
+    read_tools,
+)
+from ingest.sessions.node import (
+    ALIKE,
     ANSWERED,
     ASKED,
     CALL_IDS,
@@ -21,12 +39,156 @@ from ingest.sessions.indexes import (
     TOLD,
     WANTED,
     WANTED_ASKED,
+    Agent,
     Indexes,
+    Key,
+    Node,
+    Session,
+    told,
 )
-from ingest.sessions.messages import digest_of
-from ingest.sessions.node import ALIKE, Agent, Key, Node, Session, told
-from ingest.sessions.records import Arrival, How
 from sidecar.routing.opening import mark, opening
+
+# Find the session of a request that repeats no beginning of a conversation. Pure.
+
+SEARCHED: Final = 64
+"""Messages of a request that are searched for."""
+TEXT_SEARCHED: Final = 65_536
+"""Characters of a request that are searched for parts of replies."""
+PARTS: Final = 2
+WHOLE: Final = 0.8
+"""A reply is repeated when so many parts of it are found, and this share of them."""
+KNOWN: Final = 0.9
+"""A long message counts 1 divided by the sessions that hold it. The session with this sum is the
+one."""
+CERTAIN: Final = 64
+"""Characters of a long message; a shorter one counts in proportion."""
+_KINDS: Final = (QUOTED, GIVEN, TOLD)
+Before = Callable[[Node], bool]
+"""Whether a node began before the request."""
+
+
+def kept_traces(
+    indexes: Indexes,
+    scope: bytes,
+    messages: Sequence[Message],
+    may_continue: Callable[[Node], bool],
+) -> tuple[Node | None, float]:
+    """Return the exchange whose reply stands last in a shortened conversation, and the weight of
+    what is the same in its session."""
+    weights: dict[Session, float] = defaultdict(float)
+    replied: dict[Session, list[tuple[int, Node]]] = defaultdict(list)
+    first = max(0, len(messages) - SEARCHED)
+    said = [at for at in range(first, len(messages)) if messages[at].role == "assistant"]
+    near = {at: told(messages[max(0, at - 1) : at + 2]) for at in said}
+    for at in reversed(range(first, len(messages))):
+        message = messages[at]
+        under = indexes.under(REPLIED if at in near else HEARD, marks.link(scope, message))
+        nodes = [node for node in under if may_continue(node)]
+        sessions = {node.session for node in nodes}
+        for session in sessions:
+            weights[session] += min(1.0, message.length / CERTAIN) / len(sessions)
+        if at in near:
+            for node in reversed(nodes):
+                replied[node.session].append((at, node))
+    for session in sorted(replied, key=weights.__getitem__, reverse=True):
+        if weights[session] < KNOWN:
+            break
+        for at, node in replied[session]:
+            if is_new(node, messages, at) and _is_of(node, messages, at, near):
+                return node, weights[session]
+    return None, 0.0
+
+
+def is_new(node: Node, messages: Sequence[Message], at: int) -> bool:
+    """Return whether the reply at `at` is none that `node` had in its own request already, after
+    the same message: then the client gives it to many requests."""
+    pair = told(messages[max(0, at - 1) : at + 1])
+    return not node.told.startswith(pair) if at == 0 else pair not in node.told
+
+
+def _is_of(node: Node, messages: Sequence[Message], at: int, near: Mapping[int, bytes]) -> bool:
+    """Return whether the messages before the reply at `at` are what is left of the request of
+    `node`. Examples come from anywhere, so these are asked of it: the message right before the
+    reply, after the reply before that; and most of the replies in the request, in their order,
+    with a neighbour or by their own length. A reply that nothing stands before counts neither way.
+    Where `node` itself begins with replies that nobody gave, one of them has to be there still.
+
+    near: for each reply its digest between those of its neighbours (`told`).
+    """
+    if at:
+        begin = at - 2 if at - 2 in near else at - 1
+        if told(messages[begin:at]) not in node.told:
+            return False
+    known, total, place = 0, 0, 0
+    for number, three in near.items():
+        if number:
+            total += 1
+            if number < at:
+                parts = [three[:8], three[4:]]
+                if messages[number].length >= marks.LONG:
+                    parts.append(three[4:8])
+                found = max(node.told.find(part, place) for part in parts)
+                known += found >= 0
+                place = max(place, found)
+    if node.parent is None and node.repeats and at and not known:
+        return False
+    return 2 * (known + (at > 0)) > total or not total
+
+
+def quoted(indexes: Indexes, scope: bytes, texts: Iterable[str], before: Before) -> Node | None:
+    """Return the exchange with which a conversation ends that is repeated within another text: a
+    summary of it, or a record.
+
+    A session is repeated when one of its replies is. An agent may answer in a few words, or with
+    calls alone: then it is repeated when a user's message is, with a short reply or a tool's
+    result. Of several sessions the one counts of which most is repeated; parts that several hold
+    count less. In this session it is the exchange whose reply, or whose tools' results, are
+    repeated last in the text.
+    """
+    under = {
+        (kind, at): nodes
+        for mark, at in _parts(scope, texts).items()
+        for kind in _KINDS
+        if (nodes := [node for node in indexes.under(kind, mark) if before(node)])
+    }
+    found: dict[tuple[int, Node], list[int]] = defaultdict(list)
+    for (kind, at), nodes in under.items():
+        for node in nodes:
+            found[kind, node].append(at)
+    whole = {one for one, places in found.items() if len(places) >= WHOLE * one[1].parts[one[0]]}
+    ends: dict[Node, int] = {}
+    known: set[Session] = set()
+    for kind, node in whole:
+        if kind != TOLD:
+            ends[node] = max(ends.get(node, 0), *found[kind, node], 0)
+        if kind != GIVEN and len(found[kind, node]) >= PARTS:
+            known.add(node.session)
+    weights: dict[Session, float] = defaultdict(float)
+    for (kind, _), nodes in under.items():
+        sessions = {node.session for node in nodes if (kind, node) in whole}
+        for session in sessions:
+            weights[session] += 1 / len(sessions)
+    return max(
+        (node for node in ends if node.session in known),
+        key=lambda node: (weights[node.session], ends[node], node.at),
+        default=None,
+    )
+
+
+def _parts(scope: bytes, texts: Iterable[str]) -> dict[int, int]:
+    """Return the marks of all parts of the texts, and where each stands last: its number."""
+    found: dict[int, int] = {}
+    left = TEXT_SEARCHED
+    at = 0
+    for text in texts:
+        for shingle in marks.shingles(scope, text[-left:]):
+            found[shingle] = at
+            at += 1
+        left -= len(text)
+        if left <= 0:
+            break
+    return found
+
 
 SKEW_S: Final = 1.0
 """How far the clocks of two proxies may be apart: a parent begins before its child."""
@@ -59,7 +221,7 @@ class Search:
         owner = (arrival.project, arrival.key_id, arrival.user)
         self.owner = digest_of("\x00".join(owner))
         self._scope = digest_of("\x00".join((*owner, arrival.session_header)))
-        self._chain = marks.chain(self._scope, self._messages)
+        self._chain = messages.chain(self._scope, self._messages)
         self._replied = [
             at for at, message in enumerate(self._messages, 1) if message.role == "assistant"
         ]
@@ -92,7 +254,7 @@ class Search:
         end = self._opening
         said, _ = opening((one.role, mark(one.text)) for one in self._messages)
         # Without a user's words, all of the beginning tells it.
-        scope = said or marks.chain(self.owner, self._messages[:end])[-1]
+        scope = said or messages.chain(self.owner, self._messages[:end])[-1]
         return blake2b(self.owner + scope, digest_size=8).hexdigest(), end == len(self._messages)
 
     def find(self) -> tuple[Node | None, How, bool]:
@@ -119,7 +281,7 @@ class Search:
             return grown, "answered", True
         if not given:
             prefix, length = self._longest()
-            kept, weight = traces.kept(
+            kept, weight = kept_traces(
                 self._indexes,
                 self._scope,
                 self._messages,
@@ -137,11 +299,11 @@ class Search:
         # What the assistant says in a message of its own was compared above, as a whole.
         texts = [
             message.text
-            for at, message in enumerate(self._messages[: traces.SEARCHED])
+            for at, message in enumerate(self._messages[:SEARCHED])
             if message.role != "assistant" or (at == 0 and not given)
         ]
         texts.append(self._arrival.conversation.system)
-        summary = traces.quoted(self._indexes, self._scope, texts, self._before)
+        summary = quoted(self._indexes, self._scope, texts, self._before)
         if summary is not None:
             return summary, "kept", False
         return None, "root", False
@@ -156,7 +318,9 @@ class Search:
         indexes, whole = self._indexes, self._chain[-1]
         node.asked = whole
         indexes.add(ASKED, (whole,), node)
-        answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
+        answered = list(
+            dict.fromkeys(messages.link(whole, reply) for reply in self._arrival.replies)
+        )
         indexes.add(ANSWERED, answered, node)
         if self._replied and node.may_move:
             last = self._replied[-1]
@@ -165,28 +329,28 @@ class Search:
                 indexes.add(WANTED_ASKED, (self._chain[last - 1],), node)
         new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
         found: dict[int, set[Key]] = defaultdict(set)
-        for message in new[-traces.SEARCHED :]:
-            if message.role != "assistant" and message.length >= marks.LONG:
-                found[HEARD].add(marks.link(self._scope, message))
+        for message in new[-SEARCHED:]:
+            if message.role != "assistant" and message.length >= messages.LONG:
+                found[HEARD].add(messages.link(self._scope, message))
         if node.how != "kept" or self._replied:  # else it is a record of what others heard
             heard = self._messages[self._replied[-1] if self._replied else 0 :]
-            for message in heard[-traces.SEARCHED :]:
+            for message in heard[-SEARCHED:]:
                 parts = found[GIVEN if message.role == "tool" else TOLD]
-                if len(parts) < marks.SHINGLES:
-                    parts.update(marks.of_heard(self._scope, message.text))
+                if len(parts) < messages.SHINGLES:
+                    parts.update(messages.of_heard(self._scope, message.text))
         if self._messages and self._messages[-1].role == "user":
             before, last_text = self._chain[-2], self._messages[-1].text
-            grown = [marks.grown(before, last_text, one.text) for one in self._arrival.replies]
+            grown = [messages.grown(before, last_text, one.text) for one in self._arrival.replies]
             found[GROWN].update(one[0] for one in grown if one is not None)
             node.grown = tuple(one[1] for one in grown if one is not None)
         for reply in self._arrival.replies:
-            found[REPLIED].add(marks.link(self._scope, reply))
-            by_ids = marks.calls(self._scope, reply)
+            found[REPLIED].add(messages.link(self._scope, reply))
+            by_ids = messages.calls(self._scope, reply)
             if by_ids is not None:
                 found[CALL_IDS].add(by_ids)
-            found[CALLED].update(marks.arguments(self._scope, reply))
+            found[CALLED].update(messages.arguments(self._scope, reply))
             if not self._dictates(reply.text):
-                found[QUOTED].update(marks.of_reply(self._scope, reply.text))
+                found[QUOTED].update(messages.of_reply(self._scope, reply.text))
         node.parts = {kind: len(found[kind]) for kind in (QUOTED, GIVEN, TOLD)}
         for index, keys in found.items():
             # A set takes several times the memory.
@@ -199,8 +363,8 @@ class Search:
         size = max(1, -(-len(reply) // PIECES))
         pieces = [reply[at : at + size] for at in range(0, len(reply), size)]
         texts = [self._arrival.conversation.system]
-        texts += [one.text for one in self._messages[: traces.SEARCHED] if one.role != "assistant"]
-        left = traces.TEXT_SEARCHED
+        texts += [one.text for one in self._messages[:SEARCHED] if one.role != "assistant"]
+        left = TEXT_SEARCHED
         for text in texts:
             beginning = text[:left]
             pieces = [piece for piece in pieces if piece not in beginning]
@@ -251,11 +415,11 @@ class Search:
         words = text.split()
         ends = [
             (at, nodes)
-            for at, mark in enumerate(marks.shingles(before, text), marks.WORDS)
+            for at, mark in enumerate(messages.shingles(before, text), messages.WORDS)
             if (nodes := self._indexes.under(GROWN, mark))
         ]
         for at, nodes in reversed(ends[-MOST_ENDS:]):
-            whole = marks.whole_of(before, words[:at])
+            whole = messages.whole_of(before, words[:at])
             for node in reversed(nodes):
                 if whole in node.grown and not self._is_spread(node, "answered", MOST_GROWN):
                     return node
@@ -264,10 +428,10 @@ class Search:
     def _caller(self) -> Node | None:
         """Return whose reply made the calls that the request repeats last, if their ids tell."""
         at = self._replied[-1] - 1
-        by_ids = marks.calls(self._scope, self._messages[at])
+        by_ids = messages.calls(self._scope, self._messages[at])
         nodes = self._indexes.under(CALL_IDS, by_ids)
         # Some models number the calls of a reply.
-        return nodes[0] if len(nodes) == 1 and traces.is_new(nodes[0], self._messages, at) else None
+        return nodes[0] if len(nodes) == 1 and is_new(nodes[0], self._messages, at) else None
 
     def _pick(
         self,
@@ -325,7 +489,7 @@ class Search:
         """Return whose reply called for this: the text is an argument of one of its calls."""
         for message in self._messages[:4]:
             if message.role == "user":
-                node = self._pick(CALLED, marks.whole(self._scope, message.text), "called")
+                node = self._pick(CALLED, messages.whole(self._scope, message.text), "called")
                 if node is not None and not self._is_usual(node):
                     return node
         return None
@@ -343,3 +507,87 @@ class Search:
             and one.agent.likeness(self.agent) >= ALIKE
             for one in same
         )
+
+
+# Read requests, and remember what their parts say. Pure.
+
+MESSAGE_BYTES: Final = 24 * 2**20
+"""Memory of the messages remembered: some 25,000 of ordinary size."""
+TOOL_BYTES: Final = 4 * 2**20
+"""Memory of the names of tools."""
+ENTRY_BYTES: Final = 600
+"""Memory of an entry besides its texts."""
+DIGESTED: Final = 1_024
+"""Bytes of a part from which its digest stands for it: short ones are compared as they are."""
+Part = TypeVar("Part")
+_decode_parts: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class Memory(Generic[Part]):
+    """What parts of requests say, by their bytes; the least recently used are dropped first."""
+
+    def __init__(
+        self,
+        read: Callable[[Any], Iterable[Part]],  # Any: decoded JSON
+        size_of: Callable[[Part], int],
+        max_bytes: int,
+    ) -> None:
+        self._read, self._size_of, self._max_bytes = read, size_of, max_bytes
+        self._found: dict[bytes, tuple[tuple[Part, ...], int]] = {}
+        self._bytes = 0
+
+    def __call__(self, written: bytes) -> tuple[Part, ...]:
+        """Read JSON. Raises: what `msgspec.json.decode` raises; RecursionError."""
+        key = written
+        if len(written) > DIGESTED:
+            key = blake2b(written, digest_size=32).digest()
+        entry = self._found.pop(key, None)
+        if entry is None:
+            parts = tuple(self._read(msgspec.json.decode(written)))
+            entry = parts, ENTRY_BYTES + len(key) + sum(map(self._size_of, parts))
+            self._bytes += entry[1]
+        self._found[key] = entry  # now the most recently used
+        while self._bytes > self._max_bytes:
+            self._bytes -= self._found.pop(next(iter(self._found)))[1]
+        return entry[0]
+
+
+class RequestReader:
+    """Reads the conversations of requests. For one thread."""
+
+    def __init__(self, max_bytes: int = MESSAGE_BYTES) -> None:
+        self._messages = Memory(read_item, _message_bytes, max_bytes)
+        self._tools = Memory(read_tools, len, TOOL_BYTES)
+
+    def read(self, request: bytes) -> Conversation:
+        """Read the body of a request, JSON.
+
+        Raises: msgspec.MsgspecError, ValueError or RecursionError when this is no JSON object that
+            `msgspec` reads.
+        """
+        parts = _decode_parts(request)
+        tools = [
+            name for key in TOOL_KEYS if key in parts for name in self._tools(bytes(parts[key]))
+        ]
+        return join(self._found(parts), tools)
+
+    def read_reply(self, message: bytes) -> Message | None:
+        """Read an answer, JSON: many clients send it again in the same bytes. None: the bytes do
+        not say whose message it is. Raises: as `read`."""
+        found = self._messages(message)
+        return found[0] if len(found) == 1 and found[0].role == "assistant" else None
+
+    def _found(self, parts: dict[str, msgspec.Raw]) -> Iterator[Message]:
+        for key in MESSAGE_KEYS:
+            if key not in parts:
+                continue
+            if key in LIST_KEYS and bytes(parts[key])[:1] == b"[":
+                for item in _decode_list(parts[key]):
+                    yield from self._messages(bytes(item))
+            else:
+                yield from read_messages(key, msgspec.json.decode(parts[key]))
+
+
+def _message_bytes(message: Message) -> int:
+    return 100 + message.length

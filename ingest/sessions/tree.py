@@ -19,9 +19,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from ingest.sessions.indexes import GUESSED, WANTED, WANTED_ASKED, Indexes
-from ingest.sessions.node import ALIKE, Agents, Node, Session
-from ingest.sessions.records import Arrival, Family, How, Kin, Place
+from ingest.sessions.messages import Arrival, Family, How, Kin, Place
+from ingest.sessions.node import (
+    ALIKE,
+    GUESSED,
+    WANTED,
+    WANTED_ASKED,
+    Agents,
+    Indexes,
+    Node,
+    Session,
+)
 from ingest.sessions.search import SKEW_S, Search
 
 MAX_NODES: Final = 50_000

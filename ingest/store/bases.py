@@ -22,18 +22,18 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from sidecar.records import Exchange
-from sidecar.store.arrays import pack_ids
-from sidecar.store.content_cache import Content, ContentCache
+from sidecar.store.codec import MAX_VALUE_BYTES, compress, pack_ids
 from sidecar.store.contents import (
     MAX_CHAIN_BYTES,
     MAX_LINKS,
     PAGE,
+    Content,
+    ContentCache,
     content_cache,
     keyring_of,
     load_contents,
     load_links,
 )
-from sidecar.store.frames import MAX_VALUE_BYTES, compress
 from sidecar.store.keyring import Keyring, place_in
 from sidecar.store.models import ExchangeRow
 

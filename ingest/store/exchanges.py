@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+import structlog
 from sqlalchemy import (
     ColumnElement,
     Select,
@@ -24,19 +26,27 @@ from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.same_prompt import prompt_key
-from ingest.grouping.shares import Caller
-from ingest.sessions.records import Place
+from ingest.grouping.selection import Caller
+from ingest.sessions.messages import Place
+from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows, parents_first
 from ingest.store.bases import Row, content_of, encode_contents, settle_bases
-from ingest.store.places import place_columns, place_of
+from ingest.store.groups import place_columns, place_of
 from sidecar.records import Choice, Exchange
-from sidecar.store.arrays import unpack_ids
-from sidecar.store.content_cache import Content
-from sidecar.store.contents import keyring_of, load_contents, reply_place
+from sidecar.store.codec import HEAD_BYTES, ID_BYTES, decoded_bytes, decoded_ids, unpack_ids
+from sidecar.store.contents import Content, keyring_of, load_contents, reply_place
 from sidecar.store.database import DAMAGE, check_id
-from sidecar.store.keyring import BUS, Keyring, is_sealed
+from sidecar.store.keyring import BUS, Keyring, is_sealed, place_in
 from sidecar.store.mapping import RowMapping
-from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
-from sidecar.store.models.capture import IN_TURN, UNDECIDED
+from sidecar.store.models import (
+    IN_TURN,
+    UNDECIDED,
+    AnswerRow,
+    ChoiceRow,
+    DeadLetterRow,
+    ExchangeRow,
+    GateComparisonRow,
+    GroupRow,
+)
 
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not examined."""
@@ -447,3 +457,178 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
         )
         for row in rows
     ]
+
+
+# The answers of a gate's comparison, encrypted in the store when it has a key.
+
+_SAID = ("content", "tool_calls", "explanation")
+"""Members of an answer that are encrypted when the store has a key, together in `sealed`."""
+
+
+def seal_answer(
+    keyring: Keyring, comparison: str, index: int, answer: dict[str, Any]
+) -> dict[str, Any]:
+    """Encrypt what an answer says; returned as it is when the store has no key."""
+    if not keyring:
+        return answer
+    said = json.dumps({name: answer.get(name) for name in _SAID})
+    place = place_in("gate_comparison", "answers", comparison, index)
+    shown = {name: value for name, value in answer.items() if name not in _SAID}
+    return {**shown, "sealed": keyring.seal_text(said, place)}
+
+
+def opened_answers(session: Session, row: GateComparisonRow) -> list[dict[str, Any]]:
+    """Return the answers of a comparison with all that was said.
+
+    Raises: ValueError when they do not decrypt.
+    """
+    opened = []
+    for index, stored in enumerate(row.answers or []):
+        answer = dict(stored)
+        if (sealed := answer.pop("sealed", None)) is not None:
+            place = place_in("gate_comparison", "answers", row.comparison_id, index)
+            answer |= json.loads(keyring_of(session).open_text(sealed, place))
+        opened.append(answer)
+    return opened
+
+
+# Read many exchanges, a bounded number of bytes at once; damaged ones are left out and logged.
+
+PAGE: Final = 256
+"""Exchanges read at once, at most."""
+PAGE_BYTES: Final = 32 * 2**20
+"""Bytes of requests and packed prompt ids read at once, if one exchange has no more."""
+log = structlog.get_logger()
+
+
+def decoded_columns() -> tuple[ColumnElement[Any], ...]:  # Any: damaged ones are of any type
+    """The columns that `decoded_sizes` takes. What an exchange says is not read for them."""
+    body, ids = ExchangeRow.request_body, ExchangeRow.prompt_token_ids
+    return (
+        *(func.substr(body, 1, HEAD_BYTES), func.length(body)),
+        *(func.substr(ids, 1, HEAD_BYTES), func.length(ids)),
+    )
+
+
+def decoded_sizes(
+    body_head: bytes, body_bytes: int | None, ids_head: bytes, ids_bytes: int | None
+) -> tuple[int, int]:
+    """Return about how many bytes a request and its packed prompt ids take once they are read.
+
+    They are stored as differences from others: the stored size says nothing about it.
+    """
+    return decoded_bytes(body_head, body_bytes or 0), decoded_ids(ids_head, ids_bytes or 0)
+
+
+def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
+    """Count the tokens of a group's prompt, and of all its answers, without reading them."""
+    ids = ExchangeRow.prompt_token_ids
+    prompt = session.execute(
+        select(func.substr(ids, 1, HEAD_BYTES), func.length(ids))
+        .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
+        .where(GroupRow.group_id == group_id)
+    ).one_or_none()
+    held = AnswerRow.token_ids
+    answers = session.execute(
+        select(func.substr(held, 1, HEAD_BYTES), func.length(held)).where(
+            AnswerRow.group_id == group_id
+        )
+    )
+    prompt_bytes = decoded_ids(*prompt) if prompt is not None else 0
+    return prompt_bytes // ID_BYTES, sum(decoded_ids(*one) for one in answers) // ID_BYTES
+
+
+def pages_of(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Divide exchanges into pages, in their order. sizes: (seq, bytes) of each."""
+    pages: list[list[int]] = []
+    total = 0
+    for seq, size in sizes:
+        total += size
+        if not pages or total > PAGE_BYTES or len(pages[-1]) == PAGE:
+            pages.append([])
+            total = size
+        pages[-1].append(seq)
+    return pages
+
+
+def read_pages(
+    session: Session, pages: Iterable[Sequence[int]]
+) -> Iterator[tuple[list[StoredExchange], int]]:
+    """Yield the exchanges of each page, the oldest first, with the number of damaged ones that are
+    left out of it."""
+    for page in pages:
+        left = list(page)
+        found: list[StoredExchange] | None = None
+        while found is None:
+            try:
+                found = load_by_seq(session, left)
+            except UnreadableExchangesError as error:
+                for seq, why in error.damage.items():
+                    log.error("exchange_unreadable", seq=seq, why=why)
+                left = [seq for seq in left if seq not in error.damage]
+        yield found, len(page) - len(left)
+
+
+# Read the exchanges of one session as rows of tokens (`ingest.sessions.rows`).
+
+MOST_EXCHANGES: Final = 10_000
+"""Exchanges of a session that are read, the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRows:
+    """The rows of one session."""
+
+    rows: list[TokenRow]
+    damaged: int
+    """Exchanges that could not be read. What continues one of them begins a row of its own."""
+
+
+def load_rows(session: Session, session_id: str, *, limit: int = MOST_EXCHANGES) -> SessionRows:
+    """Read the rows of a session, from its first `limit` exchanges.
+
+    Held-out exchanges and those with an `untrainable_reason` are context only.
+    """
+    found = session.execute(
+        select(
+            ExchangeRow.seq,
+            ExchangeRow.exchange_id,
+            ExchangeRow.parent_id,
+            *decoded_columns(),
+        )
+        .where(ExchangeRow.session_id == session_id)
+        .order_by(ExchangeRow.seq)
+        .limit(limit)
+    ).all()
+    sizes = {name: (seq, sum(decoded_sizes(*columns))) for seq, name, _, *columns in found}
+    order = list(parents_first({name: parent for _, name, parent, *_ in found}))
+    place = {name: at for at, name in enumerate(order)}
+    damaged = 0
+
+    def turns() -> Iterator[TokenTurn]:
+        nonlocal damaged
+        for page, unreadable in read_pages(session, pages_of(sizes[name] for name in order)):
+            damaged += unreadable
+            for one in sorted(page, key=lambda one: place[one.exchange.exchange_id]):
+                yield _turn(one)
+
+    return SessionRows(rows=join_rows(turns()), damaged=damaged)
+
+
+def _turn(stored: StoredExchange) -> TokenTurn:
+    exchange = stored.exchange
+    return TokenTurn(
+        exchange_id=exchange.exchange_id,
+        parent=stored.place.parent,
+        prompt_token_ids=exchange.prompt_token_ids,
+        answers=[
+            SampledAnswer(index=one.index, token_ids=one.token_ids, logprobs=one.logprobs)
+            for one in exchange.choices
+        ],
+        trainable=(
+            exchange.untrainable_reason is None
+            and not stored.held_out
+            and exchange.outcome == "ok"
+            and exchange.status == 200
+        ),
+    )

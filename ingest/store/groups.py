@@ -8,23 +8,131 @@ both hold a group, the first to finish wins, and the other gets False. Each chan
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import CursorResult, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import UNREADABLE, Answer, Disagreement, Group, Rewarded, ScoredGroup
-from ingest.store.rewards import keep_rewards, load_rewards, unreadable
-from sidecar.store.arrays import FLOAT_BYTES, unpack_ids
+from ingest.sessions.messages import Place
+from sidecar.store.codec import FLOAT_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
-from sidecar.store.database import DAMAGE, count, insert_into
+from sidecar.store.database import DAMAGE, check_id, count, insert_into
 from sidecar.store.keyring import Keyring
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
+
+# The rewards of a scored group in the store, and what its verifiers found.
+
+COLUMN = "checks"
+
+T = TypeVar("T")
+
+
+def keep_rewards(
+    session: Session, group_id: str, answers: Sequence[AnswerRow], rewarded: Rewarded
+) -> None:
+    """Write the rewards of a group, in the caller's transaction.
+
+    Raises: ValueError when there is not exactly one for each answer.
+    """
+    independent = rewarded.independent or (None,) * len(answers)
+    rows = zip(answers, rewarded.rewards, independent, rewarded.checks, strict=True)
+    for answer, reward, found, checks in rows:
+        answer.reward = reward
+        answer.independent_reward = found
+        answer.checks = keyring_of(session).seal_text(
+            json.dumps(list(checks)), answer_place(group_id, answer.index, COLUMN)
+        )
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id)
+        .values(reward_rule=json.dumps(dict(rewarded.rule)))
+    )
+
+
+def load_rewards(
+    session: Session, row: GroupRow, answers: Sequence[AnswerRow], *, without: Collection[int] = ()
+) -> Rewarded | None:
+    """Read the rewards of a group; None when no verifier checked it.
+
+    without: places of answers that are not read: their rewards are NaN.
+    Raises: ValueError when they are damaged or do not decrypt.
+    """
+    rule = read_rule(row)
+    if rule is None:
+        return None
+    read = [answer for place, answer in enumerate(answers) if place not in without]
+    independent = [
+        msgspec.convert(answer.independent_reward, float)
+        for answer in read
+        if answer.independent_reward is not None
+    ]
+    if len(independent) not in (0, len(read)):
+        raise ValueError("some of its answers have an independent reward and some have none")
+    rewards = (msgspec.convert(answer.reward, float) for answer in read)
+    checks = (opened_checks(session, answer) for answer in read)
+    return Rewarded(
+        rewards=_in_place(rewards, len(answers), without, math.nan),
+        independent=_in_place(independent, len(answers), without, math.nan) if independent else (),
+        rule=rule,
+        checks=_in_place(checks, len(answers), without, ()),
+    )
+
+
+def unreadable(
+    session: Session,
+    row: GroupRow,
+    answers: Sequence[AnswerRow],
+    read: Callable[[AnswerRow], None],
+) -> dict[int, str]:
+    """Return why answers of a scored group cannot be read, by their places.
+
+    read: reads an answer but for its rewards. Raises: one of `DAMAGE`.
+    """
+    found: dict[int, str] = {}
+    independent = any(answer.independent_reward is not None for answer in answers)
+    for place, answer in enumerate(answers):
+        try:
+            read(answer)
+            rewarded = load_rewards(session, row, [answer])
+        except DAMAGE as error:
+            found[place] = f"{type(error).__name__}: {error}"
+        else:
+            if independent and rewarded is not None and not rewarded.independent:
+                found[place] = "it has no independent reward, and its siblings have one"
+    return found
+
+
+def _in_place(found: Iterable[T], size: int, without: Collection[int], other: T) -> tuple[T, ...]:
+    """Return [size] values: those found, in order, and `other` in the places that are not read."""
+    rest = iter(found)
+    return tuple(other if place in without else next(rest) for place in range(size))
+
+
+def read_rule(row: GroupRow) -> dict[str, Any] | None:
+    """Return how the rewards of a group were made; None: by the judge alone.
+
+    Raises: ValueError when it is damaged.
+    """
+    if row.reward_rule is None:
+        return None
+    return msgspec.json.decode(row.reward_rule, type=dict[str, Any])
+
+
+def opened_checks(session: Session, answer: AnswerRow) -> list[Mapping[str, Any]]:
+    """Return what verifiers found of an answer. Raises: ValueError when it is damaged or does not
+    decrypt."""
+    place = answer_place(answer.group_id, answer.index, COLUMN)
+    text = keyring_of(session).open_text(answer.checks or "", place)
+    return msgspec.json.decode(text or "[]", type=list[Mapping[str, Any]])
+
 
 SERVED = "served"
 """Counter rows: ("served", "trainable" or why it is masked) -> served answers of new groups."""
@@ -398,3 +506,38 @@ def opened_explanation(session: Session, row: AnswerRow) -> str:
     decrypt."""
     place = answer_place(row.group_id, row.index, "explanation")
     return keyring_of(session).open_text(row.explanation or "", place)
+
+
+# The columns of a stored exchange that say where it stands in its session. Pure.
+
+
+def place_columns(place: Place) -> dict[str, object]:
+    """The columns of a place, by name."""
+    return {
+        "session_id": place.session,
+        "parent_id": place.parent,
+        "turn": place.turn,
+        "branch": place.branch,
+        "segment": place.segment,
+        "placed_by": place.how,
+        "shares_opening": place.shares_opening,
+    }
+
+
+def place_of(row: ExchangeRow) -> Place:
+    """Read a row. An exchange that no tree has placed, of an older store, is the root of a session.
+
+    Raises: one of `sidecar.store.database.DAMAGE` when a column holds no such value.
+    """
+    columns = {
+        "exchange_id": row.exchange_id,
+        "session": check_id(msgspec.convert(row.session_id, str)),
+        "parent": row.parent_id,
+        "turn": row.turn,
+        "branch": row.branch,
+        "segment": row.segment,
+        "how": row.placed_by or "root",
+        "held_out": row.held_out,
+        "shares_opening": row.shares_opening,
+    }
+    return msgspec.convert(columns, Place)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from time import monotonic
+from typing import TypeVar
 
+import msgspec
+import structlog
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
@@ -13,7 +20,9 @@ from ingest.records import ScoredGroup
 from ingest.store.exchanges import StoredExchange, load_by_seq
 from ingest.store.groups import load_scored_group
 from ingest.store.sessions import stored_name
-from sidecar.store.database import DAMAGE, Database
+from sidecar.backoff import Backoff
+from sidecar.errors import StoreError
+from sidecar.store.database import DAMAGE, Database, get_flag, set_flag
 from sidecar.store.models import ExchangeRow, GroupRow
 
 PAGE = 64
@@ -156,3 +165,111 @@ def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], list
         named = session.execute(columns.where(ExchangeRow.seq.in_(error.damage))).all()
         damaged = [Unreadable(f"exchange {name}", error.damage[seq]) for seq, name in named]
         return load_by_seq(session, sound), damaged
+
+
+# The days and hours of budgets, in UTC, and the counter rows in which they are kept. Pure.
+
+LARGEST = 2**53
+"""A larger count is damage: no day has so many tokens or nano-dollars."""
+
+
+def day_of(now: float) -> str:
+    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
+    return _utc(now).date().isoformat()
+
+
+def hour_of(now: float) -> str:
+    """Return the UTC hour of a time in Unix seconds, such as 2026-11-21T12."""
+    return _utc(now).strftime("%Y-%m-%dT%H")
+
+
+def next_midnight(now: float) -> datetime:
+    """Return when the budgets of a day are renewed: the next midnight UTC."""
+    return _utc(now).replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+
+
+def next_hour(now: float) -> datetime:
+    """Return when the budgets of an hour are renewed."""
+    return _utc(now).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
+
+
+def is_count(stored: object) -> bool:
+    """Tell whether a counter's row holds a believable count."""
+    return isinstance(stored, int) and 0 <= stored < LARGEST
+
+
+def _utc(now: float) -> datetime:
+    return datetime.fromtimestamp(now, UTC)
+
+
+# Why sampling waits: a row of the `flag` table, for `sidecar status`.
+
+log = structlog.get_logger()
+SAMPLING_WAITS = "trouble_sampling"
+MAX_WHY = 500
+"""Characters of a reason that are kept."""
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Why sampling waits, as it last wrote it."""
+
+    since: float
+    """Unix seconds."""
+    why: str
+    until: float | None = None
+    """When it ends by itself; None: not known."""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def write_trouble(session: Session, name: str, trouble: Trouble | None, *, now: float) -> None:
+    """Write why a worker waits, or that it does not. Writes nothing when that is known."""
+    text = "" if trouble is None else _encoder.encode(trouble).decode()
+    if (get_flag(session, name) or "") != text:
+        set_flag(session, name, text, now=now)
+
+
+def read_trouble(session: Session, name: str, *, now: float) -> Trouble | None:
+    """Return why a worker waits; None when it does not, or the row is damaged."""
+    text = get_flag(session, name)
+    if not text:
+        return None
+    try:
+        trouble = msgspec.json.decode(text, type=Trouble)
+    except msgspec.MsgspecError:
+        log.warning("trouble_unreadable", name=name)
+        return None
+    return None if trouble.until is not None and trouble.until <= now else trouble
+
+
+# Repeat a transaction while the store is locked or away, since what it stores has cost money.
+
+PAUSES = Backoff(first_s=1.0, last_s=5.0)
+
+Result = TypeVar("Result")
+
+
+async def patiently(
+    work: Callable[[], Result],
+    *,
+    on_failure: Callable[[StoreError, float], None],
+    longest_s: float = math.inf,
+) -> Result:
+    """Run a store operation in a thread; again, after growing pauses, while the store refuses.
+
+    on_failure: is told each error that is followed by another attempt, and the pause in seconds.
+    Raises: StoreError when the store still refuses after `longest_s` seconds.
+    """
+    give_up_at = monotonic() + longest_s
+    failures = 0
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except StoreError as error:
+            failures += 1
+            pause_s = PAUSES.wait_s(failures)
+            if monotonic() + pause_s > give_up_at:
+                raise
+            on_failure(error, pause_s)
+            await asyncio.sleep(pause_s)

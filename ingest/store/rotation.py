@@ -20,11 +20,10 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Row, Table, Update, bindparam, func, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from ingest.store.sealed_answers import seal_answer
+from ingest.store.exchanges import seal_answer
+from sidecar.store.codec import HEAD_BYTES, decoded_ids, exact_bytes
 from sidecar.store.contents import answer_place, reply_place
 from sidecar.store.database import Database
-from sidecar.store.disk.traces import empty_store_log, mark_replaced, rewrite
-from sidecar.store.frames import HEAD_BYTES, decoded_ids, exact_bytes
 from sidecar.store.keyring import (
     BUS,
     TEXT_MARK,
@@ -45,6 +44,7 @@ from sidecar.store.models import (
     JudgeCallRow,
     JudgeReplyRow,
 )
+from sidecar.store.traces import empty_store_log, mark_replaced, rewrite
 
 PAGE: Final = 200
 """Rows whose heads are read at once."""

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 
-from ingest.sessions.records import Place
-from ingest.store.exchanges import StoredExchange
-from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
-from ingest.store.places import place_columns
+from ingest.sessions.messages import Place
+from ingest.store.exchanges import (
+    StoredExchange,
+    decoded_columns,
+    decoded_sizes,
+    pages_of,
+    read_pages,
+)
+from ingest.store.groups import place_columns
+from sidecar.feedback import Feedback
+from sidecar.records import Exchange
 from sidecar.routing.session_key import header_name, session_key
-from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow
-from sidecar.store.models.capture import NAMED_OTHERWISE
+from sidecar.store.database import insert_into
+from sidecar.store.models import (
+    NAMED_OTHERWISE,
+    ExchangeRow,
+    FeedbackRow,
+    ForgottenRow,
+    GroupRow,
+    SignalRow,
+)
 
 
 def newest_exchanges(
@@ -114,3 +130,110 @@ def count_by_session(
         .group_by(GroupRow.session_id)
     )
     return {row[0]: row[1] for row in rows}
+
+
+# Names that were forgotten: records of them that arrive later are dropped.
+
+Kind = Literal["user", "session", "session_key", "exchange", "source", "told"]
+"""`source`: who sends feedback; `told`: an id of a user's sessions and traces. Both are of feedback
+alone."""
+SKEW_S = 60.0
+"""The clocks of two machines may differ by this much."""
+
+
+def name_digest(kind: str, name: str) -> str:
+    """Return what is kept of a name, 64 hex digits; "" for an empty name."""
+    if not name:
+        return ""
+    text = f"{kind}\0{name}"
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def save_forgotten(
+    session: Session, kind: Kind, names: Collection[str], *, now: float, until: float | None
+) -> None:
+    """Have records of these names dropped when they arrive.
+
+    until: requests that arrived later are recorded again, unix seconds; None: none is.
+    Call it in a transaction that is alone: one that stores records either sees the names, or has
+    ended before.
+    """
+    digests = sorted({name_digest(kind, name) for name in names} - {""})
+    if not digests:
+        return
+    statement = insert_into(session, ForgottenRow)
+    statement = statement.on_conflict_do_update(
+        index_elements=["kind", "digest"], set_={"at": now, "until": statement.excluded.until}
+    )
+    session.execute(
+        statement, [{"kind": kind, "digest": one, "at": now, "until": until} for one in digests]
+    )
+
+
+def any_forgotten(session: Session) -> bool:
+    """Return True when a name was ever forgotten."""
+    return session.scalar(select(ForgottenRow.at).limit(1)) is not None
+
+
+def forgotten_among(session: Session, arrived: Mapping[str, tuple[Exchange, str]]) -> set[str]:
+    """Return those of these records that belong to a forgotten name.
+
+    arrived: exchange id -> record and the session that it was placed in.
+    """
+    if not arrived:
+        return set()
+    names = {one: list(_forgotten_names(*found)) for one, found in arrived.items()}
+    digests = {digest for digested in names.values() for digest in digested}
+    rows = session.execute(
+        select(ForgottenRow.digest, ForgottenRow.until).where(
+            ForgottenRow.kind.in_(("user", "session", "session_key", "exchange")),
+            ForgottenRow.digest.in_(sorted(digests)),
+        )
+    )
+    until: dict[str, float | None] = {row.digest: row.until for row in rows}
+    return {
+        one
+        for one, digested in names.items()
+        for digest in digested
+        if digest in until and _is_until(arrived[one][0].timings.started_at, until[digest])
+    }
+
+
+def forgotten_feedback(session: Session, records: Collection[Feedback]) -> set[str]:
+    """Return the ids of feedback about what was forgotten, or that a forgotten user sent."""
+    if not records or not any_forgotten(session):
+        return set()
+    digests = {
+        one.feedback_id: [
+            *(name_digest(kind, one.target) for kind in ("exchange", "session", "told")),
+            name_digest("source", one.source),
+        ]
+        for one in records
+    }
+    rows = session.execute(
+        select(ForgottenRow.digest, ForgottenRow.until).where(
+            ForgottenRow.kind.in_(("exchange", "session", "told", "source")),
+            ForgottenRow.digest.in_(sorted({one for names in digests.values() for one in names})),
+        )
+    )
+    until: dict[str, float | None] = {row.digest: row.until for row in rows}
+    return {
+        one.feedback_id
+        for one in records
+        for digest in digests[one.feedback_id]
+        if digest in until and _is_until(one.received_at, until[digest])
+    }
+
+
+def _forgotten_names(exchange: Exchange, session_id: str) -> Iterator[str]:
+    named = (
+        ("user", exchange.user),
+        ("session", session_id),
+        ("session_key", exchange.session_key),
+        ("exchange", exchange.exchange_id),
+    )
+    return (name_digest(kind, name) for kind, name in named if name)
+
+
+def _is_until(at: float, until: float | None) -> bool:
+    return until is None or at <= until

@@ -8,30 +8,219 @@ a service over HTTP.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import struct
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
 
 from ingest.records import Answer
-from ingest.verifiers.frames import (
-    AnswerSent,
-    Found,
-    FrameError,
-    Loaded,
-    NotLoaded,
-    Reply,
-    Spec,
-    Task,
-    encode_frame,
-    read_reply,
-)
+from ingest.verifiers.built_in import NotJsonError, read_json
 from ingest.verifiers.records import Failure, FailureReason, Result, read_result, shown
 from sidecar.hiding import is_secret_name
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.parent_death import guarded_command
+from sidecar.processes import guarded_command, own_environment, own_python
+
+# Does a JSON text fit a schema that a stranger wrote, by bounded work in this process.
+
+MOST_BYTES = 64 * 2**10
+"""Longest text and schema that are looked at."""
+MOST_KEYWORDS = 2_000
+"""Keywords of a schema that are applied to one text: some tenths of a second where each is a
+reference, and far less in a usual schema."""
+_NOT_APPLIED = frozenset({"pattern", "patternProperties", "uniqueItems"})
+"""Keywords whose work the two limits do not bound."""
+_ON_PATTERNS = frozenset({"additionalProperties", "unevaluatedProperties"})
+"""Keywords that apply the patterns of `patternProperties`."""
+
+
+class _TooMuchError(Exception):
+    """The limit of keywords is reached."""
+
+
+def fits(text: str, schema: Any) -> bool:  # Any: JSON
+    """Return False when a text is no JSON, or does not fit a schema."""
+    if len(text) > MOST_BYTES:
+        return True
+    try:
+        value = read_json(text)
+    except NotJsonError:
+        return False
+    try:
+        written = json.dumps(schema, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        return True
+    if len(written) > MOST_BYTES:
+        return True
+    check = _checker(written)
+    return check is None or check(value)
+
+
+@lru_cache(maxsize=256)
+def _checker(written: str) -> Callable[[Any], bool] | None:
+    """Return a check by a schema, as JSON; None when it cannot be used."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import extend, validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    schema = json.loads(written)
+    try:
+        kind = validator_for(schema, default=Draft202012Validator)
+        kind.check_schema(schema)
+        left = [0]
+        with_patterns = '"patternProperties"' in written
+        counted = {
+            name: _nothing
+            if name in _NOT_APPLIED or (with_patterns and name in _ON_PATTERNS)
+            else _counting(keyword, left)
+            for name, keyword in kind.VALIDATORS.items()
+        }
+        # A registry of our own: the library's default fetches what `$ref` names over the network.
+        validator = extend(kind, counted)(schema, registry=Registry())
+    except (SchemaError, RecursionError, TypeError, ValueError, LookupError, AttributeError):
+        return None
+
+    def check(value: Any) -> bool:
+        left[0] = MOST_KEYWORDS
+        try:
+            return bool(validator.is_valid(value))
+        except (
+            _TooMuchError,
+            Unresolvable,
+            RecursionError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ):
+            return True
+
+    return check
+
+
+def _nothing(*_: Any) -> Iterator[Any]:
+    return iter(())
+
+
+def _counting(keyword: Any, left: list[int]) -> Callable[..., Iterator[Any]]:
+    def apply(*given: Any) -> Iterator[Any]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise _TooMuchError
+        yield from keyword(*given) or ()
+
+    return apply
+
+
+# The protocol between the scoring process and a process in which verifiers run.
+
+MAX_TASK_BYTES = 64 * 2**20
+"""Longest task, in bytes: the request of a group and its answers."""
+MAX_REPLY_BYTES = 64 * 2**10
+_LENGTH = struct.Struct(">I")
+
+
+class FrameError(Exception):
+    """The other side sent an invalid frame, or closed."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verifier is made of."""
+
+    name: str
+    kind: str
+    params: bytes
+    """JSON object: keyword arguments."""
+    entry_point: str = ""
+    digest: str = ""
+    """SHA-256 hex of kind, entry point and parameters."""
+
+
+class AnswerSent(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of a task."""
+
+    message: bytes
+    finish_reason: str | None
+    tokens: int | None
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """parent -> child. Answers to one request, for one verifier; none: it is only loaded."""
+
+    spec: Spec
+    request: bytes = b"{}"
+    project: str = "default"
+    answers: tuple[AnswerSent, ...] = ()
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """child -> parent. The verifier is ready."""
+
+    version: str
+
+
+class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not_loaded"):
+    """child -> parent. The verifier cannot be made."""
+
+    why: str
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
+    """child -> parent. What was found of the next answer."""
+
+    score: float | None = None
+    why: str = ""
+    failed: FailureReason | None = None
+
+
+Reply = Loaded | NotLoaded | Found
+_encoder = msgspec.msgpack.Encoder()
+_task = msgspec.msgpack.Decoder(Task)
+_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Loaded | NotLoaded | Found)
+
+
+def encode_frame(record: Task | Reply) -> bytes:
+    """Return a record with its length in front. Raises: FrameError when a task is too long."""
+    body = _encoder.encode(record)
+    if len(body) > MAX_TASK_BYTES:
+        raise FrameError(f"{len(body)} bytes; the limit is {MAX_TASK_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_task(pipe: BinaryIO) -> Task | None:
+    """Read the next task; None when the parent has closed the pipe."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = pipe.read(length)
+    return _task.decode(body) if len(body) == length else None
+
+
+async def read_reply(reader: asyncio.StreamReader) -> Reply:
+    """Read the child's next reply. Raises: FrameError when it is none, or the child is gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > MAX_REPLY_BYTES:
+            raise FrameError(f"a reply of {length} bytes")
+        return _reply.decode(await reader.readexactly(length))
+    except asyncio.IncompleteReadError as error:
+        raise FrameError("the process ended") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FrameError(f"no reply: {error}") from error
+
+
+def plain(value: Any) -> bytes:  # Any: JSON
+    """Return a value as JSON whose bytes depend on the value alone."""
+    return msgspec.json.encode(value, order="deterministic")
+
 
 LOAD_S = 30.0
 """Longest time to start a process and to import a verifier's package; PyTorch takes seconds."""

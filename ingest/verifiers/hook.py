@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from ingest.errors import JudgeReplyError
-from ingest.judge_prompt.shown import unique_names
-from ingest.privacy.judge_view import JudgeView, NotRedactedError, View
+from ingest.judge_prompt import unique_names
+from ingest.privacy.texts import JudgeView, NotRedactedError, View
 from ingest.records import Answer
-from ingest.verifiers.frames import MAX_TASK_BYTES
+from ingest.verifiers.checkers import MAX_TASK_BYTES, Checker, NotLoadedError
 from ingest.verifiers.records import Failure, Result, read_result
-from sidecar.settings import HttpVerifier
+from sidecar.settings import HttpVerifier, VerifierSection
 
 MAX_REPLY_BYTES = 64 * 2**10
 AT_ONCE = 8
@@ -135,3 +135,36 @@ def _object(
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
+
+
+# Try a verifier once, before the first group: is its code loaded, does its service answer?
+
+REQUEST = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 3?"}]}).encode()
+ANSWER = Answer(
+    index=0,
+    origin="served",
+    message=json.dumps({"role": "assistant", "content": "2 + 3 = 5"}).encode(),
+    finish_reason="stop",
+)
+DEFAULT_PROJECT = "default"
+
+
+async def prove(checker: Checker, settings: VerifierSection) -> str | Failure:
+    """Try a verifier. Returns: its version, or why it cannot be used."""
+    try:
+        version = await checker.version()
+    except NotLoadedError as error:
+        return Failure(reason="not_loaded", why=str(error))
+    if not isinstance(checker, HttpChecker):
+        return version
+    project = settings.projects[0] if settings.projects else DEFAULT_PROJECT
+    (result,) = await checker.check(REQUEST, [ANSWER], project)
+    return result if isinstance(result, Failure) else version
+
+
+async def prove_all(
+    checkers: Mapping[str, Checker], settings: Mapping[str, VerifierSection]
+) -> dict[str, str | Failure]:
+    """Try all verifiers at once. Returns: version, or failure, by name."""
+    tried = await asyncio.gather(*(prove(one, settings[name]) for name, one in checkers.items()))
+    return dict(zip(checkers, tried, strict=True))

@@ -12,20 +12,34 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import structlog
 from sqlalchemy import select
 
-from ingest.privacy.judge_view import JudgeView
+from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group, Rewarded
-from ingest.verifiers.cache import FindingCache, content_digest
-from ingest.verifiers.checkers import Checker, NotLoadedError, ProcessChecker, Processes
-from ingest.verifiers.combine import combine, counted_scores
-from ingest.verifiers.frames import Spec, plain
-from ingest.verifiers.hook import HttpChecker
-from ingest.verifiers.proving import prove_all
-from ingest.verifiers.records import Checked, Failure, Finding, Result, Verified
-from ingest.verifiers.state import VerifierSeen, write_verifiers
+from ingest.verifiers.checkers import (
+    Checker,
+    NotLoadedError,
+    ProcessChecker,
+    Processes,
+    Spec,
+    plain,
+)
+from ingest.verifiers.hook import HttpChecker, prove_all
+from ingest.verifiers.records import (
+    OF_THE_ANSWER,
+    Checked,
+    Failure,
+    Finding,
+    FindingCache,
+    Result,
+    Verified,
+    VerifierSeen,
+    content_digest,
+    write_verifiers,
+)
 from sidecar.errors import StoreError
 from sidecar.settings import (
     EntryPointVerifier,
@@ -36,6 +50,113 @@ from sidecar.settings import (
 )
 from sidecar.store.database import Database, count
 from sidecar.store.models import ExchangeRow
+
+# Combine the judge's scores with what verifiers found into one reward. Pure.
+
+FAIL_TOP = 0.4
+PASS_BOTTOM = 0.6
+"""The gap between both is ten times the default of `learner.min_spread`, so that a gate always
+tells."""
+Rule = Literal["weights", "gate_then_rank"]
+OnError = Literal["ignore", "fail", "hold"]
+
+
+def counted_scores(results: Sequence[Result], on_error: OnError) -> tuple[float, ...]:
+    """Return the scores of a verifier as they count in a group; empty: it does not count there.
+
+    results: [G] what it found. An answer that it failed over gets 0 under `fail`, when the answer
+        may be the cause; any other answer without a score keeps the verifier out.
+    """
+    scores: list[float] = []
+    for result in results:
+        if isinstance(result, Finding) and result.score is not None:
+            scores.append(result.score)
+        elif on_error == "fail" and isinstance(result, Failure) and result.reason in OF_THE_ANSWER:
+            scores.append(0.0)
+        else:
+            return ()
+    return tuple(scores)
+
+
+def weighted_mean(scores: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Return the mean by weight, in the range of the scores; None when all weights are 0."""
+    total = sum(weights)
+    if total <= 0.0:
+        return None
+    mean = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / total
+    return min(max(mean, min(scores)), max(scores))  # rounding must not leave the range
+
+
+def combine(
+    ruler_scores: Sequence[float],
+    checked: Sequence[Checked],
+    *,
+    rule: Rule,
+    judge_weight: float,
+) -> Rewarded:
+    """Make the rewards of one group.
+
+    ruler_scores: [G] the judge's scores, 0..1. judge_weight: above 0.
+    Returns: rewards in 0..1; the judge's scores themselves when no verifier counts.
+    """
+    counting = [one for one in checked if one.scores]
+    places = range(len(ruler_scores))
+    means = [
+        weighted_mean([one.scores[i] for one in counting], [one.weight for one in counting])
+        for i in places
+    ]
+    independent = tuple(mean for mean in means if mean is not None)
+    gates = [one for one in counting if one.gate] if rule == "gate_then_rank" else []
+    ranking = [one for one in counting if one not in gates]
+    weights = [judge_weight, *(one.weight for one in ranking)]
+    if ranking:
+        ranks = [
+            weighted_mean([ruler_scores[i], *(one.scores[i] for one in ranking)], weights) or 0.0
+            for i in places
+        ]
+    else:
+        ranks = list(ruler_scores)
+    passes = [all(one.scores[i] >= one.pass_at for one in gates) for i in places]
+    return Rewarded(
+        rewards=tuple(_place(rank, ok, passes) for rank, ok in zip(ranks, passes, strict=True)),
+        independent=independent,
+        rule=_rule(checked, rule, judge_weight),
+        checks=tuple([_check(one, i) for one in checked] for i in places),
+    )
+
+
+def _place(rank: float, passes: bool, all_passes: Sequence[bool]) -> float:
+    if len(set(all_passes)) < 2:
+        return rank
+    return PASS_BOTTOM + (1.0 - PASS_BOTTOM) * rank if passes else FAIL_TOP * rank
+
+
+def _rule(checked: Sequence[Checked], rule: Rule, judge_weight: float) -> dict[str, Any]:
+    return {
+        "combine": rule,
+        "judge_weight": judge_weight,
+        "verifiers": [
+            {
+                "name": one.name,
+                "version": one.version,
+                "digest": one.digest,
+                "weight": one.weight,
+                "gate": one.gate,
+                "pass_at": one.pass_at,
+                "counts": bool(one.scores),
+            }
+            for one in checked
+        ],
+    }
+
+
+def _check(one: Checked, place: int) -> dict[str, Any]:
+    result = one.results[place]
+    found: dict[str, Any] = {"name": one.name, "version": one.version, "why": result.why}
+    if isinstance(result, Failure):
+        return {**found, "score": one.scores[place] if one.scores else None, "error": result.reason}
+    return {**found, "score": result.score, "error": None}
+
 
 STAGE = "verifiers"
 """Counter rows: (stage, `<verifier>_<outcome>`) -> answers."""

@@ -21,8 +21,7 @@ import httpx
 import msgspec
 
 from ingest.errors import EngineDownError, RequestRefusedError, SamplingError
-from ingest.grouping.engine_facts import EngineFacts, Grammar
-from ingest.grouping.exchangeable import IMPOSSIBLE_LOGPROB
+from ingest.grouping.request import IMPOSSIBLE_LOGPROB, EngineFacts, Grammar
 from ingest.vllm.sampler import CHAT_PATH, UNAVAILABLE
 
 TOKENIZE_PATH = "/tokenize"

@@ -8,7 +8,8 @@ the requested model and its ids, log-probabilities and token count agree; anythi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,9 +23,10 @@ from ingest.errors import (
     RequestRefusedError,
     SamplingError,
 )
-from ingest.grouping.chat_request import candidate_body
-from ingest.grouping.exchangeable import why_inexact
+from ingest.grouping.request import candidate_body, why_inexact
+from ingest.tokens import DISAGREES, TokenCheck
 from ingest.vllm.load import EngineLoad, parse_load
+from sidecar.records import Choice
 from sidecar.replies.choices import read_whole
 from sidecar.replies.parts import UnreadableReplyError, message_json
 
@@ -226,3 +228,33 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
         prompt_token_ids=reply.prompt_token_ids,
         model=asked,
     )
+
+
+# A sampler that checks candidates' token ids against their text, as for served answers.
+
+
+class CheckedSampler:
+    """A `Sampler` that refuses an answer whose ids do not decode to its text."""
+
+    def __init__(
+        self, sampler: Sampler, check: TokenCheck, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._sampler = sampler
+        self._check = check
+        self._now = now
+
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
+        """See `Sampler.sample`. Raises: also SamplingError when ids and text disagree."""
+        answer = await self._sampler.sample(request)
+        self._check.poll(self._now())
+        choice = Choice(
+            index=0,
+            message=answer.message,
+            finish_reason=answer.finish_reason,
+            token_ids=answer.token_ids,
+        )
+        # Candidates are requested without an echo, whatever the agent's request says.
+        asked = {name: value for name, value in request.chat.items() if name != "echo"}
+        if self._check.answer(choice, asked, answer.prompt_token_ids) == DISAGREES:
+            raise SamplingError(f"{DISAGREES}: the answer's token ids do not decode to its text")
+        return answer

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its list of exports
 
-from learner.errors import RankLostError, RanksDisagreeError
+from learner.errors import FaultyGroupsError, RankFailedError, RankLostError, RanksDisagreeError
 from learner.explain import one_line
-from learner.records import Fault
+from learner.policy.packing import packed_length
+from learner.ranks import G
+from learner.records import Fault, TrainingGroup
+from sidecar.errors import SettingsError
 
 T = TypeVar("T")
 
@@ -186,3 +190,166 @@ class Exchange:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:  # the process that keeps the store is the one that is gone
             return ""
+
+
+# Which process computes which group: equal cost for each. Pure.
+
+
+def attention_share(*, layers: int, queries: int, weights: int) -> float:
+    """Return c: operations of attention for a pair of tokens, over those of the weights for one.
+
+    A token takes 2 operations for each weight, and 4 * `queries` for each token that it is compared
+    with, in each layer: once for the score, once for the sum.
+    """
+    return 2 * layers * queries / weights if weights else 0.0
+
+
+def group_cost(group: TrainingGroup, *, pack_tokens: int, c: float) -> float:
+    """Return the cost of a group, in tokens, as if its answers filled its packs evenly."""
+    lengths = [len(row.token_ids) for row in group.rows if row.trainable]
+    prompt = len(group.prompt_token_ids)
+    room = max(1, pack_tokens - prompt)
+    packs = max(1, -(-(packed_length(prompt, lengths) - prompt) // room))
+    tokens = packed_length(prompt, lengths) + (packs - 1) * prompt
+    return tokens + c * tokens * tokens / packs
+
+
+def deal_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Deal places 0.. to ranks: the most expensive first, each to the rank with the least so far.
+
+    It is at most 4/3 - 1/(3 * ranks) of the best (Graham, SIAM J. Appl. Math. 17, 1969).
+    Returns: for each rank its places, in order.
+    """
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for place in sorted(range(len(costs)), key=lambda one: (-costs[one], one)):
+        rank = min(range(ranks), key=lambda one: (loads[one], one))
+        dealt[rank].append(place)
+        loads[rank] += costs[place]
+    return [sorted(places) for places in dealt]
+
+
+# Which process of a run this one is. Needs no torch.
+
+RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+"""torchrun's variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a process among those of a run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among those of this machine."""
+    local_size: int
+
+
+def given_place(environ: Mapping[str, str]) -> Place | None:
+    """Return the place that a launcher gave; None for a process on its own.
+
+    Raises: SettingsError when its variables are no numbers.
+    """
+    names = (RANK, SIZE, LOCAL_RANK, LOCAL_SIZE)
+    if RANK not in environ or SIZE not in environ:
+        return None
+    try:
+        rank, size, local, local_size = (
+            int(environ.get(name, default))
+            for name, default in zip(names, ("0", "1", "0", "1"), strict=True)
+        )
+    except ValueError:
+        found = ", ".join(f"{name}={environ.get(name)}" for name in names)
+        raise SettingsError(f"{found}: these are torchrun's, and numbers") from None
+    return Place(rank, size, local, local_size) if size > 1 else None
+
+
+# Ranks that compute a run together: each has the whole policy, or its share of the base.
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process tells of its groups."""
+
+    asked: tuple[str, ...]
+    """Ids of all the groups that were dealt: the processes must be at the same place."""
+    found: Mapping[int, Any]
+    error: str = ""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DataParallel:
+    """Implements `Ranks`: every process has the whole base, and the gradients are summed."""
+
+    exchange: Exchange
+    pack_tokens: int
+    c: float = 0.0
+    """Weight of the square of a pack's tokens in its cost (`learner.distributed.exchange`)."""
+
+    @property
+    def size(self) -> int:
+        return self.exchange.size
+
+    def place(self, model: Any, device: torch.device) -> Any:  # Any: transformers is not typed
+        model = model.to(device)
+        self.exchange.copy_first([p for p in model.parameters() if p.requires_grad])
+        return model
+
+    def each(self, groups: Sequence[G], compute: Callable[[G], T]) -> list[T]:
+        found: dict[int, T] = {}
+        failed: Exception | None = None
+        try:
+            for place in self._own(groups):
+                found[place] = self._compute(groups[place], compute)
+        except Exception as error:  # noqa: BLE001  it is raised again once the others know
+            failed = error
+        asked = tuple(group.group_id for group in groups)
+        told = self._exchanged(Told(asked, found), failed)
+        if failed is not None:
+            raise failed
+        for rank, one in enumerate(told):
+            if one.error:
+                text = f"process {rank} of {self.size} failed: {one.error}"
+                raise RankFailedError(text, one.faults)
+            if one.asked != asked:
+                raise RanksDisagreeError(
+                    f"process {rank} of {self.size} is at another place of the run than process "
+                    f"{self.exchange.rank}; all need the same files under the same paths"
+                )
+        known = {place: value for one in told for place, value in one.found.items()}
+        return [known[place] for place in range(len(groups))]
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self.exchange.add(tensors)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def first(self, work: Callable[[], T]) -> T:
+        return self._told_by_first(work() if self.exchange.rank == 0 else None)
+
+    def require_same(self, tensors: Mapping[str, Tensor]) -> None:
+        self.exchange.require_same(tensors)
+
+    def _told_by_first(self, found: T | None) -> T:
+        return self.exchange.from_first(found if self.exchange.rank == 0 else None)  # type: ignore[return-value]  # the first has it
+
+    def _own(self, groups: Sequence[G]) -> list[int]:
+        costs = [group_cost(group, pack_tokens=self.pack_tokens, c=self.c) for group in groups]  # type: ignore[arg-type]  # groups of the learner
+        return deal_by_cost(costs, self.size)[self.exchange.rank]
+
+    def _compute(self, group: G, compute: Callable[[G], T]) -> T:
+        self.exchange.note_place(group.group_id)
+        found = compute(group)
+        self.exchange.note_place("")
+        return found
+
+    def _exchanged(self, told: Told, failed: Exception | None) -> list[Told]:
+        if failed is not None:
+            faults = failed.faults if isinstance(failed, FaultyGroupsError) else {}
+            text = f"{type(failed).__name__}: {one_line(failed)}"
+            told = Told(told.asked, {}, text, faults)
+        return self.exchange.all(told)

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner.distributed.exchange import SLOW
-from learner.distributed.ranks import DataParallel, Told
+from learner.distributed.exchange import SLOW, DataParallel, Told
 from learner.errors import FaultyGroupsError, RankLostError, RanksDisagreeError
 from learner.ranks import G
 from learner.records import Fault

@@ -1,27 +1,171 @@
-"""A run over several processes: the first sends the work, and all train alike."""
+"""Start the processes of a run, or take the place that a launcher gave this one.
+
+Two ways lead to the same run. With `learner.processes` the process of a run starts the others on
+this machine, once there is something to learn. With `torchrun -m learner --once`, on one machine or
+several, the launcher has started all of them, and the environment says which one this is. The first
+process has the store, claims and publishes; the others wait for its work, compute, and end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import structlog
+from torch.distributed import (  # type: ignore[attr-defined]  # not in its list of exports
+    PrefixStore,
+    Store,
+    TCPStore,
+    rendezvous,
+)
 
-from learner.distributed.dealing import attention_share
-from learner.distributed.exchange import Exchange
-from learner.distributed.place import Place
-from learner.distributed.ranks import DataParallel
+from learner.command import learner_command
+from learner.distributed.exchange import (
+    ADDRESS,
+    LOCAL_RANK,
+    LOCAL_SIZE,
+    PORT,
+    RANK,
+    SIZE,
+    DataParallel,
+    Exchange,
+    Place,
+    attention_share,
+)
 from learner.distributed.sharded import Sharded
-from learner.distributed.start import device_of, threads_of
+from learner.errors import RankLostError
+from learner.explain import one_line
 from learner.grpo.trainer import GrpoTrainer
-from learner.policy.known import known_base
+from learner.policy.costs import known_base
 from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from sidecar.processes import own_environment
 from sidecar.settings import Learner
 
 log = structlog.get_logger()
+
+LOOPBACK = "127.0.0.1"
+PREFIX = "learner"
+END_S = 20.0
+"""How long a process has to end after the run."""
+
+
+def device_of(name: str, local_rank: int) -> str:
+    """Return the device of a process: with cards, each has the next one after the first."""
+    kind, _, number = name.partition(":")
+    return f"{kind}:{int(number or 0) + local_rank}" if kind == "cuda" else name
+
+
+def threads_of(settings: Learner, local_size: int) -> int:
+    """Return the torch threads of a process: those of the machine are shared."""
+    return settings.threads or max(1, (os.cpu_count() or 1) // local_size)
+
+
+@contextmanager
+def joined(place: Place, settings: Learner) -> Iterator[Exchange]:
+    """Connect with the processes that a launcher started. Raises: RankLostError."""
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=_timeout(settings)))
+    except (RuntimeError, ValueError) as error:
+        raise RankLostError(
+            f"process {place.rank} of {place.size} cannot reach the first one at "
+            f"{os.environ.get(ADDRESS)}:{os.environ.get(PORT)} within "
+            f"{settings.processes_timeout_s:g} s (learner.processes_timeout_s): is it started, and "
+            f"may this machine connect to that port? ({one_line(error)})"
+        ) from error
+    with _open(place, settings, store, dict) as exchange:
+        yield exchange
+
+
+@contextmanager
+def started(settings: Learner, config: Path | None) -> Iterator[Exchange]:
+    """Start the other processes on this machine, and connect with them; they end with this one.
+
+    Raises: RankLostError when they do not come.
+    """
+    size = settings.processes
+    store = TCPStore(
+        LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_timeout(settings)
+    )
+    children = _Children([_launch(rank, size, store.port, config) for rank in range(1, size)])
+    log.info("ranks_started", processes=size, pids=[one.pid for one in children.processes])
+    try:
+        with _open(Place(0, size, 0, size), settings, store, children.ended) as exchange:
+            yield exchange
+    finally:
+        children.end()
+
+
+@contextmanager
+def _open(
+    place: Place,
+    settings: Learner,
+    store: Store,
+    killed: Callable[[], Mapping[int, str]],
+) -> Iterator[Exchange]:
+    exchange = Exchange(
+        rank=place.rank,
+        size=place.size,
+        store=PrefixStore(PREFIX, store),
+        cards=settings.device.startswith("cuda"),
+        timeout_s=settings.processes_timeout_s,
+        killed=killed,
+    )
+    try:
+        yield exchange
+    finally:
+        exchange.close()
+
+
+def _timeout(settings: Learner) -> timedelta:
+    return timedelta(seconds=settings.processes_timeout_s)
+
+
+def _launch(rank: int, size: int, port: int, config: Path | None) -> subprocess.Popen[bytes]:
+    command = learner_command(config, "--once")
+    environ = {
+        **own_environment(os.environ),
+        **{RANK: str(rank), SIZE: str(size), LOCAL_RANK: str(rank), LOCAL_SIZE: str(size)},
+        **{ADDRESS: LOOPBACK, PORT: str(port)},
+    }
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environ)
+
+
+@dataclass(frozen=True, slots=True)
+class _Children:
+    """The processes that this one started: ranks 1 and on."""
+
+    processes: Sequence[subprocess.Popen[bytes]]
+
+    def ended(self) -> Mapping[int, str]:
+        """Return how those that are gone ended, by rank."""
+        found: dict[int, str] = {}
+        for rank, process in enumerate(self.processes, start=1):
+            try:
+                code = process.wait(0.5)  # a connection may be gone before its process
+            except subprocess.TimeoutExpired:
+                continue
+            if code:
+                found[rank] = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        return found
+
+    def end(self) -> None:
+        for process in self.processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank_killed", pid=process.pid, after_s=END_S)
+                process.kill()
+                process.wait()
+
+
+# A run over several processes: the first sends the work, and all train alike.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +254,7 @@ def _train(job: TrainingJob, exchange: Exchange, place: Place) -> TrainingOutcom
 
 
 def _attention_share(base_model_path: str) -> float:
-    """Read c of `learner.distributed.dealing` from a base; 0 where its files do not say it."""
+    """Read c of `learner.distributed.exchange` from a base; 0 where its files do not say it."""
     base = known_base(base_model_path)
     if base is None:
         return 0.0

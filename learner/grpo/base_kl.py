@@ -24,8 +24,8 @@ from learner.policy.adapter_io import sampled_by
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import Pack
 from learner.records import Fault, Parent, Silent, TrainingGroup, TrainingJob
-from sidecar.plurals import counted
 from sidecar.records import BASE
+from sidecar.visible import counted
 
 SAMPLED_ANSWERS = 8
 """Most answers of a step that are measured, one of a group: two forward passes of 8 rows, beside

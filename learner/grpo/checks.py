@@ -38,15 +38,15 @@ from learner.grpo.answers import (
     TOO_FEW,
     UNKNOWN,
     Judged,
+    excess,
     judge_answers,
+    measure,
 )
-from learner.grpo.drift import excess, measure
 from learner.policy.adapter_io import sampled_by
-from learner.policy.architecture import LONGROPE
+from learner.policy.architecture import LONGROPE, fix_positions
 from learner.policy.logprobs import Policy, packs_of
+from learner.policy.memory import is_out_of_memory
 from learner.policy.packing import packed_length
-from learner.policy.positions import fix_positions
-from learner.policy.room import is_out_of_memory
 from learner.records import CheckedAnswers, Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
 
@@ -208,7 +208,7 @@ _DRIFT_ADVICE = (
 def follow_server(policy: Policy, job: TrainingJob) -> None:
     """Set the rotary frequencies with which the recorded log-probabilities agree best.
 
-    For models whose server may use one set or another (`learner.policy.positions`); the first
+    For models whose server may use one set or another (`learner.policy.architecture`); the first
     groups with answers of the base or of the parent tell, computed with both.
     """
     if not policy.shape.by_length:

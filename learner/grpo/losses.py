@@ -13,12 +13,19 @@ A: the advantage. sg: no gradient. Shapes end in _N (tokens) or _A (answers).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean, mean, pstdev, stdev
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from learner.errors import GroupTooSmallError
+from learner.policy.packing import Pack
+from sidecar.settings import Learner
 
 Mean = Literal["token", "answer", "length"]
 """What a step's loss is the mean of. `token`: all trainable tokens of the step alike. `answer`: the
@@ -150,7 +157,7 @@ def cispo(tokens: Tokens, rule: LossRule) -> TokenLoss:
 def ppo_decoupled(tokens: Tokens, rule: LossRule) -> TokenLoss:
     """The clipped surrogate around pi_0: pi / pi_0 in the place of r.
 
-    The step multiplies it by pi_0 / mu, bounded by `learner.tis_cap` (`learner.grpo.corrections`),
+    The step multiplies it by pi_0 / mu, bounded by `learner.tis_cap` (`learner.grpo.losses`),
     so that together they are exact for answers of any age.
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298.
     """
@@ -195,3 +202,284 @@ def _clip(r_N: Tensor, a_N: Tensor, *, low: float, high: float, rule: LossRule) 
 
 def _beyond(r_N: Tensor, a_N: Tensor, bound: float) -> Tensor:
     return (a_N < 0) & (r_N.detach() > bound)
+
+
+# Advantages: how much better an answer is than its siblings. Pure.
+
+MIN_TRAINABLE = 2
+"""Least trainable answers of a group: one alone has no sibling in the gradient to compare with."""
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL and verl."""
+
+Advantages = Callable[[Sequence[float]], list[float]]
+
+
+def center_rewards(rewards_G: Sequence[float]) -> list[float]:
+    """Score each answer against its group: reward minus the group mean.
+
+    rewards_G: [G] rewards, unitless 0..1, one per answer, G >= 2.
+    Returns: [G] advantages, same unit and order; they sum to 0.
+    Raises: GroupTooSmallError when G < 2.
+    Source: Dr. GRPO, arXiv:2503.20783 (no division by the group's std).
+    """
+    _need_two(rewards_G)
+    group_mean = mean(rewards_G)  # exact, so that equal rewards give exactly 0
+    return [reward - group_mean for reward in rewards_G]
+
+
+def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
+    """Reward minus the mean of the other answers: G / (G - 1) times `center_rewards`.
+
+    Source: RLOO, arXiv:2402.14740.
+    """
+    size = len(rewards_G)
+    return [size / (size - 1) * one for one in center_rewards(rewards_G)]
+
+
+def standardise(rewards_G: Sequence[float]) -> list[float]:
+    """Reward minus the group mean, over the unbiased standard deviation plus `STD_FLOOR`.
+
+    In standard deviations, so a group of small differences pushes as hard as one of large ones.
+    Source: GRPO, arXiv:2402.03300; floor and the division by G - 1 as in TRL and verl.
+    """
+    centred = center_rewards(rewards_G)
+    return [one / (stdev(rewards_G) + STD_FLOOR) for one in centred]
+
+
+def rank(rewards_G: Sequence[float]) -> list[float]:
+    """Rank from -0.5 (worst) to 0.5 (best) in equal distances; equal rewards share their mean rank.
+
+    It keeps the order and drops the size of differences, for a judge whose scale drifts.
+    Source: ranks in place of rewards, arXiv:2602.03876.
+    """
+    _need_two(rewards_G)
+    order = sorted(range(len(rewards_G)), key=lambda place: rewards_G[place])
+    ranks = [0.0] * len(rewards_G)
+    first = 0
+    for _, tied in groupby(order, key=lambda place: rewards_G[place]):
+        places = list(tied)
+        for place in places:
+            ranks[place] = first + (len(places) - 1) / 2
+        first += len(places)
+    return [one / (len(rewards_G) - 1) - 0.5 for one in ranks]
+
+
+ADVANTAGES: Mapping[str, Advantages] = {
+    "mean": center_rewards,
+    "leave_one_out": leave_one_out,
+    "std": standardise,
+    "rank": rank,
+}
+"""By the name that `learner.advantage` gives."""
+
+
+def assign(rewards_G: Sequence[float], counted_G: Sequence[bool], method: str) -> list[float]:
+    """Return [G] advantages among the answers that count in the baseline; 0 for the others.
+
+    method: a key of `ADVANTAGES`. Raises: GroupTooSmallError when fewer than two count.
+    """
+    places = [place for place, counted in enumerate(counted_G) if counted]
+    found = ADVANTAGES[method]([rewards_G[place] for place in places])
+    advantages = [0.0] * len(rewards_G)
+    for place, advantage in zip(places, found, strict=True):
+        advantages[place] = advantage
+    return advantages
+
+
+def text_key(token_ids: Sequence[int], temperature: float) -> Hashable:
+    """Return what answers that are the same have in common: tokens at one temperature, or none."""
+    return (tuple(token_ids), temperature if token_ids else None)
+
+
+def share(
+    rewards_G: Sequence[float], texts_G: Sequence[Hashable], counted_G: Sequence[bool]
+) -> tuple[float, ...]:
+    """Return [G] rewards, of which answers that are the same share their mean.
+
+    Whatever made the rewards of one text differ (feedback, the judge), it says nothing about the
+    text; and the gradients of different advantages would cancel up to their rounding. Answers that
+    do not count keep their rewards, and have no part in the mean.
+
+    texts_G: their `text_key`.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for place, (text, counted) in enumerate(zip(texts_G, counted_G, strict=True)):
+        if counted:
+            alike.setdefault(text, []).append(place)
+    shared = list(rewards_G)
+    for places in alike.values():
+        found = [rewards_G[place] for place in places]
+        if len(set(found)) > 1:
+            for place in places:
+                shared[place] = fmean(found)
+    return tuple(shared)
+
+
+def spread(rewards_G: Sequence[float]) -> float:
+    """Population standard deviation of a group's scores, in score units.
+
+    The range would grow with G; the standard deviation does not.
+    Raises: GroupTooSmallError when G < 2.
+    """
+    _need_two(rewards_G)
+    return pstdev(rewards_G)
+
+
+def _need_two(rewards_G: Sequence[float]) -> None:
+    if len(rewards_G) < 2:
+        raise GroupTooSmallError(f"need at least 2 rewards, got {len(rewards_G)}")
+
+
+# Corrections for answers that another policy sampled: weights and masks of their tokens. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionRule:
+    """Limits of the corrections; 0 switches one off."""
+
+    tis_cap: float = 0.0
+    """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2. The ratio
+    of the loss is then pi / pi_0 (`learner.grpo.losses`)."""
+    stale_limit: float = 0.0
+    """Mask of stale negatives: most nats a token, mean(log mu - log pi); slime offers 1e-4."""
+
+
+def weights(tokens: Tokens, rule: CorrectionRule, *, from_start: bool = False) -> Tensor:
+    """[N]: the product of the corrections that are switched on.
+
+    from_start: the loss has pi / pi_0 as its ratio, so pi_0 / mu is a factor also without a cap.
+    """
+    found_N = torch.ones_like(tokens.recorded_N)
+    if rule.tis_cap or from_start:
+        found_N = found_N * truncated_weight(tokens, rule.tis_cap or math.inf)
+    if rule.stale_limit:
+        found_N = found_N * stale_negative_mask(tokens, rule.stale_limit)
+    return found_N
+
+
+def truncated_weight(tokens: Tokens, cap: float) -> Tensor:
+    """[N]: min(pi_0 / mu, cap) for each token, for a loss whose ratio is pi / pi_0.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+    (2025); verl's `rollout_is`, level token.
+    """
+    return ratio(tokens.start_N, tokens.recorded_N).clamp(max=cap).detach()
+
+
+def stale_negative_mask(tokens: Tokens, limit: float) -> Tensor:
+    """[N]: 0 for all tokens of an answer with A < 0 that the policy has left behind, else 1.
+
+    Left behind: mean over its tokens of (log mu - log pi) > limit, in nats.
+    Source: DeepSeek-V3.2, arXiv:2512.02556. TRL: `off_policy_mask_threshold`.
+    """
+    behind_N = tokens.answer_mean(tokens.recorded_N - tokens.logprobs_N.detach())
+    return (~((tokens.advantages_N < 0) & (behind_N > limit))).to(behind_N.dtype)
+
+
+def stale_answers(tokens: Tokens, limit: float) -> int:
+    """Count the answers of a pack that `stale_negative_mask` masks; 0 where it is off."""
+    if not limit:
+        return 0
+    return len(tokens.answers_N[stale_negative_mask(tokens, limit) == 0].unique())
+
+
+# The objective of a step: a loss, its corrections, its mean, and its statistics. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSums:
+    """Sums over the N tokens of a pack. Only `loss` carries a gradient."""
+
+    loss: Tensor
+    """Scalar, before the division by the step's denominator."""
+    ratio: float
+    """Sum of pi / mu."""
+    clipped: int
+    """Tokens whose gradient the loss or a mask removes."""
+    kl: float
+    """Sum of r - 1 - log r, nats: KL(behaviour || policy) by Schulman's k3 estimator."""
+    drift: float
+    """Sum of |recorded - policy|, nats."""
+    stale: int = 0
+    """Answers that the mask of stale negatives leaves without a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss with its constants."""
+
+    loss: NamedLoss
+    rule: LossRule
+    correction: CorrectionRule
+    geometric_limit: float = 0.0
+    """Largest distance of an answer's mean pi_0 / mu from 1, by which answers are left out before
+    the first step (`learner.grpo.answers.leave_out_far`); 0: none. SkyRL uses 0.01."""
+
+    @property
+    def uses_start(self) -> bool:
+        """True: the run needs the log-probabilities of the policy at its start."""
+        return bool(self.loss.from_start or self.correction.tis_cap or self.geometric_limit)
+
+    def denominator(self, packs: Sequence[Pack]) -> float:
+        """Return what the sums of these packs, which are a whole step, are divided by."""
+        if self.loss.mean == "token":
+            return float(sum(len(pack.targets) for pack in packs))
+        answers = float(sum(max(pack.answers) + 1 for pack in packs))
+        return answers * self.rule.length if self.loss.mean == "length" else answers
+
+    def sums(self, tokens: Tokens) -> PackSums:
+        """Compute the loss of a pack's tokens."""
+        of_loss = tokens
+        if self.correction.tis_cap:
+            # The weight holds pi_0 / mu: the ratio of the loss is pi / pi_0, or it counted twice.
+            of_loss = replace(tokens, recorded_N=tokens.start_N)
+        found = self.loss.per_token(of_loss, self.rule)
+        weights_N = weights(tokens, self.correction, from_start=self.loss.from_start)
+        shares_N = (
+            1 / tokens.lengths_A[tokens.answers_N]
+            if self.loss.mean == "answer"
+            else torch.ones_like(weights_N)
+        )
+        with torch.no_grad():
+            r_N = ratio(tokens.logprobs_N, tokens.recorded_N)
+            moved_N = tokens.logprobs_N - tokens.recorded_N
+            kl_N = r_N - 1 - moved_N
+        return PackSums(
+            loss=(weights_N * shares_N * found.loss_N).sum(),
+            ratio=float(r_N.sum()),
+            clipped=int((found.cut_N | (weights_N == 0)).sum()),
+            kl=float(kl_N.sum()),
+            drift=float(moved_N.abs().sum()),
+            stale=stale_answers(tokens, self.correction.stale_limit),
+        )
+
+
+def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
+    """Return a pack's targets as the losses take them, on the device of their log-probabilities.
+
+    logprobs_N: [N] nats, under the policy.
+    """
+    device = logprobs_N.device
+    return Tokens(
+        logprobs_N=logprobs_N,
+        recorded_N=torch.tensor(pack.recorded, device=device),
+        start_N=torch.tensor(pack.start, device=device),
+        advantages_N=torch.tensor(pack.advantages, device=device),
+        answers_N=torch.tensor(pack.answers, device=device),
+    )
+
+
+def objective(settings: Learner) -> Objective:
+    """Return the objective that the settings name."""
+    return Objective(
+        loss=LOSSES[settings.loss],
+        rule=LossRule(
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            tv_limit=settings.tv_limit,
+            negative_bound=settings.negative_bound,
+            length=settings.loss_length,
+        ),
+        correction=CorrectionRule(tis_cap=settings.tis_cap, stale_limit=settings.stale_limit),
+        geometric_limit=settings.geometric_limit,
+    )

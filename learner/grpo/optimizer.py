@@ -9,7 +9,7 @@ reference signal:
     g = sum of g_i                          g_i: gradient of group i in the step's loss
     q = n * sum of (g_i * max(1, reference / s_i))^2
                                             s_i: root mean square of its advantages, less
-                                            what cancels (`learner.grpo.signal`)
+                                            what cancels (`learner.grpo.optimizer`)
     m = b1 m + (1 - b1) g                   from 0 at the start of the run
     u = b2 u + (1 - b2) q                   from 0 at the start of the run
     v = b2 v + (1 - b2) q                   from the parent's
@@ -41,7 +41,7 @@ Source of Adam: arXiv:1412.6980. No weight decay.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,6 +50,7 @@ from torch.nn import Parameter
 
 from learner.errors import NonFiniteError
 from learner.ranks import Ranks
+from learner.records import TrainableRow
 
 EPSILON = 1e-8
 """As in torch.optim.AdamW."""
@@ -163,7 +164,7 @@ class SignalAdamW:
     def add_group(self, signal: float) -> None:
         """Take the gradient of one group from the parameters, and clear it there.
 
-        signal: of the group (`learner.grpo.signal`). With less than `LEAST_SIGNAL` of the
+        signal: of the group (`learner.grpo.optimizer`). With less than `LEAST_SIGNAL` of the
             reference it counts as a group of zero gradient.
         """
         taken = signal >= LEAST_SIGNAL * self._rule.reference
@@ -223,3 +224,62 @@ class SignalAdamW:
         )
         self._forget_step()
         return Update(grad_norm=norm, update_norm=math.sqrt(moved), rate=rate)
+
+
+# How much a group has to tell: its advantages, less what cancels between answers alike. Pure.
+
+LEAST_LEFT = 1e-4
+"""Part of a gradient that does not cancel, under which it is taken for nothing: rounding leaves
+about 1e-7 (docs/log.md, 2026-11-24), and the pull of the loss does not shrink with it."""
+
+
+@dataclass(slots=True)
+class _Place:
+    advantage: float = 0.0
+    squares: float = 0.0
+    width: float = 0.0
+    rows: int = 0
+
+
+def signal(rows: Sequence[TrainableRow]) -> float:
+    """Return the signal of a group, in units of its advantages; 0 where all of it cancels.
+
+    rows: its answers; those that are not trainable have no part.
+    """
+    rows = [row for row in rows if row.trainable]
+    tokens = sum(row.kept_tokens for row in rows)
+    if not tokens:
+        return 0.0
+    square = math.fsum(row.kept_tokens * row.advantage**2 for row in rows) / tokens
+    left = uncancelled(rows)
+    return math.sqrt(square) * left if left >= LEAST_LEFT else 0.0
+
+
+def uncancelled(rows: Sequence[TrainableRow]) -> float:
+    """Return the part of the gradient that does not cancel between these answers, 0 to 1."""
+    left, whole = 0.0, 0.0
+    for place in _places(rows):
+        width = place.width / place.rows
+        # fsum of equal and opposite advantages may leave the last bit; it is no signal.
+        summed = 0.0 if place.advantage**2 < 1e-24 * place.squares else place.advantage
+        left += (width * summed) ** 2
+        whole += width**2 * place.squares
+    return min(1.0, math.sqrt(left / whole)) if whole > 0 else 0.0
+
+
+def _places(rows: Sequence[TrainableRow]) -> list[_Place]:
+    """Return the places that have a part in the loss."""
+    numbers: dict[tuple[object, int], int] = {}
+    places: dict[int, _Place] = {}
+    for row in rows:
+        at: object = ("temperature", row.temperature)  # the same text is two at two temperatures
+        kept = row.kept or (True,) * len(row.token_ids)
+        for token, keep, nats in zip(row.token_ids, kept, row.logprobs, strict=True):
+            at = numbers.setdefault((at, token), len(numbers))
+            if keep:
+                place = places.setdefault(at, _Place())
+                place.advantage += row.advantage
+                place.squares += row.advantage**2
+                place.width += -math.expm1(min(0.0, nats))
+                place.rows += 1
+    return list(places.values())

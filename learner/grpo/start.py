@@ -17,8 +17,7 @@ import torch
 
 from learner.grpo.answers import Judged, leave_out_far
 from learner.grpo.checks import Checked, attempt, log_faults, log_left_out
-from learner.policy.joint import joint_groups, joint_pack, parts
-from learner.policy.logprobs import Policy, packs_of
+from learner.policy.logprobs import Policy, joint_groups, joint_pack, packs_of, parts
 from learner.records import Fault, Silent, TrainableRow, TrainingGroup, TrainingJob
 
 log = structlog.get_logger()

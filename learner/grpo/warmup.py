@@ -21,11 +21,11 @@ import torch
 from torch.nn import Parameter
 
 from learner.errors import RunStoppedError
+from learner.grpo.checkpoint import Snapshot, keep
 from learner.grpo.checks import NON_FINITE, attempt, faults_of
-from learner.grpo.files.checkpoint import Snapshot, keep
 from learner.grpo.optimizer import SignalAdamW
 from learner.policy.logprobs import Policy, packs_of
-from learner.progress.estimate import stage
+from learner.progress.watch import stage
 from learner.records import Fault, Stage, TrainingGroup, TrainingJob
 
 log = structlog.get_logger()

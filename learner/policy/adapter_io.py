@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ingest.grouping.rules import UNTOLD_TOKENS
+from ingest.grouping.selection import UNTOLD_TOKENS
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.base_weights import not_plain
 from learner.errors import (
@@ -37,15 +37,13 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
-from learner.origin.plain_lora import not_plain_lora
-from learner.policy.architecture import LONGROPE, adapted_layers, architecture
-from learner.policy.attention.check import use_form
-from learner.policy.costs import Prices, prices
+from learner.origin import not_plain_lora
+from learner.policy.architecture import LONGROPE, adapted_layers, architecture, fix_positions
+from learner.policy.attention import use_form
+from learner.policy.costs import Prices, prices, sizes
 from learner.policy.logprobs import Policy, wants_autocast
-from learner.policy.positions import fix_positions
-from learner.policy.room import is_out_of_memory, limit_torch
+from learner.policy.memory import is_out_of_memory, limit_torch
 from learner.policy.self_test import checked, refusal
-from learner.policy.sizes import sizes
 from learner.ranks import Alone, Ranks
 from learner.records import Parent
 from sidecar.settings import Learner

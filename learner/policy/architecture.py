@@ -11,12 +11,17 @@ Sources: `layer_types`, `sliding_window` and the scales behind the head as trans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 Form = Literal["segments", "varlen", "paths", "dense"]
-"""How attention over a pack is computed (`learner.policy.attention.segments`)."""
+"""How attention over a pack is computed (`learner.policy.attention`)."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RECURRENT = (
@@ -40,7 +45,7 @@ OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2",
 (`_MOE_TARGET_MODULE_MAPPING` of `peft.utils.transformers_weight_conversion`)."""
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 BY_LENGTH = (LONGROPE, DYNAMIC)
-"""Kinds of rotary scaling whose frequencies depend on a length (`learner.policy.positions`)."""
+"""Kinds of rotary scaling whose frequencies depend on a length (`learner.policy.architecture`)."""
 STRETCHED = ("linear", DYNAMIC, "yarn")
 """Kinds of rotary scaling whose factor stretches the positions."""
 MOST_STRETCH = 1_000
@@ -182,3 +187,42 @@ def adapted_layers(model_type: str, linear: Iterable[str]) -> str | list[str]:
     if model_type not in EXPERTS_AS_PARAMETERS:
         return "all-linear"
     return sorted({name.rpartition(".")[2] for name in linear} - OF_EXPERTS)
+
+
+# Give a model the rotary frequencies that its server uses, the same for every pass.
+
+FIXED = "fixed"
+"""What a module's `rope_type` becomes: a kind for which transformers changes nothing."""
+
+
+def fix_positions(model: Any, *, stretched: bool) -> None:  # Any: transformers is not typed
+    """Set the frequencies of every rotary module whose kind chooses them by length.
+
+    stretched: those for inputs beyond the original length; else those for inputs within it.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) not in (*BY_LENGTH, FIXED):
+            continue
+        module.rope_type = FIXED
+        if "alpha" not in module.config.rope_parameters:  # Hunyuan's base has it, for all lengths
+            frequencies, scale = _frequencies(module.config, stretched=stretched)
+            module.inv_freq = frequencies.to(module.inv_freq.device)
+            module.attention_scaling = scale
+        if hasattr(module, "rope_init_fn"):  # Phi-3.5-MoE asks for them in each pass
+            made = (module.inv_freq, module.attention_scaling)
+            module.rope_init_fn = lambda _, made=made: made
+
+
+def _frequencies(config: Any, *, stretched: bool) -> tuple[Tensor, float]:
+    """Return the frequencies and the factor of cosine and sine, as vLLM computes them."""
+    given, most = config.rope_parameters, config.max_position_embeddings
+    kind, device = given["rope_type"], torch.device("cpu")
+    if kind == DYNAMIC:
+        length = int(most * given["factor"]) if stretched else most
+        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
+        return found
+    original = given["original_max_position_embeddings"]
+    length = original + 1 if stretched else original
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
+    usual = math.sqrt(1 + math.log(most / original) / math.log(original)) if most > original else 1
+    return frequencies, given.get("long_mscale" if stretched else "short_mscale") or usual

@@ -7,7 +7,7 @@ else a model needs: windows of attention, caps and scales of the logits, or a ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,11 +16,119 @@ import torch
 from torch import Tensor
 
 from learner.policy.architecture import Architecture, Form
-from learner.policy.attention.segments import added_mask, dense_mask, plan
-from learner.policy.costs import Prices, cheapest
-from learner.policy.head import Head, target_logprobs
-from learner.policy.packing import Pack, pack_group
-from learner.records import TrainingGroup
+from learner.policy.attention import added_mask, dense_mask, plan
+from learner.policy.costs import CHUNK_BYTES, Prices, cheapest
+from learner.policy.packing import Pack, fed, pack_group, pack_members, shared, unique_tokens
+from learner.records import TrainableRow, TrainingGroup
+
+# Log-probabilities of targets behind a frozen head, without logits of all tokens at once.
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A model's head, and what the model does to the logits behind it."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    """What the logits are multiplied by."""
+    softcap: float | None = None
+    """Then they become softcap * tanh(logits / softcap)."""
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """[N, V] fp32, before the temperature. bf16 weights are not copied to fp32 where the device
+        multiplies them into fp32 itself."""
+        weight_HV = self.weight_VH.t()
+        if hidden_NH.is_cuda and self.weight_VH.dtype != torch.float32:
+            logits_NV = torch.mm(
+                hidden_NH.to(self.weight_VH.dtype), weight_HV, out_dtype=torch.float32
+            )
+        else:
+            logits_NV = hidden_NH.float() @ weight_HV.float()
+        if self.bias_V is not None:
+            logits_NV += self.bias_V.float()
+        if self.scale != 1.0:
+            logits_NV *= self.scale
+        if self.softcap is not None:
+            logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_NV
+
+    def to_hidden(self, gradient_NV: Tensor, logits_NV: Tensor) -> Tensor:
+        """[N, H] fp32: the gradient of the hidden states, from that of the logits.
+
+        gradient_NV: is overwritten. logits_NV: as `logits` returned them.
+        """
+        if self.softcap is not None:
+            gradient_NV *= 1 - (logits_NV / self.softcap) ** 2
+        if self.scale != 1.0:
+            gradient_NV *= self.scale
+        if gradient_NV.is_cuda and self.weight_VH.dtype != torch.float32:
+            kept = gradient_NV.to(self.weight_VH.dtype)
+            return torch.mm(kept, self.weight_VH, out_dtype=torch.float32)
+        return gradient_NV @ self.weight_VH.float()
+
+
+def target_logprobs(
+    head: Head, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies of the targets' distributions.
+
+    targets_N: token ids. temperatures_N: above 0; the logits are divided by them.
+    Returns: [N] nats, fp32, with a gradient to the hidden states; and [N] nats without one.
+    """
+    found: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, targets_N, temperatures_N.float(), head
+    )
+    return found
+
+
+def chunks(targets: int, vocabulary: int) -> list[slice]:
+    """Return slices of the targets whose logits are at most `CHUNK_BYTES`, or of one target."""
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(at, min(at + size, targets)) for at in range(0, targets, size)]
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        parts = chunks(len(targets_N), head.weight_VH.shape[0])
+        kept_NV = torch.empty(0)
+        logprobs_N = torch.empty(len(targets_N), device=hidden_NH.device)
+        entropies_N = torch.empty_like(logprobs_N)
+        normalisers_N = torch.empty_like(logprobs_N)
+        for part in parts:
+            logits_CV = head.logits(hidden_NH[part])
+            if len(parts) == 1 and ctx.needs_input_grad[0]:
+                kept_NV = logits_CV
+                logits_CV = logits_CV / temperatures_N[part, None]
+            else:
+                logits_CV /= temperatures_N[part, None]
+            normalisers_N[part] = logits_CV.logsumexp(-1)
+            logits_CV -= normalisers_N[part, None]
+            logprobs_N[part] = logits_CV.gather(-1, targets_N[part, None])[:, 0]
+            entropies_N[part] = -(logits_CV.exp() * logits_CV).sum(-1)
+        ctx.save_for_backward(hidden_NH, targets_N, temperatures_N, normalisers_N, kept_NV)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient_N, head = gradients[0], ctx.head
+        hidden_NH, targets_N, temperatures_N, normalisers_N, kept_NV = ctx.saved_tensors
+        gradient_NH = torch.empty_like(hidden_NH)
+        for part in chunks(len(targets_N), head.weight_VH.shape[0]):
+            logits_CV = kept_NV if len(kept_NV) else head.logits(hidden_NH[part])
+            # d log p(target) / d logits = (1 at the target, else 0) - p, over the temperature
+            weights_C1 = (gradient_N[part] / temperatures_N[part])[:, None]
+            gradient_CV = logits_CV / temperatures_N[part, None]
+            gradient_CV.sub_(normalisers_N[part, None]).exp_().mul_(-weights_C1)
+            gradient_CV.scatter_add_(-1, targets_N[part, None], weights_C1)
+            gradient_NH[part] = head.to_hidden(gradient_CV, logits_CV).to(gradient_NH.dtype)
+        return gradient_NH, None, None, None
+
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -35,7 +143,7 @@ class Policy:
     """True: matrix products in bf16; the residual stream, the head and the adapter stay fp32."""
     shape: Architecture = field(default_factory=Architecture)
     form: Form = "dense"
-    """How attention over a pack is computed (`learner.policy.attention.segments`)."""
+    """How attention over a pack is computed (`learner.policy.attention`)."""
     prices: Prices = field(default_factory=Prices)
     """What parts of a pack cost."""
 
@@ -152,3 +260,50 @@ def wants_autocast(precision: Precision, device: torch.device) -> bool:
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
+
+
+# Packs of several groups, for passes without a gradient. Pure index arithmetic.
+
+LEAST_SHARED = 0.25
+"""Part of a prompt that must be shared with the group before it, to join it."""
+
+
+def joint_groups(groups: Sequence[TrainingGroup], *, max_tokens: int) -> list[list[int]]:
+    """Sort groups into those that are computed together, as indices; each is in one list.
+
+    max_tokens: longest pack; a group that is longer stays alone.
+    """
+    order = sorted(range(len(groups)), key=lambda number: groups[number].prompt_token_ids)
+    found: list[list[int]] = []
+    for number in order:
+        together = found[-1] if found else []
+        if together and _joins(groups, together, number, max_tokens):
+            together.append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def joint_pack(groups: Sequence[TrainingGroup]) -> Pack:
+    """Pack the trainable answers of these groups into one, in order."""
+    return pack_members(_members(groups))
+
+
+def parts(groups: Sequence[TrainingGroup]) -> list[int]:
+    """Return how many of the pack's targets are each group's."""
+    return [sum(row.kept_tokens for row in group.rows if row.trainable) for group in groups]
+
+
+def _members(groups: Sequence[TrainingGroup]) -> list[tuple[TrainingGroup, TrainableRow]]:
+    return [(group, row) for group in groups for row in group.rows if row.trainable]
+
+
+def _joins(
+    groups: Sequence[TrainingGroup], together: Sequence[int], number: int, max_tokens: int
+) -> bool:
+    prompt = groups[number].prompt_token_ids
+    common = shared(prompt, 0, groups[together[-1]].prompt_token_ids)
+    if common < LEAST_SHARED * len(prompt):
+        return False
+    members = _members([groups[one] for one in (*together, number)])
+    return unique_tokens([fed(group, row) for group, row in members]) <= max_tokens

@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import structlog
+from sqlalchemy.orm import Session
 
+from learner.errors import NothingToLearnError, RunStoppedError
 from learner.explain import one_line
-from learner.progress.estimate import Progress
-from learner.progress.facts import Fact
-from learner.progress.trackers import TRACKERS, Opening, Tracker
-from learner.records import End, StepMetrics
+from learner.progress.trackers import TRACKERS, Fact, Opening, Tracker, facts_of
+from learner.progress.watch import Keeper, Progress, RunWatch, StoredRun, how_ended
+from learner.records import End, Parent, StepMetrics, Watch
+from sidecar.errors import StoreError
+from sidecar.settings import Settings
+from sidecar.store.database import Database
 
 log = structlog.get_logger()
 
@@ -149,3 +157,132 @@ def exported_run(
         facts=facts(),
         how_ended=how_ended,
     )
+
+
+# Draw the steps of a run.
+
+PANELS = (
+    (
+        "score, and spread within groups, of each\nstep's own groups, sampled before the run",
+        ("reward_mean", "reward_spread"),
+    ),
+    ("loss", ("loss",)),
+    ("KL, nats a token: to the sampler, to the base", ("approx_kl", "kl_base")),
+    ("entropy, nats a token", ("entropy",)),
+    ("share of tokens clipped", ("clip_share",)),
+    ("gradient norm", ("grad_norm",)),
+    ("norm of the update", ("update_norm",)),
+    ("tokens of an answer", ("answer_tokens",)),
+    ("tokens per second", ("tokens_per_s",)),
+)
+"""Title and figures of each axis. The score is no learning curve: its answers were sampled before
+the run, so no step of the run can raise it."""
+COLORS = ("#1f6f8b", "#c8553d")
+
+
+def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Write a PNG with the figures of a run's steps, the first step first.
+
+    Raises: ImportError without matplotlib, which the extra `learner` installs; OSError.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no backend is chosen
+
+    figure = Figure(figsize=(10, 7), dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=9, parse_math=False)  # an id may hold `$`
+    places = [_value(one.get("step", place)) for place, one in enumerate(steps, 1)]
+    for axis, (words, keys) in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        for key, color in zip(keys, COLORS, strict=False):
+            values = [_value(one.get(key)) for one in steps]
+            axis.plot(places, values, "o-", markersize=3, color=color, label=key)
+        if len(keys) > 1:
+            axis.legend(fontsize=6, frameon=False)
+        axis.set_title(words, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.locator_params(axis="x", integer=True)
+    figure.savefig(path, format="png")
+
+
+def _value(found: object) -> float:
+    """Return a figure; NaN, which is not drawn, for what is none or too large for a float."""
+    if not isinstance(found, int | float):
+        return float("nan")
+    try:
+        return float(found)
+    except OverflowError:
+        return float("nan")
+
+
+# Make the watch of a run, and tell how the run ended.
+
+
+class Observed:
+    """A run and those who are told of it: a context, behind which the run's end is in the store."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        clock: Callable[[], float],
+        show: Callable[[str], None],
+    ) -> None:
+        """clock: Unix seconds. show: prints a line for a person."""
+        self.adapter = ""
+        """The version that the run made."""
+        self.left = False
+        """True: the run left its work to the next start (`learner.runs.interrupted`)."""
+        self._settings = settings
+        self._database = database
+        self._clock = clock
+        self._show = show
+        self._watch: RunWatch | None = None
+        self._run_id = ""
+        self._holds: Callable[[Session], bool] = lambda session: True
+
+    def watch(self, run_id: str, parent: Parent, holds: Callable[[Session], bool]) -> Watch:
+        """Return a watch that keeps what a run tells where the settings say; it is loading now.
+
+        holds: as `StoredRun` has it.
+        """
+        self._run_id, self._holds = run_id, holds
+        keepers: list[Keeper] = [StoredRun(self._database, run_id, clock=self._clock, holds=holds)]
+        exported = exported_run(
+            self._settings.learner.export,
+            run_id,
+            facts=lambda: facts_of(self._settings, parent),
+            how_ended=partial(how_ended, self._database),
+        )
+        if exported is not None:
+            keepers.append(exported)
+        self._watch = RunWatch(keepers, show=self._show)
+        self._watch.phase("loading")
+        return self._watch
+
+    def __enter__(self) -> Observed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._watch is not None:
+            self._watch.end(self._how(error), self.adapter)
+
+    def _how(self, error: BaseException | None) -> End | None:
+        if error is None or isinstance(error, NothingToLearnError):
+            return "ok"
+        recorded = how_ended(self._database, self._run_id)
+        if recorded is not None:
+            return recorded
+        if isinstance(error, RunStoppedError) and not self._is_ours():
+            return None
+        return "killed" if self.left or not isinstance(error, Exception) else "failed"
+
+    def _is_ours(self) -> bool:
+        """Return False when another process goes on with the run."""
+        try:
+            with self._database.write(alone=False) as session:  # `holds` locks the row
+                return self._holds(session)
+        except StoreError:  # then no other process could take it over either
+            return True

@@ -1,6 +1,6 @@
 """What a trainer tells while it works goes to the store, a tracker, the log and a terminal.
 
-`RunWatch` counts (`learner.progress.estimate` calculates), and passes on a report at each change of
+`RunWatch` counts (`learner.progress.watch` calculates), and passes on a report at each change of
 phase and at most every few seconds. It is told from the run's own thread. A step is stored when it
 is done, so a run that fails later still has its curves. A store that is locked costs a report, and
 never the run. A terminal has a sentence for each report and each step, and not the log's event too.
@@ -8,16 +8,161 @@ never the run. A terminal has a sentence for each report and each step, and not 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import structlog
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
 
-from learner.progress.estimate import COST, Progress, Timed, progress, step_words, words
-from learner.records import End, Phase, Stage, StepMetrics
+from learner.records import End, Part, Phase, Stage, StageName, StepMetrics, TrainingGroup
+from sidecar.errors import StoreError
 from sidecar.logs import IN_WORDS
+from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.models import RunRow, RunStepRow
+
+# How much of a run is done, and how long the rest will take. Pure.
+
+COST: dict[StageName, float] = {
+    "checking": 1.0,
+    "anchoring": 1.0,
+    "warming up": 3.0,
+    "training": 3.0,
+}
+"""Work of a token. A backward pass takes twice the operations of a forward pass (Kaplan et al.,
+arXiv:2001.08361, section 2.1). It only matters until the stage's own speed is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run is."""
+
+    phase: Phase
+    answers_done: int = 0
+    """Answers of the present phase that are done; with `answers` 0, nothing is counted yet."""
+    answers: int = 0
+    step: int = 0
+    """The optimiser step that is computed, from 1; 0 outside of the steps."""
+    steps: int = 0
+    tokens_done: int = 0
+    """Tokens of all passes of the run that are done."""
+    tokens_left: int = 0
+    left_s: float | None = None
+    """Estimated seconds until the last step is done; None while nothing is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What a stage has taken so far."""
+
+    work: float
+    """Tokens times `COST`."""
+    seconds: float
+
+    @property
+    def unit_s(self) -> float | None:
+        """Seconds for a unit of work; None while none is done."""
+        return self.seconds / self.work if self.work > 0 else None
+
+
+def stage(name: StageName, groups: Sequence[TrainingGroup], *, steps: Sequence[int] = ()) -> Stage:
+    """Return a stage over these groups, in the order in which they are computed.
+
+    steps: [groups] the optimiser step of each group; empty: the stage takes none.
+    """
+    of_step = list(steps) or [0] * len(groups)
+    return Stage(
+        name=name,
+        parts=tuple(_part(group, step) for group, step in zip(groups, of_step, strict=True)),
+        steps=max(of_step, default=0),
+    )
+
+
+def _part(group: TrainingGroup, step: int) -> Part:
+    rows = [row for row in group.rows if row.trainable]
+    return Part(
+        group_id=group.group_id,
+        answers=len(rows),
+        tokens=len(group.prompt_token_ids) + sum(len(row.token_ids) for row in rows),
+        step=step,
+    )
+
+
+def time_left(stages: Sequence[Stage], done: int, measured: Timed, before: Timed) -> float | None:
+    """Estimate the seconds that the stages still take.
+
+    stages: the present one first; `done` of its parts are computed, which took `measured`.
+    before: the time of the stage before it. Returns: None when neither is measured.
+    """
+    unit_s = measured.unit_s if measured.unit_s is not None else before.unit_s
+    if unit_s is None:
+        return None
+    left = sum(
+        COST[one.name] * sum(part.tokens for part in (one.parts[done:] if not place else one.parts))
+        for place, one in enumerate(stages)
+    )
+    return left * unit_s
+
+
+def progress(
+    stages: Sequence[Stage], done: int, *, tokens_before: int, measured: Timed, before: Timed
+) -> Progress:
+    """Describe a run whose present stage, the first of `stages`, has `done` parts computed.
+
+    tokens_before: of the stages that are over.
+    """
+    present = stages[0]
+    computed, rest = present.parts[:done], present.parts[done:]
+    return Progress(
+        phase=present.name,
+        answers_done=sum(part.answers for part in computed),
+        answers=present.answers,
+        step=rest[0].step if rest else present.steps,
+        steps=present.steps,
+        tokens_done=tokens_before + sum(part.tokens for part in computed),
+        tokens_left=sum(part.tokens for part in rest) + sum(one.tokens for one in stages[1:]),
+        left_s=time_left(stages, done, measured, before),
+    )
+
+
+def words(one: Progress) -> str:
+    """Say in one line where a run is. The time is that of the run, the answers are the phase's."""
+    if not one.answers:
+        return SAID.get(one.phase, one.phase)
+    at = f"step {one.step} of {one.steps}, " if one.steps else ""
+    known = one.left_s is not None and one.tokens_left > 0
+    left = f", {duration(one.left_s or 0.0)} left" if known else ""
+    return f"{one.phase}: {at}{one.answers_done:,} of {one.answers:,} answers{left}"
+
+
+SAID: dict[Phase, str] = {
+    "measuring": "measuring how far the policy is from the base",
+    "saving": "saving the adapter",
+}
+"""Phase in which nothing is counted -> its words, where its name does not say enough."""
+
+
+def step_words(one: StepMetrics, *, steps: int = 0) -> str:
+    """Say in one line what an optimiser step did. steps: of the run; 0: not known."""
+    of = f" of {steps}" if steps else ""
+    seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"
+    return (
+        f"step {one.step}{of}: reward {one.reward_mean:.2f}, spread {one.reward_spread:.2f}, "
+        f"loss {one.loss:.2g}, KL {one.approx_kl:.1g}, {seconds} s"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return an estimated duration in words: two digits of it are noise already."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"about {round(seconds / 60)} min"
+    return f"about {seconds / 3600:.1f} h"
+
 
 log = structlog.get_logger()
 
@@ -165,3 +310,146 @@ class RunWatch:
             self._logged_at = at
             left_s = None if found.left_s is None else round(found.left_s)
             log.info("run_progress", **{**asdict(found), "left_s": left_s, IN_WORDS: True})
+
+
+# A run's progress and steps in the store.
+
+
+class StoredRun:
+    """Implements `learner.progress.watch.Keeper` over the store."""
+
+    def __init__(
+        self,
+        database: Database,
+        run_id: str,
+        *,
+        clock: Callable[[], float],
+        holds: Callable[[Session], bool] = lambda session: True,
+    ) -> None:
+        """clock: Unix seconds. holds: asked in the transaction of each write, whether the run is
+        still this process's."""
+        self._database = database
+        self._run_id = run_id
+        self._clock = clock
+        self._holds = holds
+        self._lost = False
+        self._unwritten: list[RunStepRow] = []
+        self._missing: list[RunStepRow] = []
+        """Steps that may be in the store already, and then keep the time that they have."""
+        self._stale_after: int | None = None
+        """Steps with a higher number, of an attempt that was given up, are still in the store."""
+
+    def keep_progress(self, found: Progress) -> None:
+        values = {"progress": {**asdict(found), "at": self._clock()}}
+        self._write(
+            "progress",
+            lambda session: session.execute(
+                update(RunRow).where(RunRow.run_id == self._run_id).values(values)
+            ),
+        )
+
+    def drop_steps(self) -> None:
+        self.go_on(())
+
+    def go_on(self, steps: Sequence[StepMetrics]) -> None:
+        self._unwritten, self._missing = [], [self._row(one) for one in steps]
+        self._stale_after = len(steps)
+        self._write("steps", self._flush)
+
+    def keep_step(self, metrics: StepMetrics) -> None:
+        self._unwritten.append(self._row(metrics))
+        self._write("steps", self._flush)
+
+    def end(self, how: End | None, adapter: str) -> None:
+        """The run's row has its end already."""
+
+    def _row(self, metrics: StepMetrics) -> RunStepRow:
+        body = {key: _number(value) for key, value in asdict(metrics).items()}
+        return RunStepRow(run_id=self._run_id, step=metrics.step, at=self._clock(), body=body)
+
+    def _flush(self, session: Session) -> None:
+        of_run = RunStepRow.run_id == self._run_id
+        if self._stale_after is not None:
+            session.execute(delete(RunStepRow).where(of_run, RunStepRow.step > self._stale_after))
+        if self._missing:
+            present = set(session.scalars(select(RunStepRow.step).where(of_run)))
+            for row in self._missing:
+                if row.step not in present:
+                    session.merge(row)
+        for row in self._unwritten:
+            session.merge(row)
+
+    def _write(self, what: str, change: Callable[[Session], object]) -> None:
+        if self._lost:
+            return
+        try:
+            with self._database.write(alone=False) as session:
+                if not self._holds(session):
+                    self._lost = True
+                    why = "the run has ended, or another process goes on with it"
+                    log.warning("progress_not_kept", run_id=self._run_id, what=what, error=why)
+                    return
+                change(session)
+        except StoreError as error:
+            log.warning("progress_not_kept", run_id=self._run_id, what=what, error=str(error))
+            return
+        if what == "steps":
+            self._unwritten, self._missing, self._stale_after = [], [], None
+
+
+def _number(value: Any) -> Any:  # Any: a field of StepMetrics
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def how_ended(database: Database, run_id: str) -> End | None:
+    """Return how a run ended; None: it did not, or the store cannot say so now, or not at all."""
+    try:
+        with database.read() as session:
+            status = session.scalar(select(RunRow.status).where(RunRow.run_id == run_id))
+    except StoreError:  # asked again when the next run begins
+        return None
+    return ENDS.get(status or "")
+
+
+ENDS: dict[str, End] = {"finished": "ok", "skipped": "ok", "failed": "failed"}
+"""`training_run.status` -> the end."""
+
+
+# What runs lack on the learner's machine, as it found at its start, told to the other processes.
+
+LACKS_FLAG = "learner_lacks"
+"""A line for each; empty: nothing is known to be lacking."""
+
+
+class Lack(NamedTuple):
+    """One thing that a run needs and does not have here."""
+
+    setting: str
+    why: str
+    """What is wrong, and what to do."""
+    level: Literal["error", "warning"] = "error"
+    """`error`: no run can work. `warning`: it works with less, or once others leave the device."""
+
+
+def note_lacks(lacks: Sequence[Lack], database: Database, *, now: float) -> None:
+    """Log what runs lack, and store it for `sidecar status`. now: Unix seconds.
+
+    Raises: StoreError.
+    """
+    for one in lacks:
+        event = "learner_cannot_run" if one.level == "error" else "learner_lacks"
+        log.warning(event, setting=one.setting, why=one.why)
+    with database.write(alone=False) as session:
+        write_lacks(session, lacks, now=now)
+
+
+def write_lacks(session: Session, lacks: Sequence[Lack], *, now: float) -> None:
+    """Store what runs lack; nothing: none is known to lack any more."""
+    text = "\n".join(" ".join(f"{one.setting}: {one.why}".split()) for one in lacks)
+    if (get_flag(session, LACKS_FLAG) or "") != text:
+        set_flag(session, LACKS_FLAG, text, now=now)
+
+
+def read_lacks(session: Session) -> list[str]:
+    """Return what runs lack, a sentence each, with the setting in front."""
+    return (get_flag(session, LACKS_FLAG) or "").splitlines()

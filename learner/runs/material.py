@@ -16,21 +16,28 @@ import msgspec
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.noise.measured import MeasuredNoise, measured_noise
+from ingest.noise.worker import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED
 from learner.errors import NotResumedError
-from learner.origin.base_digest import CACHE, base_digest, moments_digest
-from learner.origin.fingerprint import differences, fingerprint, settings_of_result
-from learner.origin.surroundings import code_version, library_versions
+from learner.origin import (
+    CACHE,
+    base_digest,
+    code_version,
+    differences,
+    fingerprint,
+    library_versions,
+    moments_digest,
+    settings_of_result,
+)
 from learner.records import Fault, Parent
-from learner.resume.work_folder import CLAIMED, RUN, WorkFolder
-from learner.runs import retry, source
-from learner.runs.blame import FAILED_RUNS, blame
+from learner.resume import CLAIMED, RUN, WorkFolder
+from learner.runs import source
+from learner.runs import source as retry
 from learner.runs.runs import last_failed
-from learner.runs.selection import Selection, select_by
-from learner.runs.spread_gate import Noise
+from learner.runs.selection import Noise, Selection, select_by
+from learner.runs.source import FAILED_RUNS, blame
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import RunRow

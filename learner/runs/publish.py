@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest, read_plain
 from learner.errors import UnpublishedError
 from learner.records import Candidate
-from learner.resume.work_folder import WorkFolder, remove_folder, sync
+from learner.resume import WorkFolder, remove_folder, sync
 from sidecar.errors import StoreError
 from sidecar.store.models import AdapterRow, AuditRow
 

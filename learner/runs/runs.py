@@ -28,11 +28,8 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import Fault, Parent
-from learner.resume.holder import Holder, how_released, is_gone
-from learner.resume.rule import Death, why_not_again
-from learner.resume.work_folder import CLAIMED, WorkFolder
-from learner.runs.blame import ATTEMPTS, blame, blame_for_death
-from learner.runs.source import as_parent, give_back
+from learner.resume import CLAIMED, Death, Holder, WorkFolder, how_released, is_gone, why_not_again
+from learner.runs.source import ATTEMPTS, as_parent, blame, blame_for_death, give_back
 from sidecar.errors import StoreError
 from sidecar.records import BASE
 from sidecar.store.database import Database

@@ -4,27 +4,150 @@ A bad group is dropped for its reason and never affects the others. A group that
 dropped and not cut, because leaving out its longest answers would teach that length costs nothing.
 Single answers that are not exact, are damaged, or have no sound score are masked: they have no part
 in the loss, and only the silent ones have one in the group's baseline and spread.
-`learner.runs.source` sorts out stale groups before, and `learner.runs.retry` limits how many groups
-of failed runs a run takes.
+`learner.runs.source` sorts out stale groups before, and limits how many groups of failed runs a
+run takes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import compress, takewhile
 from statistics import fmean
 from typing import Literal
 
-from ingest.grouping.exchangeable import RAISED_BELOW
-from ingest.records import UNREADABLE, Answer, ScoredGroup
-from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
+from ingest.grouping.request import RAISED_BELOW
+from ingest.noise.worker import JudgedBy, MeasuredNoise
+from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
+from ingest.sessions.rows import RowAnswer, TokenRow
+from learner.grpo.losses import MIN_TRAINABLE, assign, share, spread, text_key
 from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
-from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
+from sidecar.records import BASE
 from sidecar.settings import Learner
+
+# The spread that a group's rewards must have: more than the judge's noise would make of it. Pure.
+
+PASSING = 0.05
+"""Share of the groups of pure noise that pass, at most."""
+Noise = Mapping[JudgedBy, MeasuredNoise]
+"""Who scored -> the measured noise of such scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadGate:
+    """The least spread of one group, and why."""
+
+    least: float
+    """Population standard deviation in score units."""
+    noise_sd: float | None
+    """Standard deviation of the judge's noise in one reward; None: it has none, or it is not
+    measured."""
+
+    @property
+    def words(self) -> str:
+        if self.noise_sd is None:
+            return f"least {self.least:.4f} (learner.min_spread)"
+        return f"least {self.least:.4f}, by judge noise of sd {self.noise_sd:.4f}"
+
+
+def spread_gate(
+    scored: ScoredGroup,
+    noise: Noise,
+    *,
+    min_spread: float,
+    counted: Sequence[bool] | None = None,
+) -> SpreadGate:
+    """Return the least spread of a group: `min_spread`, or more where the judge is noisy.
+
+    counted: [G] the answers whose rewards make the spread; None: all.
+    """
+    measured = noise.get(scored.judged_by)
+    rewarded, scores = scored.rewarded, scored.scores
+    if counted is not None:
+        scores = tuple(compress(scores, counted))
+        if rewarded is not None:
+            rewarded = replace(rewarded, checks=tuple(compress(rewarded.checks, counted)))
+    # Scores that are all equal have no noise that shows; the judge may not have been asked.
+    share = judge_share(rewarded) if len(set(scores)) > 1 else 0.0
+    if measured is None or share == 0.0:
+        return SpreadGate(least=min_spread, noise_sd=None)
+    sd = share * measured.sd
+    return SpreadGate(least=max(min_spread, sd * noise_factor(scores)), noise_sd=sd)
+
+
+def judge_share(rewarded: Rewarded | None) -> float:
+    """Return how much of a change of the judge's score goes into the reward, 0..1.
+
+    0: a gate tells the answers apart, with a gap between both kinds. 1 where the rule is damaged.
+    The rules are those of `ingest.verifiers.rewarding`.
+    """
+    if rewarded is None:
+        return 1.0
+    try:
+        rule = rewarded.rule
+        counting = [one for one in rule["verifiers"] if one["counts"]]
+        ranks = rule["combine"] == "gate_then_rank"
+        gates = {one["name"]: one["pass_at"] for one in counting if ranks and one["gate"]}
+        kinds = {
+            all(one["score"] >= gates[one["name"]] for one in checks if one["name"] in gates)
+            for checks in rewarded.checks
+        }
+        weights = sum(one["weight"] for one in counting if one["name"] not in gates)
+        share = rule["judge_weight"] / (rule["judge_weight"] + weights)
+    except (LookupError, TypeError, ArithmeticError):
+        return 1.0
+    return 0.0 if len(kinds) > 1 else min(1.0, max(0.0, float(share)))
+
+
+def noise_factor(scores: Sequence[float]) -> float:
+    """Return the spread that pure noise of standard deviation 1 exceeds with `PASSING`.
+
+    scores: [G] the judge's, of one group. Identical answers share one score, so D is the number of
+        different ones. Distinct answers that tie make it too small, which is on the safe side: the
+        factor falls with D from 3 on.
+    """
+    return _factor(max(2, len(set(scores))))
+
+
+@lru_cache(maxsize=64)
+def _factor(distinct: int) -> float:
+    return math.sqrt(chi_square_quantile(distinct - 1, 1 - PASSING) / distinct)
+
+
+def chi_square_quantile(freedom: int, share: float) -> float:
+    """Return the value under which a chi-square variable stays with probability `share`.
+
+    freedom: degrees of freedom, 1 to 300. Found by bisection of the series of the regularised
+    incomplete gamma function.
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 6.5.29, 26.4.19.
+    """
+    low, high = 0.0, freedom + 20 * math.sqrt(2 * freedom) + 20
+    for _ in range(100):
+        middle = (low + high) / 2
+        if _chi_square_below(middle, freedom) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _chi_square_below(value: float, freedom: int) -> float:
+    half, x = freedom / 2, value / 2
+    if x <= 0:
+        return 0.0
+    term = math.exp(half * math.log(x) - x - math.lgamma(half + 1))
+    total = term
+    place = half
+    while term > total * 1e-16:
+        place += 1
+        term *= x / place
+        total += term
+    return total
+
 
 DropReason = Literal[
     "identical_answers",
@@ -108,7 +231,7 @@ def select_groups(
         is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
-    advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
+    advantage: a key of `learner.grpo.losses.ADVANTAGES`.
     recompute: the trainer computes log-probabilities that were not recorded.
     """
     groups: list[TrainingGroup] = []
@@ -295,3 +418,141 @@ def _training_group(
         unshared=() if (own := sound(scored.rewards)) == sound(rewards) else own,
         masked_by=group.masked_by,
     )
+
+
+# Turn whole trajectories, ranked against each other, into rows to train on. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledWith:
+    """What an exchange was sampled with."""
+
+    adapter: str
+    temperature: float
+    """Above 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a task."""
+
+    rows: tuple[TokenRow, ...]
+    reward: float
+    """Reward of the whole trajectory, unitless, 0..1."""
+
+
+def trajectory_groups(
+    trajectories: Sequence[Trajectory],
+    sampled_with: Mapping[str, SampledWith],
+    *,
+    group_id: str,
+    advantage: str,
+) -> list[TrainingGroup]:
+    """Return a group for each adapter that sampled some of the answers.
+
+    trajectories: G >= 2 attempts at one task. sampled_with: exchange id -> how its answers were
+        sampled; an exchange without is context.
+    advantage: a key of `learner.grpo.losses.ADVANTAGES`.
+    Returns: groups with ids `<group_id>/<adapter>`; none where nothing was sampled, first prompts
+        differ, or no token is common to the beginning of all rows.
+    Raises: GroupTooSmallError for fewer than two trajectories.
+    """
+    rewards = [one.reward for one in trajectories]
+    advantages = assign(rewards, (True,) * len(rewards), advantage)
+    prompt = _shared(trajectories, sampled_with) if _of_one_task(trajectories) else ()
+    found: dict[str, list[tuple[TrainableRow, float]]] = {}
+    for trajectory, its_advantage in zip(trajectories, advantages, strict=True):
+        for row in trajectory.rows if prompt else ():
+            for how, answers in _targets(row, sampled_with).items():
+                made = _trainable(row, answers, how, its_advantage, len(prompt))
+                found.setdefault(how.adapter, []).append((made, trajectory.reward))
+    return [
+        TrainingGroup(
+            group_id=f"{group_id}/{adapter}",
+            adapter=adapter,
+            prompt_token_ids=prompt,
+            rows=tuple(row for row, _ in rows),
+            scores=tuple(reward for _, reward in rows),
+        )
+        for adapter, rows in found.items()
+    ]
+
+
+def _of_one_task(trajectories: Sequence[Trajectory]) -> bool:
+    """Return True if all trajectories begin with the same prompt, up to their first answer."""
+    firsts = [min(one.rows, key=lambda row: row.number) for one in trajectories if one.rows]
+    return len({tuple(row.token_ids[: row.answers[0].start]) for row in firsts}) <= 1
+
+
+def _targets(
+    row: TokenRow, sampled_with: Mapping[str, SampledWith]
+) -> dict[SampledWith, list[RowAnswer]]:
+    """Group the answers of a row that can be trained on by what they were sampled with."""
+    found: dict[SampledWith, list[RowAnswer]] = {}
+    for answer in row.answers:
+        how = sampled_with.get(answer.exchange_id)
+        if answer.logprobs and how is not None:
+            found.setdefault(how, []).append(answer)
+    return found
+
+
+def _shared(
+    trajectories: Sequence[Trajectory], sampled_with: Mapping[str, SampledWith]
+) -> tuple[int, ...]:
+    """Return the tokens with which all rows begin, before the first one to train on."""
+    begins = [
+        tuple(
+            row.token_ids[: min(answer.start for answers in found.values() for answer in answers)]
+        )
+        for trajectory in trajectories
+        for row in trajectory.rows
+        if (found := _targets(row, sampled_with))
+    ]
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins, strict=False))
+    return tuple(tokens[0] for tokens in alike)
+
+
+def _trainable(
+    row: TokenRow, answers: Sequence[RowAnswer], how: SampledWith, advantage: float, prompt: int
+) -> TrainableRow:
+    stop = max(answer.stop for answer in answers)
+    logprobs, kept = [0.0] * stop, [False] * stop
+    for answer in answers:
+        logprobs[answer.start : answer.stop] = answer.logprobs
+        kept[answer.start : answer.stop] = [True] * len(answer.logprobs)
+    return TrainableRow(
+        token_ids=tuple(row.token_ids[prompt:stop]),
+        logprobs=tuple(logprobs[prompt:]),
+        kept=tuple(kept[prompt:]),
+        advantage=advantage,
+        temperature=how.temperature,
+        trainable=True,
+    )
+
+
+# Distance between two adapter versions. Pure.
+
+
+def runs_between(parents: Mapping[str, str], left: str, right: str) -> int | None:
+    """Count the training runs between two versions, through their common ancestor.
+
+    parents: adapter name -> name of its parent, "base" at the root.
+    Returns: None when one of the two versions is unknown.
+    """
+    distances = {name: runs for runs, name in enumerate(_ancestry(parents, left))}
+    for runs, name in enumerate(_ancestry(parents, right)):
+        if name in distances:
+            return distances[name] + runs
+    return None
+
+
+def _ancestry(parents: Mapping[str, str], name: str) -> Iterator[str]:
+    """Yield a version and its ancestors down to the base; nothing for an unknown version."""
+    seen: set[str] = set()
+    while name != BASE:
+        if name not in parents or name in seen:
+            return
+        seen.add(name)
+        yield name
+        name = parents[name]
+    yield BASE

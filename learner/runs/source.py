@@ -7,7 +7,7 @@ used by two runs; the groups of a dead run are given back (`give_back`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,21 @@ from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import UNREADABLE, ScoredGroup
+from ingest.store.exchanges import stored_tokens
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group
-from ingest.store.pages import stored_tokens
-from learner.errors import ParentError
+from learner.errors import (
+    DeviceError,
+    FaultyGroupsError,
+    IncompleteAdapterError,
+    ParentError,
+    RunStoppedError,
+)
 from learner.records import CheckedAnswers, Fault, Parent
-from learner.runs.staleness import runs_between
+from learner.runs.selection import runs_between
 from sidecar.lines import Line
 from sidecar.store.database import DAMAGE, count
-from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
-from sidecar.store.of_line import of_line
+from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.tables import of_line
 
 log = structlog.get_logger()
 
@@ -262,3 +268,106 @@ def _move(session: Session, group_ids: Iterable[str], before: str, **values: str
         )
         moved += len(session.scalars(statement).all())
     return moved
+
+
+# Decide which groups a failed run counts against, and drop groups that failed too often.
+
+FAILED_RUNS = "failed_runs"
+ATTEMPTS = 2
+"""Failures after which a group that was blamed alone is dropped."""
+ATTEMPTS_TOGETHER = 10
+"""Failures after which a group that was blamed with others is dropped. Halving 64 suspects down to
+one takes seven runs."""
+ENVIRONMENT = (OSError, MemoryError, DeviceError, IncompleteAdapterError, RunStoppedError)
+"""Errors that no group causes, unless they name some; StoreError and ParentError are among them."""
+
+
+def blame_for_error(session: Session, run_id: str, error: BaseException) -> Mapping[str, Fault]:
+    """Return the groups of a run that may have caused its error, with their faults."""
+    if isinstance(error, FaultyGroupsError) and error.faults:
+        return error.faults
+    if isinstance(error, ENVIRONMENT) or not isinstance(error, Exception):
+        return {}
+    return _suspects(session, run_id, f"{type(error).__name__}: {error}")
+
+
+def blame_for_death(session: Session, run_id: str, reason: str) -> Mapping[str, Fault]:
+    """Return the groups of a run that may have caused its sudden end, with their faults."""
+    run = session.get(RunRow, run_id)
+    place = run.place if run is not None else None
+    if not isinstance(place, str):  # not said, or damaged
+        return _suspects(session, run_id, reason)
+    if not place:  # the run was loading, stepping or saving
+        return {}
+    return {place: Fault(FAILED_RUNS, f"the run was computing it when {reason}")}
+
+
+def blame(session: Session, run_id: str, culprits: Mapping[str, Fault], *, times: int = 1) -> None:
+    """Count a failure against claimed groups; drop those that failed too often.
+
+    culprits: group id -> fault. times: how often it failed, where it is a single group.
+    """
+    counted = times if len(culprits) == 1 else 1
+    most = ATTEMPTS if len(culprits) == 1 else ATTEMPTS_TOGETHER
+    for group_id, fault in culprits.items():
+        text = fault.text[:DETAIL_LENGTH]
+        attempts = session.scalar(
+            update(GroupRow)
+            .where(GroupRow.group_id == group_id, GroupRow.run_id == run_id)
+            .where(GroupRow.status == CLAIMED)
+            .values(learn_attempts=GroupRow.learn_attempts + counted, detail=text)
+            .returning(GroupRow.learn_attempts)
+        )
+        if attempts is not None and attempts >= most:
+            reasons, texts = {group_id: fault.reason}, {group_id: text}
+            drop(session, run_id, reasons, before=CLAIMED, texts=texts)
+
+
+def _suspects(session: Session, run_id: str, text: str) -> dict[str, Fault]:
+    claimed = session.execute(
+        select(GroupRow.group_id, GroupRow.learn_attempts).where(
+            GroupRow.run_id == run_id, GroupRow.status == CLAIMED
+        )
+    ).all()
+    before = any(attempts for _, attempts in claimed)
+    return {
+        group_id: Fault(FAILED_RUNS, text)
+        for group_id, attempts in claimed
+        if attempts or not before
+    }
+
+
+# Choose the groups of the next run when some are suspected of failed runs. Pure.
+
+SUSPECTS_KEPT = 4
+"""Most suspects that may wait, as a multiple of `most`; older ones are given up."""
+
+TRIED_AGAIN = ("out_of_memory",)
+"""Faults of a group that may be transient: it is given back, and its attempts are counted."""
+
+
+def choose(
+    fresh: Sequence[str],
+    failures: Mapping[str, int],
+    *,
+    least: int,
+    most: int,
+    after_failure: bool,
+) -> tuple[list[str], list[str]]:
+    """Choose the groups of a run.
+
+    fresh: group ids, the newest first. failures: group id -> failed runs it is suspected of.
+    least: least number of waiting groups for a run. most: most groups of a run.
+    Returns: groups to take, those without failures first; and suspects to give up.
+    """
+    clean = [group_id for group_id in fresh if not failures.get(group_id)]
+    suspects = [group_id for group_id in fresh if failures.get(group_id)]
+    kept, given_up = suspects[: SUSPECTS_KEPT * most], suspects[SUSPECTS_KEPT * most :]
+    if len(fresh) < least:
+        return [], given_up
+    if not kept or (after_failure and 2 * len(clean) >= least):
+        return clean[:most], given_up
+    fewest = min(failures[group_id] for group_id in kept)
+    pool = [group_id for group_id in kept if failures[group_id] == fewest]
+    tried = pool[: min((len(pool) + 1) // 2, most)]
+    return clean[: most - len(tried)] + tried, given_up

@@ -4,7 +4,7 @@ The run's row is written first and holds the lease; all permanent changes (versi
 the run's own end) are one transaction at its end. A group that cannot be read or trained on is left
 out with its reason, and the others are trained on. After any other error the groups are given back,
 the row records the reason, and the failure counts against the groups that may have caused it
-(`learner.runs.blame`). A run that is asked to stop leaves its work (`learner.runs.interrupted`),
+(`learner.runs.source`). A run that is asked to stop leaves its work (`learner.runs.interrupted`),
 and one that is killed records nothing: the next start takes either over, and goes on from its
 newest checkpoint if nothing has changed that the weights depend on.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from opentelemetry import trace
 
-from ingest.grouping.rules import UNTOLD_TOKENS
+from ingest.grouping.selection import UNTOLD_TOKENS
 from learner.errors import (
     AlteredParentError,
     NothingToLearnError,
@@ -29,17 +29,22 @@ from learner.errors import (
 )
 from learner.explain import explain
 from learner.patience import when_unlocked
-from learner.progress.keepers import Observed
+from learner.progress.export import Observed
 from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
-from learner.resume.holder import Released, present_holder
-from learner.resume.rule import resumed_words, was_stopped
-from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder
+from learner.resume import (
+    CLAIMED,
+    PLACING,
+    RUN,
+    Released,
+    WorkFolder,
+    present_holder,
+    resumed_words,
+    was_stopped,
+)
 from learner.runs import source
-from learner.runs.blame import blame_for_error
-from learner.runs.hold import check_hold
-from learner.runs.interrupted import begin_again, keeping_steps, leave, sweep, take_back
+from learner.runs.interrupted import begin_again, check_hold, keeping_steps, leave, sweep, take_back
+from learner.runs.lineage import write_documents
 from learner.runs.material import Material, claim, gather, gather_again, leave_out, prints
-from learner.runs.origins import write_documents
 from learner.runs.publish import (
     Sealed,
     find_published,
@@ -61,6 +66,7 @@ from learner.runs.runs import (
     report_place,
     take_over,
 )
+from learner.runs.source import blame_for_error
 from learner.shared_folders import on_this_machine, share
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
@@ -100,7 +106,7 @@ class Run:
         self.run_id = run_id
         """Id of the run; where a killed run is resumed, the id of that one."""
         self.deaths: list[dict[str, Any]] = []
-        """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
+        """Where it was killed, and resumed; empty: it was not (`learner.resume.Death`)."""
         self.counts: Mapping[str, int] = {}
         """Groups of a run that trained: `used`, and those left out by reason."""
         self.left: Released | None = None

@@ -5,7 +5,7 @@ JSON which trigger the settings asked for, and its next time; the function is th
 process has. So a row can only say when. One row for each model: `schedule_job`.
 
 A row that cannot be read, or that says nothing of the present settings, costs itself: it is logged,
-deleted, and made anew (`learner.schedule.turns`). A store that is away costs a delay.
+deleted, and made anew (`learner.schedule.rule`). A store that is away costs a delay.
 """
 
 from __future__ import annotations

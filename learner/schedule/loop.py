@@ -10,16 +10,21 @@ is due again when that run failed or found no room (`hold`).
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from datetime import UTC
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
+import msgspec
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
@@ -28,24 +33,129 @@ from sqlalchemy.orm import Session
 
 from learner.command import learner_command
 from learner.errors import ParentError
-from learner.progress.lacks import write_lacks
-from learner.runs.blame import blame_for_death
+from learner.progress.watch import write_lacks
 from learner.runs.interrupted import GOES_ON
 from learner.runs.runs import abandon, can_go_on, find_parent, is_dead, unfinished
-from learner.runs.source import count_fresh
-from learner.schedule.hold import TRAINED, Hold, ended_words
-from learner.schedule.idle import UserRate
-from learner.schedule.rule import Decision, Situation, decide
-from learner.schedule.told import Told, write_told
-from learner.schedule.turns import forget_turns, keep_turns
-from learner.schedule.waits import requests_of_users, undecided_canary
+from learner.runs.source import blame_for_death, count_fresh
+from learner.schedule.rule import (
+    HELD_S,
+    Decision,
+    Situation,
+    UserRate,
+    decide,
+    forget_turns,
+    hold_s,
+    keep_turns,
+    requests_of_users,
+    undecided_canary,
+)
 from sidecar.errors import StoreError
 from sidecar.lines import flag_of
-from sidecar.processes.children import own_environment
-from sidecar.processes.readiness import tell_ready
+from sidecar.processes import own_environment, tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import RunRow
+
+# What the end of the last run means for the next: how long it waits, and for what. Pure.
+
+TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 3, 4, 5, 6
+"""Exit codes of a run (`learner.once`)."""
+DONE = (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
+TRIES = 8
+"""Failures in a row after which a run waits for its next scheduled time: the hold has reached its
+hour by then, and what still fails is for a person to mend."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """The wait after the last run, of one line of adapters."""
+
+    code: int | None = None
+    """Exit code of the last run; negative: killed by that signal; None: none has ended yet."""
+    failures: int = 0
+    """Failed runs in a row."""
+    wait_s: float = 0.0
+    until: float = 0.0
+    """Unix seconds; no run starts before then, unless requested."""
+    no_room: str = ""
+    """Why the last run did not fit into memory; empty: it did."""
+
+    @property
+    def held(self) -> bool:
+        return self.code == HELD
+
+    @property
+    def failed(self) -> str:
+        """How the last run failed, in words; empty: it did not."""
+        if not self.failures or self.code is None:
+            return ""
+        in_a_row = f", {self.failures} in a row" if self.failures > 1 else ""
+        return f"the last run {ended_words(self.code)}{in_a_row}"
+
+    def begin(self, code: int, *, now: float, no_room: str) -> None:
+        """Take the exit code of a run that ended now. no_room: its reason, where it found none."""
+        self.code = code
+        self.failures = 0 if code in DONE else self.failures + 1
+        self.no_room = no_room if code == NO_ROOM else ""
+        self.wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self.failures)
+        self.until = now + self.wait_s
+
+    def shorten(self, now: float) -> None:
+        """Keep a clock that is set back from lengthening the wait by its jump."""
+        self.until = min(self.until, now + self.wait_s)
+
+    def tries_again(self, *, goes_on: bool) -> bool:
+        """Return True when the scheduled time that the last run used up is due again.
+
+        goes_on: the run is unfinished, and the next start goes on with it in any case. What the
+        reward watch holds is asked again at the next scheduled time (docs/reward-watch.md).
+        """
+        if self.code == NO_ROOM:
+            return True
+        return 0 < self.failures < TRIES and not goes_on
+
+
+def ended_words(code: int) -> str:
+    """Say how a process failed. code: its exit code; negative: killed by that signal."""
+    if code >= 0:
+        return f"failed (exit code {code})"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"was killed ({name})"
+
+
+# What the schedule does now, told to the other processes in a flag of the store.
+
+SCHEDULE_FLAG = "learner_schedule"
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest decision of the schedule."""
+
+    kind: str
+    """`learner.schedule.rule.Kind`"""
+    why: str
+    at: float
+    """Unix seconds; it is written at least every minute while the learner lives."""
+    again_at: float | None = None
+    """Unix seconds when the hold after the last run ends; None: none holds."""
+
+
+def write_told(session: Session, told: Told, line: str) -> None:
+    """line: name of the line of adapters whose schedule tells."""
+    set_flag(session, flag_of(SCHEDULE_FLAG, line), msgspec.json.encode(told).decode(), now=told.at)
+
+
+def read_told(session: Session, line: str) -> Told | None:
+    """Return the newest decision of a line; None before the first, and for a damaged one."""
+    found = get_flag(session, flag_of(SCHEDULE_FLAG, line))
+    try:
+        return msgspec.json.decode(found or "null", type=Told | None)
+    except msgspec.MsgspecError:
+        return None
+
 
 log = structlog.get_logger()
 
@@ -387,3 +497,42 @@ def run_schedule(
 
 def _launch(run_id: str, *, config: Path | None, project: str | None) -> Child:
     return ChildProcess(run_id, config, project)
+
+
+# Tell ingest how long an input can be trained on, beside the schedule of a learner that starts.
+
+MEASURE_S = 300.0
+"""torch takes seconds to load, and minutes on a machine that is busy."""
+
+
+@contextmanager
+def measuring(config: Path | None) -> Iterator[None]:
+    """Run `python -m learner --measure` in a process of its own: the schedule loads no torch and
+    does not wait. The process ends with the block at the latest.
+
+    A measurement that fails costs nothing but itself (logged): each run measures again.
+    """
+    command = learner_command(config, "--measure")
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own_environment(os.environ))
+    stopped = False
+
+    def watch() -> None:
+        try:
+            code: int | None = child.wait(MEASURE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            code = None
+        # TERM: whoever stops this process may stop its group.
+        if code not in (0, -signal.SIGTERM) and not stopped:
+            log.warning("pack_tokens_not_measured", exit_code=code)
+
+    watcher = Thread(target=watch, name="pack-tokens")
+    watcher.start()
+    try:
+        yield
+    finally:
+        stopped = True
+        child.kill()  # it is in one of two states: nothing written, or one committed transaction
+        child.wait()
+        watcher.join()

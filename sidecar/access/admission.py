@@ -21,29 +21,32 @@ from hashlib import sha256
 from typing import Literal, Protocol
 
 from sidecar.access.denials import (
+    AUTHORIZATION,
     EXPIRED,
     FOREIGN_PAGE,
+    HOST,
     KEYS_UNKNOWN,
     MALFORMED,
     MAY_NOT_ASK,
     NO_KEY,
     NOT_OPERATOR,
+    ORIGIN,
     REVOKED,
     TWO_KEYS,
     UNKNOWN,
+    X_API_KEY,
     Denial,
     Header,
+    is_foreign_page,
     over_limit,
     rate_headers,
 )
-from sidecar.access.header_names import AUTHORIZATION, HOST, ORIGIN, X_API_KEY
 from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
 from sidecar.access.limits import Allowance, Limiter
-from sidecar.access.origins import is_foreign_page
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
-from sidecar.settings.addresses import is_loopback
+from sidecar.settings.kinds import is_loopback
 
 ADAPTER = b"x-sidecar-adapter"
 Mode = Literal["open", "keys", "upstream"]

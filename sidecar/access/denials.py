@@ -8,9 +8,13 @@ not show whether the key id or the secret was wrong.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
 
 from sidecar.access.limits import Allowance, Standing
+from sidecar.settings.kinds import is_loopback
 
 Header = tuple[bytes, bytes]
 WHO_RUNS_IT = "ask the operator of this sidecar for one"
@@ -152,3 +156,49 @@ def duration(seconds: float) -> bytes:
     if minutes < 60:
         return b"%dm%ds" % (minutes, rest)
     return b"%dh%dm%ds" % (*divmod(minutes, 60), rest)
+
+
+# Headers that say who sends a request. In lower case, as the relay compares names.
+
+AUTHORIZATION: Final = b"authorization"
+X_API_KEY: Final = b"x-api-key"
+"""Where Anthropic's SDK puts the key."""
+HOST: Final = b"host"
+ORIGIN: Final = b"origin"
+"""The web page that has its browser send the request; other clients do not send it."""
+OWN_PROJECT: Final = b"x-sidecar-project"
+OWN_KEY_ID: Final = b"x-sidecar-key-id"
+"""Written by the relay alone, for the sidecar's own application: what a client sends under a name
+that begins with `x-sidecar-` is never passed on."""
+OWN_USER: Final = b"x-sidecar-user"
+"""Sent by clients; the relay passes its value on to the application."""
+
+
+# Recognise web pages of other sites, where no key says who asks. Pure.
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
+
+
+def host_name(host: str) -> str | None:
+    """Return the host of a `Host` header without its port; None when it is malformed."""
+    match = _HOST.fullmatch(host)
+    return None if match is None else match[1].strip("[]").lower()
+
+
+def is_other_site(origin: str | None, host: str | None) -> bool:
+    """True if a page of another site asks. origin: None: no page asks. Raises: ValueError when it
+    is no URL."""
+    return origin is not None and urlsplit(origin).netloc != host
+
+
+def is_foreign_page(origin: bytes | None, host: bytes | None, *, local: bool) -> bool:
+    """True if a web page asks that is not of this listener. local: it is on the loopback."""
+    if origin is None:
+        return False
+    try:
+        name = (host or b"").decode("ascii")
+        if is_other_site(origin.decode("ascii"), name):
+            return True
+    except ValueError:
+        return True
+    return local and not is_loopback(host_name(name) or "")

@@ -6,9 +6,10 @@ feedback. `untrainable_reason` says why it must not be trained on.
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
-from sidecar.capture.turns import Turns
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import (
     Choice,
@@ -19,7 +20,7 @@ from sidecar.records import (
     Surface,
     Timings,
 )
-from sidecar.replies.check import untrainable, withheld
+from sidecar.replies.check import read_reply, untrainable, withheld
 from sidecar.replies.parts import (
     WITHHELD,
     ReadChoice,
@@ -27,7 +28,68 @@ from sidecar.replies.parts import (
     UnreadableReplyError,
     message_json,
 )
-from sidecar.replies.reading import read_reply
+
+# Group exchanges into user turns: a request and its retries by the client's SDK are one turn.
+
+REMEMBERED = 4096
+"""Originals remembered, to recognise their retries. SDKs retry within seconds."""
+
+
+class Turns:
+    """Gives turns their names. Remembers the originals of this process. For one thread."""
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self._remembered = remembered
+        self._names: dict[bytes, str] = {}
+
+    def name(
+        self,
+        exchange_id: str,
+        *,
+        project: str,
+        session_key: str,
+        body: bytes,
+        retry_count: int,
+        idempotency_key: str,
+        ended_well: bool,
+    ) -> str:
+        """Return the turn id of an exchange. Call it once an exchange, in the order of their ends.
+
+        ended_well: the client received a complete, successful reply, as far as the relay knows.
+        """
+        if idempotency_key:
+            return f"key-{_digest(project, idempotency_key, body).hex()}"
+        digest = _digest(project, session_key, body)
+        if retry_count <= 0 and ended_well:
+            known = self._names.get(digest)
+            # Keep the entry of a failed original whose retry has not come yet.
+            if known is None or known != _shared(digest):
+                self._remember(digest, exchange_id)
+            return exchange_id
+        shared = _shared(digest)
+        if retry_count <= 0:
+            self._remember(digest, shared)
+            return shared
+        name = self._names.get(digest, shared)
+        if ended_well:
+            self._names.pop(digest, None)
+        return name
+
+    def _remember(self, digest: bytes, name: str) -> None:
+        self._names.pop(digest, None)
+        self._names[digest] = name
+        if len(self._names) > self._remembered:
+            del self._names[next(iter(self._names))]
+
+
+def _shared(digest: bytes) -> str:
+    return f"try-{digest.hex()}"
+
+
+def _digest(project: str, scope: str, body: bytes) -> bytes:
+    digest = hashlib.blake2b(body, digest_size=12)
+    digest.update(f"\x00{len(scope)}:{scope}\x00{project}".encode("utf-8", "surrogateescape"))
+    return digest.digest()
 
 
 def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,14 +25,181 @@ from typing import Literal
 
 import structlog
 
-from sidecar.capture import outbox_space
-from sidecar.capture.yielding import CooperativeYield, never_yield
+from sidecar.capture.recorder import CooperativeYield, never_yield
 from sidecar.errors import OutboxError, SettingsError
+from sidecar.metrics.families import Family, merge_tables
 from sidecar.records import Exchange, encode_exchange
-from sidecar.settings.bus_url import outbox_file
-from sidecar.store.keyring import BUS, NO_KEYS, Keyring
+from sidecar.settings.kinds import outbox_file
+from sidecar.store.keyring import BUS as BUS_KEYS
+from sidecar.store.keyring import NO_KEYS, Keyring
+from sidecar.store.write_ahead import WAIT_S, empty_log
+
+# Remove single records from an outbox, or from a file of dead letters, and every trace of them.
+
+REMOVAL_TIMEOUT_S = 15.0
+PAGE = 20
+"""Records that are in memory at once."""
+REWRITTEN_BYTES = 256 * 2**20
+"""A file with more in use is not written anew: its writers would wait for seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What was done to one file."""
+
+    removed: int
+    traces: bool
+    """True: earlier records may still have traces in it. Run it again when the file is drained."""
+
+
+def remove_records(path: Path, table: str, wanted: Callable[[bytes], bool]) -> Removal:
+    """Remove the records of `table` whose payload is wanted. No effect without the file.
+
+    Raises: OutboxError.
+    """
+    if not path.exists():
+        return Removal(0, traces=False)
+    try:
+        with closing(
+            sqlite3.connect(path, timeout=REMOVAL_TIMEOUT_S, isolation_level=None)
+        ) as connection:
+            found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,))
+            if found.fetchone() is None:
+                return Removal(0, traces=False)
+            connection.execute("PRAGMA secure_delete=ON")
+            removed = _remove(connection, table, wanted)
+            return Removal(removed, traces=not _rewrite(connection))
+    except sqlite3.Error as error:
+        raise OutboxError("failed", f"{path}: {error}") from error
+
+
+def _remove(connection: sqlite3.Connection, table: str, wanted: Callable[[bytes], bool]) -> int:
+    last = removed = 0
+    while True:
+        rows = connection.execute(
+            f"SELECT rowid, payload FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?",
+            (last, PAGE),
+        ).fetchall()
+        if not rows:
+            return removed
+        last = rows[-1][0]
+        for rowid, payload in rows:
+            if isinstance(payload, bytes) and wanted(payload):
+                # The number of waiting records is counted from the first to the last: it is too
+                # large by this one until those behind it are stored.
+                connection.execute(f"DELETE FROM {table} WHERE rowid = ?", (rowid,))
+                removed += 1
+
+
+def _rewrite(connection: sqlite3.Connection) -> bool:
+    """Returns: False when earlier records may still have traces in the file."""
+    size, pages, free = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_size", "page_count", "freelist_count")
+    )
+    small = (pages - free) * size <= REWRITTEN_BYTES
+    if small:
+        connection.execute("VACUUM")
+    return empty_log(connection, wait_s=WAIT_S) and small
+
+
+# Give the disk space of deleted records back, so that a drained outbox is a small file.
 
 log = structlog.get_logger()
+LOG_BYTES = 512 * 1024
+"""A longer -wal file is truncated when the outbox is drained, and by SQLite when it is reset."""
+IDLE_FREE_BYTES = 512 * 1024
+"""Free space that a drained file keeps for the next records."""
+BUSY_FREE_BYTES = 16 * 2**20
+"""Free space that a file in use keeps: a few batches of ingest."""
+COPIED_BYTES = 2**20
+"""VACUUM runs when at most this much is left in the file: a few milliseconds."""
+STEP_PAGES = 32
+STEPS_S = 0.02
+"""The steps of one call end after this time; each is a transaction of its own."""
+_INCREMENTAL = 2
+_LATER = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Set up a connection. Call it before the first table is made and before WAL mode is set."""
+    if _number(connection, "page_count") == 0:
+        # It has no effect on a file with tables, and would wait there for the lock of writers.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+
+
+def used_bytes(connection: sqlite3.Connection) -> int:
+    """Return the size of the pages that hold something. It reads no row."""
+    size, pages, free = _sizes(connection)
+    return (pages - free) * size
+
+
+def shrink(connection: sqlite3.Connection, path: Path, *, drained: bool) -> None:
+    """Give back free space, if there is much. It does not wait for a lock: a later call goes on.
+
+    drained: there was nothing to read; then less is kept, and the -wal file is truncated.
+    """
+    wait_ms = _number(connection, "busy_timeout")
+    try:
+        connection.execute("PRAGMA busy_timeout = 0")
+        _shrink(connection, IDLE_FREE_BYTES if drained else BUSY_FREE_BYTES)
+        if drained:
+            _truncate_log(connection, path)
+    except sqlite3.OperationalError as error:
+        # The records are safe: only space is not given back yet.
+        if error.sqlite_errorcode & 0xFF not in _LATER:
+            log.warning("outbox_not_shrunk", error=str(error))
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {wait_ms}")
+
+
+def _shrink(connection: sqlite3.Connection, kept_bytes: int) -> None:
+    size, pages, free = _sizes(connection)
+    if free * size <= kept_bytes:
+        return
+    if (pages - free) * size <= COPIED_BYTES:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a file of an older version
+        connection.execute("VACUUM")
+        return
+    if _number(connection, "auto_vacuum") != _INCREMENTAL:
+        return  # until little is left in it
+    end = time.monotonic() + STEPS_S
+    while free * size > kept_bytes and time.monotonic() < end:
+        # The pages are moved while the (empty) result is read.
+        connection.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
+        free = _number(connection, "freelist_count")
+
+
+def _truncate_log(connection: sqlite3.Connection, path: Path) -> None:
+    """Write the log into the file, which also shortens the file, and empty the log."""
+    size, pages, _ = _sizes(connection)
+    logged = path.with_name(f"{path.name}-wal")
+    if _file_bytes(logged) > LOG_BYTES or _file_bytes(path) > pages * size:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _sizes(connection: sqlite3.Connection) -> tuple[int, int, int]:
+    """Bytes of a page, pages of the file, free pages."""
+    return (
+        _number(connection, "page_size"),
+        _number(connection, "page_count"),
+        _number(connection, "freelist_count"),
+    )
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # deleted by somebody: the next read opens a new file
+        return 0
+
+
+def _number(connection: sqlite3.Connection, pragma: str) -> int:
+    number: int = connection.execute(f"PRAGMA {pragma}").fetchone()[0]
+    return number
+
+
 BUSY_TIMEOUT_S = 5.0
 """Seconds that a writer waits for the lock of the file. Captures queue in memory meanwhile."""
 ROWS_AT_ONCE = 8
@@ -63,7 +231,7 @@ class OutboxRow:
     """When the record was written, unix seconds."""
     payload: bytes
     """The exchange, packed by `sidecar.records.encode_exchange`, or the feedback, packed by
-    `sidecar.feedback.record.encode_feedback`; encrypted when the writer has a key."""
+    `sidecar.feedback.encode_feedback`; encrypted when the writer has a key."""
 
 
 def outbox_path(url: str, state_dir: Path) -> Path:
@@ -174,7 +342,7 @@ class Outbox:
         Returns and raises: as `write`.
         """
         at = self._clock()
-        rows = [(name, at, self._keyring.seal(payload, BUS)) for name, payload in records]
+        rows = [(name, at, self._keyring.seal(payload, BUS_KEYS)) for name, payload in records]
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])
@@ -195,7 +363,7 @@ class Outbox:
         if self._max_bytes is None:
             return rows
         sizes = accumulate(len(payload) for _, _, payload in rows)
-        room = self._max_bytes - outbox_space.used_bytes(connection)
+        room = self._max_bytes - used_bytes(connection)
         return rows[: sum(size <= room for size in sizes)]
 
     def close(self) -> None:
@@ -234,14 +402,14 @@ class OutboxReader:
                 found.append(OutboxRow(seq=seq, exchange_id=name, at=at, payload=payload))
             rows.close()  # the file is shrunk when nobody reads it
             if not found:
-                outbox_space.shrink(connection, self._file.path, drained=True)
+                shrink(connection, self._file.path, drained=True)
         return found
 
     def delete_through(self, seq: int) -> None:
         """Delete the records up to and including `seq`, which are stored. Raises: OutboxError."""
         with self._file.connection() as connection:
             connection.execute("DELETE FROM outbox WHERE seq <= ?", (seq,))
-            outbox_space.shrink(connection, self._file.path, drained=False)
+            shrink(connection, self._file.path, drained=False)
 
     def count(self) -> int:
         """Return the number of waiting records. Raises: OutboxError."""
@@ -259,7 +427,7 @@ def _connect(path: Path, busy_timeout_s: float, synchronous: str) -> sqlite3.Con
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
     )
     try:
-        outbox_space.prepare(connection)
+        prepare(connection)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute(_SCHEMA)
@@ -311,3 +479,126 @@ def _inode(path: Path) -> int:
         return path.stat().st_ino
     except FileNotFoundError:
         return -1
+
+
+# Tell the store what became of this proxy's requests, a few seconds behind.
+
+INTERVAL_S = 5.0
+"""Seconds between two transactions; each takes about a millisecond of the store's write lock."""
+STOP_S = 5.0
+"""Longest wait for the last transaction."""
+REQUESTS, CAPTURE, BUS, RETENTION = "requests", "capture", "bus", "retention"
+"""Stages of the counter rows."""
+KEPT = "kept"
+REFUSED = "refused_"
+"""Beginning of the reasons of requests that the proxy refused for what their bodies say."""
+FORWARDED = "forwarded"
+Counts = dict[tuple[str, str], int]
+"""(stage, reason) -> records."""
+Cells = dict[bytes, tuple[float, ...]]
+"""A table of metrics, as `MetricTable.read` returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A metric, and what its counter rows are called: a label follows the reason."""
+
+    metric: str
+    stage: str
+    reason: str = ""
+    label: str = ""
+
+    @property
+    def family(self) -> Family:
+        labels = (self.label,) if self.label else ()
+        return Family(kind="counter", name=self.metric, help="", label_names=labels)
+
+
+SOURCES = (
+    _Source("sidecar_captures_kept", CAPTURE, KEPT),
+    _Source("sidecar_captures_lost", CAPTURE, "lost_", "reason"),
+    _Source("sidecar_captures_skipped", CAPTURE, "skipped_", "reason"),
+    _Source("sidecar_forwarded", BUS, FORWARDED),
+    _Source("sidecar_forward_set_aside", BUS, "set_aside_", "reason"),
+    _Source("sidecar_forward_expired", RETENTION, "proxy_dead_letters"),
+    _Source("sidecar_outbox_rows_gone", BUS, "outbox_gone"),
+    _Source("sidecar_exchanges", REQUESTS, "", "outcome"),
+    _Source("sidecar_models_unknown", REQUESTS, f"{REFUSED}unknown_model"),
+    _Source("sidecar_bodies_unreadable", REQUESTS, REFUSED, "reason"),
+)
+
+
+def counts_of(tables: Iterable[Cells]) -> Counts:
+    """Add up the tables of all processes of a proxy, as counter rows. Pure."""
+    merged = merge_tables([source.family for source in SOURCES], tables)
+    return {
+        (source.stage, source.reason + "".join(labels)): int(cells[0])
+        for source in SOURCES
+        for labels, cells in merged[source.metric].items()
+    }
+
+
+def growth(before: Mapping[tuple[str, str], int], now: Counts) -> Counts:
+    """Return by how much each count grew, without zeros. Pure."""
+    grown = {key: number - before.get(key, 0) for key, number in now.items()}
+    return {key: number for key, number in grown.items() if number > 0}
+
+
+class DurableCounts:
+    """`start`, then `stop`. One for each proxy, also for one of several workers."""
+
+    def __init__(
+        self,
+        store_url: str,
+        read: Callable[[], Sequence[Cells]],
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """read: returns the metrics of all processes of the proxy."""
+        self._store_url = store_url
+        self._read = read
+        self._interval_s = interval_s
+        self._told: Counts = {}
+        self._away = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="counts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the last counts. Call it when no request is left."""
+        self._stopping.set()
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        # Imported in the thread: the parent of several workers has no other use for SQLAlchemy.
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from sidecar.store.engines import open_existing
+        from sidecar.store.tables import add_counts
+
+        engine = open_existing(self._store_url)
+        while True:
+            last = self._stopping.wait(self._interval_s)
+            now = counts_of(self._read())
+            grown = growth(self._told, now)
+            if grown:
+                try:
+                    with engine.begin() as connection:
+                        add_counts(connection, grown)
+                except SQLAlchemyError as error:
+                    self._say_away(str(error), lost=last)
+                else:
+                    self._told, self._away = now, False
+            if last:
+                break
+        engine.dispose()
+
+    def _say_away(self, why: str, *, lost: bool) -> None:
+        if lost:
+            # A store that never was there is a proxy's that learns nothing: no fault.
+            (log.error if self._told else log.info)("counts_lost", why=why)
+        elif not self._away:
+            log.warning("counts_not_stored", again_in_s=self._interval_s, why=why)
+        self._away = True

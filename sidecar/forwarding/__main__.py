@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes import one_line_at_interrupt
 
 if TYPE_CHECKING:
-    from sidecar.forwarding.forward import Forwarder
-    from sidecar.forwarding.report import Tally
+    from sidecar.forwarding.process import Forwarder, Tally
     from sidecar.settings import Settings
 
 PROCESS = "forward"
@@ -57,10 +56,8 @@ def _run(settings: Settings) -> int:
 
     from sidecar.capture.outbox import OutboxReader, outbox_path
     from sidecar.errors import SettingsError
-    from sidecar.forwarding.dead_letters import FILE, DeadLetters
-    from sidecar.forwarding.forward import Forwarder
-    from sidecar.forwarding.report import Reporter, Tally
-    from sidecar.forwarding.sender import KafkaSender
+    from sidecar.forwarding.process import Forwarder, Reporter, Tally
+    from sidecar.forwarding.sender import FILE, DeadLetters, KafkaSender
     from sidecar.logs import configure_logging
     from sidecar.settings import KafkaUrl, open_keyring, read_bus_url
 
@@ -112,7 +109,7 @@ def _alone(
     import structlog
 
     from sidecar.errors import StateLockError
-    from sidecar.processes.state_lock import only_one
+    from sidecar.processes import only_one
 
     while not stopping.is_set():
         try:

@@ -6,7 +6,7 @@ exposition: `MetricSet` is a collector of its registry and gives the same names,
 and `_created` series as its own classes.
 
 Each metric has one writing thread, except metrics made with `threads=True`, which take a lock.
-Each process writes its own table (`sidecar.metrics.table`). A scrape merges the tables: counters
+Each process writes its own table (`sidecar.metrics.families`). A scrape merges the tables: counters
 and histograms of all processes are added; gauges of live processes are added, or the least is
 taken.
 """
@@ -25,8 +25,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from sidecar.metrics.families import Family, Labels, Merge, exposition, merge_tables
-from sidecar.metrics.table import ABSENT, Cells, MetricTable, read_region
+from sidecar.metrics.families import (
+    ABSENT,
+    Cells,
+    Family,
+    Labels,
+    Merge,
+    MetricTable,
+    exposition,
+    merge_tables,
+    read_region,
+)
 
 
 class Counter:

@@ -9,9 +9,43 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from sidecar.metrics.forwarding import ForwardingMetrics
+from sidecar.metrics.families import MetricTable
 from sidecar.metrics.hot import LabelledCounter, MetricSet
-from sidecar.metrics.table import MetricTable
+
+# Metrics of the forwarding process, counted by the process that started it.
+
+
+class ForwardingMetrics:
+    """What is forwarded to Kafka. All stay 0 with the embedded bus."""
+
+    def __init__(self, make: MetricSet) -> None:
+        self.forwarded = make.counter(
+            "sidecar_forwarded", "Exchanges that Kafka has acknowledged to this proxy."
+        )
+        self.waiting = make.gauge(
+            "sidecar_forward_waiting", "Exchanges in the outbox that wait for Kafka."
+        )
+        self.reachable = make.gauge(
+            "sidecar_forward_reachable", "1 if the last attempt to reach Kafka succeeded."
+        )
+        self.failures = make.labelled_counter(
+            "sidecar_forward_failures",
+            "Attempts to forward that failed and are made again, by reason.",
+            ["reason"],
+        )
+        self.set_aside = make.labelled_counter(
+            "sidecar_forward_set_aside",
+            "Exchanges that the topic cannot hold, kept in dead-letters.db, by reason.",
+            ["reason"],
+        )
+        self.expired = make.counter(
+            "sidecar_forward_expired",
+            "Exchanges deleted from dead-letters.db because of their age.",
+        )
+        self.restarts = make.counter(
+            "sidecar_forward_restarts", "Times that the forwarding process ended unasked."
+        )
+
 
 OVERHEAD_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

@@ -6,11 +6,12 @@ the token ids, in its own process, and finds what this check cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 from sidecar.records import Surface
-from sidecar.replies.parts import ReadChoice, ReadReply
+from sidecar.replies import choices, items, parts
+from sidecar.replies.parts import ReadChoice, ReadReply, UnreadableReplyError
 
 TEXT_SURFACES: frozenset[Surface] = frozenset({"responses", "messages"})
 """Surfaces on which vLLM gives no token ids."""
@@ -147,3 +148,32 @@ def _parts_stand_in(choice: ReadChoice, sampled: str) -> bool:
 def _loose(text: str) -> str:
     """Remove what may differ: white space and incomplete characters."""
     return "".join(text.split()).replace(_LOST_CHARACTER, "")
+
+
+# Read a captured reply of any surface. Pure.
+
+WHOLE: dict[Surface, Callable[[bytes], ReadReply]] = {
+    "chat": choices.read_whole,
+    "completions": choices.read_whole,
+    "responses": items.read_whole,
+    "messages": parts.read_whole,
+}
+STREAM: dict[Surface, Callable[[Sequence[bytes]], ReadReply]] = {
+    "chat": choices.read_stream,
+    "completions": choices.read_stream,
+    "responses": items.read_stream,
+    "messages": parts.read_stream,
+}
+
+
+def read_reply(surface: Surface, chunks: Sequence[bytes], *, streamed: bool) -> ReadReply:
+    """Read a reply. Raises: UnreadableReplyError, also when the body has another surface's form.
+
+    chunks: the body as vLLM sent it, cut anywhere.
+    streamed: the body is a stream of events.
+    """
+    if surface not in WHOLE:
+        raise UnreadableReplyError(f"replies of {surface} are not captured")
+    if streamed:
+        return STREAM[surface](chunks)
+    return WHOLE[surface](chunks[0] if len(chunks) == 1 else b"".join(chunks))

@@ -9,17 +9,13 @@ Typical events of a stream are decoded many at a time (`runs.py`), the others on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from sidecar.replies.choice_fields import (
-    CHOICE,
-    REPLY,
-    USUAL,
-    ChoiceFields,
-    Logprobs,
-    ReplyFields,
-    UsualChoice,
-)
+import msgspec
+
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.replies.parts import (
+    Document,
     JsonObject,
     ReadChoice,
     ReadReply,
@@ -31,7 +27,154 @@ from sidecar.replies.parts import (
     is_done,
     is_json,
 )
-from sidecar.replies.runs import RUN_BYTES, decode_lines, frame_of
+
+# The fields that are read from a reply of chat or text completions, as msgspec decodes them.
+
+
+# Fields stand in vLLM's order, because msgspec tries the next field first.
+class Entry(msgspec.Struct, gc=False, kw_only=True):
+    token: str | None = None
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    content: list[Entry] | None = None
+    """Log-probabilities in the form of chat completions."""
+    tokens: list[str] | None = None
+    """Log-probabilities in the form of text completions: two lists."""
+    token_logprobs: list[float | None] | None = None
+
+
+class ChoiceFields(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: JsonObject | None = None
+    message: JsonObject | None = None
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+class Content(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    content: str | None = None
+
+
+class OneLogprob(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    content: tuple[Entry]
+
+
+class UsualChoice(msgspec.Struct, gc=False):
+    """A choice with one token and its text, and nothing else; msgspec refuses any other field.
+    Reading it takes a sixth less time than `ChoiceFields`."""
+
+    delta: Content
+    logprobs: OneLogprob
+    token_ids: tuple[int]
+    index: int = 0
+    finish_reason: None = None
+    stop_reason: int | str | None = None
+    message: None = None
+    text: None = None
+    prompt_token_ids: None = None
+
+
+class UsageFields(msgspec.Struct, gc=False):
+    completion_tokens: int | None = None
+
+
+class ReplyFields(msgspec.Struct, gc=False):
+    model: str | None = None
+    choices: list[ChoiceFields] = []
+    usage: UsageFields | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    error: object = None
+    """An object when a stream failed; a string from vLLM's own key check."""
+
+
+REPLY = msgspec.json.Decoder(ReplyFields)
+CHOICE = msgspec.json.Decoder(ChoiceFields)
+USUAL = msgspec.json.Decoder(UsualChoice)
+
+
+# Decode many events of a stream at once. Pure.
+
+RUN_BYTES = 32_768
+"""Bytes of events decoded in one call: 100 events with log-probabilities, 50 us, in which the
+relay's thread cannot take the interpreter lock. With twice as much, more events at the end of a
+stream would be decoded one by one."""
+_ENDS = 64
+"""At either end of a stream, events that are searched for the first and last typical one."""
+_BEFORE_CHOICE = b'"choices":[{'
+_BEHIND_CHOICE = b"}]}\n\n"
+_LINE_END = 0x0A
+
+
+class Frame(NamedTuple):
+    """The bytes before and after the choice in the typical events of one stream."""
+
+    head: bytes
+    model: str | None
+
+    def holds(self, chunk: bytes) -> bool:
+        return chunk.startswith(self.head) and chunk.endswith(_BEHIND_CHOICE)
+
+    def between(self, chunks: Sequence[bytes]) -> tuple[int, int]:
+        """Return where the typical events begin and end; equal numbers when they are too few."""
+        ends = min(_ENDS, len(chunks))
+        first, last = 0, len(chunks)
+        while not self.holds(chunks[first]):
+            first += 1
+            if first == ends:
+                return last, last
+        while last > len(chunks) - ends and not self.holds(chunks[last - 1]):
+            last -= 1
+        return first, last
+
+    def choices(self, run: Sequence[bytes]) -> bytes | None:
+        """Return the choices of typical events, one on each line; None when one event is not
+        typical, or they are too long. All are checked at once by their total length."""
+        size = sum(map(len, run))
+        if size > 2 * RUN_BYTES:
+            return None
+        head = self.head
+        inner = [chunk.removeprefix(head).removesuffix(_BEHIND_CHOICE) for chunk in run]
+        joined = b"".join(inner)
+        lost = len(run) * (len(head) + len(_BEHIND_CHOICE))
+        if size - len(joined) != lost or _LINE_END in joined:
+            return None
+        return b"{%b}" % b"}\n{".join(inner)
+
+
+def frame_of(event: bytes) -> Frame | None:
+    """Return the frame that the events after this one probably share; None when the event holds
+    more than model and choice."""
+    head = event[: event.find(_BEFORE_CHOICE) + len(_BEFORE_CHOICE)]
+    if not head.startswith(b"data: {") or not head.endswith(_BEFORE_CHOICE) or _LINE_END in head:
+        return None
+    try:
+        said = REPLY.decode(head[5:] + b"}]}")
+    except UNREADABLE_JSON:
+        return None
+    return Frame(head, said.model) if said == ReplyFields(said.model, [ChoiceFields()]) else None
+
+
+def decode_lines(
+    decoder: msgspec.json.Decoder[Document], lines: bytes, count: int
+) -> list[Document] | None:
+    """Decode objects, one on each line. Returns: None when any of them cannot be read.
+
+    The result equals decoding each line: inside a JSON value, `}`, a line end and `{` never follow
+    each other, so each line is whole values; and when there are as many values as lines, each line
+    is one.
+    """
+    try:
+        found = decoder.decode_lines(lines)
+    except UNREADABLE_JSON:
+        return None
+    return found if len(found) == count else None
+
 
 MAX_TOOL_CALLS = 1024
 """Highest index of a tool call, and most calls under one index: finding a call takes time for

@@ -22,7 +22,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from sidecar.routing.breaker import Breaker, canary_tag
 from sidecar.routing.table import RoutingTable
-from sidecar.store.existing import open_existing
+from sidecar.store.engines import open_existing
 from sidecar.store.tables import BREAKER_TRIP
 
 log = structlog.get_logger()

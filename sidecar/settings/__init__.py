@@ -1,21 +1,20 @@
 """Every setting of every process: kinds <- sections <- checks, shown <- load."""
 
-from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
-from sidecar.settings.judge import DEFAULT_RUBRIC, GateJudge, Judge, ProjectRubric
-from sidecar.settings.kafka import Kafka
-from sidecar.settings.kinds import Fallback
-from sidecar.settings.learning import BestOf, Canary, Groups, Watch
-from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
-from sidecar.settings.outside.asked import Approval, Metric
-from sidecar.settings.outside.told import Hook, Notify
-from sidecar.settings.privacy import Privacy, ProjectPrivacy
-from sidecar.settings.reward import (
+from sidecar.settings.explain import shown_settings
+from sidecar.settings.judge import (
+    DEFAULT_RUBRIC,
     EntryPointVerifier,
+    GateJudge,
     HttpVerifier,
+    Judge,
+    ProjectRubric,
     Reward,
     VerifierSection,
 )
-from sidecar.settings.section import Section
+from sidecar.settings.kinds import Fallback, KafkaUrl, OutboxUrl, Section, read_bus_url
+from sidecar.settings.learning import BestOf, Canary, Groups, Watch
+from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
+from sidecar.settings.outside import Approval, Hook, Metric, Notify
 from sidecar.settings.sections import (
     ENV_PREFIX,
     Access,
@@ -31,9 +30,8 @@ from sidecar.settings.sections import (
     Settings,
     Telemetry,
 )
-from sidecar.settings.shown import shown_settings
-from sidecar.settings.store import Store, open_keyring
-from sidecar.settings.training.learner import Learner
+from sidecar.settings.store import Kafka, Privacy, ProjectPrivacy, Store, open_keyring
+from sidecar.settings.training import Learner
 
 __all__ = [
     "DEFAULT_FILE",

@@ -1,11 +1,12 @@
-"""The sections of the settings file for judges: [judge] and [gate_judge]."""
+"""The section of the reward: verifiers, and how their findings join the judge's scores."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from sidecar.settings.kinds import (
     Between,
@@ -14,10 +15,12 @@ from sidecar.settings.kinds import (
     Fallback,
     Key,
     Line,
+    Name,
     Parallel,
     PerMinute,
     Price,
     Project,
+    Section,
     Share,
     Text,
     Timeout,
@@ -25,7 +28,9 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.section import Section
+from sidecar.settings.store import PROGRAM_BYTES
+
+# The sections of the settings file for judges: [judge] and [gate_judge].
 
 DEFAULT_RUBRIC = (
     "An answer that reaches the goal set by the system prompt and the user, or takes the right "
@@ -166,3 +171,228 @@ class GateJudge(Section):
     price: Price | None = None
     """As `judge.price`, of that judge; needs `model`. What it costs counts in the budgets of
     [judge]."""
+
+
+MAX_VERIFIERS = 16
+MAX_PATTERN = 4_000
+"""Characters of a pattern."""
+MAX_TEXTS = 1_000
+MAX_TEXT = 100_000
+"""Characters of an expected text."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_MODULE_NAME = re.compile(r"[\w.-]{1,100}")
+
+
+def _verifier_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(
+            "is no name of a verifier: small letters, digits and underscores, 32 at most, such as "
+            "valid_calls"
+        )
+    return name
+
+
+def _pattern(pattern: str) -> str:
+    import re2  # no other setting of this section needs it
+
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"a pattern has over {MAX_PATTERN} characters")
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = PROGRAM_BYTES
+    try:
+        re2.compile(pattern, options)
+    except re2.error as error:
+        why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
+        raise ValueError(
+            f"the pattern is refused ({why}): it must be one of RE2, which takes linear time: no "
+            "backreferences, no look-around, repetitions up to 1000"
+        ) from None
+    return pattern
+
+
+def is_found_everywhere(pattern: str) -> bool:
+    """Tell whether a valid pattern matches the empty text, another and a long one with every
+    printable ASCII character: such a pattern tells no two answers apart."""
+    import re2
+
+    printable = "".join(map(chr, range(32, 127)))
+    probes = ("", "\ufffd", printable + "\n" + 100 * printable)
+    return all(re2.search(pattern, probe) is not None for probe in probes)
+
+
+def _entry_point(name: str) -> str:
+    if _MODULE_NAME.fullmatch(name) is None:
+        raise ValueError("is no name of an entry point; give the one that your package declares")
+    return name
+
+
+VerifierName = Annotated[str, AfterValidator(_verifier_name)]
+Weight = Annotated[float, Between(0, 1_000, "with 0 the reward does not count it")]
+Limit = Annotated[int, Between(0, 100_000_000, "0 allows the empty answer alone")]
+
+
+class VerifierSection(Section):
+    """What every verifier has, whatever its kind."""
+
+    weight: Weight = 1.0
+    """Its share in the weighted mean, beside `judge_weight` and the other verifiers."""
+    gate: bool = False
+    """With `combine = "gate_then_rank"`: an answer below `pass_at` ranks below all that pass."""
+    pass_at: Annotated[float, Between(0, 1, "at 0 every answer passes", above_low=True)] = 1.0
+    """The least score that passes the gate."""
+    on_error: Literal["ignore", "fail", "hold"] = "ignore"
+    """What becomes of a group over an answer of which it fails (time limit, exception, no reply).
+    `ignore`: the verifier does not count in this group. `fail`: that answer gets 0. `hold`: the
+    group waits and is tried again."""
+    timeout_s: Annotated[float, Between(0.01, 300, "it is waited for with each answer", "s")] = 2.0
+    """Longest time of one answer."""
+    projects: tuple[Name, ...] = ()
+    """Projects whose answers it checks; empty: those of all."""
+
+
+class ToolCallsVerifier(VerifierSection):
+    """Calls name a tool of the request, with arguments that fit its JSON schema."""
+
+    kind: Literal["tool_calls"]
+    required: bool = False
+    """An answer without a call fails; it also does when the request says so (`tool_choice`)."""
+
+
+class JsonSchemaVerifier(VerifierSection):
+    """The content is JSON that fits a schema."""
+
+    kind: Literal["json_schema"]
+    json_schema: dict[str, Any] | None = None
+    """None: that of the request's `response_format`; a request without one is not checked."""
+
+
+class RegexVerifier(VerifierSection):
+    """The content matches a pattern of RE2 somewhere, or nowhere."""
+
+    kind: Literal["regex"]
+    pattern: Annotated[str, AfterValidator(_pattern)]
+    must: Literal["match", "not_match"] = "match"
+
+
+class ExactVerifier(VerifierSection):
+    """The content is one of these texts, or what the request's metadata expects."""
+
+    kind: Literal["exact"]
+    texts: tuple[str, ...] = ()
+    metadata: Line = ""
+    """Key of the request's `metadata` that holds the expected text; a request without it is not
+    checked."""
+    ignore_case: bool = False
+    strip: bool = True
+    """White space around the content does not count."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExactVerifier:
+        if bool(self.texts) == bool(self.metadata):
+            raise ValueError("has texts and metadata, or neither; give one of them")
+        if len(self.texts) > MAX_TEXTS or any(len(text) > MAX_TEXT for text in self.texts):
+            raise ValueError(f"there are over {MAX_TEXTS} texts, or one is over {MAX_TEXT} long")
+        return self
+
+
+class LengthVerifier(VerifierSection):
+    """The answer is neither too short nor too long."""
+
+    kind: Literal["length"]
+    min_characters: Limit = 0
+    """Fewest characters of the content."""
+    max_characters: Limit | None = None
+    min_tokens: Limit = 0
+    """Sampled tokens, thoughts and calls included; not checked where they are not known."""
+    max_tokens: Limit | None = None
+    fade: Annotated[float, Between(0, 100, "the score falls to 0 over so many lengths")] = 0.0
+    """Share of a maximum over which the score falls from 1 to 0 beyond it; 0: at once."""
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> LengthVerifier:
+        limits = (
+            ("characters", self.min_characters, self.max_characters),
+            ("tokens", self.min_tokens, self.max_tokens),
+        )
+        if all(not low and high is None for _, low, high in limits):
+            raise ValueError("has no limit; give min_ or max_characters, min_ or max_tokens")
+        for name, low, high in limits:
+            if high is not None and low > high:
+                raise ValueError(f"has min_{name} over max_{name}, so no answer would pass")
+        return self
+
+
+class EntryPointVerifier(VerifierSection):
+    """Code of an installed package, in a process of its own."""
+
+    kind: Literal["entry_point"]
+    entry_point: Annotated[str, AfterValidator(_entry_point)]
+    """Its name in the group `learning_sidecar.verifiers`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that it is made with; no secrets."""
+
+
+class HttpVerifier(VerifierSection):
+    """A service of yours that is asked about each answer."""
+
+    kind: Literal["http"]
+    url: WebUrl
+    token: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    """Sent as `Authorization: Bearer`."""
+    version: Line = "1"
+    """Change it when the service begins to answer otherwise: kept findings are then not used."""
+    redact: bool = True
+    """It sees what the judge sees, with placeholders for secrets and personal data."""
+
+
+AnyVerifier = (
+    ToolCallsVerifier
+    | JsonSchemaVerifier
+    | RegexVerifier
+    | ExactVerifier
+    | LengthVerifier
+    | EntryPointVerifier
+    | HttpVerifier
+)
+KINDS: Mapping[str, type[VerifierSection]] = {
+    "tool_calls": ToolCallsVerifier,
+    "json_schema": JsonSchemaVerifier,
+    "regex": RegexVerifier,
+    "exact": ExactVerifier,
+    "length": LengthVerifier,
+    "entry_point": EntryPointVerifier,
+    "http": HttpVerifier,
+}
+
+
+class Reward(Section):
+    """What the learner trains on: the judge's scores, and what verifiers find."""
+
+    combine: Literal["weights", "gate_then_rank"] = "weights"
+    """`weights`: the weighted mean of the judge's score and the verifiers'. `gate_then_rank`: the
+    same, and answers that fail a verifier with `gate = true` come below all that pass."""
+    judge_weight: Annotated[
+        float, Between(0, 1_000, "the judge ranks what verifiers leave equal", above_low=True)
+    ] = 1.0
+    """Weight of the judge's score in the mean."""
+    processes: Annotated[int, Between(1, 64, "each is a Python process")] = 1
+    """Processes in which verifiers run, other than those of kind `http`."""
+    memory_bytes: Annotated[
+        int, Between(2**28, 10**12, "a Python process with its libraries needs some hundred MB")
+    ] = 2**30
+    """Address space of such a process; code that asks for more fails."""
+    cache_findings: Annotated[int, Between(0, 10_000_000, "0 keeps none; each takes 1 kB")] = 10_000
+    """Findings that are kept in memory, so that an equal answer to an equal request is not checked
+    again."""
+    verifiers: Mapping[VerifierName, Annotated[AnyVerifier, Field(discriminator="kind")]] = Field(
+        default_factory=dict
+    )
+    """Verifiers by name: `[reward.verifiers.NAME]` with a `kind`."""
+
+    @field_validator("verifiers")
+    @classmethod
+    def _few(cls, verifiers: Mapping[str, AnyVerifier]) -> Mapping[str, AnyVerifier]:
+        if len(verifiers) > MAX_VERIFIERS:
+            raise ValueError(f"there are over {MAX_VERIFIERS} verifiers")
+        return verifiers

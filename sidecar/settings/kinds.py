@@ -7,17 +7,35 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, SecretStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    SecretStr,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from sidecar.bounds import PROJECT
-from sidecar.settings.section import Section
+
+# The base class of all sections of the settings.
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    # A traceback must not show a key that was written in the wrong place.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
 
 MAX_PORT = 65_535
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
@@ -277,7 +295,7 @@ Price = Mapping[
     Literal["input", "output"],
     Annotated[float, Between(0, 1_000_000, "no token costs a dollar; 0: it costs nothing")],
 ]
-"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks.judges`)."""
+"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks`)."""
 ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
 Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
 """Tokens in an hour or a day."""
@@ -306,3 +324,187 @@ class Fallback(Section):
     """As `judge.requests_per_minute`."""
     tokens_per_minute: PerMinute = 0
     """As `judge.tokens_per_minute`."""
+
+
+# Decide which addresses a host in the settings stands for, in any notation.
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+LOCALHOST: frozenset[Address] = frozenset(
+    {ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")}
+)
+
+
+def addresses(host: str) -> frozenset[Address]:
+    """Return the addresses of a literal or of `localhost`; none for another name. Pure."""
+    if host.lower().rstrip(".") == "localhost":
+        return LOCALHOST
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return frozenset()
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return frozenset({mapped or address})
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a host that only this machine can reach. Pure."""
+    found = addresses(host)
+    return bool(found) and all(address.is_loopback for address in found)
+
+
+def is_every_address(host: str) -> bool:
+    """Return True for the wildcard address of IPv4 or IPv6. Pure."""
+    return any(address.is_unspecified for address in addresses(host))
+
+
+def share_an_address(one: str, other: str) -> bool:
+    """Return True if listeners at these two hosts would conflict on one port. May ask the
+    resolver."""
+    if one.lower() == other.lower() or is_every_address(one) or is_every_address(other):
+        return True
+    return not (addresses(one) or _resolved(one)).isdisjoint(addresses(other) or _resolved(other))
+
+
+def _resolved(host: str) -> frozenset[Address]:
+    """Return None for a name that cannot be resolved now; the listener reports that later."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset().union(*(addresses(str(entry[4][0])) for entry in found))
+
+
+# Read `bus.url`: the file of the embedded bus, or the servers and the topic of Kafka. Pure.
+
+OUTBOX_SCHEME = "sqlite:///"
+KAFKA_SCHEME = "kafka://"
+KAFKA_PORT = 9092
+"""The port that Kafka's own configuration files use; taken when the URL names none."""
+DEAD_LETTERS = ".dead-letters"
+"""What follows the topic's name in the name of its dead-letter topic."""
+_MAX_TOPIC = 249 - len(DEAD_LETTERS)
+"""Kafka takes 249 characters, and the name of the dead-letter topic is longer."""
+_TOPIC = re.compile(r"[A-Za-z0-9._-]+")
+_EXAMPLES = "give sqlite:///path/to/outbox.db or kafka://host:port,host:port/topic"
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxUrl:
+    """The embedded bus."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaUrl:
+    """A Kafka cluster and the topic of the exchanges."""
+
+    servers: tuple[str, ...]
+    """`host:port` of the brokers that are asked first."""
+    topic: str
+
+    @property
+    def dead_letters(self) -> str:
+        """The topic of the records that cannot be stored."""
+        return self.topic + DEAD_LETTERS
+
+    def __str__(self) -> str:
+        return f"{KAFKA_SCHEME}{','.join(self.servers)}/{self.topic}"
+
+
+PlaceOfBus: TypeAlias = OutboxUrl | KafkaUrl
+
+
+def read_bus_url(url: str) -> PlaceOfBus:
+    """Return where the bus is. Raises: ValueError, which quotes nothing that may be a secret."""
+    if url.startswith(OUTBOX_SCHEME):
+        return OutboxUrl(_file(url.removeprefix(OUTBOX_SCHEME)))
+    if url.startswith(KAFKA_SCHEME):
+        return _kafka(url.removeprefix(KAFKA_SCHEME))
+    raise ValueError(f"is no bus that this release knows; {_EXAMPLES}")
+
+
+def outbox_file(url: str, state_dir: Path) -> Path:
+    """Return the file in which the proxy keeps records: the embedded bus, or what waits for Kafka.
+
+    Raises: ValueError for a `bus.url` that is no bus.
+    """
+    place = read_bus_url(url)
+    return Path(place.path) if isinstance(place, OutboxUrl) else state_dir / "outbox.db"
+
+
+def _file(path: str) -> str:
+    if not path or "\0" in path:
+        raise ValueError(f"names no file; {_EXAMPLES}")
+    if path == ":memory:":
+        raise ValueError("memory is not shared between processes; name a file")
+    return path
+
+
+def _kafka(rest: str) -> KafkaUrl:
+    if "@" in rest:
+        raise ValueError(
+            "holds a user name or a password; set kafka.sasl_username, and the password by the "
+            "environment variable SIDECAR_KAFKA__SASL_PASSWORD"
+        )
+    if "?" in rest or "#" in rest:
+        raise ValueError("holds `?` or `#`; options belong in the section [kafka]")
+    servers, slash, topic = rest.partition("/")
+    if not slash or not topic:
+        raise ValueError("names no topic; give kafka://host:port,host:port/topic")
+    if not _TOPIC.fullmatch(topic) or topic in (".", "..") or len(topic) > _MAX_TOPIC:
+        raise ValueError(
+            f"names a topic that Kafka refuses; give at most {_MAX_TOPIC} letters, digits, "
+            "dots, dashes and underscores"
+        )
+    return KafkaUrl(tuple(_server(server) for server in servers.split(",")), topic)
+
+
+def _server(server: str) -> str:
+    try:
+        parts = urlsplit(f"//{server}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise ValueError(f"has a port that is no number from 1 to {MAX_PORT}") from error
+    if not host or port == 0 or parts.path:
+        raise ValueError("names a server without a host, or its port 0; give host:port")
+    try:
+        checked_host(host)
+    except ValueError as error:
+        raise ValueError(
+            "names a server that is no address and no host name; give kafka://host:port/topic"
+        ) from error
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{KAFKA_PORT if port is None else port}"
+
+
+def _checked(url: str) -> str:
+    read_bus_url(url)
+    return url
+
+
+BusUrl = Annotated[str, AfterValidator(_checked)]
+
+
+# Send requests to this machine directly, not through the proxy of the environment (`HTTP_PROXY`).
+
+ALWAYS = ("localhost", "127.0.0.1", "::1")
+_NAMES = ("no_proxy", "NO_PROXY")
+"""Clients read the first of these that is set."""
+
+
+def ask_loopback_directly(environ: MutableMapping[str, str], *urls: str) -> None:
+    """Add the usual loopback hosts and those of the URLs to `NO_PROXY`. Changes `environ`.
+
+    The user's entries are kept; `*`, which means every host, stays alone.
+    """
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    wanted = [*ALWAYS, *(host for host in hosts if is_loopback(host))]
+    said = next((environ[name] for name in _NAMES if environ.get(name)), "")
+    entries = [entry for part in said.split(",") if (entry := part.strip())]
+    if "*" in entries:
+        return
+    entries += [host for host in dict.fromkeys(wanted) if host not in entries]
+    for name in _NAMES:
+        environ[name] = ",".join(entries)

@@ -13,12 +13,12 @@ from sidecar.settings.kinds import (
     Count,
     Interval,
     Parallel,
+    Section,
     Share,
     Timeout,
     Upstream,
 )
-from sidecar.settings.outside.asked import MAX_METRICS, Metric, MetricName
-from sidecar.settings.section import Section
+from sidecar.settings.outside import MAX_METRICS, Metric, MetricName
 
 SIZES = (2, 16)
 """Candidates that a judge is shown at once."""

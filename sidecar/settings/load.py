@@ -20,8 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
-from sidecar.settings.checks import problems
-from sidecar.settings.checks.safety import refuse_unsafe
+from sidecar.settings.checks import problems, refuse_unsafe
 from sidecar.settings.explain import explain, known, nearest, shown, written
 from sidecar.settings.judge import GateJudge, Judge, ProjectRubric
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings

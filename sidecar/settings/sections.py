@@ -15,12 +15,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sidecar.errors import SettingsError
 from sidecar.lines import Line, lines_of
-from sidecar.settings.bus_url import BusUrl
-from sidecar.settings.judge import GateJudge, Judge
-from sidecar.settings.kafka import Kafka
+from sidecar.settings.judge import GateJudge, Judge, Reward
 from sidecar.settings.kinds import (
     AdminToken,
     Between,
+    BusUrl,
     Bytes,
     Count,
     Folder,
@@ -30,6 +29,7 @@ from sidecar.settings.kinds import (
     Name,
     Port,
     Project,
+    Section,
     Share,
     Timeout,
     Upstream,
@@ -38,14 +38,9 @@ from sidecar.settings.kinds import (
     no_empty_key,
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
-from sidecar.settings.outside.asked import Approval
-from sidecar.settings.outside.told import Notify
-from sidecar.settings.privacy import Privacy
-from sidecar.settings.reward import Reward
-from sidecar.settings.section import Section
-from sidecar.settings.store import Store
-from sidecar.settings.training.adapters import Adapters
-from sidecar.settings.training.learner import Learner
+from sidecar.settings.outside import Approval, Notify
+from sidecar.settings.store import Kafka, Privacy, Store
+from sidecar.settings.training import Adapters, Learner
 
 ENV_PREFIX = "SIDECAR_"
 

@@ -2,11 +2,11 @@
 
 The store is SQLite or PostgreSQL; callers need not know which. On both, a write transaction is
 alone by default: what it reads stays true until it commits. SQLite's write lock does that (BEGIN
-IMMEDIATE, in WAL mode); on PostgreSQL an advisory lock does (`sidecar.store.postgres`), and
+IMMEDIATE, in WAL mode); on PostgreSQL an advisory lock does (`sidecar.store.engines`), and
 transactions that say `alone=False` run together there. A reader sees one state of the store from
 its first query to its last, and waits for nobody.
 
-Values are stored alike (`sidecar.store.values`). Bytes of a text that are not UTF-8 are read as
+Values are stored alike (`sidecar.store.codec`). Bytes of a text that are not UTF-8 are read as
 U+FFFD, and JSON that cannot be decoded as None.
 """
 
@@ -35,22 +35,26 @@ from sqlalchemy.orm import Session
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreBusyError, StoreError, StoreLockedError, StoreNewerError
 from sidecar.hiding import hide_in_url
-from sidecar.store.content_cache import ContentCache
-from sidecar.store.counts import add_counts
-from sidecar.store.engines import describe, is_locked, is_of_statement, open_engine
-from sidecar.store.existing import MIGRATIONS, newest_revision
-from sidecar.store.keyring import NO_KEYS, Keyring
-from sidecar.store.models import Base, FlagRow
-from sidecar.store.postgres import (
+from sidecar.store.codec import REPLACEMENT
+from sidecar.store.contents import ContentCache
+from sidecar.store.engines import (
     CONFLICTS,
+    MIGRATIONS,
     NO_TABLE,
+    describe,
+    is_locked,
+    is_of_statement,
     is_postgres,
     lock_writers,
+    newest_revision,
+    open_engine,
+    refuse_bad_arguments,
     state_of,
     with_driver,
 )
-from sidecar.store.url import refuse_bad_arguments
-from sidecar.store.values import REPLACEMENT
+from sidecar.store.keyring import NO_KEYS, Keyring
+from sidecar.store.models import Base, FlagRow
+from sidecar.store.tables import add_counts
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite

@@ -3,28 +3,245 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import (
+    ArgumentError,
     DataError,
     DBAPIError,
     IntegrityError,
     ProgrammingError,
+    SAWarning,
 )
+from sqlalchemy.pool import NullPool
 
-from sidecar.store.existing import read_damaged_text
-from sidecar.store.postgres import (
-    DISK_FULL,
-    LOCK_TIMEOUT,
-    NO_PRIVILEGE,
-    NO_TABLE,
-    is_postgres,
-    open_postgres,
-    state_of,
-)
-from sidecar.store.values import from_json, storable_parameters, to_json
+from sidecar.errors import SettingsError
+from sidecar.store.codec import REPLACEMENT, from_json, storable_parameters, to_json
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+
+# How the store uses PostgreSQL: the driver, the limits of a connection, and the lock of writers.
+
+DRIVER = "psycopg"
+INSTALL = "install it with `pip install 'learning-sidecar[postgres]'`"
+CONNECT_TIMEOUT_S = 5
+"""How long a connection may take; without a limit the kernel waits for two minutes."""
+ANSWER_TIMEOUT_S = 20
+"""How long a server that answers nothing counts as reachable (`tcp_user_timeout`)."""
+IDLE_IN_TRANSACTION_S = 120
+"""The server ends a transaction whose client sends nothing for this long: a stopped process must
+not keep the lock of writers. The longest pause of a live one is the move of an adapter's files."""
+RECYCLE_S = 1800.0
+"""A pooled connection is replaced after this long; firewalls forget idle ones after an hour."""
+WRITERS_LOCK = int.from_bytes(b"sidecar", "big")
+"""Key of the advisory lock that `lock_writers` takes; one for each database."""
+STATE = "sqlstate"
+NO_TABLE, NO_PRIVILEGE, LOCK_TIMEOUT, DISK_FULL = "42P01", "42501", "55P03", "53100"
+CONFLICTS = frozenset({"40001", "40P01"})
+"""Serialization failure, deadlock: the transaction was rolled back, and may be repeated."""
+
+
+def with_driver(url: str) -> URL:
+    """Parse a store's URL. `postgresql://` and `postgres://` mean psycopg 3.
+
+    Raises: sqlalchemy.exc.ArgumentError, ValueError.
+    """
+    parsed = make_url(url)
+    if parsed.drivername in ("postgresql", "postgres"):
+        return parsed.set(drivername=f"postgresql+{DRIVER}")
+    return parsed
+
+
+def is_postgres(url: URL) -> bool:
+    return url.get_backend_name() == "postgresql"
+
+
+def open_postgres(url: URL, *, connections: int, wait_s: float, **options: Any) -> Engine:
+    """Make an engine of at most `connections` connections. Connects at first use.
+
+    wait_s: how long a statement waits for a lock, and a thread for a connection of the pool.
+    """
+    limits = {
+        # A pooler in transaction mode gives each transaction another server connection, which does
+        # not have the statements that the driver prepared on the one before.
+        "prepare_threshold": None,
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "tcp_user_timeout": ANSWER_TIMEOUT_S * 1000,
+        "application_name": "learning-sidecar",
+    }
+    engine = create_engine(
+        url,
+        connect_args={name: value for name, value in limits.items() if name not in url.query},
+        pool_size=connections,
+        max_overflow=0,
+        pool_timeout=wait_s,
+        pool_recycle=RECYCLE_S,
+        pool_pre_ping=True,  # a connection that died with its server is replaced before its use
+        hide_parameters=True,  # errors are logged, and parameters hold what users wrote
+        **options,
+    )
+
+    @event.listens_for(engine, "begin")
+    def _limit(connection: Connection) -> None:
+        # For each transaction: a pooler may give the next one another server connection. Not the
+        # start-up parameter `options`, which poolers such as PgBouncer refuse.
+        connection.exec_driver_sql(
+            f"SET LOCAL lock_timeout = {int(wait_s * 1000)}; SET LOCAL "
+            f"idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_S * 1000}"
+        )
+
+    return engine
+
+
+def lock_writers(session: Session | Connection, *, alone: bool) -> None:
+    """Take the lock of writers until the transaction ends.
+
+    alone: no other writer runs meanwhile, as in SQLite. Else all that are not alone run together.
+    """
+    shared = "" if alone else "_shared"
+    session.execute(text(f"SELECT pg_advisory_xact_lock{shared}({WRITERS_LOCK})"))
+
+
+def state_of(error: BaseException | None) -> str:
+    """Return the SQLSTATE of an error of the database; "" when it has none."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return getattr(cause, STATE, None) or ""
+
+
+# Check a store's URL as its driver does, without a file or a connection. Needs no ORM.
+
+EXAMPLES = "sqlite:///path/to/store.db or postgresql://user@host/database"
+
+
+def refuse_bad_arguments(url: str) -> None:
+    """Check a database URL and its parameters as the engine does. Opens no file and no connection.
+
+    Raises: ValueError when the driver is missing or does not take a parameter: one line, which
+    never quotes a value.
+    """
+    # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
+    try:
+        parsed = with_driver(url)
+        kind = parsed.get_dialect()
+    except (ArgumentError, ValueError):
+        raise ValueError(f"is no database URL; give {EXAMPLES}") from None
+    if kind.name not in ("sqlite", "postgresql"):
+        raise ValueError(f"is of {kind.name}; the store is SQLite or PostgreSQL: give {EXAMPLES}")
+    try:
+        driver = kind.import_dbapi()
+    except ImportError as error:
+        what = INSTALL if is_postgres(parsed) else "install it"
+        raise ValueError(
+            f"needs {error.name or kind.driver}, which is not installed; {what}, or give "
+            "sqlite:///path/to/store.db"
+        ) from None
+    dialect: Dialect = kind(dbapi=driver)  # type: ignore[call-arg]  # every dialect takes it
+    if _are_taken(dialect, parsed):
+        return
+    alone = (name for name in parsed.query if not _are_taken(dialect, _with_only(parsed, name)))
+    culprit = next(alone, "")
+    what = f"parameter {culprit}" if culprit else "user, host, port or parameters"
+    raise ValueError(f"its {what} is not what {dialect.driver} takes; correct it or leave it out")
+
+
+def _with_only(url: URL, name: str) -> URL:
+    return url.set(query={name: url.query[name]})
+
+
+def _are_taken(dialect: Dialect, url: URL) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a parameter that would be left out without a word
+            arguments, named = dialect.create_connect_args(url)
+        if dialect.name == "sqlite" and dialect.driver == "pysqlite":
+            dialect.connect(*[":memory:" for _ in arguments], **{**named, "uri": False}).close()
+        if is_postgres(url) and dialect.driver == "psycopg":
+            _check_by_libpq(named)
+    except (ArgumentError, SAWarning, ValueError, TypeError, OverflowError):
+        return False
+    return True
+
+
+def _check_by_libpq(named: Mapping[str, Any]) -> None:  # Any: as psycopg takes them
+    """Raises: ValueError when libpq knows no such parameter."""
+    from psycopg import ProgrammingError, conninfo
+
+    known = {name: value for name, value in named.items() if name not in _OF_PSYCOPG}
+    try:
+        conninfo.make_conninfo("", **known)
+    except ProgrammingError as error:
+        raise ValueError(str(error)) from None
+
+
+_OF_PSYCOPG = frozenset({"context"})
+"""Arguments of `psycopg.connect` that libpq does not know."""
+
+
+# Open a store that another process makes and migrates. Needs no ORM.
+
+EXISTING_TIMEOUT_S = 1.0
+"""How long a reader waits for a lock; it tries again at its next poll."""
+EXISTING_CONNECTIONS = 2
+"""A proxy reads in one thread and reports trips in another."""
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+__all__ = ["REPLACEMENT", "newest_revision", "open_existing", "read_damaged_text"]
+
+
+def newest_revision() -> str:
+    """Return this release's revision of the schema."""
+    return max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+
+
+def open_existing(store_url: str) -> Engine:
+    """Make an engine for a store that exists. Opens no file yet.
+
+    Raises: SettingsError when the URL is not a database URL, or its driver is not installed.
+    """
+    try:
+        url = with_driver(store_url)
+        if is_postgres(url):
+            return open_postgres(url, connections=EXISTING_CONNECTIONS, wait_s=EXISTING_TIMEOUT_S)
+    except (ArgumentError, ValueError) as error:
+        raise SettingsError("store.url: is not a database URL; see docs/settings.md") from error
+    except ImportError as error:
+        raise SettingsError(f"store.url: needs {error.name or 'psycopg'}; {INSTALL}") from None
+    if url.get_backend_name() != "sqlite" or not url.database:
+        raise SettingsError("store.url: names no SQLite file and no PostgreSQL database")
+    # mode=rw: this process must not create the file. NullPool: each connection opens the file
+    # anew, so a file that was replaced is followed.
+    path = url.database if url.database.startswith("file:") else f"file:{url.database}"
+    engine = create_engine(
+        url.set(database=path, query={**url.query, "mode": "rw", "uri": "true"}),
+        poolclass=NullPool,
+        hide_parameters=True,  # errors are logged, and parameters hold what users wrote
+        # One thread at a time uses a connection, but not always the thread that opened it.
+        connect_args={"timeout": EXISTING_TIMEOUT_S, "check_same_thread": False},
+    )
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        read_damaged_text(connection)
+
+    return engine
+
+
+def read_damaged_text(connection: Any) -> None:  # Any: the driver's own type
+    """Have an SQLite connection read bytes that are not UTF-8 as U+FFFD.
+
+    A damaged value is then a wrong value of its own row; by default the driver raises an error, and
+    every query that meets the row fails.
+    """
+    connection.text_factory = partial(str, encoding="utf-8", errors="replace")
+
 
 BUSY_TIMEOUT_S = 15.0
 """How long a writer waits for the lock of another process before it gives up."""

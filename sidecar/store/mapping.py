@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
-from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from sidecar.store.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from sidecar.store.database import compress, decompress
 from sidecar.store.models import Base
 

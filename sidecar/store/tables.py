@@ -7,7 +7,26 @@ these tables, so each column has its name and its type here only.
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table, Text
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Float,
+    Integer,
+    MetaData,
+    SQLColumnExpression,
+    String,
+    Table,
+    Text,
+    or_,
+    true,
+)
+
+from sidecar.lines import Line
 
 WIDE = BigInteger().with_variant(Integer(), "sqlite")
 """An integer of 64 bits: for row numbers, which at 2,000 exchanges a second pass 32 bits in twelve
@@ -53,7 +72,7 @@ TABLE_TAKEN = Table(
     Column("taken_at", Float, nullable=False),
 )
 """The newest routing table that each process of a proxy took, and when. Written by
-`sidecar.routing.taken_report`."""
+`sidecar.routing.source`."""
 
 API_KEY = Table(
     "api_key",
@@ -82,3 +101,48 @@ COUNTER = Table(
     Column("count", WIDE, nullable=False),
 )
 """Durable counts of where records went: (stage, reason) -> count."""
+
+
+# Restrict a query to what is of one line of adapters (`sidecar.lines`).
+
+
+def of_line(project: SQLColumnExpression[Any], line: Line) -> ColumnElement[bool]:
+    """Return the condition that a row's project is of a line.
+
+    project: the column; a null is of the default line.
+    """
+    if line.project is not None:
+        return project == line.project
+    if not line.others:
+        return true()
+    return or_(project.is_(None), project.not_in(sorted(line.others)))
+
+
+# Add to the durable counters. Needs no ORM, so that a proxy can do it too.
+
+
+def add_counts(connection: Connection, counts: Mapping[tuple[str, str], int]) -> None:
+    """Add numbers to counters by (stage, reason), in the caller's transaction.
+
+    Every transaction does it last and in one order, so no two wait for each other's rows.
+    """
+    rows = [
+        {"stage": stage, "reason": reason, "count": by}
+        for (stage, reason), by in sorted(counts.items())
+        if by
+    ]
+    if not rows:
+        return
+    # The engine has imported the dialect that is in use.
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert
+    else:
+        from sqlalchemy.dialects.sqlite import insert  # type: ignore[assignment]
+    statement = insert(COUNTER)
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["stage", "reason"],
+            set_={"count": COUNTER.c.count + statement.excluded.count},
+        ),
+        rows,
+    )

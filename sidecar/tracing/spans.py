@@ -1,24 +1,216 @@
 """OpenTelemetry spans of finished requests, made off the request path with explicit times.
 
-The span ids were chosen when the request was sent (`sidecar/tracing/trace_context.py`), so vLLM's
+The span ids were chosen when the request was sent (`sidecar/tracing/spans.py`), so vLLM's
 own spans are children of the span made here later. Names follow the GenAI semantic conventions.
 Spans hold sizes, names and outcomes; content only with `telemetry.content`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
 from opentelemetry import trace
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from sidecar.records import Exchange, RawCapture
+from sidecar.errors import UNREADABLE_JSON
+from sidecar.records import Choice, Exchange, RawCapture
 from sidecar.settings import Telemetry
-from sidecar.tracing.attributes import error_type, span_attributes
-from sidecar.tracing.content import content_attributes
-from sidecar.tracing.genai_metrics import GenAiMetrics
-from sidecar.tracing.genai_names import OPERATIONS
-from sidecar.tracing.telemetry import Tracing
-from sidecar.tracing.trace_context import TraceParent, parse
+from sidecar.tracing.telemetry import OPERATIONS, GenAiMetrics, Tracing, error_type, span_attributes
+
+# W3C trace context: read the `traceparent` of a request and make the one sent to vLLM. Pure.
+
+SAMPLED = 0x01
+_PARENT = re.compile(
+    rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?",
+    re.DOTALL,
+)
+_VERSION = b"00"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """The fields of a `traceparent`: trace, parent span, flags."""
+
+    trace_id: int
+    span_id: int
+    flags: int
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+
+def parse(header: bytes | None) -> TraceParent | None:
+    """Return None when the header is absent or malformed: a new trace begins here then."""
+    found = _match(header)
+    if found is None:
+        return None
+    return TraceParent(int(found[2], 16), int(found[3], 16), int(found[4], 16))
+
+
+class Propagation:
+    """Makes the `traceparent` that is sent to vLLM, in about a microsecond.
+
+    A request that belongs to a trace stays in it: same trace id, same sampled flag, our span as the
+    parent. For other requests a new trace begins, and `sample_rate` of those are sampled.
+    """
+
+    def __init__(
+        self, sample_rate: float, randbits: Callable[[int], int] = random.getrandbits
+    ) -> None:
+        """sample_rate: share of the new traces that are sampled, 0..1."""
+        self._bound = round(sample_rate * 2**64)
+        self._randbits = randbits
+
+    def outgoing(self, header: bytes | None) -> bytes:
+        """Return the header to send. header: as the client sent it."""
+        span_id = self._randbits(64) or 1
+        found = _match(header)
+        if found is not None:
+            # This version defines only the `sampled` flag; other flags are not passed on.
+            flags = int(found[4], 16) & SAMPLED
+            return b"00-%b-%016x-%02x" % (found[2], span_id, flags)
+        trace_id = self._randbits(128) or 1
+        flags = SAMPLED if trace_id & 0xFFFFFFFFFFFFFFFF < self._bound else 0
+        return b"00-%032x-%016x-%02x" % (trace_id, span_id, flags)
+
+
+def _match(header: bytes | None) -> re.Match[bytes] | None:
+    if not header:
+        return None
+    found = _PARENT.fullmatch(header)
+    # Version 00 has four fields; a later one may have more.
+    if found is None or (found[5] is not None and found[1] == _VERSION):
+        return None
+    return found
+
+
+# Span attributes with the content of a request, in the form of the GenAI conventions. Pure.
+
+Part = dict[str, Any]  # Any: arguments and results of tools have any type
+
+
+def content_attributes(exchange: Exchange) -> dict[str, str]:
+    """Return `gen_ai.input.messages`, `gen_ai.output.messages` and, if there are tools,
+    `gen_ai.tool.definitions`."""
+    attributes = {"gen_ai.output.messages": _text([_output(one) for one in exchange.choices])}
+    try:
+        request = json.loads(exchange.request)
+    except UNREADABLE_JSON:
+        request = None
+    if isinstance(request, dict):
+        attributes["gen_ai.input.messages"] = _text(_input(request))
+        if request.get("tools"):
+            attributes["gen_ai.tool.definitions"] = _text(request["tools"])
+    return attributes
+
+
+def _input(request: dict[str, Any]) -> list[Part]:
+    """Return the input of any surface: `messages` of chat and Anthropic's API, `input` of
+    responses, `prompt` of completions, with system instructions from their own fields."""
+    messages = []
+    for key in ("system", "instructions"):
+        if request.get(key):
+            messages.append({"role": "system", "parts": list(_parts(request[key]))})
+    said = request.get("messages", request.get("input", request.get("prompt")))
+    if isinstance(said, str):
+        messages.append({"role": "user", "parts": [_said(said)]})
+    elif isinstance(said, list):
+        messages += [_message(one) for one in said]
+    return messages
+
+
+def _message(item: object) -> Part:
+    if not isinstance(item, dict):  # one prompt of a list
+        return {"role": "user", "parts": [_said(str(item))]}
+    if item.get("type") in (
+        "function_call",
+        "function_call_output",
+    ):  # items of the responses surface
+        role = "assistant" if item["type"] == "function_call" else "tool"
+        return {"role": role, "parts": [_part(item)]}
+    role = str(item.get("role", "user"))
+    if role == "tool":
+        response = item.get("content")
+        return {
+            "role": role,
+            "parts": [_response(item.get("tool_call_id"), response)],
+        }
+    said = [*_parts(item.get("content")), *_parts(item.get("refusal"))]
+    return {"role": role, "parts": [*_reasoning(item), *said, *_calls(item)]}
+
+
+def _output(choice: Choice) -> Part:
+    message = json.loads(choice.message)  # ours, so it is valid JSON
+    return {**_message(message), "finish_reason": choice.finish_reason or ""}
+
+
+def _parts(content: object) -> Iterable[Part]:
+    if isinstance(content, str):
+        yield _said(content)
+    elif isinstance(content, list):
+        for item in content:
+            yield _part(item) if isinstance(item, dict) else _said(str(item))
+
+
+def _part(item: dict[str, Any]) -> Part:
+    kind = item.get("type")
+    if kind in ("text", "input_text", "output_text"):
+        return _said(item.get("text"))
+    if kind == "thinking":
+        return {"type": "reasoning", "content": item.get("thinking")}
+    if kind == "tool_use":
+        return _call(item.get("id"), item.get("name"), item.get("input"))
+    if kind == "function_call":
+        return _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+    if kind == "tool_result":
+        return _response(item.get("tool_use_id"), item.get("content"))
+    if kind == "function_call_output":
+        return _response(item.get("call_id"), item.get("output"))
+    return {"type": str(kind)}
+
+
+def _reasoning(message: dict[str, Any]) -> Iterable[Part]:
+    said = message.get("reasoning") or message.get("reasoning_content")
+    if said:
+        yield {"type": "reasoning", "content": said}
+
+
+def _calls(message: dict[str, Any]) -> Iterable[Part]:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield _call(call.get("id"), function.get("name"), function.get("arguments"))
+
+
+def _call(call_id: object, name: object, arguments: object) -> Part:
+    if isinstance(arguments, str):
+        # A model may write anything here; invalid JSON is shown as text.
+        with contextlib.suppress(*UNREADABLE_JSON):
+            arguments = json.loads(arguments)
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
+
+
+def _response(call_id: object, response: object) -> Part:
+    return {"type": "tool_call_response", "id": call_id, "response": response}
+
+
+def _said(text: object) -> Part:
+    return {"type": "text", "content": text}
+
+
+def _text(value: object) -> str:
+    # ASCII: a lone surrogate, which JSON may hold, would make the export of a batch fail.
+    return json.dumps(value)
+
 
 NANOSECONDS = 1_000_000_000
 

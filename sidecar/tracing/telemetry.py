@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 import structlog
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import Counter, Histogram, Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -25,8 +29,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
+from sidecar.records import Exchange, RawCapture, Surface
 from sidecar.settings import Telemetry
-from sidecar.settings.no_proxy import ask_loopback_directly
+from sidecar.settings.kinds import ask_loopback_directly
 
 log = structlog.get_logger()
 EXIT_S = 1.0
@@ -182,3 +187,197 @@ def _metrics(telemetry: Telemetry, resource: Resource) -> MeterProvider | None:
     exporter = OTLPMetricExporter(endpoint=telemetry.otlp_metrics_endpoint)
     reader = PeriodicExportingMetricReader(exporter)
     return MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+
+
+# The names of the GenAI semantic conventions that the sidecar uses, in one table.
+
+Conventions = Literal["latest", "1.41"]
+
+OPERATIONS: dict[Surface, str] = {
+    "chat": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}
+"""`gen_ai.operation.name` of each surface."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """Names of the client metrics."""
+
+    duration: str
+    first_chunk: str
+    input_tokens: str
+    output_tokens: str
+    tokens_are_histogram: bool
+    """1.41 has one histogram of tokens, with input or output as an attribute."""
+
+
+METRICS: dict[Conventions, MetricNames] = {
+    "latest": MetricNames(
+        duration="gen_ai.client.inference.duration",
+        first_chunk="gen_ai.client.inference.time_to_first_chunk",
+        input_tokens="gen_ai.client.inference.usage.input_tokens",
+        output_tokens="gen_ai.client.inference.usage.output_tokens",
+        tokens_are_histogram=False,
+    ),
+    "1.41": MetricNames(
+        duration="gen_ai.client.operation.duration",
+        first_chunk="gen_ai.client.operation.time_to_first_chunk",
+        input_tokens="gen_ai.client.token.usage",
+        output_tokens="gen_ai.client.token.usage",
+        tokens_are_histogram=True,
+    ),
+}
+
+
+# Attributes of spans and OpenTelemetry metrics of a request: names, sizes, outcomes. Pure.
+
+PROVIDER = "vllm"
+"""`gen_ai.provider.name`; the conventions define no name for vLLM."""
+Attribute = str | int | float | bool | tuple[str, ...]
+
+
+def span_attributes(raw: RawCapture, exchange: Exchange | None) -> dict[str, Attribute]:
+    """Return the attributes of a request's span. exchange: None when the request was not
+    captured."""
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": OPERATIONS[raw.surface],
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": raw.public_model,
+        "gen_ai.request.stream": raw.streamed,
+        "gen_ai.response.model": raw.route.upstream_model,
+        "gen_ai.conversation.id": raw.session_key,
+        "http.response.status_code": raw.status,
+        "sidecar.exchange.id": raw.exchange_id,
+        "sidecar.adapter": raw.route.adapter,
+        "sidecar.arm": raw.route.arm,
+        "sidecar.outcome": raw.outcome if exchange is None else exchange.outcome,
+        "sidecar.overhead_s": raw.timings.overhead_s,
+        **server_of(raw.replica),
+    }
+    if raw.timings.first_byte_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = raw.timings.first_byte_s
+    error = error_type(raw, exchange)
+    if error is not None:
+        attributes["error.type"] = error
+    if exchange is not None:
+        attributes |= _of_exchange(exchange)
+    return attributes
+
+
+def _of_exchange(exchange: Exchange) -> dict[str, Attribute]:
+    sampling = exchange.sampling
+    asked = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+    }
+    attributes: dict[str, Attribute] = {
+        f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None
+    }
+    prompt, completion = token_counts(exchange)
+    attributes["gen_ai.request.choice.count"] = len(exchange.choices)
+    attributes["gen_ai.usage.input_tokens"] = prompt
+    attributes["gen_ai.usage.output_tokens"] = completion
+    reasons = tuple(choice.finish_reason or "" for choice in exchange.choices)
+    if any(reasons):
+        attributes["gen_ai.response.finish_reasons"] = reasons
+    return attributes
+
+
+def token_counts(exchange: Exchange) -> tuple[int, int]:
+    """Return the token counts of the prompt and of all answers; 0 where vLLM reported none."""
+    ids = sum(len(choice.token_ids) for choice in exchange.choices)
+    return len(exchange.prompt_token_ids), exchange.completion_tokens or ids
+
+
+def error_type(raw: RawCapture, exchange: Exchange | None) -> str | None:
+    """Return `error.type`: the status, or `broken_reply` when a reply with status 200 broke off.
+    None when vLLM did not fail; a client that left is no error."""
+    if raw.status >= 400:
+        return str(raw.status)
+    outcome = raw.outcome if exchange is None else exchange.outcome
+    return "broken_reply" if outcome == "upstream_error" else None
+
+
+@lru_cache(maxsize=256)
+def server_of(replica: str) -> dict[str, str | int]:
+    """`server.address` and `server.port` of a replica's base URL."""
+    parts = urlsplit(replica)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return {"server.address": parts.hostname or "", "server.port": port}
+
+
+# OpenTelemetry metrics of finished requests, under the names of the GenAI conventions.
+
+DURATION_BOUNDS_S = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
+"""Bucket bounds that the conventions advise."""
+FIRST_CHUNK_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+TOKEN_BOUNDS = tuple(float(4**power) for power in range(14))
+
+
+class GenAiMetrics:
+    """Updates the metrics with one request at a time."""
+
+    def __init__(self, meter: Meter, conventions: Conventions = "latest") -> None:
+        names = METRICS[conventions]
+        self._duration = meter.create_histogram(
+            names.duration, "s", explicit_bucket_boundaries_advisory=DURATION_BOUNDS_S
+        )
+        self._first_chunk = meter.create_histogram(
+            names.first_chunk, "s", explicit_bucket_boundaries_advisory=FIRST_CHUNK_BOUNDS_S
+        )
+        self._token_histogram: Histogram | None = None
+        self._token_counters: tuple[Counter, Counter] | None = None
+        if names.tokens_are_histogram:
+            self._token_histogram = meter.create_histogram(
+                names.input_tokens, "{token}", explicit_bucket_boundaries_advisory=TOKEN_BOUNDS
+            )
+        else:
+            self._token_counters = (
+                meter.create_counter(names.input_tokens, "{token}"),
+                meter.create_counter(names.output_tokens, "{token}"),
+            )
+
+    def record(self, raw: RawCapture, exchange: Exchange | None) -> None:
+        """Record a request. exchange: None when it was not captured; its tokens are unknown
+        then."""
+        attributes: dict[str, str | int] = {
+            "gen_ai.operation.name": OPERATIONS[raw.surface],
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": raw.public_model,
+            "gen_ai.response.model": raw.route.upstream_model,
+            **server_of(raw.replica),
+        }
+        if exchange is not None:
+            self._tokens(exchange, attributes)
+        if raw.streamed and raw.timings.first_byte_s is not None:
+            self._first_chunk.record(raw.timings.first_byte_s, attributes)
+        error = error_type(raw, exchange)
+        if error is not None:
+            attributes = {**attributes, "error.type": error}
+        self._duration.record(raw.timings.total_s, attributes)
+
+    def _tokens(self, exchange: Exchange, attributes: dict[str, str | int]) -> None:
+        counts = token_counts(exchange)
+        if self._token_histogram is not None:
+            for kind, count in zip(("input", "output"), counts, strict=True):
+                if count:
+                    self._token_histogram.record(count, {**attributes, "gen_ai.token.type": kind})
+        if self._token_counters is not None:
+            # vLLM does not report how many prompt tokens are text and how many are pictures.
+            for counter, modality, count in zip(
+                self._token_counters, ("unknown", "text"), counts, strict=True
+            ):
+                counter.add(count, {**attributes, "gen_ai.token.modality": modality})

@@ -22,21 +22,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import structlog
 from prometheus_client import CollectorRegistry
 
-from sidecar.access.limits_file import LimitsFile, counted, limits_path
-from sidecar.access.limits_table import TableLimiter
-from sidecar.backoff import Waits
-from sidecar.capture.durable_counts import DurableCounts
+from sidecar.access.limits import LimitsFile, TableLimiter, counted, limits_path
+from sidecar.backoff import Backoff, Waits
+from sidecar.capture.outbox import DurableCounts
 from sidecar.forwarding.process import forwarding_process
-from sidecar.metrics.forwarding import ForwardingMetrics
-from sidecar.metrics.hot import MetricSet
-from sidecar.metrics.proxy import limits_lost, limits_unchecked, worker_restarts
-from sidecar.metrics.table import (
+from sidecar.metrics.families import (
     MetricTable,
     map_regions,
     mark_dead,
@@ -44,21 +40,12 @@ from sidecar.metrics.table import (
     shared_memory,
     signs_of_life,
 )
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.probes import WATCHED_S
-from sidecar.processes.readiness import tell_ready
+from sidecar.metrics.hot import MetricSet
+from sidecar.metrics.proxy import ForwardingMetrics, limits_lost, limits_unchecked, worker_restarts
+from sidecar.processes import WATCHED_S, own_environment, own_python, tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
-from sidecar.workers.child import (
-    CHECK_INTERVAL_S,
-    HUNG_AFTER_S,
-    RESTARTS,
-    Child,
-    first_of,
-    ready,
-    takers,
-)
-from sidecar.workers.handover import (
+from sidecar.workers.worker import (
     BALANCER_S,
     DRAINING,
     LEAVE,
@@ -71,6 +58,101 @@ from sidecar.workers.handover import (
     bind_listeners,
     close_all,
 )
+
+# A worker process as its parent sees it, and the rules by which the parent decides.
+
+RESTARTS = Backoff(first_s=0.1, last_s=10.0)
+CHECK_INTERVAL_S = 1.0
+"""Pause between two checks for signs of life, in seconds. A worker gives four signs a second."""
+HUNG_AFTER_S = 30.0
+"""A worker without a sign of life for so long is killed. That cuts the replies it was sending, so
+the parent must be certain: the longest blocking work of a loop (reading 64 MiB of answers and
+writing one) took 0.5 s, and takes many times longer on a machine that swaps. 30 s is also
+gunicorn's default, and what Kubernetes' liveness probe amounts to (3 failures, 10 s apart)."""
+
+
+class Child:
+    """One worker: its process, and what is known of its state."""
+
+    def __init__(self, handover: Handover, process: asyncio.subprocess.Process) -> None:
+        self.handover = handover
+        self.process = process
+        self.started = time.monotonic()
+        self.ready = asyncio.Event()
+        self.left = asyncio.Event()
+        """The worker accepts no more connections: it drains or has ended."""
+        self.ended = asyncio.Event()
+        self.writer: asyncio.StreamWriter | None = None
+        self.silence = Silence()
+        self.hung = False
+        """The parent killed the worker because it gave no sign of life."""
+
+    @property
+    def serves(self) -> bool:
+        return self.ready.is_set() and not self.left.is_set()
+
+    def tell(self, *words: str | int) -> None:
+        if self.writer is not None and not self.ended.is_set():
+            self.writer.write(f"{' '.join(map(str, words))}\n".encode())
+
+    def terminate(self) -> None:
+        if not self.ended.is_set():
+            self.process.terminate()
+
+    def end_hung(self) -> None:
+        """Kill the worker. A blocked event loop handles no other signal."""
+        self.hung = True
+        self.left.set()
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+class Silence:
+    """Measures how long a worker has given no sign of life. Pure.
+
+    It counts checks instead of reading a clock: while the parent does not run either (a frozen
+    container, a sleeping laptop), no check happens and no worker becomes silent.
+    """
+
+    def __init__(self) -> None:
+        self._signs = 0
+        self._silent_checks = 0
+
+    def check(self, signs: int) -> float:
+        """Compare with the last check, at least `CHECK_INTERVAL_S` ago.
+
+        signs: signs of life since the worker started. Returns: the least number of seconds since
+        the last new sign.
+        """
+        self._silent_checks = self._silent_checks + 1 if signs == self._signs else 0
+        self._signs = signs
+        return self._silent_checks * CHECK_INTERVAL_S
+
+
+def takers(serving: Sequence[bool]) -> list[int | None]:
+    """Choose the worker that accepts each listener's connections. Pure.
+
+    It is the listener's own worker if that one serves, else the first that does. None: no worker
+    serves, and the connections wait.
+    """
+    substitute = serving.index(True) if True in serving else None
+    return [own if serves else substitute for own, serves in enumerate(serving)]
+
+
+async def ready(child: Child) -> bool:
+    """Wait until the worker serves. Returns: False when it ended instead."""
+    await first_of(child.ready, child.ended)
+    return child.ready.is_set()
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
 
 log = structlog.get_logger()
 STOP_LIMIT_S = 15.0

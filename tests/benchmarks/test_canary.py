@@ -23,8 +23,7 @@ from benchmarks.canary.traffic import (
     requests,
     took_s,
 )
-from deploy.evidence.in_order import InOrder
-from deploy.evidence.live import Live, Turn
+from deploy.evidence.live import InOrder, Live, Turn
 from sidecar.settings import Canary as CanarySettings
 
 RULES = CanarySettings(steps=(2_000, 5_000))

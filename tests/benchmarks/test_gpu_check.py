@@ -14,8 +14,7 @@ from benchmarks.learner import art, gpu_check, run
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
 from benchmarks.learner.run import ratios, targets
 from benchmarks.results import Row
-from learner.policy.attention.trie import pairs
-from learner.policy.packing import pack_group
+from learner.policy.packing import pack_group, pairs
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from benchmarks.groups.prompts import Prompt, score
 from benchmarks.groups.recording import FILE, LATER, Step, later, seen, told
 from benchmarks.groups.run import by_opening, factor, yielded
 from ingest.grouping.features import Features
-from ingest.grouping.preference import WEIGHTS
+from ingest.grouping.same_prompt import WEIGHTS
 
 
 def step(*, spread: bool, tokens: int = 100, free: bool = False, opening: str = "o") -> Step:

@@ -11,7 +11,7 @@ from benchmarks.sessions.records import Found, SentRequest, Side
 from benchmarks.sessions.scoring import leak, right_parents, right_sessions, score
 from benchmarks.sessions.twins import settled, twins_of
 from benchmarks.sessions.wrong import wrong
-from ingest.grouping.held_out import is_held_out
+from ingest.grouping.features import is_held_out
 
 
 def sent(

@@ -13,9 +13,13 @@ import httpx
 import pytest
 
 from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, engine_section, free_port
-from ingest.grouping.chat_request import STRICT_TOOLS, candidate_body, masking_field
-from ingest.grouping.engine_facts import EngineFacts
-from ingest.grouping.exchangeable import RAISED_BELOW
+from ingest.grouping.request import (
+    RAISED_BELOW,
+    STRICT_TOOLS,
+    EngineFacts,
+    candidate_body,
+    masking_field,
+)
 from ingest.vllm.probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
 from tests.clients.servers import ENGINE_CORE, process, wait_until_ready
 

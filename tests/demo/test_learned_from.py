@@ -11,9 +11,8 @@ import pytest
 from demo.agent import SupportAgent
 from demo.questions import load_questions
 from demo.stack import MODEL, MODEL_FOLDER
-from ingest.grouping.engine_facts import EngineFacts
-from ingest.grouping.generation_config import read_defaults
-from ingest.grouping.selection import Rules, Standing, select
+from ingest.grouping.request import EngineFacts, read_defaults
+from ingest.grouping.selection import Rules, Standing, select_exchanges
 from sidecar.capture.assemble import assemble
 from sidecar.records import BASE, Assignment, Exchange, RawCapture, Timings
 
@@ -98,7 +97,7 @@ async def test_every_answer_of_the_demos_agent_is_chosen_and_trained_on() -> Non
     standing = Standing(live_adapters=frozenset({BASE}), pending_groups=0, groups_by_session={})
 
     exchanges = [exchange_of(number, body) for number, body in enumerate(bodies)]
-    decisions = select([(exchange, False) for exchange in exchanges], standing, rules)
+    decisions = select_exchanges([(exchange, False) for exchange in exchanges], standing, rules)
 
     assert {decision.reason for decision in decisions} == {"chosen"}
     answers = [answer for one in decisions if one.group for answer in one.group.answers]

@@ -22,15 +22,14 @@ from deploy.admin.reception import Refusals
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.canary.gate_store import SETTLED_S
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.records import AdapterVersion, Canary
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
-from deploy.supervise.loops import LoopView
-from ingest.privacy.judge_view import JudgeView
+from deploy.supervise import LoopView
 from ingest.privacy.screen import Screen
+from ingest.privacy.texts import JudgeView
 from learner.adapter_folder import folder_digest
 from sidecar.lines import Line
 from sidecar.records import BASE

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 
-from ingest.judge_watch.state import read_judge_state
+from ingest.judge_watch import read_judge_state
 from ingest.store.groups import load_scored_group
-from sidecar.processes.readiness import VARIABLE
+from sidecar.processes import VARIABLE
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
 

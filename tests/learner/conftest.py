@@ -23,7 +23,7 @@ from learner.records import (
     TrainingOutcome,
 )
 from sidecar.settings import Learner, Serving, Settings, Store
-from sidecar.store.arrays import pack_floats, pack_ids
+from sidecar.store.codec import pack_floats, pack_ids
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
 from support.clock import Clock
@@ -357,7 +357,7 @@ def _draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def put(steps: Sequence[Any], path: Path, *, title: str) -> None:
         path.write_bytes(title.encode())
 
-    monkeypatch.setattr("learner.progress.plot.draw", put)
+    monkeypatch.setattr("learner.progress.export.draw", put)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from learner.base_weights import base_size, not_plain
 from learner.errors import ParentError
-from learner.origin.base_digest import base_digest
+from learner.origin import base_digest
 from learner.policy.adapter_io import load_policy
 from learner.records import Parent
 from sidecar.settings import Learner

@@ -19,9 +19,9 @@ from learner import once
 from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import STOPPED, run_once, start_when_free
-from learner.policy import room
+from learner.policy import memory
 from learner.records import Candidate, Part, Stage, TrainingJob
-from learner.resume.holder import how_released
+from learner.resume import how_released
 from learner.runs.interrupted import GOES_ON
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag
@@ -109,7 +109,7 @@ def test_a_run_that_would_not_fit_exits_5_takes_nothing_and_tells_the_schedule(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "room_of", lambda *_: room.Room(total=10**9, free=1, share=1.0))
+    monkeypatch.setattr(memory, "room_of", lambda *_: memory.Room(total=10**9, free=1, share=1.0))
 
     assert run() == 5
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learner.probe_file import MAX_BYTES, ProbeFile, read_probe, render_probe
+from learner.adapter_folder import MAX_BYTES, ProbeFile, read_probe, render_probe
 
 PROBE = ProbeFile(
     prompts=((1, 2), (1, 2, 3)),

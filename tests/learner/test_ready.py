@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from learner import ready
 from learner.__main__ import main
-from learner.progress.lacks import read_lacks
-from learner.schedule import loop, measuring
+from learner.progress.watch import read_lacks
+from learner.schedule import loop
+from learner.schedule import loop as measuring
 from sidecar.store.database import Database
 
 WHAT = (

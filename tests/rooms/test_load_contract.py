@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from ingest.errors import EngineDownError, SamplingError
-from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import LoadProbe, Room, VllmSampler
 from ingest.vllm.throttle import Throttle
+from ingest.vllm.watch import ReplicaSampler
 from support.fake_load import LIMITS, FakeRoom, LoadedSampler, ScriptedLoad
 from support.fake_sampler import FakeSampler
 from support.fake_vllm import FakeVllm, load_metrics

@@ -9,14 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from deploy.process import _vllm_client
-from deploy.supervise.http_status import status_of
+from deploy.supervise import status_of
 from ingest.errors import IngestError
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.prompt import reply_schema
 from ingest.vllm.probe import probe
 from ingest.vllm.sampler import VllmSampler
 from sidecar.settings import Judge, Settings, Telemetry
-from sidecar.settings.no_proxy import ask_loopback_directly
+from sidecar.settings.kinds import ask_loopback_directly
 from sidecar.tracing.telemetry import configure_tracing
 
 

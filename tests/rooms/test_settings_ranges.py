@@ -20,13 +20,13 @@ from pydantic import BaseModel, ValidationError
 
 from deploy.cli.main import main
 from deploy.line_loops import make_controller, make_gate
-from ingest.best_of.questions import BestOfJudge
+from ingest.best_of import BestOfJudge
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
-from ingest.vllm.replicas import open_replicas
+from ingest.vllm.watch import open_replicas
 from learner.schedule.loop import Schedule, start_clock
 from sidecar.errors import SettingsError
 from sidecar.proxy import Proxy

@@ -20,13 +20,11 @@ from typing import Final
 import pytest
 from sqlalchemy import select
 
-from deploy.funnel.pile_up import read_pile_up
-from deploy.funnel.read import read_funnel
-from deploy.registry import audit, canaries, routing_writer, transitions, versions
+from deploy.funnel import read_funnel, read_pile_up
+from deploy.registry import audit, canaries, routing_writer, switches, transitions, versions
 from deploy.registry.canary_rule import Move
-from deploy.registry.learner import flags
 from deploy.registry.rollback import rollback
-from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.request import EngineFacts
 from ingest.grouping.selection import BACKLOG
 from ingest.grouping.selection import STAGE as SELECTION
 from ingest.intake.bus import open_bus
@@ -166,7 +164,7 @@ class Two:
             return (
                 versions.aliases_of(session, line),
                 routing_writer.current(session, line),
-                flags.read(session, line),
+                switches.read(session, line),
             )
 
 

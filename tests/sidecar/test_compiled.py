@@ -43,9 +43,9 @@ print(json.dumps([importlib.import_module(name).__file__ for name in sys.argv[1:
 SLOW_STEPS = """
 import json, pathlib, sys
 from sidecar.relay.payload import spans as json_spans
-from sidecar.relay.payload.reply_edit import Strip, strip_event, strip_reply
-from sidecar.relay.payload.request_edit import splice_request
-from sidecar.relay.payload.peek import peek_request
+from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.request_edit import splice_request
+from sidecar.relay.peek import peek_request
 
 class Counting:  # in place of what only the ways member by member use
     def __init__(self, inner): self.inner, self.calls = inner, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.plurals import counted
+from sidecar.visible import counted
 
 
 def test_only_one_is_singular() -> None:

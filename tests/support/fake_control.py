@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from deploy.engine.probe import Probe
-from deploy.engine.vllm_control import Room
+from deploy.engine.vllm_control import Probe, Room
 from deploy.errors import EngineError, InvalidAdapterError
 from support.adapter_endpoints import MODEL
 

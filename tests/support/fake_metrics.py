@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from deploy.outside.http import OutsideError
-from deploy.outside.metrics import Names
+from deploy.outside.http import Names, OutsideError
 from sidecar.settings import Metric
 
 
 @dataclass
 class FakeMetrics:
-    """See `deploy.outside.metrics.MetricSource`."""
+    """See `deploy.outside.http.MetricSource`."""
 
     values: dict[str, float | OutsideError | None] = field(default_factory=dict)
     """By the metric's URL: a value, None for no data, or the error to raise."""

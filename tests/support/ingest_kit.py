@@ -15,14 +15,14 @@ import msgspec
 import pytest
 from sqlalchemy import delete, func, select
 
-from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.request import EngineFacts
 from ingest.grouping.selection import Rules, group_id_of
+from ingest.intake.bus import BATCH_BYTES, BusReader, Envelope
 from ingest.intake.choose import choose_new
-from ingest.intake.reader import BATCH_BYTES, BusReader, Envelope
 from ingest.store.exchanges import save_exchange
-from sidecar.feedback.record import Feedback, encode_feedback
-from sidecar.forwarding.report import Tally
-from sidecar.forwarding.topics import ensure_topics
+from sidecar.feedback import Feedback, encode_feedback
+from sidecar.forwarding.process import Tally
+from sidecar.forwarding.sender import ensure_topics
 from sidecar.records import Choice, Exchange, Sampling, Timings, encode_exchange
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.settings import Kafka as KafkaSettings
@@ -269,9 +269,8 @@ def forward(
 ) -> Tally:
     """Send exchanges by way of an outbox, as a proxy does. Returns: what was counted."""
     from sidecar.capture.outbox import Outbox, OutboxReader
-    from sidecar.forwarding.dead_letters import FILE, DeadLetters
-    from sidecar.forwarding.forward import Forwarder
-    from sidecar.forwarding.sender import KafkaSender
+    from sidecar.forwarding.process import Forwarder
+    from sidecar.forwarding.sender import FILE, DeadLetters, KafkaSender
 
     outbox = Outbox(folder / "sent.db", max_rows=100_000)
     outbox.append(packed(exchanges))

@@ -12,7 +12,7 @@ import sqlite3
 from pathlib import Path
 
 from ingest.ruler.prompt import rubric_hash
-from sidecar.store.arrays import pack_floats, pack_ids
+from sidecar.store.codec import pack_floats, pack_ids
 from sidecar.store.database import Database, compress
 
 MODEL = "m"

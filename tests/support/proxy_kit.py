@@ -12,7 +12,7 @@ from pathlib import Path
 from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
 from sidecar.records import Exchange
-from sidecar.scoring.wire import Material, NoPick, Verdict
+from sidecar.scoring import Material, NoPick, Verdict
 from support.fake_vllm import (
     CLOSE,
     LAST_CHUNK,

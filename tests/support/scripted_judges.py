@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ingest.calibration.reading import read_groups
-from ingest.calibration.records import KnownGroup
+from ingest.calibration.figures import KnownGroup
+from ingest.calibration.running import read_groups
 from ingest.calibration.shipped import NAME, PATH
-from ingest.judge_prompt.shown import shown_answer
+from ingest.judge_prompt import shown_answer
 
 ANSWER = re.compile(r'^<answer-[0-9a-f]+ id="(\w+)">\n(.*)\n</answer-[0-9a-f]+>$', re.MULTILINE)
 CONVERSATION = re.compile(r"^<conversation-[0-9a-f]+>\n(.*?)\n</conversation-", re.DOTALL)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from ingest.noise.drift import changes_within, drifts
-from ingest.noise.estimate import Estimate, Twice, estimate
+from ingest.noise.estimate import Estimate, Twice, changes_within, drifts, estimate
 from ingest.records import ShownPass
 
 WINDOW = 50

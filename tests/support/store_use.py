@@ -25,30 +25,25 @@ import pytest
 from apscheduler.schedulers.background import BackgroundScheduler
 from sqlalchemy import func, select, update
 
-from deploy.adapters.needed import FolderRule
-from deploy.adapters.prune import Pruner
-from deploy.adapters.restore import put_back
+from deploy.adapters.prune import FolderRule, Pruner, put_back
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
 from deploy.canary import gate_store
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
-from deploy.canary.gate_draw import Drawing
+from deploy.canary.gate_answers import Drawing
 from deploy.cli.main import main
 from deploy.doctor.look import look
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.outside.checking import MetricChecks
 from deploy.outside.http import Caller
 from deploy.outside.telling import Hooks, Sender
-from deploy.page import changed
+from deploy.page import changing
 from deploy.page.mount import PAGES, with_page
 from deploy.registry import canaries, candidates, routing_writer
-from deploy.registry.leases.holder import Lease
-from ingest.best_of.groups import answers_digest
-from ingest.best_of.questions import BestOfJudge
-from ingest.best_of.store import BestOfScores, save_scores
+from deploy.registry.leases import Lease
+from ingest.best_of import BestOfJudge, BestOfScores, answers_digest, save_scores
 from ingest.errors import (
     AdapterGoneError,
     EngineDownError,
@@ -57,49 +52,41 @@ from ingest.errors import (
     SamplingError,
 )
 from ingest.feedback.deriving import derive_session
-from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.request import EngineFacts
 from ingest.intake.loop import Intake
-from ingest.judge_watch.state import JudgeState, why_sampling_holds, write_judge_state
-from ingest.judges.cache import CachedJudge, ContentSeeds, KeptReplies
-from ingest.judges.ledger import Ledger
-from ingest.judges.replies import ReplyStore
-from ingest.judges.spending import Amount
-from ingest.noise.choosing import Choosing
-from ingest.noise.measured import measured_noise
-from ingest.noise.reading import accept_now, read_noise
-from ingest.noise.worker import RescoringWorker
+from ingest.judge_watch import JudgeState, why_sampling_holds, write_judge_state
+from ingest.judges.replies import CachedJudge, ContentSeeds, KeptReplies, ReplyStore
+from ingest.judges.spending import Amount, Ledger
+from ingest.noise.windows import Choosing
+from ingest.noise.worker import RescoringWorker, accept_now, measured_noise, read_noise
 from ingest.retention.sweep import Sweeper
-from ingest.reward_watch.profile import Profile, RateOf, write_body
+from ingest.reward_watch.traits import Profile, RateOf, write_body
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
-from ingest.store.exchanges import dead_letter
-from ingest.store.forgotten import save_forgotten
+from ingest.store.exchanges import dead_letter, load_rows
 from ingest.store.groups import keep_scores
-from ingest.store.rows import load_rows
-from ingest.trajectories.recorded import load_trajectory
-from ingest.verifiers.records import Finding
+from ingest.store.sessions import save_forgotten
+from ingest.trajectories.records import load_trajectory
+from ingest.verifiers.records import Finding, VerifierSeen, waiting_for, write_verifiers
 from ingest.verifiers.rewarding import Rewarding
-from ingest.verifiers.state import VerifierSeen, waiting_for, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import HeldError, LearnerError, RunStoppedError
 from learner.records import Candidate, StepMetrics, TrainingJob, TrainingOutcome
 from learner.replay import replay
-from learner.resume.holder import present_holder
-from learner.resume.work_folder import CLAIMED, PLACING, WorkFolder
-from learner.runs.blame import blame_for_death
-from learner.runs.hold import check_hold
-from learner.runs.interrupted import begin_again, leave
+from learner.resume import CLAIMED, PLACING, WorkFolder, present_holder
+from learner.runs.interrupted import begin_again, check_hold, leave
 from learner.runs.publish import Sealed
 from learner.runs.runs import can_go_on, open_run
+from learner.runs.source import blame_for_death
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
-from learner.schedule.turns import keep_turns
-from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
+from learner.schedule.rule import keep_turns
+from sidecar.feedback import Feedback, TargetKind, encode_feedback
 from sidecar.lines import Line, lines_of
 from sidecar.records import BASE, Choice, Exchange, encode_exchange
-from sidecar.scoring.wire import Material
+from sidecar.scoring import Material
 from sidecar.settings import (
     Bus,
     Groups,
@@ -113,9 +100,9 @@ from sidecar.settings import (
 )
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
-from sidecar.settings.reward import LengthVerifier
+from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
-from sidecar.store.disk.space import space_of
+from sidecar.store.disk import space_of
 from sidecar.store.models import (
     AdapterProfileRow,
     AdapterRow,
@@ -865,7 +852,7 @@ async def _pages(context: AdminContext) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8081") as client:
         for method, path, _, _ in PAGES:
             if method == "GET" and path != "/login":
-                with mock.patch.object(changed, "MAX_S", 0.0):  # else it streams for a minute
+                with mock.patch.object(changing, "MAX_S", 0.0):  # else it streams for a minute
                     await _ok(client, path.format(**PATH))
 
 

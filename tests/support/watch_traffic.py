@@ -15,16 +15,8 @@ from functools import lru_cache
 from itertools import accumulate
 from random import Random
 
-from ingest.reward_watch.profile import MeanOf, Profile, RateOf
-from ingest.reward_watch.statistics import (
-    Mean,
-    Moments,
-    mean_of,
-    moments,
-    pooled_correlation,
-    rate_of,
-)
-from ingest.reward_watch.traits import KINDS, Kind
+from ingest.reward_watch.rules import Mean, Moments, mean_of, moments, pooled_correlation, rate_of
+from ingest.reward_watch.traits import KINDS, Kind, MeanOf, Profile, RateOf
 
 USUAL: Mapping[Kind, float] = {
     "refusal": 0.02,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.adapters.diff import compare_weights, open_lora, total
 from deploy.adapters.export import ExportError, export_version
-from deploy.adapters.weights import compare_weights, open_lora, total
 from deploy.cli.main import main
 from deploy.errors import InvalidAdapterError
 from deploy.records import AdapterVersion

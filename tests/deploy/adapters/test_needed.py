@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.adapters.needed import DAY_S, FolderRule, decide_fates
+from deploy.adapters.prune import DAY_S, FolderRule, decide_fates
 from deploy.records import AdapterVersion
 
 VERSION = AdapterVersion(

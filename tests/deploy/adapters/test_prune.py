@@ -16,12 +16,10 @@ import pytest
 from sqlalchemy import update
 
 from deploy.adapters import prune as pruning
-from deploy.adapters.needed import DAY_S, FolderRule
-from deploy.adapters.prune import DEAD_FETCH_S, REMOVED, TRASH, Pruner
+from deploy.adapters.prune import DAY_S, DEAD_FETCH_S, REMOVED, TRASH, FolderRule, Pruner
 from deploy.errors import TransitionError
-from deploy.forgetting.retire import retire
-from deploy.registry import candidates, transitions, versions
-from deploy.registry.history import bans
+from deploy.forgetting import retire_adapters
+from deploy.registry import aliases, candidates, transitions, versions
 from deploy.registry.rollback import rollback
 from learner.adapter_folder import CARD, LINEAGE, WEIGHTS, folder_digest
 from learner.shared_folders import FETCHING
@@ -337,7 +335,7 @@ def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Fol
     folders.world.clock.now += 1.0
     folders.promote(last)
     with folders.world.database.write() as session:
-        bans.ban(session, old, now=0.0, actor="t", reason="bad")
+        aliases.ban(session, old, now=0.0, actor="t", reason="bad")
         session.get_one(AdapterRow, last).forgotten_at = 1.0
         versions.move_alias(
             session, model=MODEL, alias="previous", to=last, now=0.0, actor="t", reason="r"
@@ -346,19 +344,19 @@ def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Fol
     assert old not in folders.there()
     Path(folders.world.adapter(old).path).mkdir()  # somebody's empty folder brings nothing back
 
-    done, _ = retire(folders.world.database, MODEL, now=folders.world.clock.now)
+    done, _ = retire_adapters(folders.world.database, MODEL, now=folders.world.clock.now)
 
     assert done is not None
     assert done.after == BASE
     with folders.world.database.read() as session:
-        assert bans.find(session, MODEL, folders.world.adapter(old).digest) is not None
+        assert aliases.find(session, MODEL, folders.world.adapter(old).digest) is not None
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from deploy.adapters import prune as pruning
-from deploy.adapters.needed import FolderRule
+from deploy.adapters.prune import FolderRule
 from sidecar.store.database import Database
 
 database = Database(sys.argv[1])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from deploy.adapters.mirrors import MirrorError, open_mirror
+from deploy.adapters.export import MirrorError, open_mirror
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS
 from sidecar.store.models import AliasRow, AuditRow
 from support.scripted_hub import ScriptedHub, scripted_hub

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.adapters.needed import DAY_S, FolderRule
-from deploy.adapters.prune import Pruner
+from deploy.adapters.prune import DAY_S, FolderRule, Pruner
 from deploy.canary.controller import Controller
-from deploy.cli.learning.importing import import_adapter
+from deploy.cli.adapters import import_adapter
 from deploy.engine.validation import ServingLimits
 from deploy.line_loops import make_folder_of
 from learner.adapter_folder import folder_digest
-from learner.resume.work_folder import remove_folder
+from learner.resume import remove_folder
 from learner.shared_folders import MANIFEST, shared_folders
 from sidecar.settings import Learner, Serving, Settings, Store
-from sidecar.settings.training.adapters import Adapters
+from sidecar.settings.training import Adapters
 from sidecar.store.models import AdapterRow
 from tests.deploy.conftest import write_adapter
 

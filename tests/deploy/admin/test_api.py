@@ -22,14 +22,14 @@ from deploy.records import AdapterState
 from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
-from deploy.supervise.loops import LoopView
-from ingest.feedback.placing import save_feedback
+from deploy.supervise import LoopView
+from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
-from ingest.judge_watch.state import JudgeState, write_judge_state
-from ingest.noise.state import NoiseState, write_noise_state
-from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
-from ingest.verifiers.state import VerifierSeen, write_verifiers
+from ingest.judge_watch import JudgeState, write_judge_state
+from ingest.noise.windows import NoiseState, write_noise_state
+from ingest.store.listing import SAMPLING_WAITS, Trouble, write_trouble
+from ingest.verifiers.records import VerifierSeen, write_verifiers
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run
@@ -816,7 +816,7 @@ async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> 
 async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
     world: World, api: Api
 ) -> None:
-    from deploy.registry.learner import switches as learner_switches
+    from deploy.registry import switches as learner_switches
     from learner.schedule import loop as schedule
     from sidecar.store.database import get_flag
 

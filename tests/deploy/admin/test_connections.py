@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from deploy.admin.changes.events import MAX_STREAMS
+from deploy.admin import wire
 from deploy.admin.context import AdminContext
-from deploy.admin.wire import connections
-from deploy.engine.fleet import Fleet
+from deploy.admin.events import MAX_STREAMS
+from deploy.engine.reconcile import Fleet
 from deploy.registry import audit
 from support.served_admin import served_admin
 
@@ -72,7 +72,7 @@ def ended(client: socket.socket) -> bool:
 def test_a_head_that_never_ends_is_given_up(
     port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(wire, "HEAD_S", 0.2)
     with connect(port, sent) as client:
         assert ended(client)
 
@@ -80,7 +80,7 @@ def test_a_head_that_never_ends_is_given_up(
 def test_half_a_head_after_a_whole_request_is_given_up_too(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(wire, "HEAD_S", 0.2)
     with connect(port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as client:
         found = b""
         while not found.endswith(b"}"):
@@ -92,7 +92,7 @@ def test_half_a_head_after_a_whole_request_is_given_up_too(
 def test_a_head_that_comes_in_time_is_answered_however_slow_its_answer(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    monkeypatch.setattr(wire, "HEAD_S", 0.5)
     with connect(port, HALF) as client:
         client.sendall(b".0.0.1\r\n\r\n")
         assert client.recv(65_536).startswith(b"HTTP/1.1 200")
@@ -104,7 +104,7 @@ def test_a_head_that_comes_in_time_is_answered_however_slow_its_answer(
 def test_a_client_that_reads_nothing_is_given_up(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "STUCK_S", 0.2)
+    monkeypatch.setattr(wire, "STUCK_S", 0.2)
     with never_read(port, STATIC) as client:
         assert closed(client)
 
@@ -112,7 +112,7 @@ def test_a_client_that_reads_nothing_is_given_up(
 def test_the_last_of_what_a_closing_connection_sends_is_given_up_too(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "STUCK_S", 0.2)
+    monkeypatch.setattr(wire, "STUCK_S", 0.2)
     last = STATIC.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     with never_read(port, STATIC * 200 + last, times=1) as client:
         assert closed(client)
@@ -133,7 +133,7 @@ def test_streams_that_nobody_reads_make_room_for_another(
                 after={},
                 reason="r" * 4_000,
             )
-    monkeypatch.setattr(connections, "STUCK_S", 0.5)
+    monkeypatch.setattr(wire, "STUCK_S", 0.5)
     asks = b"GET /admin/v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nLast-Event-ID: 0\r\n\r\n"
     clients = [never_read(port, asks, times=1) for _ in range(MAX_STREAMS)]
     try:
@@ -165,7 +165,7 @@ def test_who_reads_slowly_is_served_and_who_stops_is_dropped() -> None:
         def call_later(self, after_s: float, _: object) -> None:
             calls.append(f"look again in {after_s:g} s")
 
-    one: Any = connections.AdminConnection.__new__(connections.AdminConnection)
+    one: Any = wire.AdminConnection.__new__(wire.AdminConnection)
     one.transport, one.loop = Transport(), Loop()
 
     one._watch_writing()
@@ -178,8 +178,8 @@ def test_who_reads_slowly_is_served_and_who_stops_is_dropped() -> None:
 def test_those_that_read_nothing_make_room_for_those_that_ask(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections.AdminConnection, "most", 5)
-    monkeypatch.setattr(connections, "STUCK_S", 3_600.0, raising=False)
+    monkeypatch.setattr(wire.AdminConnection, "most", 5)
+    monkeypatch.setattr(wire, "STUCK_S", 3_600.0, raising=False)
     stuck = [never_read(port, STATIC) for _ in range(5)]
     try:
         answered = sum(_answers(port) for _ in range(20))
@@ -202,7 +202,7 @@ def _answers(port: int) -> bool:
 def test_those_that_ask_nothing_make_room_for_those_that_ask(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections.AdminConnection, "most", 5)
+    monkeypatch.setattr(wire.AdminConnection, "most", 5)
     waiting = [connect(port, HALF) for _ in range(12)]
     deadline = time.monotonic() + 30
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.admin.changes import events
+from deploy.admin import events
 from sidecar.lines import Line
 from sidecar.store.models import AuditRow
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.admin.changes import idempotency
-from deploy.admin.changes.idempotency import KEPT_S, REPLAYED, TAKEN_S
+from deploy.admin import idempotency
+from deploy.admin.idempotency import KEPT_S, REPLAYED, TAKEN_S
 from sidecar.store.models import AuditRow, IdempotentReplyRow
 
 if TYPE_CHECKING:

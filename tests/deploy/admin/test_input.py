@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from deploy.admin.json import read_stored
+from deploy.admin.wire import read_stored
 from sidecar.store.database import compress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from deploy.admin.auth import grant_of
-from deploy.admin.wire.scopes import NEEDED, scopes_of
+from deploy.admin.wire import NEEDED, scopes_of
 from sidecar.settings.kinds import AdminScope
 from sidecar.settings.sections import Admin
 from sidecar.store.models import AuditRow

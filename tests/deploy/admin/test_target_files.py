@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.admin.lines import target_files
+from deploy.admin import target_files
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, World

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.cli.learning.learner import watch_lines
-from ingest.reward_watch.asking import read_override
-from ingest.reward_watch.profile import Profile, RateOf, write_body
+from deploy.cli.learner import watch_lines
+from ingest.reward_watch.store import read_override
+from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.store.models import AdapterProfileRow, AdapterRow, AliasRow, AuditRow
 from support.adapter_endpoints import MODEL
 

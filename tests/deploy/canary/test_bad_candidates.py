@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.canary import controller as controller_module
-from deploy.canary import ramp_counts
-from deploy.canary.tick_errors import MAX_TICK_ERRORS
+from deploy.canary import live_turns
+from deploy.canary.controller import MAX_TICK_ERRORS
 from deploy.errors import EngineError
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from sidecar.errors import StoreError
@@ -236,7 +236,7 @@ async def test_an_error_in_the_ramp_takes_the_candidate_s_users_away(
     def count(*_: object, **__: object) -> None:
         raise KeyError("arm")
 
-    monkeypatch.setattr(ramp_counts, "count_ramp", count)
+    monkeypatch.setattr(live_turns, "count_ramp", count)
     await tick_for(world, 31.0)
 
     assert world.canary(name).phase == "rolled_back"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.canary.both_arms import count_conversations
+from deploy.canary.controller import count_conversations
 from sidecar.lines import Line
 from sidecar.store.models import ExchangeRow
 from tests.deploy.canary.test_ramp_counts import CANARY, ramping
@@ -81,7 +81,7 @@ def test_what_was_before_the_ramp_or_taken_over_is_no_flip(world: World) -> None
 def test_only_the_newest_exchanges_of_each_arm_are_read(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.canary.both_arms.NEWEST", 2)
+    monkeypatch.setattr("deploy.canary.controller.NEWEST", 2)
     first = serve(world, "flips")
     serve(world, "flips", first, canary=True)
     assert counted(world) == (1, 1)

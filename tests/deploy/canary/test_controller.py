@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.registry import transitions, versions
+from deploy.registry import aliases, transitions, versions
 from deploy.registry.canary_rule import SLOWEST
-from deploy.registry.history import bans
 from deploy.registry.rollback import rollback
 from ingest.errors import (
     AdapterGoneError,
@@ -21,7 +20,7 @@ from ingest.errors import (
     NoRoomError,
     SamplingError,
 )
-from ingest.grouping.chat_request import candidate_body
+from ingest.grouping.request import candidate_body
 from ingest.vllm.sampler import SampleRequest
 from sidecar.store.models import (
     BannedDigestRow,
@@ -196,7 +195,7 @@ async def test_learning_goes_on_from_a_champion_below_which_one_was_rolled_back(
     first, second = two_champions(world)
     with world.database.write() as session:
         versions.set_state(session, first, "rolled_back", "long ago")
-        bans.ban(session, first, now=1.0, actor="me", reason="long ago")
+        aliases.ban(session, first, now=1.0, actor="me", reason="long ago")
     child = world.register(3, parent=second, values=(0.2, 0.2))
 
     await tick(world)

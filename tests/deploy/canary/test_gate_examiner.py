@@ -12,11 +12,10 @@ import pytest
 from sqlalchemy import delete, select
 
 from deploy.canary.controller import Controller
-from deploy.registry.gate_rule import judge_name
+from deploy.registry.canary_rule import judge_name
 from deploy.registry.lineage import render_lineage, trace_lineage
 from ingest.errors import JudgeUnavailableError
-from ingest.judges.cache import CachedJudge, KeptReplies
-from ingest.judges.replies import ReplyStore
+from ingest.judges.replies import CachedJudge, KeptReplies, ReplyStore
 from ingest.retention.deletion import blank_comparisons
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.prompt import rubric_hash
@@ -167,7 +166,7 @@ def hasty(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if not world.database.url.startswith("sqlite"):
         pytest.skip("the lock is SQLite's")
     monkeypatch.setattr("sidecar.store.engines.BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("ingest.store.patience.PAUSES", Backoff(first_s=0.05, last_s=0.05))
+    monkeypatch.setattr("ingest.store.listing.PAUSES", Backoff(first_s=0.05, last_s=0.05))
     with closing(Database(world.database.url)) as database:
         world.database = database
         yield world
@@ -221,7 +220,7 @@ async def test_a_stop_of_control_waits_until_comparisons_are_stored(hasty: World
 
 
 async def test_a_stop_does_not_wait_for_ever(hasty: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.canary.gate_keeping.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("deploy.canary.gate.STOP_GRACE_S", 0.1)
     judge = Locking()
     controller, ticking = await asked_twice(hasty, judge)
     with locked(hasty.database):

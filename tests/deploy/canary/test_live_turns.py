@@ -11,7 +11,7 @@ from sqlalchemy import String, cast, insert, literal, select
 
 from deploy.canary import live_turns
 from deploy.canary.live_turns import LiveTurns
-from deploy.evidence import in_order
+from deploy.evidence import live as in_order
 from deploy.evidence.live import Live
 from deploy.records import Canary
 from sidecar.store.models import ExchangeRow
@@ -154,7 +154,7 @@ def test_reading_again_after_a_restart_ends_in_the_same_state(
     play_latency(world, turns, 120, hanging_s=80.0)
     world.clock.now += 1.0
     before = read(world, turns)
-    monkeypatch.setattr(live_turns, "PAGE", page)
+    monkeypatch.setattr(live_turns, "TURNS_PAGE", page)
     monkeypatch.setattr(live_turns, "PAGES", 1_000)
 
     after = read(world)
@@ -257,8 +257,10 @@ def test_two_hundred_thousand_exchanges_are_read_in_parts(world: World) -> None:
             live, behind = turns.read(session, ramping(), world.clock.now)
         ticks, most_held = ticks + 1, max(most_held, len(turns._order))
 
-    assert ticks == count // (live_turns.PAGE * live_turns.PAGES) + 1
-    assert most_held <= 10 * 60 + live_turns.PAGE, "60 s of ten requests each, and what was read"
+    assert ticks == count // (live_turns.TURNS_PAGE * live_turns.PAGES) + 1
+    assert most_held <= 10 * 60 + live_turns.TURNS_PAGE, (
+        "60 s of ten requests each, and what was read"
+    )
     assert live.champion_units == live.guards["failed"].champion == count + 1
     assert live.forgotten == 1
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.canary import ramp_counts
+from deploy.canary import live_turns
 from deploy.canary.gate_store import held_out_prompts
-from deploy.canary.ramp_counts import asks_for_one, count_ramp
+from deploy.canary.live_turns import asks_for_one, count_ramp
 from deploy.records import Canary
 from deploy.registry.canary_rule import BREAKER_FAILURES, ArmCounts, RampEvidence
 from sidecar.lines import Line
-from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
-from sidecar.relay.payload.peek import peek_request
+from sidecar.relay.best_of import BestOfPlan, plan_best_of
+from sidecar.relay.peek import peek_request
 from sidecar.store.database import compress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.made_canary import made_canary
@@ -250,8 +250,8 @@ def test_both_arms_are_counted_over_the_same_span_of_time(
 ) -> None:
     """The champion answers four times as much, so its window reaches back less far: what the
     canary did before that (an outage of both) is not held against it."""
-    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 8)
-    monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.live_turns.WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.live_turns.CHAMPION_WINDOW", 8)
     for second in range(4):
         world.clock.now = 1_000.0 + second
         outage = FAILED if second == 1 else {}
@@ -272,8 +272,8 @@ def test_a_long_request_that_ends_last_stretches_no_span(
 ) -> None:
     """An outage of both arms is older than what both windows hold. One request of the champion
     began before it."""
-    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 4)
-    monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 4)
+    monkeypatch.setattr("deploy.canary.live_turns.WINDOW", 4)
+    monkeypatch.setattr("deploy.canary.live_turns.CHAMPION_WINDOW", 4)
     for _ in range(3):
         canary(world, **FAILED)
         world.serve("s", **FAILED)
@@ -294,7 +294,7 @@ def test_texts_of_both_arms_are_read_in_the_same_span(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The champion answers four times as much. Both were cut short at first, and are not now."""
-    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.live_turns.WINDOW", 8)
     for number in range(8):
         finish = "length" if number < 5 else "stop"
         canary(world, finish_reason=finish)
@@ -394,8 +394,8 @@ def test_a_step_sees_its_sessions_beyond_the_newest_exchanges(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve sessions of 40 requests, one after the other, of which the newest 90 are looked at."""
-    monkeypatch.setattr(ramp_counts, "WINDOW", 90)
-    monkeypatch.setattr(ramp_counts, "SESSIONS_PAGE", 100)
+    monkeypatch.setattr(live_turns, "WINDOW", 90)
+    monkeypatch.setattr(live_turns, "SESSIONS_PAGE", 100)
     world.clock.now = 990.0
     world.serve("before the step", adapter=CANARY, arm="canary")
     world.clock.now = 1_010.0
@@ -410,5 +410,5 @@ def test_a_step_sees_its_sessions_beyond_the_newest_exchanges(
         return found.sessions
 
     assert (sessions(2), sessions(5), sessions(100)) == (3, 5, 12)
-    monkeypatch.setattr(ramp_counts, "MOST_FOR_SESSIONS", 100)
+    monkeypatch.setattr(live_turns, "MOST_FOR_SESSIONS", 100)
     assert sessions(100) == 5, "so much is read and no more"

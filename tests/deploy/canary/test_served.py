@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from learner.adapter_folder import LINEAGE, PROBE, file_digest
-from learner.probe_file import ProbeFile, render_probe
+from learner.adapter_folder import LINEAGE, PROBE, ProbeFile, file_digest, render_probe
 from sidecar.store.models import BannedDigestRow, CanaryRow
 
 if TYPE_CHECKING:

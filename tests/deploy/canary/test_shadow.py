@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import select
 
-from deploy.canary import gate_store, ramp_counts
+from deploy.canary import gate_store, live_turns
 from deploy.canary.controller import Controller
-from deploy.canary.gate import Gate
+from deploy.canary.gate import Gate, Shadow
 from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
-from deploy.canary.judged import Judged
+from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
-from deploy.canary.shadow import Shadow
 from deploy.registry import candidates, transitions
-from deploy.registry.gate_rule import quality_of
+from deploy.registry.canary_rule import quality_of
 from deploy.registry.proof_rule import limits_of
 from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
 from ingest.vllm.sampler import SampledAnswer, SampleRequest
@@ -512,14 +511,14 @@ async def test_a_place_that_is_stored_first_hides_no_earlier_one(
     if drawn == "before the look":
         await second_is_stored()
     else:
-        count_ramp = ramp_counts.count_ramp
+        count_ramp = live_turns.count_ramp
 
         def draw_meanwhile(*arguments: Any, **more: Any) -> Any:
             if not batches:
                 asyncio.run_coroutine_threadsafe(second_is_stored(), loop).result(20.0)
             return count_ramp(*arguments, **more)
 
-        monkeypatch.setattr(ramp_counts, "count_ramp", draw_meanwhile)
+        monkeypatch.setattr(live_turns, "count_ramp", draw_meanwhile)
     await controller.tick()
     assert len(judged(world)) == stored + 1
     assert controller._judged._quality.groups == stored, "the second waits for the first"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from deploy.cli.main import main
-from deploy.preflight.first_settings import documented, first_settings
+from deploy.preflight.settings import documented, first_settings
 from sidecar.settings import Settings, load_settings
 from support.disk_limits import full_disk, other_group
 

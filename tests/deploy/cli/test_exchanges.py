@@ -13,7 +13,7 @@ from sqlalchemy import text, update
 from sqlalchemy.orm import Session
 
 from deploy.cli.main import main
-from ingest.feedback.placing import save_feedback
+from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.grouping.selection import group_id_of

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.admin.context import AdminContext
+from deploy.cli.app import EXAMPLES
 from deploy.cli.main import main
-from deploy.cli.taught.examples import EXAMPLES
-from deploy.engine.fleet import Fleet
+from deploy.engine.reconcile import Fleet
 from deploy.examiner import examiner_of
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
-from learner.schedule.told import Told, write_told
+from learner.schedule.loop import Told, write_told
 from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history

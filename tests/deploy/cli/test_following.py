@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deploy.admin.client import AdminClient
-from deploy.cli.following import canary as following
-from deploy.cli.following.canary import Changes, looks, progress_line
+from deploy.cli import canary as following
+from deploy.cli.canary import Changes, looks, progress_line
 from deploy.cli.main import main
 
 NAME = "m--v7-0a0b0c0d0e0f"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
-from ingest.feedback.placing import save_feedback
+from ingest.feedback.deriving import save_feedback
 from ingest.store.exchanges import save_exchange
 from sidecar.capture.outbox import Outbox
+from sidecar.store import traces
 from sidecar.store.database import Database
-from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring
 from support.ingest_kit import make_exchange, make_feedback
 from support.migrated_store import open_migrated

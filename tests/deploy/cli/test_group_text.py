@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.admin.models import AnswerOut, GroupDetailOut, GroupOut
-from deploy.cli.content.group_text import group_lines, groups_table
+from deploy.cli.content import group_lines, groups_table
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 

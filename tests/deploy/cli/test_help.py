@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli.app import whole_command
-from deploy.cli.help import help_text
+from deploy.cli.app import EXAMPLES, GROUPS, help_text, whole_command
 from deploy.cli.main import main
-from deploy.cli.taught.examples import EXAMPLES, GROUPS
-from sidecar.processes.version import installed_version
+from sidecar.processes import installed_version
 
 HEAVY = frozenset(
     {"alembic", "apscheduler", "fastapi", "httpx", "litellm", "opentelemetry", "pydantic", "rich"}
@@ -132,7 +130,7 @@ def test_the_version_is_that_of_the_package(module: str) -> None:
 def test_the_version_of_a_package_that_is_not_installed_is_said_to_be_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sidecar.processes.version.PACKAGE", "no-such-package")
+    monkeypatch.setattr("sidecar.processes.PACKAGE", "no-such-package")
 
     assert installed_version().startswith("unknown")
 

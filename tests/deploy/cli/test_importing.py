@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.cli.learning.importing import ACTOR, import_adapter
+from deploy.cli.adapters import IMPORT_ACTOR, import_adapter
 from deploy.cli.main import main
 from deploy.errors import InvalidAdapterError
 from deploy.registry.lineage import render_lineage, trace_lineage
@@ -60,7 +60,7 @@ async def test_an_import_is_a_version_with_lineage_audit_and_canary(
     (row,) = world.rows(AdapterRow)
     assert (row.state, row.parent, row.run_id) == ("registered", "base", None)
     (audit,) = [one for one in world.rows(AuditRow) if one.action == "adapter.registered"]
-    assert (audit.actor, audit.reason) == (ACTOR, f"imported from {folder}: our SFT")
+    assert (audit.actor, audit.reason) == (IMPORT_ACTOR, f"imported from {folder}: our SFT")
     assert [one.name for one in (made.path.parent).iterdir()] == [made.digest]
 
     await world.controller().tick()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.processes.interrupt import one_line_at_interrupt
+from sidecar.processes import one_line_at_interrupt
 
 
 @pytest.mark.parametrize(

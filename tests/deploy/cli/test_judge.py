@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from deploy.cli.judge import _named, _write
 from deploy.cli.main import main
-from ingest.calibration.plot import draw
+from ingest.calibration.running import draw
 from sidecar.settings import Judge
 from sidecar.store.database import Database
 from support.scripted_judges import BIAS, ScriptedJudges, shipped_truth

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
-from ingest.noise.passes import encode_passes
-from ingest.noise.state import read_noise_state
-from ingest.noise.windows import WINDOW, Series, refresh
+from ingest.noise.estimate import encode_passes
+from ingest.noise.windows import WINDOW, Series, read_noise_state, refresh
 from ingest.ruler.prompt import rubric_hash
 from sidecar.store.database import Database
 from sidecar.store.models import RescoringRow

@@ -13,12 +13,12 @@ import ingest.ruler.judge
 import sidecar.logs
 from deploy.cli.main import main
 from ingest.errors import JudgeUnavailableError
-from ingest.feedback.placing import save_feedback
+from ingest.feedback.deriving import save_feedback
 from ingest.ruler.prompt import rubric_hash
-from ingest.sessions.records import Place
+from ingest.sessions.messages import Place
 from ingest.store.exchanges import save_exchange
-from ingest.trajectories import functions
-from ingest.trajectories.recorded import Step, last_of_each_part
+from ingest.trajectories import scoring
+from ingest.trajectories.records import Step, last_of_each_part
 from sidecar.records import Choice, Timings
 from sidecar.settings import Judge
 from sidecar.store.database import Database
@@ -57,7 +57,7 @@ def judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(ingest.ruler.judge, "LiteLlmJudge", Made)
     # Set up in this process, the log would keep a stream that is closed when the test ends.
     monkeypatch.setattr(sidecar.logs, "configure_logging", lambda *_: None)
-    functions._warn_of.cache_clear()
+    scoring._warn_of.cache_clear()
     yield made
     assert all(one.closed for one in made)
 

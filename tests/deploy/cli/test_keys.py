@@ -13,10 +13,9 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 
 from deploy.cli.main import main
-from sidecar.access.key_source import KeySource
-from sidecar.access.keys import secret_hash
+from sidecar.access.keys import KeySource, secret_hash
 from sidecar.metrics.proxy import Metrics
-from sidecar.routing.store_watch import StoreWatch
+from sidecar.routing.source import StoreWatch
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow, AuditRow
 from support.migrated_store import open_migrated

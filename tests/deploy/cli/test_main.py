@@ -19,9 +19,9 @@ from alembic.config import Config
 from pydantic import ValidationError
 from sqlalchemy import inspect
 
-from deploy.admin.changes import bodies
+from deploy.admin import changes
 from deploy.cli.main import main
-from deploy.reasons import MAX_REASON
+from deploy.records import MAX_REASON
 from deploy.registry import transitions
 from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
@@ -445,7 +445,7 @@ def test_a_reason_longer_than_the_api_takes_is_bad_use(
 
     assert "has 2,001 characters; at most 2,000 are kept" in capsys.readouterr().err
     with pytest.raises(ValidationError):
-        bodies.ReasonIn(reason="x" * (MAX_REASON + 1))
+        changes.ReasonIn(reason="x" * (MAX_REASON + 1))
 
 
 def test_a_rollback_is_not_refused_for_a_long_reason(

@@ -78,7 +78,7 @@ def test_a_control_that_wrote_the_routing_is_found_by_a_proxy(
     from sqlalchemy import Connection, text
 
     from deploy.registry import audit, routing_writer
-    from sidecar.routing.store_watch import StoreWatch
+    from sidecar.routing.source import StoreWatch
 
     class Reader:
         def __init__(self, statement: str) -> None:

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.listings.rows import adapters_table, audit_table, runs_table
-from deploy.cli.listings.table import table_lines
-from deploy.cli.output import found_lines, print_found, print_table
+from deploy.cli.output import (
+    adapters_table,
+    audit_table,
+    found_lines,
+    print_found,
+    print_table,
+    runs_table,
+    table_lines,
+)
 
 NOW = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 

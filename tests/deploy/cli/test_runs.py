@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli.learning import runs
-from deploy.cli.learning.learner import away_words
-from deploy.cli.learning.runs import REWARD_NOTE, progress_words, runs_plot, step_lines
-from learner.progress.plot import PANELS, draw
+from deploy.cli import learner
+from deploy.cli.learner import REWARD_NOTE, away_words, progress_words, runs_plot, step_lines
+from learner.progress.export import PANELS, draw
 
 FIGURES = {
     "step": 1,
@@ -84,7 +83,9 @@ def test_a_requested_run_that_nobody_will_begin_is_said(schedule: Any, run: Any,
 def test_a_finished_run_is_nowhere_any_more_and_a_failed_one_says_where_it_was(
     status: str, shown: str | None
 ) -> None:
-    assert runs._short({"status": status, "progress": {"phase": "saving"}}).get("progress") == shown
+    assert (
+        learner._short({"status": status, "progress": {"phase": "saving"}}).get("progress") == shown
+    )
 
 
 def test_a_run_without_a_step_says_so() -> None:
@@ -110,7 +111,9 @@ def test_progress_in_words(found: object, said: str) -> None:
 
 def test_a_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [{"step": 1, "figures": FIGURES}, {"step": 2, "figures": {**FIGURES, "step": 2}}]
-    monkeypatch.setattr(runs, "_read", lambda context, run_id, project: ({"run_id": "r1"}, steps))
+    monkeypatch.setattr(
+        learner, "_read", lambda context, run_id, project: ({"run_id": "r1"}, steps)
+    )
 
     runs_plot(typer.Context(typer.main.get_command(typer.Typer(callback=print))), tmp_path / "x")
 

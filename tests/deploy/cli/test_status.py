@@ -7,30 +7,32 @@ from typing import Any
 
 import pytest
 
-from deploy.admin.limits.out import BudgetOut, PileUpOut
-from deploy.admin.lines.engine import EngineOut, ReplicaOut
 from deploy.admin.models import (
     CanaryOut,
+    EngineOut,
     LearnerOut,
+    ReplicaOut,
     RunOut,
     ScheduleOut,
     StatusOut,
 )
 from deploy.admin.out import (
+    BudgetOut,
     BusOut,
     GateJudgeOut,
     JudgeNoiseOut,
     JudgeOut,
     LoopOut,
     OneJudgeOut,
+    PileUpOut,
     RoutingOut,
     TroubleOut,
     VerifierOut,
 )
+from deploy.cli.output import shown_cron, shown_time
 from deploy.cli.status import status_lines
-from deploy.cli.times import shown_cron, shown_time
 from deploy.examiner import examiner_of
-from deploy.funnel.pile_up import PileUp
+from deploy.funnel import PileUp
 from sidecar.settings import Learner, Settings
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z

@@ -11,8 +11,8 @@ from threading import Thread
 
 import pytest
 
+from deploy.cli import store
 from deploy.cli.main import main
-from deploy.cli.store import encryption
 from ingest.store import rotation
 from ingest.store.exchanges import dead_letter
 from sidecar.store.database import Database
@@ -64,7 +64,7 @@ def test_keys_that_are_made_at_once_are_all_in_the_file(
         time.sleep(0.05)
         return read_keys(text)
 
-    monkeypatch.setattr(encryption, "read_keys", read_slowly)
+    monkeypatch.setattr(store, "read_keys", read_slowly)
     makers = [
         Thread(target=main, args=(["store", "new-key", "--file", str(keys)],)) for _ in range(3)
     ]
@@ -131,7 +131,7 @@ def test_rotate_key_says_when_a_reader_keeps_the_log(
         dead_letter(session, b"what a user said", where="1", reason="why", now=1.0)
     main(["store", "new-key", "--file", str(tmp_path / "keys")])
     waits: list[float] = []
-    monkeypatch.setattr("sidecar.store.disk.write_ahead.time.sleep", waits.append)
+    monkeypatch.setattr("sidecar.store.write_ahead.time.sleep", waits.append)
     monkeypatch.setattr(rotation, "LOG_WAIT_S", 0.1)
     rotate = ["--config", str(settings), "store", "rotate-key", "-o", "json"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli.output import print_found
-from deploy.cli.times import is_time, shown_time
+from deploy.cli.output import is_time, print_found, shown_time
 
 AT = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 

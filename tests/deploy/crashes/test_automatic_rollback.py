@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from deploy.registry.history import aliases as history
-from deploy.registry.learner import flags
+from deploy.registry import aliases as history
+from deploy.registry import switches
 from sidecar.store.models import BannedDigestRow, CounterRow
 from support.adapter_endpoints import MODEL, vllm_in_thread
 from support.killed_control import Point, Start, start
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)
 
 SHORT = {
-    "deploy.engine.champion_guard:MISSING_S": 0.1,
-    "deploy.engine.champion_guard:CHECK_S": 0.05,
+    "deploy.engine.reconcile:MISSING_S": 0.1,
+    "deploy.engine.reconcile:CHECK_S": 0.05,
     "deploy.line_loops:CHECK_S": 0.05,
     "deploy.process:RECONCILE_S": 0.1,
 }
@@ -76,7 +76,7 @@ def test_a_champion_that_no_vllm_can_serve_gives_way_once(world: World, tmp_path
     counted = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "canary"}
     assert (counted.get("automatic_rollback"), counted.get("operator_rollback")) == (1, None)
     with world.database.read() as session:
-        assert flags.read(session, MODEL).paused is True
+        assert switches.read(session, MODEL).paused is True
         assert history.verify(session).broken == ()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.registry.history import aliases as history
+from deploy.registry import aliases as history
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
 from sidecar.store.models import AdapterRow, AuditRow

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
-from deploy.canary.facts import guard_facts, quality_facts
-from deploy.canary.judged import Judged
+from deploy.canary.controller import guard_facts, quality_facts
+from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
+from deploy.registry import aliases as history
 from deploy.registry import canaries, routing_writer, versions
-from deploy.registry.history import aliases as history
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
@@ -64,9 +64,9 @@ RULES: dict[str, Any] = {
 }
 """So that six judged groups prove what a promotion asks for."""
 SHORT = {
-    "deploy.engine.desired:UNLOAD_GRACE_S": 0.05,
-    "deploy.engine.champion_guard:MISSING_S": 0.1,
-    "deploy.engine.champion_guard:CHECK_S": 0.05,
+    "deploy.engine.reconcile:UNLOAD_GRACE_S": 0.05,
+    "deploy.engine.reconcile:MISSING_S": 0.1,
+    "deploy.engine.reconcile:CHECK_S": 0.05,
     "deploy.line_loops:CHECK_S": 0.05,
     "deploy.process:RECONCILE_S": 0.1,
 }

@@ -23,16 +23,16 @@ from sqlalchemy import select, update
 
 from deploy.cli.main import main
 from deploy.engine.vllm_control import VllmControl
-from deploy.registry.tallies import MENDED
-from ingest.grouping.engine_facts import EngineFacts
+from deploy.registry.proof_rule import MENDED
+from ingest.grouping.request import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
-from ingest.judge_watch.state import JudgeState, write_judge_state
-from ingest.noise.state import NoiseState, write_noise_state
+from ingest.judge_watch import JudgeState, write_judge_state
+from ingest.noise.windows import NoiseState, write_noise_state
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.worker import SamplingWorker
-from ingest.verifiers.state import VerifierSeen, write_verifiers
+from ingest.verifiers.records import VerifierSeen, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.errors import NothingToLearnError
 from learner.runs.train import Run
@@ -41,9 +41,9 @@ from sidecar.capture.outbox import Outbox
 from sidecar.lines import flag_of
 from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
-from sidecar.store.counts import add_counts
 from sidecar.store.database import Database, set_flag
 from sidecar.store.models import AdapterRow, GroupRow
+from sidecar.store.tables import add_counts
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
 from support.fake_load import FakeRoom

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.doctor.facts import Diagnosis, LineFacts
-from deploy.doctor.lines import of_lines
+from deploy.doctor.look import Diagnosis, LineFacts
+from deploy.doctor.rules import of_lines
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 

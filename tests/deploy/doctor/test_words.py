@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.doctor.facts import Facts, Recent, StoreFacts
+from deploy.doctor.look import Facts, Recent, StoreFacts
 from deploy.doctor.report import report_lines
 from deploy.doctor.rules import diagnose, waits_for
-from deploy.funnel.read import Funnel
-from deploy.funnel.stages import STAGES, Name, Stage
-from ingest.sampling.budget import Spent
+from deploy.funnel import STAGES, Funnel, Name, Stage
+from ingest.sampling.round import Spent
 from sidecar.settings import Settings
 
 

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.engine.champion_guard import MISSING_S, ChampionGuard
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import EngineView, Reconciler
-from deploy.registry.learner import flags
+from deploy.engine.reconcile import MISSING_S, ChampionGuard, EngineView, Fleet, Reconciler
+from deploy.registry import switches
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
 from learner.runs.runs import check_parent, find_parent
 from sidecar.store.models import AuditRow, BannedDigestRow
@@ -74,7 +72,7 @@ async def test_a_champion_refused_by_all_gives_way_after_half_a_minute(
     )
     assert world.rows(BannedDigestRow) == []
     with world.database.read() as session:
-        assert flags.read(session, "m").paused is True
+        assert switches.read(session, "m").paused is True
 
 
 async def test_controls_that_are_started_again_and_again_count_on(

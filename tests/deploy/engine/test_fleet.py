@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.engine.fleet import Fleet
-from deploy.engine.probe import Probe
-from deploy.engine.reconcile import ALTERED_RETRY_S, Reconciler
+from deploy.engine.reconcile import ALTERED_RETRY_S, Fleet, Reconciler
+from deploy.engine.vllm_control import Probe
 from support.fake_control import FakeControl
 
 if TYPE_CHECKING:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.engine import checked_load, reconcile
-from deploy.engine.checked_load import in_folder_thread, load_checked
-from deploy.engine.desired import UNLOAD_GRACE_S, Desired
-from deploy.engine.reconcile import LONG_S, Reconciler
+from deploy.engine import reconcile, vllm_control
+from deploy.engine.reconcile import LONG_S, UNLOAD_GRACE_S, Desired, Reconciler
 from deploy.engine.validation import check_digest
-from deploy.engine.vllm_control import Room
+from deploy.engine.vllm_control import Room, in_folder_thread, load_checked
 from sidecar.errors import StoreError
 from sidecar.store.models import AuditRow
 from support.fake_control import FakeControl
@@ -262,11 +260,11 @@ async def test_folders_are_read_in_threads_of_their_own(
     name = world.register(1)
     read_in: list[str] = []
 
-    def noted(path: Path, digest: str) -> checked_load.Marks:
+    def noted(path: Path, digest: str) -> vllm_control.Marks:
         read_in.append(threading.current_thread().name)
         return check_digest(path, digest)
 
-    monkeypatch.setattr(checked_load, "check_digest", noted)
+    monkeypatch.setattr(vllm_control, "check_digest", noted)
     version = world.adapter(name)
 
     await load_checked(FakeControl(), name, version.path, version.digest)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from deploy.engine.probe import Probe, compare, divergence
+from deploy.engine.vllm_control import Probe, compare, divergence
 
 
 def probe(name: str, *logprobs: float) -> Probe:

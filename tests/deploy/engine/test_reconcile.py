@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.engine.desired import (
+from deploy.engine.reconcile import (
+    ALTERED_RETRY_S,
     DRAIN_S,
     UNLOAD_GRACE_S,
     Desired,
     Plan,
+    Reconciler,
     make_plan,
     read_desired,
 )
-from deploy.engine.reconcile import ALTERED_RETRY_S, Reconciler
 from deploy.registry import canaries, transitions, versions
 from deploy.registry.canary_rule import Move
 from learner.adapter_folder import CONFIG, WEIGHTS

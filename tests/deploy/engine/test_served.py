@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.engine.probe import Probe
-from deploy.engine.served import compare_served, read_probe_file
+from deploy.engine.vllm_control import Probe, compare_served, read_probe_file
 from deploy.errors import InvalidAdapterError, NotAsRegisteredError
-from learner.adapter_folder import LINEAGE, PROBE
-from learner.probe_file import ProbeFile, render_probe
+from learner.adapter_folder import LINEAGE, PROBE, ProbeFile, render_probe
 
 TRAINED = ProbeFile(
     prompts=((1,), (1, 2)),

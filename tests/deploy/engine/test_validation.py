@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.engine.safetensors_file import first_non_finite, read_tensors
+from deploy.engine.lora_weights import first_non_finite, read_tensors
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import AlteredAdapterError, InvalidAdapterError
 from learner.adapter_folder import file_digest, folder_digest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.canary.answer_shape import fits_format, lengthening, narrowing
+from deploy.canary.gate_store import fits_format, lengthening, narrowing
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry import proof_rule
 from sidecar.settings import Canary as CanarySettings

@@ -22,7 +22,7 @@ from deploy.evidence.betting import (
     pay_out,
     threshold,
 )
-from deploy.evidence.interval import EMPTY, bounds, observe
+from deploy.evidence.quality import EMPTY, bounds, observe
 
 SHORT: tuple[float, ...] = (0.5, 0.62, 0.41, 0.9, 0.0, 1.0, 0.55, 0.55, 0.48, 0.73)
 SHORT += (0.3, 0.66, 0.5, 0.81, 0.57, 0.2, 0.95, 0.64, 0.52, 0.6)

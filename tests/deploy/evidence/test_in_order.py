@@ -8,9 +8,8 @@ import random
 
 import pytest
 
-from deploy.evidence import in_order
-from deploy.evidence.in_order import QUIET_S, InOrder, LongIntervals
-from deploy.evidence.live import Live, Turn
+from deploy.evidence import live as in_order
+from deploy.evidence.live import QUIET_S, InOrder, Live, LongIntervals, Turn
 
 
 def said(order: InOrder, unit: str, at: float, took_s: float, *, canary: bool = False) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.evidence.outside import (
-    KEPT,
+from deploy.evidence.live import (
+    CHECKS_KEPT,
     Check,
     MetricState,
     Mode,
@@ -117,7 +117,7 @@ def test_a_step_needs_a_value_of_its_own() -> None:
 
 
 def test_the_newest_checks_are_kept() -> None:
-    state = many("ok", KEPT + 5)
+    state = many("ok", CHECKS_KEPT + 5)
 
-    assert (len(state.history), state.history[0].at) == (KEPT, 5.0)
+    assert (len(state.history), state.history[0].at) == (CHECKS_KEPT, 5.0)
     assert replace(state, history=()).last is None

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from deploy.evidence.betting import START, bet
-from deploy.evidence.interval import bounds
-from deploy.evidence.quality import CHART_LEVEL, Group, Limits, Quality, add_group
+from deploy.evidence.quality import CHART_LEVEL, Group, Limits, Quality, add_group, bounds
 
 LIMITS = Limits(
     margin=0.05, anchor_margin=0.1, flaws={"short": 0.05, "invalid": 0.02, "evasive": 0.05}

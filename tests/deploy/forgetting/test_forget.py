@@ -15,35 +15,32 @@ import pytest
 import zstandard
 from sqlalchemy import inspect, select, text, update
 
-from deploy.forgetting import run as forgetting
-from deploy.forgetting.run import Report, forget
-from deploy.forgetting.target import Target
+from deploy import forgetting
+from deploy.forgetting import Report, Target, forget
 from deploy.registry import versions
 from deploy.registry.lineage import render_lineage, trace_lineage
-from ingest.best_of.store import BestOfScores, save_scores
-from ingest.feedback.placing import save_feedback
+from ingest.best_of import BestOfScores, save_scores
+from ingest.feedback.deriving import save_feedback
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from ingest.judges.replies import ReplyStore
-from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall
-from ingest.sessions.records import Place
+from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.sessions.messages import Place
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from learner.errors import RunStoppedError
 from learner.runs.publish import Sealed, register
 from learner.runs.runs import end_run
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.errors import StoreError
-from sidecar.feedback.record import Feedback, encode_feedback
-from sidecar.forwarding.dead_letters import DeadLetters
+from sidecar.feedback import Feedback, encode_feedback
+from sidecar.forwarding.sender import DeadLetters
 from sidecar.records import Exchange, encode_exchange
 from sidecar.routing.session_key import session_key
 from sidecar.settings import Bus, Serving, Settings, Store
+from sidecar.store import traces
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database, compress, get_flag
-from sidecar.store.disk import traces
-from sidecar.store.disk.traces import FLAG as OVERWRITES
 from sidecar.store.keyring import BUS, Keyring
 from sidecar.store.models import (
     AdapterRow,
@@ -57,6 +54,7 @@ from sidecar.store.models import (
     RunRow,
     SignalRow,
 )
+from sidecar.store.traces import FLAG as OVERWRITES
 from support.ingest_kit import Kit, kit, packed
 
 __all__ = ["kit"]

@@ -22,27 +22,23 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from deploy.forgetting.rows import end_runs
-from deploy.funnel.read import Funnel, read_funnel
-from deploy.funnel.stages import exchanges_by_selection, groups_by_status, stages_of
+from deploy.forgetting import end_runs
+from deploy.funnel import Funnel, exchanges_by_selection, groups_by_status, read_funnel, stages_of
 from ingest.errors import BusError
 from ingest.intake.bus import OutboxBus
-from ingest.intake.choose import choose_backlog, decide
+from ingest.intake.choose import Sessions, choose_backlog, decide
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from ingest.records import Answer
 from ingest.retention.deletion import delete_exchanges
 from ingest.store.groups import append_answers, mark_sampled, mark_scored, set_aside
 from learner.runs import source
-from sidecar.capture.durable_counts import DurableCounts, counts_of, growth
-from sidecar.capture.outbox import Outbox, OutboxReader
+from sidecar.capture.outbox import DurableCounts, Outbox, OutboxReader, counts_of, growth
 from sidecar.capture.recorder import Capture
+from sidecar.metrics.families import MetricTable
 from sidecar.metrics.proxy import Metrics
-from sidecar.metrics.table import MetricTable
 from sidecar.records import Assignment, RawCapture, Timings
-from sidecar.relay.flight.accounts import Accounts
+from sidecar.relay.context import Accounts
 from sidecar.settings import Capture as CaptureSettings
-from sidecar.store.counts import add_counts
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,
@@ -50,6 +46,7 @@ from sidecar.store.models import (
     ExchangeRow,
     GroupRow,
 )
+from sidecar.store.tables import add_counts
 from support.ingest_kit import Kit
 from support.migrated_store import open_migrated
 from support.stores import NewStore

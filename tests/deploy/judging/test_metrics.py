@@ -10,13 +10,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from deploy.funnel.read import read_counters
-from deploy.judging.metrics import judge_metrics
-from ingest.judge_watch.costs import NANO_USD, TOKENS, bucket_of, count_group
-from ingest.judge_watch.state import JudgeSeen, JudgeState, write_judge_state
-from ingest.judges.ledger import Ledger
-from ingest.judges.meter import ASKED, Meter
-from ingest.judges.spending import Amount
+from deploy.funnel import read_counters
+from deploy.judging import judge_metrics
+from ingest.judge_watch import (
+    NANO_USD,
+    TOKENS,
+    JudgeSeen,
+    JudgeState,
+    bucket_of,
+    count_group,
+    write_judge_state,
+)
+from ingest.judges.spending import ASKED, Amount, Ledger, Meter
 from ingest.ruler.judge import Usage
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.evidence.approval import Approval
+from deploy.evidence.live import Approval
 from deploy.outside.approval import Approvals
 from deploy.outside.http import Caller
 from deploy.records import Canary

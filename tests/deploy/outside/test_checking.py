@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.evidence.outside import MetricState
+from deploy.evidence.live import MetricState
 from deploy.outside import checking
 from deploy.outside.checking import MetricChecks
 from deploy.outside.http import OutsideError

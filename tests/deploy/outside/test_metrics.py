@@ -10,8 +10,16 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from pydantic import ValidationError
 
-from deploy.outside.http import MAX_REPLY_BYTES, Caller, OutsideError
-from deploy.outside.metrics import HttpMetrics, MetricSource, Names, filled_query, filled_url
+from deploy.outside.http import (
+    MAX_REPLY_BYTES,
+    Caller,
+    HttpMetrics,
+    MetricSource,
+    Names,
+    OutsideError,
+    filled_query,
+    filled_url,
+)
 from sidecar.settings import Metric
 from support.fake_metrics import FakeMetrics
 from support.outside_server import OutsideServer, outside_server

@@ -15,8 +15,17 @@ from pydantic import ValidationError
 
 from deploy.outside import telling
 from deploy.outside.http import Caller, OutsideError, Reply
-from deploy.outside.signing import key_of, signed_headers
-from deploy.outside.telling import FLAG, SETTLE_S, Event, Hooks, HookState, Sender, read_state
+from deploy.outside.telling import (
+    FLAG,
+    SETTLE_S,
+    Event,
+    Hooks,
+    HookState,
+    Sender,
+    key_of,
+    read_state,
+    signed_headers,
+)
 from deploy.registry import audit
 from sidecar.lines import Line
 from sidecar.settings import Hook, Notify

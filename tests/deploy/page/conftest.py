@@ -16,8 +16,7 @@ import pytest
 import uvicorn
 
 from deploy.admin.context import AdminContext
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.page.mount import with_page
 from deploy.process import admin_server
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import func, select
 
-from deploy.page import changed, overview
+from deploy.page import changing, overview
 from deploy.registry import transitions
 from sidecar.store.models import AuditRow, CanaryRow
 from support import chromium, page_history
@@ -31,7 +31,7 @@ def newest(world: World) -> int:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that end after one look."""
-    monkeypatch.setattr(changed, "MAX_S", 0.0)
+    monkeypatch.setattr(changing, "MAX_S", 0.0)
 
 
 @pytest.mark.usefixtures("short")
@@ -68,8 +68,8 @@ async def test_the_status_page_says_which_change_it_shows(world: World, browser:
 async def test_a_change_while_the_stream_is_open_is_told(
     world: World, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed, "POLL_S", 0.02)
-    monkeypatch.setattr(changed, "MAX_S", 1.5)
+    monkeypatch.setattr(changing, "POLL_S", 0.02)
+    monkeypatch.setattr(changing, "MAX_S", 1.5)
 
     stream = asyncio.create_task(browser.get(f"/changed?after={newest(world)}"))
     await asyncio.sleep(0.5)
@@ -83,9 +83,9 @@ async def test_a_change_while_the_stream_is_open_is_told(
 async def test_streams_end_are_bounded_and_leave_no_count_behind(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed, "MAX_STREAMS", 1)
+    monkeypatch.setattr(changing, "MAX_STREAMS", 1)
     first, second = await browser.get("/changed"), await browser.get("/changed")
-    monkeypatch.setattr(changed, "MAX_STREAMS", 0)
+    monkeypatch.setattr(changing, "MAX_STREAMS", 0)
     refused = await browser.get("/changed")
 
     head = await browser.client.head("/changed")
@@ -98,8 +98,8 @@ async def test_streams_end_are_bounded_and_leave_no_count_behind(
 async def test_a_burst_gets_no_more_streams_than_there_are(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed, "MAX_S", 0.5)
-    monkeypatch.setattr(changed, "MAX_STREAMS", 3)
+    monkeypatch.setattr(changing, "MAX_S", 0.5)
+    monkeypatch.setattr(changing, "MAX_STREAMS", 3)
 
     replies = await asyncio.gather(*(browser.get("/changed") for _ in range(12)))
 

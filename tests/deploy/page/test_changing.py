@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import update
 
-from deploy.page.first_reply import LOOKED_AT, FirstReply, first_reply
-from deploy.registry import waiting
-from deploy.registry.history import bans
+from deploy.page.rendering import LOOKED_AT, FirstReply, first_reply
+from deploy.registry import aliases, canaries
 from deploy.registry.rollback import rollback
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -122,7 +121,7 @@ async def test_a_previous_champion_that_was_banned_since_is_last_and_not_chosen(
 ) -> None:
     first, second, _ = promoted(world, 1, 2, 3)
     with world.database.write() as session:
-        bans.ban(session, second, now=world.clock.now, actor="control", reason="it is worse")
+        aliases.ban(session, second, now=world.clock.now, actor="control", reason="it is worse")
 
     found = options((await browser.get("/rollback")).text)
 
@@ -140,7 +139,7 @@ async def test_each_former_champion_is_listed_once_however_many_canaries_failed_
     rollback(world.database, "m", to=third, reason="x", actor="me", now=world.clock.now)
     with world.database.write() as session:
         session.add_all(
-            waiting.new_row(model="m", candidate=f"m--v{number}-0123456789ab", now=number)
+            canaries.new_row(model="m", candidate=f"m--v{number}-0123456789ab", now=number)
             for number in range(100, 350)
         )
         session.flush()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.page import signing
-from deploy.page.door import FORM, SESSION, Door
-from deploy.page.signing import SESSION_S, Session
+from deploy.page import desk
+from deploy.page.desk import FORM, SESSION, SESSION_S, Door, Session
 from sidecar.store.models import AuditRow, CanaryRow
 from support import page_history
 from tests.deploy.page.conftest import HOST, form_token
@@ -104,16 +103,16 @@ async def test_a_session_of_another_process_is_not_taken(make_browser: MakeBrows
 
 
 def test_a_cookie_that_was_changed_in_any_character_is_not_taken() -> None:
-    value = signing.seal(KEY, Session(name="n", who="w", ends_at=10.0))
+    value = desk.seal(KEY, Session(name="n", who="w", ends_at=10.0))
 
-    assert signing.unseal(KEY, value, 9.0) == Session(name="n", who="w", ends_at=10.0)
-    assert signing.unseal(KEY, value, 10.0) is None
-    assert signing.unseal(bytes(32), value, 9.0) is None
+    assert desk.unseal(KEY, value, 9.0) == Session(name="n", who="w", ends_at=10.0)
+    assert desk.unseal(KEY, value, 10.0) is None
+    assert desk.unseal(bytes(32), value, 9.0) is None
     for place in range(len(value)):
         changed = value[:place] + ("A" if value[place] != "A" else "B") + value[place + 1 :]
-        assert signing.unseal(KEY, changed, 9.0) is None, place
+        assert desk.unseal(KEY, changed, 9.0) is None, place
     for odd in ("", ".", "é.é", "x" * 5_000, value + "é"):
-        assert signing.unseal(KEY, odd, 9.0) is None
+        assert desk.unseal(KEY, odd, 9.0) is None
 
 
 async def test_a_reader_has_no_buttons_and_no_rights(

@@ -11,8 +11,8 @@ import pytest
 
 from deploy.page.rendering import FOLDER, HEADERS, POLICY, commands_as_code
 from deploy.registry import transitions
-from learner.progress.lacks import Lack, write_lacks
-from learner.schedule.told import Told, write_told
+from learner.progress.watch import Lack, write_lacks
+from learner.schedule.loop import Told, write_told
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
 from support import page_history

@@ -8,18 +8,41 @@ from typing import Any
 
 import pytest
 
-from deploy.admin.limits.out import PileUpOut
-from deploy.admin.lines.engine import EngineOut, ReplicaOut
-from deploy.admin.models import AuditOut, CanaryOut, LearnerOut, ScheduleOut, StatusOut
-from deploy.admin.out import FunnelOut, StageOut
-from deploy.funnel.pile_up import PileUp
-from deploy.page.shown.attention import needs
-from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, names_in, read_looked
-from deploy.page.shown.charts import MOST_POINTS, run_charts
-from deploy.page.shown.proof import MOST_ROWS, evidence_rows, proof_chart
-from deploy.page.shown.times import clock, iso, length, short_length
-from deploy.page.shown.traffic import lost_captures, sights
-from deploy.page.shown.words import headline, share, short, waits_for
+from deploy.admin.models import (
+    AuditOut,
+    CanaryOut,
+    EngineOut,
+    LearnerOut,
+    ReplicaOut,
+    ScheduleOut,
+    StatusOut,
+)
+from deploy.admin.out import FunnelOut, PileUpOut, StageOut
+from deploy.funnel import PileUp
+from deploy.page.attention import needs
+from deploy.page.shown import (
+    AWAY_S,
+    MOST_POINTS,
+    MOST_ROWS,
+    Looked,
+    changes,
+    clock,
+    differences,
+    evidence_rows,
+    headline,
+    iso,
+    length,
+    lost_captures,
+    names_in,
+    proof_chart,
+    read_looked,
+    run_charts,
+    share,
+    short,
+    short_length,
+    sights,
+    waits_for,
+)
 from sidecar.settings import Canary as CanarySettings
 
 NOON = 1_767_268_800.0

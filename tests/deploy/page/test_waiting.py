@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.canary.approving import with_approval
+from deploy.canary.controller import with_approval
 from deploy.cli.status import status_lines
-from deploy.evidence.approval import Approval
-from deploy.evidence.outside import Check, MetricState, add_check
+from deploy.evidence.live import Approval, Check, MetricState, add_check
 from deploy.evidence.quality import Group, Quality, add_group
-from deploy.page.shown.attention import Need, needs
-from deploy.page.shown.words import headline, waits_for
+from deploy.page.attention import Need, needs
+from deploy.page.shown import headline, waits_for
 from deploy.records import LOADS, Canary
 from deploy.registry import transitions
 from deploy.registry.canary_rule import ArmCounts, Decision, Move, RampEvidence, decide

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.cli.main import main
-from deploy.preflight.base_size import parameters_of
+from deploy.preflight.peers import parameters_of
 
 QWEN3_8B = {
     "num_hidden_layers": 36, "hidden_size": 4_096, "intermediate_size": 12_288, "head_dim": 128,

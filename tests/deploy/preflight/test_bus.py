@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.preflight.bus import check_bus
-from deploy.preflight.places import check_places
+from deploy.preflight.settings import check_bus, check_places
 from sidecar.settings import Bus, Kafka, Settings
 from support.kafka_broker import Broker, unclosed_sockets
 

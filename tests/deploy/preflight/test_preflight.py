@@ -18,11 +18,10 @@ import sqlalchemy
 from sqlalchemy import make_url
 
 from deploy.cli.main import main
-from deploy.preflight.run import preflight, runs_already
-from deploy.preflight.settings_check import checked_settings
-from learner.policy import room
+from deploy.preflight.settings import checked_settings, preflight, runs_already
+from learner.policy import memory
 from sidecar.errors import SettingsError, StoreError
-from sidecar.processes.state_lock import only_one
+from sidecar.processes import only_one
 from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
@@ -460,7 +459,7 @@ def test_a_run_that_does_not_fit_into_its_share_is_an_error(
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(room, "_needed", lambda *_: 10**9)
+    monkeypatch.setattr(memory, "_needed", lambda *_: 10**9)
     settings = settings_with(
         tmp_path,
         vllm[0],

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from deploy.preflight.projects import check_projects
+from deploy.preflight.settings import check_projects
 from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey, FreshKey
 from sidecar.settings import Settings

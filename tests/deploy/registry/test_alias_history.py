@@ -9,12 +9,12 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import text
 
-from deploy.registry.history.aliases import START, Held, add, held_at, verify
+from deploy.registry.aliases import START, Held, add, held_at, verify
 from deploy.registry.rollback import rollback
 from sidecar.store.database import MIGRATIONS
 
 if TYPE_CHECKING:
-    from deploy.registry.history.aliases import Verified
+    from deploy.registry.aliases import Verified
     from tests.deploy.conftest import World
 
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.errors import TransitionError
-from deploy.registry import candidates, transitions
+from deploy.registry import aliases, candidates, switches, transitions
 from deploy.registry.canary_rule import Move
-from deploy.registry.history import bans
-from deploy.registry.learner import flags
 from deploy.registry.rollback import rollback
 from sidecar.store.models import AuditRow, BannedDigestRow
 
@@ -76,14 +74,14 @@ def test_a_ban_holds_for_the_files_and_ends_by_an_operator_alone(world: World) -
     copy = world.register(2)  # the same numbers, so the same digest
     assert world.adapter(name).digest == world.adapter(copy).digest
     with world.database.write() as session:
-        assert bans.ban(session, name, now=1.0, actor="me", reason="rude") is True
-        assert bans.ban(session, copy, now=2.0, actor="me", reason="rude") is False
+        assert aliases.ban(session, name, now=1.0, actor="me", reason="rude") is True
+        assert aliases.ban(session, copy, now=2.0, actor="me", reason="rude") is False
 
     with pytest.raises(TransitionError, match="adapters allow"):
         start(world, copy)
     with world.database.write() as session:
-        assert bans.lift(session, copy, now=3.0, actor="me", reason="it was the judge") is True
-        assert bans.lift(session, copy, now=4.0, actor="me", reason="again") is False
+        assert aliases.lift(session, copy, now=3.0, actor="me", reason="it was the judge") is True
+        assert aliases.lift(session, copy, now=4.0, actor="me", reason="again") is False
 
     assert start(world, copy).candidate == copy
     told = [row.action for row in world.rows(AuditRow) if row.action.startswith("adapter.")]
@@ -118,8 +116,8 @@ async def test_what_is_allowed_again_is_retired_and_its_child_is_tried(
     assert world.adapter(second).state == "rolled_back"
 
     with world.database.write() as session:
-        assert bans.lift(session, second, now=3.0, actor="me", reason="it was the judge") is True
-        assert bans.lift(session, second, now=4.0, actor="me", reason="again") is False
+        assert aliases.lift(session, second, now=3.0, actor="me", reason="it was the judge") is True
+        assert aliases.lift(session, second, now=4.0, actor="me", reason="again") is False
 
     assert (world.adapter(second).state, world.adapter(second).reason) == (
         "retired",
@@ -149,7 +147,7 @@ def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World)
     assert sorted(banned(world)) == [second, on_canary]
     assert (done.learner_paused, again.learner_paused, again.changed) == (True, True, False)
     with world.database.read() as session:
-        assert flags.read(session, "m").paused is True
+        assert switches.read(session, "m").paused is True
     with pytest.raises(TransitionError, match="banned"):
         start(world, second)
 
@@ -171,4 +169,4 @@ def test_a_rollback_that_changes_nothing_pauses_nothing(world: World) -> None:
 
     assert (done.changed, done.learner_paused) == (False, False)
     with world.database.read() as session:
-        assert flags.read(session, "m").paused is False
+        assert switches.read(session, "m").paused is False

@@ -13,6 +13,7 @@ from deploy.records import Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
     GateEvidence,
+    GateVerdict,
     Hold,
     LoadEvidence,
     Move,
@@ -22,7 +23,6 @@ from deploy.registry.canary_rule import (
     load_wait_s,
     step_limit_s,
 )
-from deploy.registry.gate_rule import GateVerdict
 from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 from support.made_canary import made_canary

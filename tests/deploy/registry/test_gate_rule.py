@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.canary.answer_shape import is_short
-from deploy.registry.gate_rule import (
+from deploy.canary.gate_store import is_short
+from deploy.registry.canary_rule import (
     Comparison,
     bootstrap_interval,
     judge_gate,

@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from deploy.engine.reconcile import Reconciler
 from deploy.errors import LostLeaseError
-from deploy.registry.leases.holder import BEAT_S, HELD_S, LEASE_S, Lease, own_id
-from deploy.registry.leases.unwanted import keep_since, read_since
+from deploy.registry.leases import BEAT_S, HELD_S, LEASE_S, Lease, keep_since, own_id, read_since
 from sidecar.errors import StoreError
 from sidecar.store.models import LeaseRow
 from support.clock import Clock

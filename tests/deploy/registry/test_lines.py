@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.canary import gate_store
-from deploy.canary.live_turns import LiveTurns
-from deploy.canary.ramp_counts import count_ramp
-from deploy.engine.desired import read_desired
-from deploy.engine.reconcile import Reconciler
-from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
-from deploy.registry.history import bans
-from deploy.registry.learner import flags, switches
+from deploy.canary.live_turns import LiveTurns, count_ramp
+from deploy.engine.reconcile import Reconciler, read_desired
+from deploy.registry import aliases as bans
+from deploy.registry import (
+    audit,
+    canaries,
+    candidates,
+    routing_writer,
+    switches,
+    transitions,
+    versions,
+)
+from deploy.registry import switches as flags
 from deploy.registry.rollback import rollback
 from sidecar.lines import Line, lines_of
 from sidecar.store.models import AuditRow

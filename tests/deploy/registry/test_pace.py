@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.registry import versions
-from deploy.registry.pace import best_so_far, pace, sessions_a_day, steps_days
+from deploy.registry.candidates import best_so_far, pace, sessions_a_day, steps_days
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from support.adapter_endpoints import MODEL
@@ -39,7 +39,7 @@ def test_sessions_are_counted_once_over_the_last_week(world: World) -> None:
 
 def test_an_evening_is_not_taken_for_a_day(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six sessions of two requests in the last hours of each of ten days; it is asked after."""
-    monkeypatch.setattr("deploy.registry.pace.EXAMINED", 24)
+    monkeypatch.setattr("deploy.registry.candidates.EXAMINED", 24)
     for day in range(10):
         for number in range(6):
             world.clock.now = (100 + day) * DAY_S - (6 - number) * 3600.0

@@ -13,14 +13,16 @@ from deploy.evidence.live import GuardState
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry.canary_rule import (
     ArmCounts,
+    Comparison,
     Decision,
     GateEvidence,
     Hold,
     Move,
     RampEvidence,
     decide,
+    judge_gate,
+    quality_of,
 )
-from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
 from deploy.registry.proof_rule import (
     anchor_after,
     describe,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.records import Canary
-from deploy.registry import canaries, candidates, transitions
+from deploy.registry import aliases, canaries, candidates, transitions
 from deploy.registry.canary_rule import Move
-from deploy.registry.history import bans
 from sidecar.store.models import AuditRow
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ async def test_what_may_no_longer_be_tried_leaves_the_queue(world: World) -> Non
     start(world, first)
     queued = start(world, second)
     with world.database.write() as session:
-        bans.ban(session, second, now=1.0, actor="me", reason="it is rude")
+        aliases.ban(session, second, now=1.0, actor="me", reason="it is rude")
     go(world, first, GIVE_UP)
 
     await world.controller().tick()

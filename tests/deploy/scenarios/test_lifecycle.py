@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.errors import TransitionError
+from deploy.registry import aliases
 from deploy.registry.canary_rule import SLOWEST
-from deploy.registry.history import bans
 from learner.runs.publish import find_published
 from sidecar.records import BASE
 from sidecar.routing.assignment import CompiledRouting
@@ -342,7 +342,7 @@ async def test_a_rejected_digest_is_refused(world: World, stage: Stage) -> None:
     with pytest.raises(TransitionError, match="these files are banned"):
         stage.start(name)
     with world.database.read() as session, pytest.raises(TransitionError):
-        bans.refuse(session, MODEL, world.adapter(name).digest)
+        aliases.refuse(session, MODEL, world.adapter(name).digest)
 
     assert stage.events == [*BEGUN, "adapter.banned", "canary.rolled_back"]
 

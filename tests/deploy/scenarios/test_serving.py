@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.engine.desired import UNLOAD_GRACE_S
-from deploy.engine.fleet import Fleet
-from deploy.engine.reconcile import Reconciler
+from deploy.engine.reconcile import UNLOAD_GRACE_S, Fleet, Reconciler
 from deploy.registry.canary_rule import MAX_PARTLY_LOADED
 from sidecar.records import BASE
 from support.adapter_endpoints import MODEL

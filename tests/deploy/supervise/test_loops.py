@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from deploy.errors import EngineError
-from deploy.supervise.loops import STORE_RETRY_S, Loop, LoopView
+from deploy.supervise import STORE_RETRY_S, Loop, LoopView
 from sidecar.errors import StoreError
 
 

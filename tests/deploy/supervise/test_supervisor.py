@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.supervise.child import Child
-from deploy.supervise.processes import ProcessSpec
-from deploy.supervise.supervisor import Supervisor, _waiting_line
+from deploy.supervise import Child, ProcessSpec, Supervisor, _waiting_line
 from sidecar.settings import Serving, Settings
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
@@ -107,10 +105,7 @@ def test_a_child_that_never_worked_is_given_up_after_five_deaths(tmp_path: Path)
 
 
 def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> None:
-    code = (
-        "from sidecar.processes.readiness import tell_ready; tell_ready('http://x');"
-        "raise SystemExit(1)"
-    )
+    code = "from sidecar.processes import tell_ready; tell_ready('http://x');raise SystemExit(1)"
     child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
 
     assert die_often(child, 7) == [False] * 7
@@ -129,10 +124,7 @@ def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> N
 def test_a_child_that_was_told_to_end_is_no_error_and_is_started_again(
     tmp_path: Path, end: str, event: str
 ) -> None:
-    code = (
-        "import os, signal, sys; from sidecar.processes.readiness import tell_ready;"
-        f"tell_ready(); {end}"
-    )
+    code = f"import os, signal, sys; from sidecar.processes import tell_ready;tell_ready(); {end}"
     child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
     child.start(now=0.0)
     assert child.process is not None
@@ -201,7 +193,7 @@ def test_a_process_that_cannot_be_made_now_is_tried_again(
         raise OSError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.supervise.child.subprocess.Popen", refuse)
+        patch.setattr("deploy.supervise.subprocess.Popen", refuse)
         child.check(now=0.0)
     died = child.died
     child.check(now=child.restart_at)
@@ -275,8 +267,8 @@ def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> Non
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = (
         "import time\nfrom pathlib import Path\n"
-        "from deploy.supervise.processes import ProcessSpec\n"
-        "from deploy.supervise.child import Child\n"
+        "from deploy.supervise import ProcessSpec\n"
+        "from deploy.supervise import Child\n"
         f"import sys\nspec = ProcessSpec(name='c', command=(sys.executable, '-c', {SLEEPER!r}))\n"
         f"child = Child(spec, Path({str(tmp_path / 'c.log')!r}))\nchild.start(0.0)\n"
         "print(child.process.pid, flush=True)\ntime.sleep(60)\n"
@@ -296,7 +288,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 
 def test_what_a_child_says_is_shown_on_the_terminal(tmp_path: Path) -> None:
     code = (
-        "import time; from sidecar.processes.readiness import open_report; report = open_report();"
+        "import time; from sidecar.processes import open_report; report = open_report();"
         "report.ready(); report.say('judge rejects:\\n401 \\x1b[31m' + 'x' * 2_000);"
         "time.sleep(600)"
     )
@@ -334,7 +326,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
         "http://a/v1/models": [None, None],
         "http://b/v1/models": [None, 200],
     }
-    monkeypatch.setattr("deploy.supervise.supervisor.status_of", lambda url: answers[url].pop(0))
+    monkeypatch.setattr("deploy.supervise.status_of", lambda url: answers[url].pop(0))
     said: list[str] = []
     supervisor = Supervisor(
         Settings(state_dir=tmp_path, serving=serving), None, announce=said.append, specs=[]

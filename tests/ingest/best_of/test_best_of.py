@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from ingest.best_of.groups import answers_digest
-from ingest.best_of.questions import EXPIRE_S, BestOfJudge, Judged
+from ingest.best_of import EXPIRE_S, BestOfJudge, Judged, answers_digest
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
@@ -38,10 +37,10 @@ from sidecar.backoff import Backoff
 from sidecar.capture.assemble import assemble
 from sidecar.errors import StoreError
 from sidecar.records import Assignment, RawCapture, Sampling, Timings
-from sidecar.relay.best_of.reply import read_answers
-from sidecar.scoring.wire import Material, NoPick, Pick
+from sidecar.relay.best_of import read_answers
+from sidecar.scoring import Material, NoPick, Pick
 from sidecar.settings import Reward, Settings
-from sidecar.settings.reward import LengthVerifier
+from sidecar.settings.judge import LengthVerifier
 from sidecar.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
 from support.fake_checker import FakeChecker
 from support.fake_judge import Reply
@@ -607,7 +606,7 @@ async def test_left_over_scores_are_settled_by_the_sweep(rig: MakeRig) -> None:
 async def test_a_store_that_is_away_does_not_keep_the_user_waiting(
     rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingest.best_of.questions.LONGEST_KEPT_S", 0.0)
+    monkeypatch.setattr("ingest.best_of.LONGEST_KEPT_S", 0.0)
     one = rig()
     with one.kit.database.write() as session:
         session.connection().exec_driver_sql("DROP TABLE best_of_score")
@@ -628,7 +627,7 @@ def refuse_to_store(
             raise StoreError("database is locked")
         store(judged)
 
-    monkeypatch.setattr("ingest.store.patience.PAUSES", Backoff(first_s=0.01, last_s=0.01))
+    monkeypatch.setattr("ingest.store.listing.PAUSES", Backoff(first_s=0.01, last_s=0.01))
     monkeypatch.setattr(one.judge, "_store", locked)
     return lambda: refused
 
@@ -647,7 +646,7 @@ async def test_scores_that_were_paid_for_are_kept_while_the_store_is_locked(
 async def test_not_more_scores_are_kept_than_memory_has_room_for(
     rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingest.best_of.questions.MOST_KEPT", 0)
+    monkeypatch.setattr("ingest.best_of.MOST_KEPT", 0)
     one = rig()
     refused = refuse_to_store(monkeypatch, one, times=1)
 
@@ -659,7 +658,7 @@ async def test_not_more_scores_are_kept_than_memory_has_room_for(
 async def test_a_stop_gives_scores_up_when_the_store_stays_locked(
     rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingest.best_of.questions.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("ingest.best_of.STOP_GRACE_S", 0.1)
     one = rig()
     refuse_to_store(monkeypatch, one)
     asking = asyncio.create_task(one.ask())

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from ingest import errors
-from ingest.best_of import questions, server
+from ingest import best_of, errors
 from ingest.errors import JudgeRefusalError, JudgeTooLongError, JudgeUnavailableError
-from ingest.ruler import group
-from ingest.ruler.group import GroupOutcome, SetAside, Unanswered, refusal_of
-from sidecar.scoring.wire import NO_PICK_REASONS
+from ingest.ruler import ruler
+from ingest.ruler.ruler import GroupOutcome, SetAside, Unanswered, refusal_of
+from sidecar.scoring import NO_PICK_REASONS
 
 
 def reasons_given(module: ModuleType, made: str) -> Iterator[Any]:
@@ -32,9 +31,9 @@ def kinds(base: type[JudgeUnavailableError]) -> Iterator[type[JudgeUnavailableEr
 
 
 def test_every_reason_of_the_scoring_process_is_known_to_the_relay_and_no_other() -> None:
-    said = {*reasons_given(questions, "NoPick"), *reasons_given(server, "NoPick")}
+    said = {*reasons_given(best_of, "NoPick"), *reasons_given(best_of, "NoPick")}
     set_aside = {
-        *reasons_given(group, "SetAside"),
+        *reasons_given(ruler, "SetAside"),
         refusal_of(JudgeRefusalError("no")),
         refusal_of(JudgeTooLongError("long")),
     }
@@ -45,6 +44,6 @@ def test_every_reason_of_the_scoring_process_is_known_to_the_relay_and_no_other(
         *(SetAside(reason=one, detail="", asked=False) for one in set_aside),
         *(Unanswered(detail="", reason=one) for one in unanswered),
     ]
-    verdicts = [questions._verdict(one) for one in outcomes]
+    verdicts = [best_of._verdict(one) for one in outcomes]
 
     assert {one.reason for one in verdicts} | said == NO_PICK_REASONS  # type: ignore[union-attr]

@@ -16,10 +16,8 @@ import pytest
 import structlog
 from sqlalchemy import select
 
-from ingest.best_of.questions import BestOfJudge
-from ingest.best_of.server import BestOfServer
-from sidecar.scoring.client import SocketPicker
-from sidecar.scoring.wire import Material, NoPick, Pick, socket_path
+from ingest.best_of import BestOfJudge, BestOfServer
+from sidecar.scoring import Material, NoPick, Pick, SocketPicker, socket_path
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import BestOfScoreRow
@@ -167,7 +165,7 @@ async def test_at_its_end_the_socket_is_gone(
 async def test_of_two_one_listens_and_the_other_takes_over(
     start: Start, state_dir: Path, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingest.best_of.server.TAKE_OVER_S", 0.01)
+    monkeypatch.setattr("ingest.best_of.TAKE_OVER_S", 0.01)
     first = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     second = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     _, stop = await start(first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingest.calibration.agreement import kendall_tau, over_groups, pairs_right
+from ingest.calibration.figures import kendall_tau, over_groups, pairs_right
 
 
 def test_tau_is_one_for_the_same_order_and_minus_one_for_the_reverse() -> None:

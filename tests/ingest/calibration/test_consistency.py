@@ -7,15 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from ingest.calibration.consistency import (
+from ingest.calibration.figures import (
+    Candidate,
+    KnownGroup,
     Parts,
+    Pass,
+    Run,
     first_minus_last_parts,
     flip_parts,
     noise_sd,
     position_parts,
     repeat_parts,
 )
-from ingest.calibration.records import Candidate, KnownGroup, Pass, Run
 
 
 def run(*passes: tuple[Sequence[float], Sequence[int]], repeat: int = 0) -> Run:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ingest.calibration.reading import read_groups
+from ingest.calibration.running import read_groups
 from ingest.errors import CalibrationFileError
 
 MESSAGES = [{"role": "user", "content": "How long?"}]

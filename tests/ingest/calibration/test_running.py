@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from ingest.calibration.records import Candidate, KnownGroup, Run
+from ingest.calibration.figures import Candidate, KnownGroup, Run, Summary, summarise
 from ingest.calibration.running import GIVE_UP_AFTER, LIMIT_TRIES, Plan, Sleep, judge_groups
-from ingest.calibration.summary import Summary, summarise
 from ingest.errors import JudgeBusyError, JudgeRefusalError, JudgeRejectedError
 from ingest.ruler.judge import Judge, JudgeReply
 from support.fake_judge import Shown, scores_reply

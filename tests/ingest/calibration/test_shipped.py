@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ingest.calibration.reading import read_groups
-from ingest.calibration.records import KnownGroup
+from ingest.calibration.figures import KnownGroup
+from ingest.calibration.running import read_groups
 from ingest.calibration.shipped import NAME, PATH
-from ingest.privacy.judge_view import View, default_view
+from ingest.privacy.texts import View, default_view
 from ingest.ruler.ruler import merge_identical
 from support.calibration_set.__main__ import shipped_text
 from support.calibration_set.rules import SCORES

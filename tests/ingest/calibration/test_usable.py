@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ingest.calibration.reading import read_groups
-from ingest.calibration.usable import (
+from ingest.calibration.figures import (
     EQUAL_SCORES,
     IDENTICAL,
     NO_PREFERENCES,
     left_out_lines,
     split_usable,
 )
+from ingest.calibration.running import read_groups
 
 
 def line(name: str, *candidates: tuple[str, float | None], **fields: Any) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from openai.types.chat.chat_completion import Choice as ChatChoice
 
-from ingest.export.forms import art_group, exchange_object, preference, prompt_completion
-from ingest.feedback.reading import FeedbackEntry, SignalEntry, Told
+from ingest.export import art_group, exchange_object, preference, prompt_completion
+from ingest.feedback.store import FeedbackEntry, SignalEntry, Told
 from ingest.records import Answer, Group, Rewarded, ScoredGroup
-from ingest.sessions.records import Place
+from ingest.sessions.messages import Place
 from ingest.store.exchanges import StoredExchange
 from support.ingest_kit import make_choice, make_exchange, message
 

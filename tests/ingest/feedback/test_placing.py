@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pytest
 from sqlalchemy import select
 
-from ingest.feedback import reading
-from ingest.feedback.reading import Told, told_of, told_of_session
-from ingest.intake.consume import consume
-from ingest.intake.consumed import Consumed
-from ingest.intake.placing import Sessions
-from ingest.intake.reader import BusReader
-from sidecar.feedback.record import Feedback, encode_feedback
+from ingest.feedback import store
+from ingest.feedback.store import Told, told_of, told_of_session
+from ingest.intake.bus import BusReader
+from ingest.intake.choose import Sessions
+from ingest.intake.consume import Consumed, consume
+from sidecar.feedback import Feedback, encode_feedback
 from sidecar.records import Exchange
 from sidecar.store.models import DeadLetterRow, FeedbackRow
 from support import api_keys
@@ -130,7 +129,7 @@ def test_a_key_has_one_voice_on_a_session_whatever_name_it_gives_it(kit: Kit) ->
 
 
 def test_a_flood_of_one_key_keeps_no_voice_out(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST", 10)
+    monkeypatch.setattr(store, "MOST", 10)
     early = make_feedback("f0", key_id="app", score=-1.0, received_at=1.0)
     flood = [
         make_feedback(f"l{n:02}", key_id="loud", source=f"s{n}", received_at=2.0 + n)

@@ -11,13 +11,12 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from ingest.feedback.abandonment import find_abandoned
 from ingest.feedback.deriving import derive_session
-from ingest.feedback.reading import told_of
 from ingest.feedback.signals import alike, tool_error
+from ingest.feedback.store import find_abandoned, told_of
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
-from ingest.sessions.arrival import conversation_of
+from ingest.sessions.rows import conversation_of
 from sidecar.records import Exchange, Timings, encode_exchange
 from sidecar.store.models import SignalRow
 from support.ingest_kit import Kit, make_choice, make_exchange

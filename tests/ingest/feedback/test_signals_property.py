@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from ingest.feedback.deriving import derive_session
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from sidecar.records import Exchange, Timings, encode_exchange
 from sidecar.store.models import ExchangeRow, SignalRow
 from support.ingest_kit import Kit, make_choice, make_exchange

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingest.grouping.held_out import is_held_out, share_of
+from ingest.grouping.features import is_held_out, share_of
 
 
 def test_a_sessions_share_never_changes() -> None:

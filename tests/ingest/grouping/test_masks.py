@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from ingest.grouping.chat_request import HARD_MASKS, candidate_body
-from ingest.grouping.engine_facts import EngineFacts
-from ingest.grouping.rules import rules_of
-from ingest.grouping.selection import Decision, Standing, select
+from ingest.grouping.request import HARD_MASKS, EngineFacts, candidate_body
+from ingest.grouping.selection import Decision, Standing, rules_of, select_exchanges
 from ingest.store.groups import load_group
 from sidecar.settings import Settings
 from support.ingest_kit import REQUEST, Kit
@@ -36,7 +34,7 @@ def decide(kit: Kit, fields: dict[str, Any], **rules: Any) -> Decision:
     standing = Standing(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
     exchange = kit.exchange("e1", request={**REQUEST, **fields})
     chosen = kit.rules(**{"structured_output": "free_tokens", **rules})
-    (decision,) = select([(exchange, False)], standing, chosen)
+    (decision,) = select_exchanges([(exchange, False)], standing, chosen)
     return decision
 
 

@@ -7,10 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ingest.grouping.engine_facts import FLAG, UNKNOWN, EngineFacts, Grammar, dump_facts
-from ingest.grouping.exchangeable import candidate_temperature
-from ingest.grouping.rules import rules_of
-from ingest.grouping.selection import Decision, Standing, select
+from ingest.grouping.request import (
+    FLAG,
+    UNKNOWN,
+    EngineFacts,
+    Grammar,
+    candidate_temperature,
+    dump_facts,
+)
+from ingest.grouping.selection import Decision, Standing, rules_of, select_exchanges
 from ingest.records import Answer
 from sidecar.records import Sampling
 from sidecar.settings import Serving, Settings
@@ -34,7 +39,7 @@ def decide(
     if sampling is not None:
         changes["sampling"] = sampling
     exchange = kit.exchange("e1", **changes)
-    (decision,) = select([(exchange, False)], STANDING, kit.rules(**(rules or {})))
+    (decision,) = select_exchanges([(exchange, False)], STANDING, kit.rules(**(rules or {})))
     return decision
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ingest.feedback.placing import save_feedback
+from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.grouping.features import (
@@ -21,7 +21,7 @@ from ingest.grouping.features import (
     opening_key,
     surprisals,
 )
-from ingest.grouping.preference import chance_of_spread, draw, propensity
+from ingest.grouping.same_prompt import chance_of_spread, draw, propensity
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_new
 from support.ingest_kit import Kit, make_choice, make_exchange, make_feedback

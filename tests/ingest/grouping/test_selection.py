@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ingest.grouping.selection import Standing, select
+from ingest.grouping.selection import Standing, select_exchanges
 from ingest.records import Answer
 from sidecar.records import Exchange, Sampling
 from support.ingest_kit import REQUEST, Kit
@@ -25,12 +25,12 @@ def reasons(
     **rules: Any,
 ) -> list[str]:
     batch = [(exchange, held_out) for exchange in exchanges]
-    return [decision.reason for decision in select(batch, standing, kit.rules(**rules))]
+    return [decision.reason for decision in select_exchanges(batch, standing, kit.rules(**rules))]
 
 
 def answers_of(kit: Kit, exchange: Exchange, **rules: Any) -> tuple[Answer, ...]:
     """Select this exchange alone. Returns: the answers of its new group."""
-    (decision,) = select([(exchange, False)], STANDING, kit.rules(**rules))
+    (decision,) = select_exchanges([(exchange, False)], STANDING, kit.rules(**rules))
     assert decision.group is not None
     return decision.group.answers
 
@@ -38,7 +38,7 @@ def answers_of(kit: Kit, exchange: Exchange, **rules: Any) -> tuple[Answer, ...]
 def test_a_plain_exchange_becomes_a_group_with_its_answer(kit: Kit) -> None:
     exchange = kit.exchange("e1", session_key="m:s")
 
-    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+    (decision,) = select_exchanges([(exchange, False)], STANDING, kit.rules())
 
     assert decision.reason == "chosen"
     group = decision.group
@@ -72,7 +72,9 @@ def test_a_group_that_costs_nothing_comes_before_others_in_a_batch(kit: Kit) -> 
 def test_an_exchange_whose_answer_has_no_token_ids_starts_a_group_without_it(kit: Kit) -> None:
     choice = msgspec.structs.replace(kit.choice("hello"), token_ids=(), logprobs=())
 
-    (decision,) = select([(kit.exchange("e1", choices=[choice]), False)], STANDING, kit.rules())
+    (decision,) = select_exchanges(
+        [(kit.exchange("e1", choices=[choice]), False)], STANDING, kit.rules()
+    )
 
     assert decision.reason == "chosen"
     assert decision.group is not None
@@ -164,7 +166,7 @@ def test_what_forbids_tokens_is_kept_for_the_gate_when_held_out_and_never_learne
         (True, "held_out"),
         (False, f"untrainable:masked_by_{next(iter(fields))}"),
     ):
-        (decision,) = select([(masked, held_out)], STANDING, kit.rules())
+        (decision,) = select_exchanges([(masked, held_out)], STANDING, kit.rules())
         assert (decision.reason, decision.group) == (reason, None)
 
 
@@ -181,7 +183,7 @@ def test_what_cannot_be_trained_on_costs_no_candidates(kit: Kit) -> None:
         "chosen",  # its own answer is masked, and candidates may be shorter
     ]
     assert reasons(kit, fits, long) == ["chosen", "chosen"]
-    (held_out,) = select([(long, True)], STANDING, kit.rules(max_trained_tokens=9))
+    (held_out,) = select_exchanges([(long, True)], STANDING, kit.rules(max_trained_tokens=9))
     assert held_out.reason == "held_out", "the gate can use it"
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.grouping.shares import SHARE, Caller, Shares, daily_demand, fill_level
+from ingest.grouping.selection import SHARE, Caller, Shares, daily_demand, fill_level
 
 ROBOT = Caller("p", "k", "robot")
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from ingest.intake import consume
-from ingest.intake.bus import open_bus
+from ingest.intake.bus import BusReader, open_bus
 from ingest.intake.loop import Intake
-from ingest.intake.reader import BusReader
 from ingest.store.exchanges import ExchangeRows, insert_exchanges
 from sidecar.settings import Bus, Groups, Serving, Settings
 from sidecar.store.database import Database

@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 from ingest.intake.bus import open_bus
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from sidecar.capture.outbox import Outbox
 from sidecar.store.database import Database
 from support.ingest_kit import make_exchange

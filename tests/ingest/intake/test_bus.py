@@ -10,9 +10,7 @@ import pytest
 from kafka.errors import KafkaTimeoutError
 
 from ingest.errors import BusError
-from ingest.intake.bus import open_bus
-from ingest.intake.kafka_bus import KafkaBus
-from ingest.intake.reader import Envelope
+from ingest.intake.bus import Envelope, KafkaBus, open_bus
 from sidecar.records import decode_exchange, encode_exchange
 from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from support.ingest_kit import FillBus, Kit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ingest.errors import BusError
-from ingest.intake.bus_report import BusState, read_state
+from ingest.intake.bus import BusState, read_state
 from ingest.intake.loop import Intake
 from sidecar.records import encode_exchange
 from sidecar.settings import Groups, Serving, Settings

@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import update
 
-from ingest.grouping.held_out import share_of
-from ingest.grouping.rules import live_adapters, rules_of
-from ingest.grouping.selection import group_id_of
+from ingest.grouping.features import share_of
+from ingest.grouping.selection import group_id_of, live_adapters, rules_of
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange, save_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from ingest.grouping.held_out import is_held_out
+from ingest.grouping.features import is_held_out
 from ingest.intake import consume as consuming
-from ingest.intake.bus import open_bus
-from ingest.intake.consume import consume
-from ingest.intake.consumed import Consumed
-from ingest.intake.placing import Sessions
-from ingest.intake.reader import BusReader
+from ingest.intake.bus import BusReader, open_bus
+from ingest.intake.choose import Sessions
+from ingest.intake.consume import Consumed, consume
 from ingest.store.exchanges import load_exchange
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select
 
 from sidecar.capture.outbox import Outbox
-from sidecar.feedback.record import Feedback
+from sidecar.feedback import Feedback
 from sidecar.records import Exchange
 from sidecar.store.models import ChoiceRow, ExchangeRow, FeedbackRow, GroupRow
 from support.ingest_kit import Kit, make_feedback, packed

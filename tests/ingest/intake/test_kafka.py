@@ -15,10 +15,9 @@ import pytest
 from sqlalchemy import select
 
 from ingest.errors import BusError
-from ingest.intake.bus import open_bus
+from ingest.intake.bus import BusReader, Envelope, open_bus
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
-from ingest.intake.reader import BusReader, Envelope
 from sidecar.capture.outbox import Outbox
 from sidecar.records import Exchange, decode_exchange
 from sidecar.settings import KafkaUrl, read_bus_url

@@ -17,9 +17,9 @@ import pytest
 from sqlalchemy import event, select, text
 
 from ingest.intake import choose
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
 from ingest.intake.loop import Intake
-from ingest.intake.placing import Sessions
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreNewerError
 from sidecar.records import encode_exchange

@@ -12,12 +12,11 @@ import pytest
 from sqlalchemy import select, update
 
 from deploy.canary.gate_store import held_out_prompts
-from ingest.grouping.held_out import is_held_out
+from ingest.grouping.features import is_held_out
 from ingest.grouping.selection import group_id_of
-from ingest.intake import placing
-from ingest.intake.choose import choose_new
+from ingest.intake import choose
+from ingest.intake.choose import Sessions, choose_new
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from ingest.sessions.tree import COMMON, TTL_S
 from ingest.store import sessions as store
 from ingest.store.groups import load_group
@@ -368,8 +367,8 @@ def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) ->
 def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "RESTORED", 5)
-    monkeypatch.setattr("ingest.store.pages.PAGE", 2)
+    monkeypatch.setattr(choose, "RESTORED", 5)
+    monkeypatch.setattr("ingest.store.exchanges.PAGE", 2)
     names = [f"ex_{number}" for number in range(7)]
     for at, name in enumerate(names):
         take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0, about=TRAINED), now=float(at))

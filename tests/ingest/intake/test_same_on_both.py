@@ -9,9 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingest.intake.consume import consume
-from ingest.intake.consumed import Consumed
-from ingest.intake.placing import Sessions
+from ingest.intake.choose import Sessions
+from ingest.intake.consume import Consumed, consume
 from ingest.store.exchanges import load_exchange
 from sidecar import bounds
 from sidecar.records import Choice, Exchange, Sampling, Timings, decode_exchange, encode_exchange

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.errors import JudgeTooLongError
-from ingest.judge_prompt.elision import Elided, NoRoomLeftError, elide
-from ingest.judge_prompt.tokens import estimate_tokens
+from ingest.judge_prompt import Elided, NoRoomLeftError, elide, estimate_tokens
 from ingest.ruler.prompt import build_prompt, reply_tokens
 
 SYSTEM = {"role": "system", "content": "You are a shop's agent."}

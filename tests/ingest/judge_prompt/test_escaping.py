@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ingest.judge_prompt.escaping import escape
+from ingest.judge_prompt import escape
 
 
 def no_pattern(*_: Any) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ingest.judge_prompt.media import without_media
-from ingest.judge_prompt.shown import looks, shown_answer, shown_context, shown_trajectory
+from ingest.judge_prompt import looks, shown_answer, shown_context, shown_trajectory, without_media
 
 RED, BLUE = b"\x89PNG red" * 200, b"\x89PNG blue" * 200
 

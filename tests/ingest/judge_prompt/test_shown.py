@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingest.judge_prompt.shown import looks, shown_answer, shown_context, shown_trajectory
+from ingest.judge_prompt import looks, shown_answer, shown_context, shown_trajectory
 
 
 def call(name: str, ident: str | None, arguments: str = "{}") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.judge_prompt.shown import shown_answer, shown_trajectory
+from ingest.judge_prompt import shown_answer, shown_trajectory
 from ingest.sessions.messages import read_reply as read_said
 from sidecar.capture.assemble import assemble
 from sidecar.records import Assignment, Exchange, RawCapture, Timings

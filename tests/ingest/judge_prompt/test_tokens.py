@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from ingest.judge_prompt.tokens import estimate_tokens
+from ingest.judge_prompt import estimate_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 RNG = random.Random(1)

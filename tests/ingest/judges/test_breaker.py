@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.judges.breaker import LIMITED_FOR_LONG_S, Breaker
+from ingest.judges.limited import LIMITED_FOR_LONG_S, Breaker
 
 LIMIT = "429"
 

@@ -15,10 +15,8 @@ from ingest.errors import (
     JudgeSpentError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch.state import read_judge_state, why_sampling_holds
-from ingest.judges.ledger import Ledger
-from ingest.judges.meter import Meter, Ticket, litellm_price
-from ingest.judges.spending import DAY, read_spending
+from ingest.judge_watch import read_judge_state, why_sampling_holds
+from ingest.judges.spending import DAY, Ledger, Meter, Ticket, litellm_price, read_spending
 from ingest.ruler.judge import Judge, JudgeReply, Usage
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow

@@ -16,13 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select, update
 
-from ingest.judges.cache import CachedJudge, ContentSeeds, KeptReplies, is_usable, keyed_digest
-from ingest.judges.replies import NO_EXCHANGE, SECRET_FLAG, ReplyStore
+from ingest.judges.replies import (
+    NO_EXCHANGE,
+    SECRET_FLAG,
+    CachedJudge,
+    ContentSeeds,
+    KeptReplies,
+    ReplyStore,
+    is_usable,
+    keyed_digest,
+)
 from ingest.retention.deletion import delete_exchanges
-from ingest.ruler.group import judge_group
 from ingest.ruler.judge import Judge, JudgeReply, replies_kept_for
-from ingest.ruler.probe import ask_probe
+from ingest.ruler.outage import ask_probe
 from ingest.ruler.prompt import reply_schema
+from ingest.ruler.ruler import judge_group
 from ingest.store.groups import load_group
 from ingest.store.rotation import rotate
 from sidecar.settings import Judge as JudgeSettings

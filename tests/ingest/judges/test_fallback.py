@@ -16,10 +16,10 @@ from ingest.errors import (
     JudgeSpentError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch.state import read_judge_state
-from ingest.judges.breaker import Breaker
-from ingest.judges.meter import ASKED
-from ingest.judges.panel import Member, Panel
+from ingest.judge_watch import read_judge_state
+from ingest.judges.build import Member, Panel
+from ingest.judges.limited import Breaker
+from ingest.judges.spending import ASKED
 from ingest.ruler.judge import JudgeReply
 from ingest.store.groups import load_scored_group
 from tests.ingest.judges.conftest import PRICE, Bench

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ingest.errors import JudgeBusyError, JudgeLimitedError, JudgeUnavailableError
-from ingest.judges.limited import LimitedJudge, Limits
-from ingest.judges.meter import Ticket
-from ingest.judges.window import free_in_s
+from ingest.judges.limited import LimitedJudge, Limits, free_in_s
+from ingest.judges.spending import Ticket
 from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.judgements import LONGEST_LIMIT_S, lease_s
+from ingest.ruler.judging import LONGEST_LIMIT_S, lease_s
 from sidecar.settings import Judge as JudgeSettings
 from support.clock import Clock
 from support.fake_judge import FakeJudge

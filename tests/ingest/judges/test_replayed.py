@@ -13,8 +13,7 @@ import pytest
 from sqlalchemy import update
 
 from ingest.errors import JudgeUnavailableError
-from ingest.judges.cache import CachedJudge, ContentSeeds, KeptReplies
-from ingest.judges.replies import ReplyStore
+from ingest.judges.replies import CachedJudge, ContentSeeds, KeptReplies, ReplyStore
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.judging import JudgingWorker
 from sidecar.settings import Judge as JudgeSettings
@@ -155,13 +154,13 @@ cache_bytes = {cache_bytes}
 def fork() -> Iterator[Fork]:
     with forking(
         "ingest.score",
-        "ingest.best_of.server",
+        "ingest.best_of",
         "ingest.judges.build",
         "ingest.noise.worker",
         "ingest.sampling.worker",
         "ingest.verifiers.rewarding",
-        "ingest.vllm.checked_sampler",
-        "ingest.vllm.replicas",
+        "ingest.vllm.sampler",
+        "ingest.vllm.watch",
         "litellm",
     ) as found:
         yield found

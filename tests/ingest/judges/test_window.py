@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ingest.errors import JudgeUnavailableError
-from ingest.judges.limited import LimitedJudge, Limits
-from ingest.judges.meter import Ticket, estimate_call
-from ingest.judges.window import MINUTE_S, Window, free_in_s
+from ingest.judges.limited import MINUTE_S, LimitedJudge, Limits, Window, free_in_s
+from ingest.judges.spending import Ticket, estimate_call
 from ingest.ruler.judge import JudgeReply
 from sidecar.settings import Judge as JudgeSettings
 from support.virtual_time import VirtualLoop

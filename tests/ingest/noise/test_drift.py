@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ingest.noise.drift import changes_within, drifts
+from ingest.noise.estimate import changes_within, drifts
 from support.simulated_judge import (
     CHANGES,
     EVEN,

@@ -8,8 +8,16 @@ from statistics import mean
 
 import pytest
 
-from ingest.noise.estimate import Estimate, Twice, estimate, usable
-from ingest.noise.figures import mean_figure, ratio, root_figure, two_sided_t
+from ingest.noise.estimate import (
+    Estimate,
+    Twice,
+    estimate,
+    mean_figure,
+    ratio,
+    root_figure,
+    two_sided_t,
+    usable,
+)
 from ingest.records import ShownPass
 from support.simulated_judge import EVEN, UNEVEN, SimulatedJudge, estimated, mixed, scored_twice
 

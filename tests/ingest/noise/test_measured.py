@@ -10,11 +10,10 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from ingest.noise.estimate import Estimate, estimate
-from ingest.noise.measured import LEAST_GROUPS, measured_noise, scaled_sd
-from ingest.noise.passes import encode_passes
+from ingest.noise.estimate import Estimate, encode_passes, estimate
 from ingest.noise.windows import WINDOW, Series, refresh
-from learner.runs.spread_gate import PASSING, noise_factor
+from ingest.noise.worker import LEAST_GROUPS, measured_noise, scaled_sd
+from learner.runs.selection import PASSING, noise_factor
 from sidecar.store.database import Database
 from sidecar.store.models import RescoringRow
 from support.migrated_store import open_migrated

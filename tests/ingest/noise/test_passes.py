@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.noise.choosing import is_chosen
-from ingest.noise.passes import decode_passes, encode_passes
+from ingest.noise.estimate import decode_passes, encode_passes
+from ingest.noise.windows import is_chosen
 from ingest.records import ShownPass
 from ingest.ruler.prompt import build_prompt
 from ingest.ruler.ruler import score_answers

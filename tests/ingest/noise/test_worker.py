@@ -10,14 +10,24 @@ import pytest
 from sqlalchemy import delete, select
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
-from ingest.judge_watch.state import JudgeState, write_judge_state
+from ingest.judge_watch import JudgeState, write_judge_state
 from ingest.noise import windows
-from ingest.noise.choosing import MOST_WAITING, Choosing
-from ingest.noise.measured import LEAST_GROUPS, measured_noise
-from ingest.noise.queue import AGAIN_S, ATTEMPTS, LATE_S
-from ingest.noise.reading import accept_now, read_noise
-from ingest.noise.state import NoiseState, read_noise_state
-from ingest.noise.worker import RescoringWorker
+from ingest.noise.windows import (
+    AGAIN_S,
+    ATTEMPTS,
+    LATE_S,
+    MOST_WAITING,
+    Choosing,
+    NoiseState,
+    read_noise_state,
+)
+from ingest.noise.worker import (
+    LEAST_GROUPS,
+    RescoringWorker,
+    accept_now,
+    measured_noise,
+    read_noise,
+)
 from ingest.retention.deletion import delete_exchanges
 from ingest.ruler.judge import Judge
 from ingest.ruler.judging import JudgingWorker

@@ -11,7 +11,7 @@ import string
 import pytest
 
 from ingest.privacy.detectors import Detectors
-from sidecar.settings.privacy import EMAIL, IBAN, SECRET
+from sidecar.settings.store import EMAIL, IBAN, SECRET
 
 WORDS = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ingest.privacy.detectors import MAX_FOUND, Detectors, TooManyError, secret_patterns
-from sidecar.settings.privacy import BUILT_IN
+from sidecar.settings.store import BUILT_IN
 
 DETECTORS = Detectors(BUILT_IN)
 

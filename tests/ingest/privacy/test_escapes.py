@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.privacy import escapes
+from ingest.privacy import detectors
 from ingest.privacy.detectors import Detectors
 from ingest.privacy.texts import Redaction, kinds_in
-from sidecar.settings.privacy import BUILT_IN
+from sidecar.settings.store import BUILT_IN
 
 DETECTORS = Detectors(BUILT_IN)
 VALUES = {
@@ -118,9 +118,9 @@ def test_escapes_are_undone_as_json_does(text: str, deep: int) -> None:
     written = text
     for _ in range(deep):
         written = json.dumps(written)[1:-1]
-    (undone, *_) = [*escapes.levels(written.encode()), written.encode()]
+    (undone, *_) = [*detectors.levels(written.encode()), written.encode()]
     # The quick way and the one that counts places must agree, also with a byte that is no UTF-8.
-    (slow, *_) = [*escapes.levels(b"\xff" + written.encode()), b"\xff" + written.encode()]
+    (slow, *_) = [*detectors.levels(b"\xff" + written.encode()), b"\xff" + written.encode()]
     assert slow == b"\xff" + undone
     if deep:
         once = json.loads(f'"{written}"').encode("utf-8", "surrogatepass")
@@ -134,7 +134,7 @@ def test_all_that_is_found_as_the_text_stands_is_found_still(text: str, deep: in
     for _ in range(deep):
         text = "x" + json.dumps(text)
     data = text.encode()
-    found = escapes.find(DETECTORS, data)
+    found = detectors.find(DETECTORS, data)
     assert all(one.end <= other.start for one, other in pairwise(found))
     for old in DETECTORS.find(data):
         (new,) = (one for one in found if one.start < old.end and old.end <= one.end)

@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.privacy.detectors import Detectors
-from ingest.privacy.members import RepeatedMemberError, decoded
 from ingest.privacy.screen import Screen
-from ingest.privacy.searched import Searched
-from ingest.privacy.texts import Redaction, kinds_in
+from ingest.privacy.texts import Redaction, RepeatedMemberError, Searched, decoded, kinds_in
 from sidecar.settings import Privacy
-from sidecar.settings.privacy import BUILT_IN
+from sidecar.settings.store import BUILT_IN
 from support.ingest_kit import make_exchange
 
 DETECTORS = Detectors(BUILT_IN)

@@ -11,13 +11,12 @@ import pytest
 
 from ingest.grouping.selection import group_id_of
 from ingest.intake.bus import OutboxBus
-from ingest.intake.choose import choose_new
-from ingest.intake.consume import consume
-from ingest.intake.consumed import Consumed
-from ingest.intake.placing import Sessions
-from ingest.privacy import judge_view, texts
-from ingest.privacy.judge_view import JudgeView
+from ingest.intake.choose import Sessions, choose_new
+from ingest.intake.consume import Consumed, consume
+from ingest.privacy import texts
+from ingest.privacy import texts as judge_view
 from ingest.privacy.screen import Screen
+from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, mark_sampled, save_group

@@ -8,7 +8,7 @@ import pytest
 
 from ingest.privacy.detectors import Detectors
 from ingest.privacy.texts import Redaction, TooLargeError, kinds_in
-from sidecar.settings.privacy import BUILT_IN
+from sidecar.settings.store import BUILT_IN
 
 DETECTORS = Detectors(BUILT_IN)
 

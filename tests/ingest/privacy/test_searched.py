@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.privacy.detectors import Detectors
-from ingest.privacy.searched import Searched
-from ingest.privacy.texts import kinds_in
+from ingest.privacy.texts import Searched, kinds_in
 from sidecar.settings import Privacy
-from sidecar.settings.privacy import BUILT_IN
+from sidecar.settings.store import BUILT_IN
 
 DETECTORS = Detectors(BUILT_IN)
 LIMIT = 1_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.retention.rules import Ages, Held, chunks, too_much, too_old
+from ingest.retention.deletion import Ages, Held, chunks, too_much, too_old
 
 DAY_S = 86_400.0
 

@@ -15,25 +15,24 @@ import pytest
 from sqlalchemy import event, func, select, text, update
 from sqlalchemy.orm import Session
 
-from deploy.funnel.read import read_funnel
-from deploy.funnel.stages import exchanges_by_selection, groups_by_status
-from ingest.feedback.placing import save_feedback
+from deploy.funnel import exchanges_by_selection, groups_by_status, read_funnel
+from ingest.feedback.deriving import save_feedback
 from ingest.intake.loop import Intake
 from ingest.judges.replies import ReplyStore
-from ingest.retention import deletion, pages, sweep
+from ingest.retention import deletion, sweep
+from ingest.retention import deletion as pages
 from ingest.retention.sweep import Sweeper, read_state
-from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall
-from ingest.sessions.records import Place
+from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.sessions.messages import Place
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from sidecar.errors import StoreError
-from sidecar.feedback.record import Feedback
+from sidecar.feedback import Feedback
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
+from sidecar.store import traces
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.disk import traces
-from sidecar.store.disk.space import space_of
+from sidecar.store.disk import space_of
 from sidecar.store.keyring import Keyring, is_sealed
 from sidecar.store.models import (
     AnswerRow,

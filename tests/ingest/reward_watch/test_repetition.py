@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from ingest.reward_watch import repetition
-from ingest.reward_watch.repetition import LOOPS, TAIL, repeated_share
+from ingest.reward_watch import traits
+from ingest.reward_watch.traits import LOOPS, TAIL, repeated_share
 
 LOOPED = {
     "a sentence": "I am sorry for that. " * 60,
@@ -18,7 +18,7 @@ LOOPED = {
     "chinese": "对不起，我再看一下。" * 80,
     "numbered": "".join(f"{i}. Check the logs of the server and restart it.\n" for i in range(60)),
     "a thought": "Wait, but the answer might be 12. Let me compute again: 3*4=12. " * 25,
-    "after a sound beginning": Path(repetition.__file__).read_text() + "and then " * 400,
+    "after a sound beginning": Path(traits.__file__).read_text() + "and then " * 400,
     "a paragraph": "The customer asks for a refund, and the policy says that refunds take thirty "
     "days, so the agent has to look up the date of the order in the table. " * 14,
 }

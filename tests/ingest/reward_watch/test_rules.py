@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ingest.reward_watch.profile import (
+from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, Gain, Line, Verdict, assess
+from ingest.reward_watch.traits import (
+    KINDS,
     DamagedProfileError,
     MeanOf,
     Profile,
@@ -17,10 +19,8 @@ from ingest.reward_watch.profile import (
     read_body,
     write_body,
 )
-from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, Gain, Line, Verdict, assess
-from ingest.reward_watch.traits import KINDS
-from sidecar.plurals import counted
 from sidecar.settings import Watch
+from sidecar.visible import counted
 from support.watch_traffic import USUAL, Behaviour, simulate, simulate_rate
 
 LIMITS = Watch()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.reward_watch.statistics import (
+from ingest.reward_watch.rules import (
     MOST_FREEDOM,
     UNSEEN_LIKENESS,
     Moments,

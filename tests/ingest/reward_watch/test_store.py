@@ -9,20 +9,26 @@ import pytest
 from sqlalchemy import select, update
 
 from ingest.retention.deletion import delete_exchanges
-from ingest.reward_watch import answers
-from ingest.reward_watch.answers import (
+from ingest.reward_watch import store
+from ingest.reward_watch.store import (
     BEHIND,
     INTERVAL_S,
     PAGE,
     REFRESH_S,
     AnswerWatch,
+    Override,
+    ask,
+    current_profile,
+    line_of,
     look_at_answers,
+    read_override,
+    refresh,
+    stored_profile,
+    write_override,
 )
-from ingest.reward_watch.asking import Override, ask, line_of, read_override, write_override
-from ingest.reward_watch.profile import Profile, RateOf, write_body
-from ingest.reward_watch.store import current_profile, refresh, stored_profile
+from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.settings import Watch
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import (
     AdapterProfileRow,
@@ -147,8 +153,8 @@ def test_far_behind_it_goes_to_the_newest_and_counts_the_others(
     kit: Kit, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert BEHIND == 8 * PAGE
-    monkeypatch.setattr(answers, "PAGE", 5)
-    monkeypatch.setattr(answers, "BEHIND", 40)
+    monkeypatch.setattr(store, "PAGE", 5)
+    monkeypatch.setattr(store, "BEHIND", 40)
     number = 41
     kit.store(*(served(kit, f"e{n:05d}") for n in range(number)))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.reward_watch.tool_calls import fault_of_calls
+from ingest.reward_watch.traits import fault_of_calls
 
 SCHEMA = {
     "type": "object",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ingest.reward_watch.wording import is_clarifying, is_refusal
+from ingest.reward_watch.traits import is_clarifying, is_refusal
 from tests.ingest.reward_watch.labelled_answers import (
     CLARIFYING,
     NEITHER,
@@ -112,7 +112,7 @@ REPEATED = (
 def test_repeated_phrases_take_linear_time(phrase: str, mark: str) -> None:
     """Python's own matcher needs 2^n steps for n of these: 25 of them took minutes."""
     program = (
-        "import sys; from ingest.reward_watch.wording import is_clarifying, is_refusal;"
+        "import sys; from ingest.reward_watch.traits import is_clarifying, is_refusal;"
         "t = sys.argv[1] * int(sys.argv[2]); [f(t[:n] + sys.argv[3])"
         " for f in (is_clarifying, is_refusal) for n in (200, 600, 1200, 2000, 100_000)]"
     )

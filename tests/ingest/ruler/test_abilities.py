@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from ingest.errors import JudgeRejectedError, JudgeTooLongError, JudgeUnavailableError
-from ingest.ruler.abilities import MOST_TRIES, without
-from ingest.ruler.judge import SEARCHES, LiteLlmJudge
+from ingest.ruler.judge import MOST_TRIES, SEARCHES, LiteLlmJudge, without
 from ingest.ruler.prompt import reply_schema
 from sidecar.settings import Judge as JudgeSettings
 

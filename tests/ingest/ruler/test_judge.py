@@ -11,7 +11,7 @@ import pytest
 
 from ingest.errors import JudgeRejectedError, JudgeTooLongError, JudgeUnavailableError
 from ingest.ruler.judge import LiteLlmJudge, context_tokens_of
-from ingest.ruler.pause import Pause, PausingJudge
+from ingest.ruler.outage import Pause, PausingJudge
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN
 from sidecar.settings import Judge as JudgeSettings

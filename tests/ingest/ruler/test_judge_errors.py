@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from ingest import judge_watch
 from ingest.errors import (
     IngestError,
     JudgeBusyError,
@@ -20,9 +21,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch import bounded_replies
-from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.judge_errors import explain
+from ingest.ruler.judge import LiteLlmJudge, explain
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN, hidden_values
 from sidecar.settings import Judge as JudgeSettings
@@ -150,8 +149,8 @@ async def test_a_reply_that_unpacks_to_much_is_left_before_it_is_in_memory(
         size = max(size, len(body))
         return body
 
-    monkeypatch.setattr(bounded_replies, "without_odd_usage", watched)
-    bomb = gzip.compress(b" " * (4 * bounded_replies.MAX_BYTES))
+    monkeypatch.setattr(judge_watch, "without_odd_usage", watched)
+    bomb = gzip.compress(b" " * (4 * judge_watch.MAX_BYTES))
     error = await raised_by(judge_kit, model, 200, bomb, ("content-encoding", "gzip"))
     assert isinstance(error, JudgeGarbledError)
     assert size == 0
@@ -175,14 +174,14 @@ async def test_calls_of_others_to_litellm_are_left_as_they_are() -> None:
                 self._seen.append(None)
                 yield b" " * 2**20
 
-    bounded_replies.bound_replies(Handler)
+    judge_watch.bound_replies(Handler)
     transport = Handler.create_async_transport()
     request = httpx.Request("POST", "http://127.0.0.1/")
     await transport.handle_async_request(request)
     assert seen == []
-    with bounded_replies.a_judge_is_asked(), pytest.raises(httpx.DecodingError):
+    with judge_watch.a_judge_is_asked(), pytest.raises(httpx.DecodingError):
         await transport.handle_async_request(request)
-    assert len(seen) == bounded_replies.MAX_BYTES // 2**20 + 1
+    assert len(seen) == judge_watch.MAX_BYTES // 2**20 + 1
 
 
 @pytest.mark.parametrize("model", MODELS[:2])
@@ -268,8 +267,8 @@ def test_a_long_message_is_sorted_and_explained_in_bounded_time(part: str) -> No
             sys.executable,
             "-c",
             "import sys\n"
-            "from ingest.ruler.abilities import next_forms\n"
-            "from ingest.ruler.judge_errors import explain, sort_error\n"
+            "from ingest.ruler.judge import next_forms\n"
+            "from ingest.ruler.judge import explain, sort_error\n"
             "error = Exception((sys.stdin.read() * 4_000_000)[:4_000_000])\n"
             "error.status_code = 400\n"
             "next_forms({'messages': []}, (), error, needed=(), search=True)\n"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
+from ingest import judge_watch
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
@@ -14,10 +15,9 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch import report
-from ingest.judge_watch.state import JUDGE, JudgeState, read_judge_state, why_sampling_holds
-from ingest.judges.breaker import Breaker
-from ingest.judges.panel import Member, Panel
+from ingest.judge_watch import JUDGE, JudgeState, read_judge_state, why_sampling_holds
+from ingest.judges.build import Member, Panel
+from ingest.judges.limited import Breaker
 from ingest.ruler.judging import JudgingWorker
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
@@ -321,7 +321,7 @@ async def test_what_is_known_of_the_judge_is_written_once_a_locked_store_is_free
         raise StoreError("database is locked")
 
     with monkeypatch.context() as patched:
-        patched.setattr(report, "write_judge_state", locked)
+        patched.setattr(judge_watch, "write_judge_state", locked)
         await started.worker.step()
     before = started.state
 

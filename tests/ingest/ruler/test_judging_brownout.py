@@ -1,6 +1,6 @@
 """A judge that answers short questions only, limits, and a store that refuses, on injected clocks.
 
-The judge is in the process and raises what `ingest.ruler.judge_errors` makes of a provider's reply.
+The judge is in the process and raises what `ingest.ruler.judge` makes of a provider's reply.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.ruler.attempts import charge, claim_for_judge
-from ingest.ruler.blame import ATTEMPTS, UNPROVEN, Failed
+from ingest.ruler.blame import ATTEMPTS, UNPROVEN, Failed, charge, claim_for_judge
 from sidecar.store.database import Database
 from support.clock import Clock
 

@@ -14,8 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
-from ingest.ruler.attempts import claim_for_judge
-from ingest.ruler.blame import ATTEMPTS, INTERRUPTED
+from ingest.ruler.blame import ATTEMPTS, INTERRUPTED, claim_for_judge
 from ingest.store.groups import SAMPLED
 from sidecar.store.database import Database
 from support.clock import Clock

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from ingest.errors import JudgeUnavailableError
-from ingest.judge_watch.state import read_judge_state
+from ingest.judge_watch import read_judge_state
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.store.groups import claim_groups, load_scored_group
 from sidecar.errors import StoreError

@@ -30,7 +30,7 @@ def database(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Da
     if not database.url.startswith("sqlite"):
         pytest.skip("the lock is SQLite's")
     monkeypatch.setattr("sidecar.store.engines.BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("ingest.store.patience.PAUSES", Backoff(first_s=0.05, last_s=0.05))
+    monkeypatch.setattr("ingest.store.listing.PAUSES", Backoff(first_s=0.05, last_s=0.05))
     monkeypatch.setattr("ingest.ruler.judging.POLL_S", 0.02)
     with closing(Database(database.url)) as hasty:
         yield hasty

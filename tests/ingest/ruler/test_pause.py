@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ingest.errors import JudgeBusyError
-from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
-from ingest.ruler.pause import Pause, PausingJudge
+from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Pause, PausingJudge
 from support.clock import Clock
 from support.fake_judge import FakeJudge
 
@@ -21,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     async def sleep(seconds: float) -> None:
         made.now += seconds
 
-    monkeypatch.setattr("ingest.ruler.pause.monotonic", made)
+    monkeypatch.setattr("ingest.ruler.outage.monotonic", made)
     monkeypatch.setattr("asyncio.sleep", sleep)
     return made
 

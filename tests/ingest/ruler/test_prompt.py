@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from ingest.judge_prompt.escaping import escape
-from ingest.judge_prompt.shown import shown_answer
-from ingest.ruler.prompt import RulerPrompt, build_prompt, rubric_hash
-from ingest.ruler.reply import parse_reply
+from ingest.judge_prompt import escape, shown_answer
+from ingest.ruler.prompt import RulerPrompt, build_prompt, parse_reply, rubric_hash
 from sidecar.settings.judge import DEFAULT_RUBRIC
 
 CONTEXT = [

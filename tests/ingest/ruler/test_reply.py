@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeReplyError
-from ingest.ruler import reply
-from ingest.ruler.reply import MAX_REPLY_CHARACTERS, parse_reply
+from ingest.ruler import prompt
+from ingest.ruler.prompt import MAX_REPLY_CHARACTERS, parse_reply
 
 IDS = ("ab", "cd", "ef")
 ORDER = (2, 0, 1)
@@ -249,8 +249,8 @@ class CountingDecoder:
 def test_brackets_that_are_never_closed_are_not_decoded_to_the_end_from_each(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counting = CountingDecoder(reply._DECODER)
-    monkeypatch.setattr(reply, "_DECODER", counting)
+    counting = CountingDecoder(prompt._DECODER)
+    monkeypatch.setattr(prompt, "_DECODER", counting)
 
     with pytest.raises(JudgeReplyError, match="no JSON object"):
         parse(text)

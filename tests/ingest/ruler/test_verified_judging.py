@@ -19,7 +19,7 @@ from ingest.verifiers.rewarding import Rewarding, open_rewarding
 from learner.runs.selection import select_groups
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Reward, Settings
-from sidecar.settings.reward import LengthVerifier
+from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring
 from sidecar.store.models import AnswerRow

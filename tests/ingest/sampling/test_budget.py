@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from ingest.sampling.budget import (
-    Spent,
-    Usage,
-    completion_tokens,
-    first_spent,
-)
-from ingest.store.periods import day_of, hour_of, next_hour, next_midnight
+from ingest.sampling.round import Spent, Usage, completion_tokens, first_spent
+from ingest.store.listing import day_of, hour_of, next_hour, next_midnight
 from sidecar.settings import Groups
 from support.ingest_kit import make_choice, make_exchange
 

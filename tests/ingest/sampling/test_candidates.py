@@ -4,14 +4,7 @@ import json
 from collections.abc import Sequence
 
 from ingest.records import Answer
-from ingest.sampling.candidates import (
-    Conclusion,
-    Miss,
-    all_identical,
-    back_off_s,
-    conclude,
-    next_step,
-)
+from ingest.sampling.round import Conclusion, Miss, all_identical, back_off_s, conclude, next_step
 
 
 def served(content: str) -> Answer:

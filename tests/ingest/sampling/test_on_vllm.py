@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ingest.sampling.worker import SamplingWorker
-from ingest.vllm.replicas import open_replicas
 from ingest.vllm.sampler import PRIORITY
+from ingest.vllm.watch import open_replicas
 from sidecar.settings import Groups
 from support.fake_vllm import FakeVllm, load_metrics, recording, whole_reply
 from support.ingest_kit import Kit

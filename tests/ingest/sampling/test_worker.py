@@ -16,16 +16,16 @@ from ingest.errors import (
     RequestRefusedError,
     SamplingError,
 )
-from ingest.grouping.exchangeable import LogprobsMode
-from ingest.judge_watch.state import JudgeState, write_judge_state
+from ingest.grouping.request import LogprobsMode
+from ingest.judge_watch import JudgeState, write_judge_state
 from ingest.records import Group
-from ingest.sampling.budget import count_served, spend_tokens
+from ingest.sampling.round import count_served, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
-from ingest.store.troubles import SAMPLING_WAITS, Trouble, read_trouble
+from ingest.store.listing import SAMPLING_WAITS, Trouble, read_trouble
 from ingest.vllm.load import EngineLoad, LoadLimits
-from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
+from ingest.vllm.watch import ReplicaSampler
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups

@@ -8,9 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.sessions.messages import Conversation, Message
+from ingest.sessions.messages import Arrival, Conversation, Message, Place
 from ingest.sessions.node import MAX_CALLERS, MAX_OPENINGS
-from ingest.sessions.records import Arrival, Place
 from ingest.sessions.tree import SessionTree
 
 Messages = tuple[Message, ...]

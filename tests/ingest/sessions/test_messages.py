@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.sessions.arrival import NOTHING, arrival_of
-from ingest.sessions.memory import ENTRY_BYTES, Memory, RequestReader
 from ingest.sessions.messages import (
+    Arrival,
     JsonObject,
     Message,
     digest_of,
     read_conversation,
     read_reply,
 )
-from ingest.sessions.records import Arrival
+from ingest.sessions.rows import NOTHING, arrival_of
+from ingest.sessions.search import ENTRY_BYTES, Memory, RequestReader
 from ingest.sessions.tree import SessionTree
 from sidecar.records import Choice
 from support.ingest_kit import make_exchange

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ingest.sessions.messages import JsonObject, read_conversation, read_reply
-from ingest.sessions.records import Arrival, Place
+from ingest.sessions.messages import Arrival, JsonObject, Place, read_conversation, read_reply
 from ingest.sessions.tree import SessionTree
 
 SYSTEM = "You are the agent of an airline. Follow the policy. Answer in one line."

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.sessions.messages import Conversation, Message
-from ingest.sessions.records import Arrival, Place
+from ingest.sessions.messages import Arrival, Conversation, Message, Place
 from ingest.sessions.tree import SessionTree
 
 

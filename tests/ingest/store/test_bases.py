@@ -12,14 +12,13 @@ from sqlalchemy import delete, event, select, update
 
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.selection import group_id_of
-from ingest.sessions.records import Place
+from ingest.sessions.messages import Place
 from ingest.store import bases as store_bases
 from ingest.store.bases import encode_children, rebase_children, store_children
-from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange
+from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, stored_tokens
 from ingest.store.groups import load_group
-from ingest.store.pages import stored_tokens
 from sidecar.records import Exchange
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.contents import MAX_LINKS, load_contents
 from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, ExchangeRow

@@ -19,32 +19,30 @@ import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy import Executable, delete, func, select, text, update
 
-from ingest.best_of.store import BestOfScores, load_scores, save_scores
+from ingest.best_of import BestOfScores, load_scores, save_scores
 from ingest.errors import UnreadableExchangesError
 from ingest.intake.bus import OutboxBus
+from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from ingest.judges.replies import ReplyStore
 from ingest.records import Answer, Group
-from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall
-from ingest.sessions.records import Place
+from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.sessions.messages import Place
 from ingest.store import rotation
 from ingest.store.bases import rebase_children
-from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
+from ingest.store.exchanges import dead_letter, load_exchange, save_exchange, stored_tokens
 from ingest.store.groups import (
     load_scored_group,
     mark_sampled,
     mark_scored,
     save_group,
 )
-from ingest.store.pages import stored_tokens
 from ingest.store.rotation import rotate
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
+from sidecar.store import traces
 from sidecar.store.database import Database
-from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring, sealed_size
 from sidecar.store.models import BestOfScoreRow, ChoiceRow, ExchangeRow, JudgeCallRow
 from support.ingest_kit import Kit

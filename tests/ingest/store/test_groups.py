@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select, update
 
 from ingest.grouping.selection import group_id_of
-from ingest.intake.pending import count_pending
+from ingest.intake.choose import count_pending
 from ingest.records import Answer, Disagreement, Group
 from ingest.store.groups import (
     append_answers,

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from ingest.sessions.records import Place
+from ingest.sessions.messages import Place
 from ingest.sessions.rows import RowLink
-from ingest.store.exchanges import save_exchange
-from ingest.store.rows import load_rows
+from ingest.store.exchanges import load_rows, save_exchange
 from sidecar.store.models import ExchangeRow
 from support.ingest_kit import Kit
 
@@ -53,7 +52,7 @@ def trained(kit: Kit) -> list[tuple[list[int], list[str], RowLink | None]]:
 def test_the_rows_of_a_session_are_read_parents_first_whatever_the_order_of_arrival(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:
-    monkeypatch.setattr("ingest.store.pages.PAGE", page)
+    monkeypatch.setattr("ingest.store.exchanges.PAGE", page)
     store(kit, "c", "b", (1, 2, 3, 4, 5), 6)
     store(kit, "b", "a", (1, 2, 3), 4)
     store(kit, "other", None, (1,), 2, session_id="of another")

@@ -16,14 +16,11 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from ingest.errors import NoTokenizerError, SamplingError
-from ingest.intake.choose import choose_new
+from ingest.intake.choose import Sessions, choose_new
 from ingest.intake.consume import consume
-from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
-from ingest.tokens.base_tokenizer import TokenCheck, find_tokenizer, load_vocabulary
-from ingest.tokens.check import Vocabulary, check_exchange
-from ingest.vllm.checked_sampler import CheckedSampler
-from ingest.vllm.sampler import SampledAnswer, SampleRequest
+from ingest.tokens import TokenCheck, Vocabulary, check_exchange, find_tokenizer, load_vocabulary
+from ingest.vllm.sampler import CheckedSampler, SampledAnswer, SampleRequest
 from sidecar.records import encode_exchange
 from support.ingest_kit import Kit
 

@@ -24,7 +24,7 @@ from ingest import (
     ruler_scores_sync,
 )
 from ingest.errors import JudgeReplyError, JudgeUnavailableError
-from ingest.trajectories import functions
+from ingest.trajectories import scoring
 from ingest.trajectories.records import TrajectoriesError
 from support.fake_judge import FakeJudge
 from support.trajectory_judge import RankingJudge, ranked
@@ -43,7 +43,7 @@ def said(*texts: str) -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(autouse=True)
 def _warn_anew() -> None:
-    functions._warn_of.cache_clear()
+    scoring._warn_of.cache_clear()
 
 
 async def test_scores_come_in_the_order_given_with_explanations() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeTooLongError
-from ingest.judge_prompt.tokens import estimate_tokens
+from ingest.judge_prompt import estimate_tokens
 from ingest.trajectories.scoring import IdenticalError, score_trajectories, split_common
 from support.fake_judge import FakeJudge, scores_reply
 from support.trajectory_judge import RankingJudge, shown_trajectories

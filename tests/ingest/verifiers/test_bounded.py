@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ingest.verifiers.bounded import MOST_BYTES, fits
+from ingest.verifiers.checkers import MOST_BYTES, fits
 
 PERSON = {
     "type": "object",

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from ingest.verifiers.built_in import Exact, JsonSchema, Length, Regex, ToolCalls
+from ingest.verifiers.built_in import (
+    DEEPEST,
+    Exact,
+    JsonSchema,
+    Length,
+    NoSchemaError,
+    Regex,
+    ToolCalls,
+    why_invalid,
+)
 from ingest.verifiers.records import Case, Failure, Finding, read_result, shown
-from ingest.verifiers.schemas import DEEPEST, NoSchemaError, why_invalid
 
 TOOL = {
     "type": "function",

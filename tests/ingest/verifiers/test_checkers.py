@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ingest.privacy.judge_view import JudgeView
+from ingest.privacy.texts import JudgeView
 from ingest.records import Answer
 from ingest.verifiers.checkers import Checker, NotLoadedError, ProcessChecker, Processes
 from ingest.verifiers.hook import HttpChecker
@@ -341,7 +341,7 @@ async def test_a_package_that_is_not_installed_is_named() -> None:
 
 
 async def test_a_body_that_is_no_json_object_is_told_apart() -> None:
-    from sidecar.settings.reward import ToolCallsVerifier
+    from sidecar.settings.judge import ToolCallsVerifier
 
     spec = spec_of("v", ToolCallsVerifier(kind="tool_calls"))
     async with processes() as running:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ingest.verifiers.combine import FAIL_TOP, PASS_BOTTOM, combine, counted_scores, weighted_mean
 from ingest.verifiers.records import Checked, Failure, FailureReason, Finding
+from ingest.verifiers.rewarding import FAIL_TOP, PASS_BOTTOM, combine, counted_scores, weighted_mean
 
 Rule = Literal["weights", "gate_then_rank"]
 

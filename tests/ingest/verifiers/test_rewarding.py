@@ -11,11 +11,10 @@ import pytest
 
 from ingest.records import Answer, Group
 from ingest.verifiers import rewarding as module
-from ingest.verifiers.cache import FindingCache, content_digest
-from ingest.verifiers.records import Failure, Finding, Result
+from ingest.verifiers.records import Failure, Finding, FindingCache, Result, content_digest
 from ingest.verifiers.rewarding import Rewarding, digest_of, open_rewarding
 from sidecar.settings import EntryPointVerifier, HttpVerifier, Reward, Settings
-from sidecar.settings.reward import LengthVerifier, RegexVerifier
+from sidecar.settings.judge import LengthVerifier, RegexVerifier
 from sidecar.store.database import Database
 from support.fake_checker import FakeChecker
 

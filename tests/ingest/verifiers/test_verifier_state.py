@@ -12,12 +12,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from ingest.ruler.blame import Failed
-from ingest.ruler.judgements import Judgements
-from ingest.verifiers.records import UNVERIFIED, Failure, Finding, Result
+from ingest.ruler.judging import Judgements
+from ingest.verifiers.records import (
+    UNVERIFIED,
+    Failure,
+    Finding,
+    Result,
+    VerifierSeen,
+    held_groups,
+    read_verifiers,
+    waiting_for,
+)
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
-from ingest.verifiers.state import VerifierSeen, held_groups, read_verifiers, waiting_for
 from sidecar.settings import HttpVerifier, Reward, Settings
-from sidecar.settings.reward import LengthVerifier
+from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
 from support.clock import Clock
 from support.fake_checker import FakeChecker

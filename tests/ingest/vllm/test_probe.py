@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingest.errors import EngineDownError, RequestRefusedError, SamplingError
-from ingest.grouping.engine_facts import EngineFacts, Grammar
+from ingest.grouping.request import EngineFacts, Grammar
 from ingest.vllm.probe import TOKENIZE_PATH, find_out, probe
 from ingest.vllm.sampler import CHAT_PATH
 

@@ -15,8 +15,8 @@ from ingest.errors import (
     SamplingError,
 )
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import SampleRequest
+from ingest.vllm.watch import ReplicaSampler
 from support.fake_load import LIMITS, LoadedSampler, ScriptedLoad
 from support.fake_sampler import FakeSampler
 

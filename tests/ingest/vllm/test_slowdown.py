@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.vllm.slowdown import (
+from ingest.vllm.load import EngineWork, parse_work
+from ingest.vllm.throttle import (
     ALL,
     LEARNING_S,
     LONGEST_PAUSE_S,
@@ -24,7 +25,6 @@ from ingest.vllm.slowdown import (
     most_candidates,
     pause_s,
 )
-from ingest.vllm.work import EngineWork, parse_work
 
 EVERY_S = 0.5
 StepTime = Callable[[int], float]

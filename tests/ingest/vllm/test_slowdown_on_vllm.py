@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ingest.errors import NoRoomError
-from ingest.vllm import replicas as replicas_module
+from ingest.vllm import watch as replicas_module
 from ingest.vllm.load import LoadLimits
-from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler
-from ingest.vllm.slowdown import MIN_POINTS
+from ingest.vllm.throttle import MIN_POINTS
+from ingest.vllm.watch import ReplicaSampler
 from support.fake_vllm import FakeVllm, SeenRequest, Step, load_metrics, recording
 
 ANSWER = recording("chat.asked")

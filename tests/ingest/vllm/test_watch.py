@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from ingest.errors import EngineDownError, SamplingError
-from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, dump_facts, load_facts, merge
-from ingest.grouping.generation_config import read_defaults
+from ingest.grouping.request import (
+    UNKNOWN,
+    EngineFacts,
+    dump_facts,
+    load_facts,
+    merge,
+    read_defaults,
+)
 from ingest.intake.loop import Intake
 from ingest.vllm.watch import EngineWatch
 from sidecar.settings import Serving, Settings

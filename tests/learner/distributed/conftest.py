@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
-from learner.distributed import start
-from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
-from learner.distributed.start import started
-from learner.distributed.trainer import RankedTrainer
+from learner.distributed import trainer
+from learner.distributed.exchange import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
+from learner.distributed.trainer import RankedTrainer, started
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import packs_of
@@ -116,13 +115,13 @@ def forked(monkeypatch: pytest.MonkeyPatch, fork: Fork) -> list[Forked]:
 
     def launch(rank: int, size: int, port: int, config: Path | None) -> Forked:
         numbers = {RANK: rank, SIZE: size, LOCAL_RANK: rank, LOCAL_SIZE: size, PORT: port}
-        environ = {ADDRESS: start.LOOPBACK, **{name: str(one) for name, one in numbers.items()}}
+        environ = {ADDRESS: trainer.LOOPBACK, **{name: str(one) for name, one in numbers.items()}}
         launched.append(
             fork("learner.__main__", "--once", "--config", str(config), environ=environ)
         )
         return launched[-1]
 
-    monkeypatch.setattr(start, "_launch", launch)
+    monkeypatch.setattr(trainer, "_launch", launch)
     return launched
 
 

@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.distributed.dealing import attention_share, deal_by_cost, group_cost
-from learner.distributed.place import Place, given_place
-from learner.distributed.start import device_of, threads_of
+from learner.distributed.exchange import (
+    Place,
+    attention_share,
+    deal_by_cost,
+    given_place,
+    group_cost,
+)
+from learner.distributed.trainer import device_of, threads_of
 from sidecar.errors import SettingsError
 from sidecar.settings import Learner
 
@@ -58,7 +63,7 @@ def test_each_process_has_a_card_of_its_own() -> None:
 
 
 def test_the_processes_share_the_threads_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.distributed.start.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("learner.distributed.trainer.os.cpu_count", lambda: 8)
 
     assert threads_of(Learner(), 2) == 4
     assert threads_of(Learner(), 16) == 1

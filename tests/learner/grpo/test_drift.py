@@ -13,7 +13,7 @@ import torch
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import DriftError
-from learner.grpo.drift import NOISE_DEVIATIONS, TOKEN_NOISE, excess, measure
+from learner.grpo.answers import NOISE_DEVIATIONS, TOKEN_NOISE, excess, measure
 from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy, save_adapter
 from learner.policy.logprobs import Policy

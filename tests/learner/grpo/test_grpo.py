@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from learner.errors import DriftError, NonFiniteError, RunStoppedError
-from learner.grpo.files.checkpoint import set_weights
-from learner.grpo.losses import LOSSES
-from learner.grpo.objective import objective
+from learner.grpo.checkpoint import set_weights
+from learner.grpo.losses import LOSSES, objective
 from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.start import with_start
 from learner.grpo.trainer import accelerator, accumulate, deal, run_steps, update_rule

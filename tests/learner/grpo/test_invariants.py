@@ -11,8 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.grpo.losses import LOSSES
-from learner.grpo.objective import objective
+from learner.grpo.losses import LOSSES, objective
 from learner.grpo.optimizer import SignalAdamW, UpdateRule
 from learner.grpo.trainer import accumulate, run_steps, update_rule
 from learner.policy.adapter_io import load_policy

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.grpo.corrections import CorrectionRule, weights
-from learner.grpo.losses import LOSSES, LossRule, Tokens
-from learner.grpo.objective import Objective
+from learner.grpo.losses import LOSSES, CorrectionRule, LossRule, Objective, Tokens, weights
 
 RULE = LossRule(clip_low=0.2, clip_high=0.28, tv_kl=0.0)
 RECORDED = -1.0

@@ -12,8 +12,8 @@ import pytest
 
 from learner.errors import DivergedError, ParentError
 from learner.grpo.base_kl import BaseKl, require_near
-from learner.grpo.files.optimizer_file import parents_state
-from learner.grpo.signal import signal, uncancelled
+from learner.grpo.checkpoint import parents_state
+from learner.grpo.optimizer import signal, uncancelled
 from learner.grpo.trainer import GrpoTrainer, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy

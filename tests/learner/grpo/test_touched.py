@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.grpo.touched import untouched
+from learner.grpo.answers import untouched
 
 V = 12
 

@@ -12,18 +12,21 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
+from learner.policy import attention
+from learner.policy import attention as attention_check
 from learner.policy.architecture import Form
-from learner.policy.attention import check as attention_check
-from learner.policy.attention import segments as attention
-from learner.policy.attention.check import choose_form, dense, difference, drawn_segments
-from learner.policy.attention.segments import (
+from learner.policy.attention import (
     by_segments,
+    choose_form,
+    dense,
+    difference,
+    drawn_segments,
     plan,
     segment_attention,
     takes_grouped_heads,
     varlen,
 )
-from learner.policy.attention.trie import fold
+from learner.policy.packing import fold
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.policy.architecture import Form
-from learner.policy.attention.trie import chain, fold
-from learner.policy.costs import Prices, cheapest, cost, prices
-from learner.policy.packing import pack_group
-from learner.policy.sizes import Sizes
+from learner.policy.costs import Prices, Sizes, cheapest, cost, prices
+from learner.policy.packing import chain, fold, pack_group
 from learner.records import TrainableRow, TrainingGroup
 
 if TYPE_CHECKING:

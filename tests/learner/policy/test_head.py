@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.policy import head as heads
-from learner.policy.head import Head, chunks, target_logprobs
-from learner.policy.sizes import CHUNK_BYTES
+from learner.policy import logprobs as heads
+from learner.policy.costs import CHUNK_BYTES
+from learner.policy.logprobs import Head, chunks, target_logprobs
 
 N, H, V = 37, 16, 101
 

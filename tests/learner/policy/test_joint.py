@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from learner.grpo.start import with_start
 from learner.policy.adapter_io import load_policy
-from learner.policy.joint import joint_groups, joint_pack, parts
-from learner.policy.logprobs import Policy
+from learner.policy.logprobs import Policy, joint_groups, joint_pack, parts
 from learner.policy.packing import Pack
 from learner.records import Parent, TrainingGroup, TrainingJob
 from sidecar.settings import Learner

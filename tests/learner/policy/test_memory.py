@@ -10,13 +10,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from learner.policy import costs as of_sizes
 from learner.policy import memory
-from learner.policy import sizes as of_sizes
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import Policy
-from learner.policy.memory import estimate, free_bytes, prepare, recompute_layers
-from learner.policy.packing import pack_group
-from learner.policy.sizes import (
+from learner.policy.costs import (
     CHUNK_BYTES,
     KEPT_BF16_BYTES,
     MOMENTS,
@@ -26,6 +23,9 @@ from learner.policy.sizes import (
     sizes,
     with_allocator,
 )
+from learner.policy.logprobs import Policy
+from learner.policy.memory import estimate, free_bytes, prepare, recompute_layers
+from learner.policy.packing import pack_group
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 

@@ -13,14 +13,13 @@ import transformers
 from safetensors.torch import load_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS
-from learner.origin.plain_lora import not_plain_lora
-from learner.policy import sizes as of_sizes
+from learner.origin import not_plain_lora
+from learner.policy import costs as of_sizes
 from learner.policy.adapter_io import load_policy, save_adapter
-from learner.policy.costs import prices
+from learner.policy.costs import KEPT_BY_ALLOCATOR, prices, sizes
 from learner.policy.logprobs import Policy
 from learner.policy.memory import pack_estimate
 from learner.policy.packing import Pack, pack_group
-from learner.policy.sizes import KEPT_BY_ALLOCATOR, sizes
 from learner.records import Parent
 from sidecar.settings import Learner
 

@@ -12,10 +12,9 @@ import torch
 from torch.nn import functional
 
 from learner.policy.adapter_io import load_policy
-from learner.policy.attention.segments import dense_mask
-from learner.policy.attention.trie import Segment, fold
+from learner.policy.attention import dense_mask
 from learner.policy.logprobs import Policy
-from learner.policy.packing import Pack, pack_group, packed_length
+from learner.policy.packing import Pack, Segment, fold, pack_group, packed_length
 from learner.records import Parent, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 

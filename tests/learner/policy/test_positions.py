@@ -15,9 +15,8 @@ from learner.errors import ParentError
 from learner.grpo.checks import follow_server
 from learner.policy import self_test
 from learner.policy.adapter_io import load_policy
-from learner.policy.architecture import architecture
+from learner.policy.architecture import architecture, fix_positions
 from learner.policy.logprobs import Policy, packs_of
-from learner.policy.positions import fix_positions
 from learner.records import Parent, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 

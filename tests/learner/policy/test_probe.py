@@ -10,7 +10,7 @@ import torch
 from learner.adapter_folder import PROBE, file_digest
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
-from learner.policy.probe import PLACES, probe_of, write_probe
+from learner.policy.self_test import PLACES, probe_of, write_probe
 from learner.records import Parent
 from sidecar.settings import Learner
 
@@ -63,7 +63,7 @@ def test_the_file_is_written_with_its_digest(
             return {"input_ids": [ord(letter) % 48 for letter in text]}
 
     monkeypatch.setattr(
-        "learner.policy.probe.AutoTokenizer.from_pretrained", lambda path: Tokenizer()
+        "learner.policy.self_test.AutoTokenizer.from_pretrained", lambda path: Tokenizer()
     )
 
     digest = write_probe(policy, "base", tmp_path, tolerance=0.1)
@@ -76,7 +76,7 @@ def test_a_tokenizer_of_no_or_foreign_tokens_costs_the_file_alone(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[int]
 ) -> None:
     monkeypatch.setattr(
-        "learner.policy.probe.AutoTokenizer.from_pretrained",
+        "learner.policy.self_test.AutoTokenizer.from_pretrained",
         lambda path: lambda text: {"input_ids": ids},
     )
     assert write_probe(policy, "base", tmp_path, tolerance=0.1) is None
@@ -90,8 +90,8 @@ def test_a_model_that_cannot_compute_the_texts_costs_the_file_alone(
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(
-        "learner.policy.probe.AutoTokenizer.from_pretrained",
+        "learner.policy.self_test.AutoTokenizer.from_pretrained",
         lambda path: lambda text: {"input_ids": [3, 4]},
     )
-    monkeypatch.setattr("learner.policy.probe.probe_of", fails)
+    monkeypatch.setattr("learner.policy.self_test.probe_of", fails)
     assert write_probe(policy, "base", tmp_path, tolerance=0.1) is None

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS, rules_now, rules_of
+from ingest.grouping.selection import TRAINABLE_FLAG, UNTOLD_TOKENS, rules_now, rules_of
 from learner.base_weights import BaseSize
 from learner.errors import ParentError
 from learner.once import with_pack_tokens
-from learner.policy import reach as of_reach
+from learner.policy import memory as of_reach
 from learner.policy.adapter_io import load_policy
-from learner.policy.known import known_base
-from learner.policy.reach import Reach, longest_input, reach
-from learner.policy.room import Room, check_room
-from learner.policy.sizes import CHUNK_BYTES, Sizes
+from learner.policy.costs import CHUNK_BYTES, Sizes, known_base
+from learner.policy.memory import Reach, Room, check_room, longest_input, reach
 from learner.records import Parent
 from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database, get_flag, set_flag

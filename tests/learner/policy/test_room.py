@@ -10,9 +10,10 @@ from structlog.testing import capture_logs
 
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.errors import NoRoomError
-from learner.policy import known, memory, room
-from learner.policy.room import Room, check_room, least_bytes, room_of, shortage
-from learner.policy.sizes import CHUNK_BYTES, Sizes
+from learner.policy import costs, memory
+from learner.policy import memory as room
+from learner.policy.costs import CHUNK_BYTES, Sizes
+from learner.policy.memory import Room, check_room, least_bytes, room_of, shortage
 from sidecar.settings import Learner
 
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ def test_a_card_has_its_part_of_a_shared_base(
         return 0
 
     monkeypatch.setattr(
-        known, "base_size", lambda _: BaseSize(numbers=1000, in_blocks=900, widths=1)
+        costs, "base_size", lambda _: BaseSize(numbers=1000, in_blocks=900, widths=1)
     )
     monkeypatch.setattr(room, "least_bytes", least)
     monkeypatch.setattr(room, "room_of", lambda *_: Room(total=1, free=1, share=1.0))

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.policy.attention.segments import dense_mask
-from learner.policy.attention.trie import Segment, Trie, chain, fold, pairs, unique_tokens
+from learner.policy.attention import dense_mask
+from learner.policy.packing import Segment, Trie, chain, fold, pairs, unique_tokens
 
 ROWS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), min_size=1, max_size=8

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.progress.estimate import Progress, Timed, duration, progress, stage, words
+from learner.progress.watch import Progress, Timed, duration, progress, stage, words
 from learner.records import Part, Stage
 
 if TYPE_CHECKING:

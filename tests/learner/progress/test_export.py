@@ -23,8 +23,7 @@ from learner.progress.export import (
     figures_of,
     why_no_export,
 )
-from learner.progress.facts import LONGEST, MOST, bounded, facts_of
-from learner.progress.trackers import EXPERIMENT, RUN_TAG, Opening
+from learner.progress.trackers import EXPERIMENT, LONGEST, MOST, RUN_TAG, Opening, bounded, facts_of
 from learner.records import End, Parent, StepMetrics
 from sidecar.settings import Learner, Serving, Settings
 

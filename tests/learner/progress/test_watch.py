@@ -9,9 +9,7 @@ from typing import Any
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
 
-from learner.progress.estimate import Progress
-from learner.progress.store import StoredRun
-from learner.progress.watch import TOLD_S, RunWatch
+from learner.progress.watch import TOLD_S, Progress, RunWatch, StoredRun
 from learner.records import Part, Stage, StepMetrics
 from learner.runs.runs import open_run
 from sidecar.logs import IN_WORDS

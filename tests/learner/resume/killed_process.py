@@ -27,19 +27,18 @@ import transformers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import learner.distributed.trainer
+import learner.grpo.checkpoint
 import learner.grpo.checks
-import learner.grpo.files.checkpoint
-import learner.grpo.files.saving
 import learner.grpo.trainer
 import learner.grpo.warmup
-import learner.progress.plot
-import learner.resume.work_folder
+import learner.progress.export
+import learner.resume
 import learner.runs.material
 import learner.runs.publish
 import learner.runs.train
-from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
+from learner.distributed.exchange import ADDRESS, PORT, RANK, SIZE, Place
 from learner.once import run_once
-from learner.policy.attention.segments import takes_grouped_heads
+from learner.policy.attention import takes_grouped_heads
 from learner.records import TrainingGroup
 from learner.together import as_launched, follow, lead
 from sidecar.settings import Settings
@@ -51,10 +50,10 @@ BEFORE: list[tuple[str, Any, str]] = [
     ("supervised answer", learner.grpo.warmup, "_add"),
     ("group of a step", learner.grpo.trainer, "_add_group"),
     ("step", learner.grpo.trainer, "step_metrics"),
-    ("checkpoint begins", learner.grpo.files.checkpoint, "save_snapshot"),
-    ("checkpoint half written", learner.grpo.files.checkpoint, "file_digest"),
-    ("file or folder synced", learner.resume.work_folder, "sync"),
-    ("saving", learner.grpo.files.saving, "save_adapter"),
+    ("checkpoint begins", learner.grpo.checkpoint, "save_snapshot"),
+    ("checkpoint half written", learner.grpo.checkpoint, "file_digest"),
+    ("file or folder synced", learner.resume, "sync"),
+    ("saving", learner.grpo.checkpoint, "save_adapter"),
     ("sealing", learner.runs.train, "seal"),
     ("placing", learner.runs.publish, "place"),
     ("placed, not registered", learner.runs.train, "register"),
@@ -190,7 +189,7 @@ def prepare() -> None:
 
 def main() -> None:
     prepare()
-    learner.progress.plot.draw = draw_nothing
+    learner.progress.export.draw = draw_nothing
     for line in sys.stdin:
         asked = json.loads(line)
         size, rank = asked["processes"], asked["rank"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.resume import holder
-from learner.resume.holder import is_gone, present_holder
+from learner import resume
+from learner.resume import is_gone, present_holder
 
 
 def of_child(program: str) -> tuple[subprocess.Popen[str], dict[str, object]]:
@@ -22,7 +22,7 @@ def of_child(program: str) -> tuple[subprocess.Popen[str], dict[str, object]]:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    started = holder._start_time(child.pid)
+    started = resume._start_time(child.pid)
     assert started is not None
     stored = replace(present_holder(), pid=child.pid, started=started).as_json()
     return child, stored
@@ -67,7 +67,7 @@ def test_a_process_elsewhere_is_not_known_to_be_gone(machine: str) -> None:
 def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = replace(present_holder(), pid=2**30).as_json()
     assert is_gone(gone)
-    monkeypatch.setattr(holder, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(resume, "_BOOT_ID", tmp_path / "none")
 
     assert not is_gone(gone)
     assert present_holder().machine == ""

@@ -19,11 +19,8 @@ from sqlalchemy.orm import Session
 
 from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
-from learner.grpo.files.checkpoint import TENSORS
-from learner.grpo.files.optimizer_file import HEAD
-from learner.resume.holder import present_holder
-from learner.resume.rule import resumed_words
-from learner.resume.work_folder import STATE, WorkFolder
+from learner.grpo.checkpoint import HEAD, TENSORS
+from learner.resume import STATE, WorkFolder, present_holder, resumed_words
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
 from sidecar.store.database import Database

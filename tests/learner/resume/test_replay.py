@@ -15,8 +15,7 @@ from sqlalchemy import delete, func, select
 
 from learner.adapter_folder import CONFIG, LINEAGE
 from learner.grpo.trainer import GrpoTrainer
-from learner.origin.fingerprint import ids_digest
-from learner.origin.surroundings import Code
+from learner.origin import Code, ids_digest
 from learner.replay import replay
 from sidecar.settings import Settings
 from sidecar.store.database import Database

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from learner.resume.rule import Death, resumed_words, why_not_again
+from learner.resume import Death, resumed_words, why_not_again
 
 
 def death(checkpoint: int = 0, place: str | None = "", step: int = 0) -> dict[str, Any]:

@@ -11,14 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner.errors import RunStoppedError
-from learner.resume.work_folder import (
-    CLAIMED,
-    PLACING,
-    STATE,
-    WorkFolder,
-    remove_folder,
-    work_folders,
-)
+from learner.resume import CLAIMED, PLACING, STATE, WorkFolder, remove_folder, work_folders
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.reward_watch.traits import KINDS, traits_of
-from ingest.ruler.material import read_material
+from ingest.ruler.prompt import read_material
 from ingest.ruler.ruler import score_answers
-from ingest.sampling.candidates import conclude
+from ingest.sampling.round import conclude
 from ingest.vllm.sampler import SampledAnswer, read_reply
 from learner.runs.selection import select_groups
 from support.fake_judge import FakeJudge, Shown, scores_reply

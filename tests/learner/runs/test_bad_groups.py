@@ -18,7 +18,7 @@ import pytest
 import torch
 from sqlalchemy import select, text, update
 
-from ingest.intake.pending import count_pending
+from ingest.intake.choose import count_pending
 from ingest.records import Answer
 from learner.adapter_folder import LINEAGE
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
@@ -30,7 +30,7 @@ from learner.policy.self_test import SELF_TEST
 from learner.records import Candidate, Parent
 from learner.runs.train import Run
 from sidecar.settings import Learner, Settings
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database
 from sidecar.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
 from support.clock import Clock

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import select
 
-from ingest.intake.pending import count_pending
+from ingest.intake.choose import count_pending
 from learner.errors import (
     DeviceError,
     FaultyGroupsError,
@@ -20,8 +20,8 @@ from learner.errors import (
     ParentError,
 )
 from learner.records import Fault, TrainingJob
-from learner.runs.blame import FAILED_RUNS
 from learner.runs.runs import LEASE_S, report_place
+from learner.runs.source import FAILED_RUNS
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from sidecar.errors import StoreError

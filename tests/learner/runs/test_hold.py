@@ -13,9 +13,8 @@ import pytest
 from sqlalchemy import select, update
 from structlog.testing import capture_logs
 
-from ingest.reward_watch.answers import look_at_answers
-from ingest.reward_watch.asking import Override, write_override
-from ingest.reward_watch.profile import Profile, RateOf, write_body
+from ingest.reward_watch.store import Override, look_at_answers, write_override
+from ingest.reward_watch.traits import Profile, RateOf, write_body
 from learner.errors import HeldError
 from learner.once import run_once
 from learner.records import Candidate
@@ -24,7 +23,7 @@ from learner.runs.train import Run
 from learner.schedule.loop import REQUESTED_FLAG, Schedule
 from learner.schedule.rule import HELD_S
 from sidecar.settings import Settings, Watch
-from sidecar.store.arrays import pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database, compress, set_flag
 from sidecar.store.models import (
     AdapterProfileRow,

@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
 from learner.errors import UnpublishedError
-from learner.resume.work_folder import PLACING, WorkFolder
+from learner.resume import PLACING, WorkFolder
 from learner.runs.publish import find_published, place, register, replaced, seal, unplace, when_free
 from sidecar.errors import StoreError
 from sidecar.store.database import Database

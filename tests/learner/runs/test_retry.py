@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.runs.retry import SUSPECTS_KEPT, choose
+from learner.runs.source import SUSPECTS_KEPT, choose
 
 FRESH = [f"g{number}" for number in range(16)]
 

@@ -16,11 +16,8 @@ from structlog.testing import capture_logs
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
-from learner.resume.holder import present_holder
-from learner.resume.work_folder import CLAIMED, WorkFolder
+from learner.resume import CLAIMED, WorkFolder, present_holder
 from learner.runs import source
-from learner.runs.blame import blame_for_death
-from learner.runs.retry import choose
 from learner.runs.runs import (
     LEASE_S,
     Heartbeat,
@@ -33,6 +30,8 @@ from learner.runs.runs import (
 )
 from learner.runs.selection import select_groups
 from learner.runs.source import (
+    blame_for_death,
+    choose,
     claim,
     count_fresh,
     drop,

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ingest.noise.estimate import estimate
-from ingest.noise.measured import JudgedBy, MeasuredNoise
+from ingest.noise.worker import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded
-from ingest.verifiers.combine import Rule, combine
 from ingest.verifiers.records import Checked, Finding
-from learner.runs.selection import Selection, select_groups
-from learner.runs.spread_gate import (
+from ingest.verifiers.rewarding import Rule, combine
+from learner.runs.selection import (
     PASSING,
+    Selection,
     chi_square_quantile,
     judge_share,
     noise_factor,
+    select_groups,
     spread_gate,
 )
 from support.simulated_judge import SimulatedJudge, scored_twice

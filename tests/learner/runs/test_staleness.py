@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.runs.staleness import runs_between
+from learner.runs.selection import runs_between
 
 PARENTS = {"v1": "base", "v2": "v1", "v3": "v1", "v4": "v1", "v5": "v4"}
 """v2 and v3 lost their canaries."""

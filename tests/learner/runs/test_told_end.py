@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import select
 
 from learner.errors import NonFiniteError, RankLostError
-from learner.progress import keepers
-from learner.progress.estimate import Progress
+from learner.progress import export
+from learner.progress.watch import Progress
 from learner.records import End, StepMetrics, TrainingJob
 from learner.runs.train import Run
 from sidecar.settings import Settings
@@ -50,7 +50,7 @@ def tracker(database: Database, monkeypatch: pytest.MonkeyPatch) -> Tracker:
         made.facts = dict(facts())
         return made
 
-    monkeypatch.setattr(keepers, "exported_run", exported)
+    monkeypatch.setattr(export, "exported_run", exported)
     return made
 
 

@@ -26,7 +26,7 @@ from learner.errors import (
     UnpublishedError,
 )
 from learner.records import CheckedAnswers, Fault, Part, Stage, StepMetrics, TrainingJob
-from learner.resume.work_folder import CLAIMED, WorkFolder
+from learner.resume import CLAIMED, WorkFolder
 from learner.runs import publish, train
 from learner.runs.runs import abandon
 from learner.runs.train import Run, Trainer

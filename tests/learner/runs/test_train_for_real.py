@@ -15,7 +15,7 @@ from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
-from learner.progress.plot import draw  # before a fixture puts a stub in its place
+from learner.progress.export import draw  # before a fixture puts a stub in its place
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
 from sidecar.settings import Settings
@@ -131,7 +131,7 @@ def test_the_figures_of_a_run_are_drawn_beside_the_adapter(
     row: MakeRow,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("learner.progress.plot.draw", draw)
+    monkeypatch.setattr("learner.progress.export.draw", draw)
     rows = two_answers(tiny_base, settings, group, row)
 
     with capture_logs() as logs:

@@ -15,7 +15,7 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
-from learner.runs.trajectories import SampledWith, Trajectory, trajectory_groups
+from learner.runs.selection import SampledWith, Trajectory, trajectory_groups
 from sidecar.settings import Learner
 
 BASE = SampledWith(adapter="base", temperature=1.0)

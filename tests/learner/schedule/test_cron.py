@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from learner.schedule.cron import Cron, next_times, read_cron
+from learner.schedule.rule import Cron, next_times, read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Learner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.schedule.idle import UserRate
+from learner.schedule.rule import UserRate
 
 
 def test_the_rate_is_unknown_until_the_window_is_seen() -> None:

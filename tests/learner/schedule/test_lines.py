@@ -10,12 +10,11 @@ import pytest
 from sqlalchemy import update
 
 from learner.errors import RunInProgressError
-from learner.resume.holder import present_holder
+from learner.resume import present_holder
 from learner.runs.material import claim
 from learner.runs.runs import find_parent, open_run, take_over
 from learner.runs.source import count_fresh, waiting_groups
-from learner.schedule.loop import PAUSED_FLAG, REQUESTED_FLAG, InTurn, Schedule
-from learner.schedule.told import read_told
+from learner.schedule.loop import PAUSED_FLAG, REQUESTED_FLAG, InTurn, Schedule, read_told
 from sidecar.lines import flag_of
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag

@@ -18,21 +18,24 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner import once
-from learner.progress.lacks import Lack, read_lacks, write_lacks
-from learner.resume.work_folder import CLAIMED, WorkFolder
+from learner.progress.watch import Lack, read_lacks, write_lacks
+from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
-from learner.schedule.hold import NO_ROOM, TRIES
 from learner.schedule.loop import (
     DUE_FLAG,
+    NO_ROOM,
     NO_ROOM_FLAG,
     PAUSED_FLAG,
     REQUESTED_FLAG,
+    SCHEDULE_FLAG,
+    TRIES,
     ChildProcess,
     Schedule,
+    Told,
+    read_told,
     start_clock,
 )
-from learner.schedule.told import SCHEDULE_FLAG, Told, read_told
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count, get_flag, set_flag

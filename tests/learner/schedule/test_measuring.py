@@ -13,8 +13,8 @@ import pytest
 import structlog
 
 from learner import command
-from learner.schedule import measuring as of_measuring
-from learner.schedule.measuring import measuring
+from learner.schedule import loop as of_measuring
+from learner.schedule.loop import measuring
 
 
 @pytest.fixture

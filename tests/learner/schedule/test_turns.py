@@ -16,10 +16,9 @@ from apscheduler.triggers.interval import IntervalTrigger
 from sqlalchemy import delete, update
 from structlog.testing import capture_logs
 
-from learner.schedule.cron import Cron
 from learner.schedule.job_store import latest_missed
 from learner.schedule.loop import Clock
-from learner.schedule.turns import keep_turns
+from learner.schedule.rule import Cron, keep_turns
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 from sidecar.store.database import Database

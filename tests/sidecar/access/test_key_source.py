@@ -12,11 +12,9 @@ import pytest
 from sqlalchemy import Connection, text
 from structlog.testing import capture_logs
 
-from sidecar.access.key_source import FULL_READ_S, KeySource
-from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key
+from sidecar.access.keys import FULL_READ_S, ApiKey, FreshKey, KeyRing, KeySource, make_key
 from sidecar.metrics.proxy import Metrics
-from sidecar.routing.source import RoutingSource
-from sidecar.routing.store_watch import POLLS_BETWEEN_READS, StoreWatch
+from sidecar.routing.source import POLLS_BETWEEN_READS, RoutingSource, StoreWatch
 from sidecar.routing.table import RoutingTable, encode_table
 
 

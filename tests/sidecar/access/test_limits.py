@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.access.limits import DAY_S, Allowance, Limiter, MemoryLimiter, charge, fresh, take
-from sidecar.access.limits_table import TableLimiter
-from sidecar.metrics.table import shared_memory
+from sidecar.access.limits import (
+    DAY_S,
+    Allowance,
+    Limiter,
+    MemoryLimiter,
+    TableLimiter,
+    charge,
+    fresh,
+    take,
+)
+from sidecar.metrics.families import shared_memory
 
 MIDNIGHT = 20_000 * float(DAY_S)
 NOON = MIDNIGHT + 43_200.0

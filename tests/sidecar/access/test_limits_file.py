@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from sidecar.access import limits_file
-from sidecar.access.limits import DAY_S, Allowance, MemoryLimiter, Usage
-from sidecar.access.limits_file import MAX_BYTES, LimitsFile, open_limits
-from sidecar.access.limits_table import TableLimiter
+from sidecar.access import limits
+from sidecar.access.limits import (
+    DAY_S,
+    MAX_BYTES,
+    Allowance,
+    LimitsFile,
+    MemoryLimiter,
+    TableLimiter,
+    Usage,
+    open_limits,
+)
+from sidecar.metrics.families import shared_memory
 from sidecar.metrics.proxy import Metrics
-from sidecar.metrics.table import shared_memory
 from sidecar.settings import Settings
 
 NOON = 20_000 * float(DAY_S) + 43_200.0
@@ -75,7 +82,7 @@ async def test_a_restart_renews_nothing(
 async def test_a_proxy_that_is_killed_forgets_only_what_it_used_since_the_last_interval(
     path: Path, lost: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidecar.access.limits_file.SAVE_S", 0.01)
+    monkeypatch.setattr("sidecar.access.limits.SAVE_S", 0.01)
     limiter = memory()
     file = await kept(path, limiter, lost)
     limiter.restore([("k", SPENT)])
@@ -228,7 +235,7 @@ async def test_a_file_that_is_too_large_is_refused_unread_and_in_one_line(
 async def test_a_file_holds_no_more_than_is_read_again(
     path: Path, lost: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits_file, "MAX_BYTES", 100)
+    monkeypatch.setattr(limits, "MAX_BYTES", 100)
     limiter = memory()
     limiter.restore([(f"key{number}", SPENT) for number in range(9)])
     file = await kept(path, limiter, lost)

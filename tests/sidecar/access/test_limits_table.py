@@ -10,9 +10,18 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.access.limits import DAY_S, MAX_TOKENS, Allowance, Usage
-from sidecar.access.limits_table import LOCK_PAUSE_S, SLOT_BYTES, SLOTS, WINDOW, TableLimiter
-from sidecar.metrics.table import map_regions, shared_memory
+from sidecar.access.limits import (
+    DAY_S,
+    LOCK_PAUSE_S,
+    MAX_TOKENS,
+    SLOT_BYTES,
+    SLOTS,
+    WINDOW,
+    Allowance,
+    TableLimiter,
+    Usage,
+)
+from sidecar.metrics.families import map_regions, shared_memory
 
 NOON = 20_000 * float(DAY_S) + 43_200.0
 ONE = Allowance(requests_per_minute=1)
@@ -79,7 +88,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 ASKER = """
 import sys
 from sidecar.access.limits import Allowance
-from sidecar.access.limits_table import TableLimiter
+from sidecar.access.limits import TableLimiter
 
 memory, now = int(sys.argv[1]), float(sys.argv[2])
 asks, per_minute, key_count = map(int, sys.argv[3:])
@@ -186,8 +195,8 @@ def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
         waits += 1
         clock[0] += 0.25
 
-    monkeypatch.setattr("sidecar.access.limits_table.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("sidecar.access.limits_table.os.sched_yield", wait)
+    monkeypatch.setattr("sidecar.access.limits.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sidecar.access.limits.os.sched_yield", wait)
     holder = child(memory, HOLDER)
     assert said(holder) == "held"
 
@@ -204,7 +213,7 @@ def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
 
 DIES_WRITING = """
 import fcntl, os, signal, sys
-from sidecar.metrics.table import map_regions
+from sidecar.metrics.families import map_regions
 
 memory, place = map(int, sys.argv[1:])
 fcntl.lockf(memory, fcntl.LOCK_EX, 1, 0)
@@ -250,7 +259,7 @@ def test_a_lock_that_the_kernel_refuses_is_counted_and_own_memory_decides(
 @pytest.fixture
 def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys want the same 64 slots."""
-    monkeypatch.setattr("sidecar.access.limits_table.SLOTS", WINDOW)
+    monkeypatch.setattr("sidecar.access.limits.SLOTS", WINDOW)
 
 
 @pytest.mark.usefixtures("one_window")

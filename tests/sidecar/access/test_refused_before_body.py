@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
-from sidecar.relay.client.connection import ClientConnection
+from sidecar.relay.client import MAX_UNAUTHENTICATED_BYTES, ClientConnection
 from support import api_keys
 from support.fake_vllm import FakeVllm
 from support.migrated_store import open_migrated

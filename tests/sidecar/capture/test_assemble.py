@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from sidecar.capture.assemble import assemble
-from sidecar.capture.turns import Turns
+from sidecar.capture.assemble import Turns, assemble
 from sidecar.records import (
     Assignment,
     Choice,

@@ -16,10 +16,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from sidecar.capture.assemble import assemble
+from sidecar.capture.assemble import Turns, assemble
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.capture.recorder import Capture
-from sidecar.capture.turns import Turns
 from sidecar.errors import OutboxError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings

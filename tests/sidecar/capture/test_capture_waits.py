@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from sidecar.capture.assemble import assemble
+from sidecar.capture.assemble import Turns, assemble
 from sidecar.capture.outbox import ROWS_AT_ONCE, Outbox, OutboxReader
 from sidecar.capture.recorder import EARLY, Capture
 from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
-from sidecar.capture.turns import Turns
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
 from sidecar.settings import Capture as CaptureSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.capture.outbox_removal import remove_records
+from sidecar.capture.outbox import remove_records
 from sidecar.errors import OutboxError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.capture import outbox_space
+from sidecar.capture import outbox as outbox_space
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
 from support.exchanges import make_plain_exchange

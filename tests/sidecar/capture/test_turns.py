@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.capture.turns import Turns
+from sidecar.capture.assemble import Turns
 
 PLAIN: dict[str, Any] = {
     "project": "p",

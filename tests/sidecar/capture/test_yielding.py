@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.capture.yielding import PAUSE_S, WORK_S, Yielding
+from sidecar.capture.recorder import PAUSE_S, WORK_S, Yielding
 
 
 class Machine:

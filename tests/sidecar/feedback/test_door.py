@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sidecar.capture.outbox import OutboxReader
-from sidecar.feedback.record import Feedback, decode_feedback
+from sidecar.feedback import Feedback, decode_feedback
 from sidecar.store.keyring import BUS, Keyring, is_sealed
 from support import api_keys
 from support.fake_vllm import FakeVllm, whole_reply

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from sidecar.feedback.reading import Caller, FeedbackRefusedError, read_feedback
-from sidecar.feedback.record import (
+from sidecar.feedback import (
+    Caller,
     Feedback,
+    FeedbackRefusedError,
     Kind,
     decode_feedback,
     encode_feedback,
     is_feedback,
+    read_feedback,
 )
 from sidecar.records import encode_exchange
 from support.exchanges import make_plain_exchange

@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from sidecar.errors import OutboxError
-from sidecar.feedback.record import Feedback
-from sidecar.feedback.writer import BATCH, FeedbackWriter
+from sidecar.feedback import BATCH, Feedback, FeedbackWriter
 
 
 def make_feedback(name: str) -> Feedback:

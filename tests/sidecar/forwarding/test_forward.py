@@ -14,11 +14,10 @@ from structlog.testing import capture_logs
 
 from sidecar.capture.outbox import Outbox, OutboxReader, OutboxRow
 from sidecar.errors import ForwardingError
-from sidecar.feedback.record import Feedback, encode_feedback
+from sidecar.feedback import Feedback, encode_feedback
 from sidecar.forwarding.__main__ import forward_until
-from sidecar.forwarding.dead_letters import DeadLetters
-from sidecar.forwarding.forward import Forwarder, partition_key
-from sidecar.forwarding.report import Report, Tally
+from sidecar.forwarding.process import Forwarder, Report, Tally, partition_key
+from sidecar.forwarding.sender import DeadLetters
 from sidecar.records import encode_exchange
 from support.exchanges import make_plain_exchange
 from support.memory_sender import MemorySender

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from sidecar.capture.outbox import Outbox
 from sidecar.forwarding.process import ForwardingProcess, forwarding_process
-from sidecar.metrics.forwarding import ForwardingMetrics
+from sidecar.metrics.families import MetricTable
 from sidecar.metrics.hot import MetricSet
-from sidecar.metrics.table import MetricTable
+from sidecar.metrics.proxy import ForwardingMetrics
 from sidecar.settings import Bus, Settings
 from support.exchanges import make_plain_exchange
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import ForwardingError
-from sidecar.forwarding.sender import KafkaSender, Record, Sender
-from sidecar.forwarding.topics import ensure_topics
+from sidecar.forwarding.sender import KafkaSender, Record, Sender, ensure_topics
 from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from support.kafka_broker import PASSWORD, TLS, USER, Broker, unclosed_sockets
 from support.memory_sender import MemorySender

@@ -13,17 +13,22 @@ from typing import Any
 
 import h11
 
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.client_request import ClientRequest
-from sidecar.relay.http1.heads import SENT_ON_DEMAND, request_lines
-from sidecar.relay.http1.reply_parser import BrokenReplyError, ReplyHead, ReplyParser, ReplyReader
-from sidecar.relay.http1.sse import EventSplitter, is_one_event
-from sidecar.relay.payload.peek import RequestPeek, UnreadableBodyError, peek_request
-from sidecar.relay.payload.reply_edit import Strip, strip_event, strip_reply
-from sidecar.relay.payload.request_edit import PiecedBody, edit_request, splice_request
-from sidecar.relay.payload.spans import members
-from sidecar.relay.payload.usage import UsageMeter
-from sidecar.relay.surface.surfaces import CHAT, COMPLETIONS, MESSAGES
+from sidecar.relay.context import ClientRequest
+from sidecar.relay.heads import SENT_ON_DEMAND, request_lines
+from sidecar.relay.peek import RequestPeek, UnreadableBodyError, peek_request
+from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.reply_parser import (
+    BrokenReplyError,
+    EventSplitter,
+    ReplyHead,
+    ReplyParser,
+    ReplyReader,
+    is_one_event,
+)
+from sidecar.relay.request_edit import PiecedBody, edit_request, members, splice_request
+from sidecar.relay.request_parser import RequestParser
+from sidecar.relay.surfaces import CHAT, COMPLETIONS, MESSAGES
+from sidecar.relay.usage import UsageMeter
 
 MAX_BODY = 2048
 

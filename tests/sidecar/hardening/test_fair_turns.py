@@ -15,9 +15,9 @@ from typing import Self
 import pytest
 
 from sidecar.proxy import relay_is_compiled
-from sidecar.relay.client.connection import REQUESTS_AT_ONCE
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.accounts import Accounts
+from sidecar.relay.client import REQUESTS_AT_ONCE
+from sidecar.relay.context import Accounts
+from sidecar.relay.request_parser import RequestParser
 from support import api_keys
 from support.migrated_store import open_migrated
 from support.proxy_kit import StartProxy, Wire

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
-from sidecar.relay.client.connection import ClientConnection
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.held_bodies import FREE_BYTES
+from sidecar.relay.client import MIN_BODY_BYTES_PER_S, BodyWatch, ClientConnection
+from sidecar.relay.context import FREE_BYTES
+from sidecar.relay.request_parser import RequestParser
 from sidecar.store.database import Database
 from support import api_keys
 from support.memory import traced_bytes

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import pytest
 
-from sidecar.relay.client.connection import ClientConnection
+from sidecar.relay.client import ClientConnection
 from support.proxy_kit import Running, StartProxy
 from support.strict_peers import Connect, Dial, StrictVllm, Tools, other_end
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.client_request import ClientRequest
-from sidecar.relay.surface.refusals import Refusal
+from sidecar.relay.context import ClientRequest
+from sidecar.relay.refusals import Refusal
+from sidecar.relay.request_parser import RequestParser
 from support.proxy_kit import Running, StartProxy
 from support.strict_peers import Connect, StrictVllm
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from sidecar.metrics.hot import MetricSet
-from sidecar.metrics.table import (
+from sidecar.metrics.families import (
     REGION_BYTES,
     MetricTable,
     map_regions,
@@ -20,6 +19,7 @@ from sidecar.metrics.table import (
     read_region,
     shared_memory,
 )
+from sidecar.metrics.hot import MetricSet
 
 BOUNDS = (0.1, 0.5, 2.0)
 WHEN = 1_700_000_000.5

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from sidecar.processes.open_files import connections_that_fit, raise_open_files
+from sidecar.processes import connections_that_fit, raise_open_files
 
 INFINITE = resource.RLIM_INFINITY
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.processes.probes import TELL_S, WATCHED_S, Readiness
+from sidecar.processes import TELL_S, WATCHED_S, Readiness
 
 
 def test_two_probes_within_the_time_are_a_load_balancers_and_one_is_whoever_waits_for_a_start() -> (

@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from sidecar.errors import StateLockError
-from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.readiness import VARIABLE, read_report, tell_ready
-from sidecar.processes.state_lock import holder, only_one
+from sidecar.processes import (
+    VARIABLE,
+    holder,
+    only_one,
+    own_environment,
+    own_python,
+    read_report,
+    tell_ready,
+)
 
 HOLDER = (
     "import sys, time; from pathlib import Path\n"
-    "from sidecar.processes.state_lock import only_one\n"
+    "from sidecar.processes import only_one\n"
     "with only_one(Path(sys.argv[1]), 'ingest'): print('held', flush=True); time.sleep(60)"
 )
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.replies.check import text_agrees, untrainable, withheld
+from sidecar.replies.check import read_reply, text_agrees, untrainable, withheld
 from sidecar.replies.parts import ReadChoice
-from sidecar.replies.reading import read_reply
 
 Recorded = Callable[[str], bytes]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.json import Decoder
 
 from sidecar.replies import choices as reply_choices
-from sidecar.replies import runs as reply_runs
+from sidecar.replies import choices as reply_runs
 from sidecar.replies.choices import read_stream, read_whole
 from sidecar.replies.parts import Document, UnreadableReplyError, decode, message_json
 

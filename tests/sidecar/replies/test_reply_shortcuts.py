@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.http1.reply_parser import (
+from sidecar.relay.reply_parser import (
     BrokenReplyError,
     ReplyHead,
     ReplyParser,

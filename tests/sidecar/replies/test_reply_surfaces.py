@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from sidecar.records import Surface
-from sidecar.replies.check import untrainable
+from sidecar.replies.check import read_reply, untrainable
 from sidecar.replies.parts import ReadReply, UnreadableReplyError, message_json
-from sidecar.replies.reading import read_reply
 
 Recorded = Callable[[str], bytes]
 

@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Arm
-from sidecar.relay.payload.reply_signs import ReplySigns
+from sidecar.relay.reply_edit import ReplySigns
 from sidecar.routing.breaker import EMPTY, ERROR, FADE, Breaker, memory_bytes
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database

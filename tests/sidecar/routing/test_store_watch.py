@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Connection, text
 from structlog.testing import capture_logs
 
-from sidecar.routing.store_watch import POLLS_BETWEEN_READS, RevisionReader, StoreWatch
+from sidecar.routing.source import POLLS_BETWEEN_READS, RevisionReader, StoreWatch
 
 
 class Reader:

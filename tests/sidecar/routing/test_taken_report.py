@@ -9,10 +9,9 @@ import pytest
 from sqlalchemy import select
 
 from sidecar.metrics.proxy import Metrics
-from sidecar.routing import taken_report
-from sidecar.routing.source import RoutingSource
+from sidecar.routing import source as taken_report
+from sidecar.routing.source import NAME_CHARACTERS, RoutingSource, TakenReporter, proxy_name
 from sidecar.routing.table import RoutingTable, encode_table
-from sidecar.routing.taken_report import NAME_CHARACTERS, TakenReporter, proxy_name
 from sidecar.store.database import Database
 from sidecar.store.models import RoutingRow, TableTakenRow
 from support.clock import Clock

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from sidecar.scoring.client import (
+from sidecar.scoring import (
     FAILURES_IN_A_ROW,
-    Pause,
-    Picker,
-    SocketPicker,
-)
-from sidecar.scoring.wire import (
     MAX_QUESTION_BYTES,
     MAX_REPLY_BYTES,
     Material,
     NoPick,
+    Pause,
     Pick,
+    Picker,
+    SocketPicker,
     Verdict,
     WireError,
     encode_frame,

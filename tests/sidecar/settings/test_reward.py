@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.errors import SettingsError
 from sidecar.settings import load_settings, shown_settings
-from sidecar.settings.reward import HttpVerifier, LengthVerifier
+from sidecar.settings.judge import HttpVerifier, LengthVerifier
 
 
 def write(folder: Path, text: str) -> Path:

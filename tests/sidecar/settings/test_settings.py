@@ -9,7 +9,7 @@ from sqlalchemy.engine import make_url
 
 from sidecar.errors import SettingsError
 from sidecar.settings import load_settings
-from sidecar.settings.addresses import is_loopback
+from sidecar.settings.kinds import is_loopback
 
 
 def write(folder: Path, text: str) -> Path:

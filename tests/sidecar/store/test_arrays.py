@@ -7,7 +7,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from sidecar.store.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 
 
 @given(st.lists(st.integers(min_value=0, max_value=2**31 - 1)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.store.content_cache import MAX_OPENING_USES, MAX_OPENINGS, Content, ContentCache
+from sidecar.store.contents import MAX_OPENING_USES, MAX_OPENINGS, Content, ContentCache
 
 
 def content(size: int) -> Content:

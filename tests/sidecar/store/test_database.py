@@ -22,9 +22,9 @@ from sidecar.errors import (
     StoreNewerError,
 )
 from sidecar.store import engines
-from sidecar.store import url as store_url
+from sidecar.store import engines as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
-from sidecar.store.existing import open_existing
+from sidecar.store.engines import open_existing
 from sidecar.store.models import AuditRow, CounterRow, DeadLetterRow, FlagRow, RunRow
 from support.migrated_store import open_migrated
 from support.postgres import Databases

@@ -10,8 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.store.arrays import pack_ids
-from sidecar.store.frames import (
+from sidecar.store.codec import (
     HEAD_BYTES,
     MAX_VALUE_BYTES,
     compress,
@@ -20,6 +19,7 @@ from sidecar.store.frames import (
     decoded_ids,
     decompress,
     decompress_array,
+    pack_ids,
 )
 
 LONG = random.Random(1).randbytes(3_000_000)

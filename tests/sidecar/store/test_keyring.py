@@ -9,8 +9,7 @@ import pytest
 
 from sidecar.errors import SettingsError
 from sidecar.settings import Store, load_settings, open_keyring
-from sidecar.store.arrays import pack_ids
-from sidecar.store.frames import HEAD_BYTES, compress, decoded_bytes, decoded_ids
+from sidecar.store.codec import HEAD_BYTES, compress, decoded_bytes, decoded_ids, pack_ids
 from sidecar.store.keyring import (
     NO_KEYS,
     Keyring,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.store.disk.write_ahead import empty_log
+from sidecar.store.write_ahead import empty_log
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_it_tries_until_the_reader_has_gone(
         if len(waits) == 2:
             reader.close()
 
-    monkeypatch.setattr("sidecar.store.disk.write_ahead.time.sleep", leave_at_the_second)
+    monkeypatch.setattr("sidecar.store.write_ahead.time.sleep", leave_at_the_second)
 
     assert empty_log(writer, wait_s=60.0, attempt_ms=attempt_ms)
 

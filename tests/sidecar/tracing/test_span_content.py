@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidecar.records import Choice, Exchange, Sampling, Surface, Timings
-from sidecar.tracing.content import content_attributes
+from sidecar.tracing.spans import content_attributes
 
 
 def exchange(surface: Surface, request: bytes, message: dict[str, Any]) -> Exchange:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.tracing.trace_context import Propagation, TraceParent, parse
+from sidecar.tracing.spans import Propagation, TraceParent, parse
 
 TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = b"00f067aa0ba902b7"

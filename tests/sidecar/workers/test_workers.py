@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sidecar.access.keys import make_key
 from sidecar.backoff import Waits
-from sidecar.metrics.table import MetricTable, mark_dead, private_region, signs_of_life
+from sidecar.metrics.families import MetricTable, mark_dead, private_region, signs_of_life
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
-from sidecar.workers.child import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Silence, takers
+from sidecar.workers.parent import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Silence, takers
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import Wire
 

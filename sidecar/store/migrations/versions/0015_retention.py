@@ -62,7 +62,7 @@ def upgrade() -> None:
     op.create_index("ix_signal_by", "signal", ["by_id"], sqlite_where=shown, postgresql_where=shown)
     store = op.get_bind()
     if store.dialect.name == "sqlite" and store.scalar(sa.text("SELECT 1 FROM exchange")) is None:
-        # From its beginning every writer overwrites what it deletes (`sidecar.store.disk.traces`).
+        # From its beginning every writer overwrites what it deletes (`sidecar.store.traces`).
         op.execute(
             "INSERT INTO flag (name, value, updated_at) VALUES ('overwrites_deleted', '1', 0)"
         )

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from learner.errors import CheckpointError
 from learner.grpo.answers import Judged, leave_out_far
-from learner.grpo.checks import Checked
-from learner.grpo.files.checkpoint import (
+from learner.grpo.checkpoint import (
     FORMAT,
     Snapshot,
     load_snapshot,
@@ -24,8 +23,9 @@ from learner.grpo.files.checkpoint import (
     save_snapshot,
     set_random,
 )
+from learner.grpo.checks import Checked
 from learner.records import CheckedAnswers, Parent, TrainingJob
-from learner.resume.work_folder import STATE, WorkFolder
+from learner.resume import STATE, WorkFolder
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest
 from learner.errors import OptimizerStateError
-from learner.grpo.files.optimizer_file import HEAD, load_state, parents_state, save_state
+from learner.grpo.checkpoint import HEAD, load_state, parents_state, save_state
 from learner.grpo.optimizer import OptimizerState
 from learner.records import Parent
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of, refuse_surface, wanted_answers
-from sidecar.relay.payload.peek import peek_request
-from sidecar.relay.payload.reply_edit import Strip
-from sidecar.relay.surface.refusals import Refusal
+from sidecar.relay.best_of import BestOfPlan, plan_best_of, refuse_surface, wanted_answers
+from sidecar.relay.peek import peek_request
+from sidecar.relay.refusals import Refusal
+from sidecar.relay.reply_edit import Strip
 
 PLAIN: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

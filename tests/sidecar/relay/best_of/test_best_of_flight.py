@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 
 from sidecar.metrics.proxy import Metrics
-from sidecar.relay.best_of.exchange import BestOf, BestOfConnection
-from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
-from sidecar.relay.best_of.reply import read_answers, stream_reply, whole_reply
-from sidecar.relay.http1.heads import ReplyHeaders
-from sidecar.relay.http1.reply_parser import ReplyHead, ReplyReader
-from sidecar.relay.payload.peek import peek_request
-from sidecar.relay.payload.request_edit import PiecedBody
-from sidecar.scoring.wire import Material, NoPick, Pick, Verdict
+from sidecar.relay.best_of import (
+    BestOf,
+    BestOfConnection,
+    BestOfPlan,
+    plan_best_of,
+    read_answers,
+    stream_reply,
+    whole_reply,
+)
+from sidecar.relay.heads import ReplyHeaders
+from sidecar.relay.peek import peek_request
+from sidecar.relay.reply_parser import ReplyHead, ReplyReader
+from sidecar.relay.request_edit import PiecedBody
+from sidecar.scoring import Material, NoPick, Pick, Verdict
 from support.proxy_kit import MemoryPicker, Wire
 
 REQUEST = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -338,7 +344,7 @@ async def test_a_reply_of_a_shape_that_vllm_does_not_write_is_handed_on(
 async def test_a_reply_too_large_to_hold_goes_on_unedited(
     rig: MakeRig, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidecar.relay.best_of.exchange.MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr("sidecar.relay.best_of.MAX_HELD_BYTES", 1000)
     one = rig()
 
     one.reply(recorded("two_reply_asked.json"))

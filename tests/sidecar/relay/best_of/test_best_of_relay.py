@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.best_of.reply import read_answers, stream_reply, whole_reply
-from sidecar.relay.payload.reply_edit import Strip
-from sidecar.scoring.wire import NoPick, Pick
+from sidecar.relay.best_of import read_answers, stream_reply, whole_reply
+from sidecar.relay.reply_edit import Strip
+from sidecar.scoring import NoPick, Pick
 from support.fake_vllm import FakeVllm, Step
 from support.proxy_kit import MemoryPicker, Wire
 

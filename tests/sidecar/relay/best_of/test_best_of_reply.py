@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 
-from sidecar.relay.best_of.reply import (
-    UnreadableAnswersError,
-    read_answers,
-    stream_reply,
-    whole_reply,
-)
-from sidecar.relay.payload.reply_edit import STRIP_NOTHING, Strip
+from sidecar.relay.best_of import UnreadableAnswersError, read_answers, stream_reply, whole_reply
+from sidecar.relay.reply_edit import STRIP_NOTHING, Strip
 from sidecar.replies.choices import read_stream, read_whole
 from sidecar.replies.parts import message_json
 

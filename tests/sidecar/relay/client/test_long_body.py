@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.payload.request_edit import (
-    JOINED_BYTES,
-    PiecedBody,
-    edit_request,
-    splice_request,
-)
+from sidecar.relay.request_edit import JOINED_BYTES, PiecedBody, edit_request, splice_request
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import StartProxy, Wire
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.payload.reply_edit import renamed
+from sidecar.relay.reply_edit import renamed
 from sidecar.routing.session_key import hash_of_address
 from sidecar.routing.table import RoutingTable
 from support import api_keys

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment
-from sidecar.relay.flight.accounts import REMEMBERED, Accounts
+from sidecar.relay.context import REMEMBERED, Accounts
 from sidecar.routing import assignment
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.table import RoutingTable

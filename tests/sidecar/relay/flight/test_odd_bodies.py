@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 
 from sidecar.capture.assemble import assemble
 from sidecar.records import Assignment, RawCapture, Surface, Timings, encode_exchange
-from sidecar.relay.best_of.plan import plan_best_of
-from sidecar.relay.flight.plan import Circumstances, Plan, plan_request
-from sidecar.relay.http1.heads import RequestHeaders
-from sidecar.relay.payload.reply_edit import STRIP_USUAL, strip_event, strip_reply
-from sidecar.relay.surface.refusals import names_unknown_model
-from sidecar.relay.surface.surfaces import BY_PATH
+from sidecar.relay.best_of import plan_best_of
+from sidecar.relay.heads import RequestHeaders
+from sidecar.relay.plan import Circumstances, Plan, plan_request
+from sidecar.relay.refusals import names_unknown_model
+from sidecar.relay.reply_edit import STRIP_USUAL, strip_event, strip_reply
+from sidecar.relay.surfaces import BY_PATH
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.table import RoutingTable
 from support.fake_vllm import FakeVllm

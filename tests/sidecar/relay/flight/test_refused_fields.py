@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.flight.reply_body import PASSED, StreamOpening, is_error
-from sidecar.relay.upstream.own_fields import CAPTURE, REFUSALS, OwnFields
-from sidecar.relay.upstream.replicas import Replica, Replicas
-from sidecar.scoring.wire import Pick
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.relay.reply import PASSED, StreamOpening, is_error
+from sidecar.relay.upstream import CAPTURE, REFUSALS, OwnFields
+from sidecar.scoring import Pick
 from support import api_keys
 from support.fake_vllm import FakeVllm, SeenRequest, Step
 from support.migrated_store import open_migrated

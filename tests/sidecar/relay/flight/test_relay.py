@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.client.connection import ClientConnection
+from sidecar.relay.client import ClientConnection
 from sidecar.routing.table import RoutingTable
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import StartProxy, Wire
@@ -312,7 +312,7 @@ async def test_small_pieces_are_sent_at_once(
     wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sidecar.relay.client import server
+    from sidecar.relay import server
 
     made: list[Any] = []
     seen: list[int] = []

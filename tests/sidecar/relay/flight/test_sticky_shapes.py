@@ -10,17 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.flight.plan import Circumstances, Plan, plan_request
-from sidecar.relay.http1.heads import RequestHeaders
-from sidecar.relay.payload.peek import (
-    HALF_TEXT_BYTES,
-    MARKS_KEPT,
-    PROMPT_KEY_BYTES,
-    peek_request,
-)
-from sidecar.relay.surface.surfaces import BY_PATH
-from sidecar.relay.upstream.connection import endpoint
-from sidecar.relay.upstream.replicas import Replica, Replicas
+from sidecar.relay.heads import RequestHeaders
+from sidecar.relay.peek import HALF_TEXT_BYTES, MARKS_KEPT, PROMPT_KEY_BYTES, peek_request
+from sidecar.relay.plan import Circumstances, Plan, plan_request
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.relay.surfaces import BY_PATH
+from sidecar.relay.upstream import endpoint
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.opening import plain as canonical
 from sidecar.routing.session_key import KnownSessions

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.client_request import ClientRequest
-from sidecar.relay.http1.heads import (
-    ReplyHeaders,
-    RequestHeaders,
-    reply_head,
-    reply_lines,
-    request_lines,
-)
-from sidecar.relay.http1.reply_parser import ReplyHead, ReplyParser, ReplyReader
+from sidecar.relay.context import ClientRequest
+from sidecar.relay.heads import ReplyHeaders, RequestHeaders, reply_head, reply_lines, request_lines
+from sidecar.relay.reply_parser import ReplyHead, ReplyParser, ReplyReader
+from sidecar.relay.request_parser import RequestParser
 
 
 def sorted_request(*headers: tuple[bytes, bytes]) -> RequestHeaders:

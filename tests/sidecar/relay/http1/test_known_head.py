@@ -10,15 +10,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.client_request import ClientRequest
-from sidecar.relay.http1.known_head import (
-    GIVE_UP_AFTER,
-    MAX_HEAD_BYTES,
-    HeadMemory,
-    KnownHead,
-)
-from sidecar.relay.surface.refusals import Refusal, body_too_large
+from sidecar.relay.context import ClientRequest
+from sidecar.relay.heads import GIVE_UP_AFTER, MAX_HEAD_BYTES, HeadMemory, KnownHead
+from sidecar.relay.refusals import Refusal, body_too_large
+from sidecar.relay.request_parser import RequestParser
 from support.watched_parser import WatchedParser
 
 MAX_BODY = 64

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.http1.sse import EventSplitter
+from sidecar.relay.reply_parser import EventSplitter
 
 
 def _feed(pieces: list[bytes]) -> tuple[list[bytes], bytes]:

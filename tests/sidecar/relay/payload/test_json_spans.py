@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.payload import spans as json_spans
-from sidecar.relay.payload.reply_edit import STRIP_USUAL, strip_reply
-from sidecar.relay.payload.spans import elements, members, value_end
+from sidecar.relay import request_edit as json_spans
+from sidecar.relay.reply_edit import STRIP_USUAL, strip_reply
+from sidecar.relay.request_edit import elements, members, value_end
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sidecar.relay.flight.reply_body import EventBody, HeldBody, PassedBody, reply_body
-from sidecar.relay.payload.reply_edit import STRIP_NOTHING, Strip, strip_event, strip_reply
+from sidecar.relay.reply import EventBody, HeldBody, PassedBody, reply_body
+from sidecar.relay.reply_edit import STRIP_NOTHING, Strip, strip_event, strip_reply
 
 ALL = Strip(token_ids=True, logprobs=True)
 Recorded = Callable[[str], bytes]
@@ -160,7 +160,7 @@ def test_a_reply_cut_anywhere_comes_back_as_it_is() -> None:
 def test_a_held_reply_that_grows_too_long_goes_on_unedited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sidecar.relay.flight.reply_body.MAX_HELD_BYTES", 10)
+    monkeypatch.setattr("sidecar.relay.reply.MAX_HELD_BYTES", 10)
     body = HeldBody(ALL)
 
     out = [body.feed(b"12345"), body.feed(b"678901"), body.feed(b"2"), body.end()]
@@ -170,7 +170,7 @@ def test_a_held_reply_that_grows_too_long_goes_on_unedited(
 
 
 def test_an_event_that_grows_too_long_goes_on_unedited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.relay.flight.reply_body.MAX_HELD_BYTES", 10)
+    monkeypatch.setattr("sidecar.relay.reply.MAX_HELD_BYTES", 10)
     body = EventBody(ALL)
 
     out = [body.feed(b"data: 12345"), body.feed(b"\n\n"), body.end()]

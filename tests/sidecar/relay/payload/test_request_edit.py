@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.payload.peek import UnreadableBodyError, peek_request
-from sidecar.relay.payload.request_edit import SCANNED_BYTES, edit_request, splice_request
+from sidecar.relay.peek import UnreadableBodyError, peek_request
+from sidecar.relay.request_edit import SCANNED_BYTES, edit_request, splice_request
 
 ASKS = {"model": b'"a"', "return_token_ids": b"true", "logprobs": b"true"}
 
@@ -92,7 +92,7 @@ MANY = ",".join(f'"k{number}":0' for number in range(10_000)).encode()
 def test_a_long_body_is_not_scanned_and_what_is_wanted_comes_last(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidecar.relay.payload.request_edit.members", None)
+    monkeypatch.setattr("sidecar.relay.request_edit.members", None)
 
     edited = edit_request(body, ASKS)
 

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.flight.reply_body import LESSONS, EventBody
-from sidecar.relay.http1.sse import EventSplitter
-from sidecar.relay.payload.reply_edit import (
-    STRIP_USUAL,
-    _cuts,
-    _replace,
-    strip_event,
-    strip_reply,
-)
-from sidecar.relay.payload.template import EventShape, learn_shape
+from sidecar.relay.reply import LESSONS, EventBody
+from sidecar.relay.reply_edit import STRIP_USUAL, _cuts, _replace, strip_event, strip_reply
+from sidecar.relay.reply_parser import EventSplitter
+from sidecar.relay.template import EventShape, learn_shape
 
 Recorded = Callable[[str], bytes]
 DONE = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.payload.usage import MAX_USAGE_BYTES, UsageMeter
+from sidecar.relay.usage import MAX_USAGE_BYTES, UsageMeter
 from support.memory import traced_bytes
 from support.proxy_kit import Wire
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.relay.surface import surfaces
-from sidecar.relay.surface.paths import Destination, destination, without_slash
+from sidecar.relay import surfaces
+from sidecar.relay.refusals import Destination, destination, without_slash
 
 
 @pytest.mark.parametrize(

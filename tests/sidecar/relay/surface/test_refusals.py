@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.relay.surface.refusals import names_unknown_model
+from sidecar.relay.refusals import names_unknown_model
 
 SAID = b"The model `m--v9-x` does not exist. Valid aliases: m."
 TYPED = b'{"error":{"message":"%b","type":"NotFoundError","param":"model","code":404}}' % SAID

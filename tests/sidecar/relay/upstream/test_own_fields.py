@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.relay.upstream.own_fields import (
-    BUSY_PAUSE_S,
-    CAPTURE,
-    EVERY,
-    REFUSALS,
-    TRACE,
-    USAGE,
-    OwnFields,
-)
+from sidecar.relay.upstream import BUSY_PAUSE_S, CAPTURE, EVERY, REFUSALS, TRACE, USAGE, OwnFields
 
 
 def refusing(kinds: int, *, now: float = 100.0, proven: int = 0) -> OwnFields:

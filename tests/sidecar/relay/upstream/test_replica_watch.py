@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from sidecar.metrics.proxy import Metrics
-from sidecar.relay.upstream.connection import endpoint
-from sidecar.relay.upstream.replicas import Replica, Replicas
-from sidecar.relay.upstream.vllm_status import ModelsReply
-from sidecar.relay.upstream.watch import ReplicaWatch
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.relay.upstream import endpoint
+from sidecar.relay.watch import ModelsReply, ReplicaWatch
 
 KNOWN = frozenset({"m", "m--v1"})
 

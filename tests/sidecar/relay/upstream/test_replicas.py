@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.upstream.connection import endpoint
-from sidecar.relay.upstream.replicas import (
-    FAILURES_TO_EJECT,
-    Replica,
-    Replicas,
-)
+from sidecar.relay.replicas import FAILURES_TO_EJECT, Replica, Replicas
+from sidecar.relay.upstream import endpoint
 
 MODEL = "m"
 SESSIONS = [f"h:session-{number}" for number in range(300)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.upstream import vllm_status
-from sidecar.relay.upstream.vllm_status import AGENT, VllmStatus
+from sidecar.relay import watch
+from sidecar.relay.watch import AGENT, VllmStatus
 from support.proxy_kit import FreePort
 
 SILENCE = b"silence"
@@ -138,11 +138,11 @@ async def test_silence_is_no_answer_and_the_connection_is_given_up(
     server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.script = lambda number: SILENCE if number < 2 else reply(b"{}")
-    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(watch, "TIMEOUT_S", 0.05)
 
     assert await status.reachable() is False
     assert await status.models(None) is None
-    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(watch, "TIMEOUT_S", 30.0)
     assert await status.reachable()
 
     assert server.accepted == 3
@@ -154,7 +154,7 @@ async def test_half_an_answer_is_none(
     server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.script = lambda _: reply(b"{}")[:-1]
-    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(watch, "TIMEOUT_S", 0.05)
 
     assert await status.models(None) is None
     await server.all_left()
@@ -285,7 +285,7 @@ async def test_a_list_that_is_none_is_none(body: bytes, server: Server, status: 
 async def test_a_body_may_be_as_long_as_was_said_and_no_longer(
     server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_status, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(watch, "MAX_BODY_BYTES", 100)
     fits, longer = b'{"x":"%b"}' % (b"y" * 92), b'{"x":"%b"}' % (b"y" * 93)
     assert (len(fits), len(longer)) == (100, 101)
     server.script = lambda number: reply(longer if number == 1 else fits)
@@ -298,8 +298,8 @@ async def test_a_body_may_be_as_long_as_was_said_and_no_longer(
 async def test_a_body_without_end_is_given_up(
     server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_status, "MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(watch, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(watch, "TIMEOUT_S", 30.0)
     server.script = lambda _: reply(b"x" * 2_000_000)[:-1]
 
     assert await status.models(None) is None

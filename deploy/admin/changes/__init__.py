@@ -1,1 +1,0 @@
-"""Changes that the admin API makes: once for each key; canaries begun by hand; aliases."""

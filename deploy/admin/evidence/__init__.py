@@ -1,1 +1,0 @@
-"""The evidence of a canary in the admin API."""

@@ -1,1 +1,0 @@
-"""Training runs on the admin API."""

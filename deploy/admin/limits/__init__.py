@@ -1,1 +1,0 @@
-"""What limits learning, in the status: the places for groups, and the budgets."""

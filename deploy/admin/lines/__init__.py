@@ -1,1 +1,0 @@
-"""The lines of adapters, each in short, and what vLLM has loaded of them."""

@@ -1,1 +1,0 @@
-"""What the requests and replies of the admin API have in common: scopes, and the description."""

@@ -1,0 +1,794 @@
+"""`sidecar exchanges`: what agents asked and were answered, read from the store itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from deploy.cli.context import admin_client, settings_of
+from deploy.cli.files import new_file
+from deploy.cli.output import (
+    WHOLE,
+    Output,
+    completed_by,
+    note,
+    print_as,
+    print_table,
+    read_length,
+    refuse_unknown,
+    require_store,
+    say,
+    say_json,
+    shown_age,
+    shown_time,
+    table_lines,
+)
+from ingest.judge_prompt import without_media
+from ingest.verifiers.records import check_words
+from sidecar.replies.parts import answer_text
+from sidecar.visible import counted
+
+if TYPE_CHECKING:
+    from deploy.forgetting import Report, Target
+    from ingest.trajectories.records import RecordedTrajectory, TrajectoryScore
+    from sidecar.settings import Settings
+    from sidecar.store.database import Database
+
+
+exchanges_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
+)
+FORMS = ("jsonl", "trl-sft", "trl-preference", "art")
+SNIPPET = 60
+"""Characters of the last message in a listing."""
+SessionOption = Annotated[
+    str,
+    typer.Option(
+        "--session",
+        help="of this session: its id, or its name in `x-sidecar-session` (PROJECT/NAME; of the "
+        "project `default` the name alone), also one that a client gave a part of it only",
+    ),
+]
+UserOption = Annotated[str, typer.Option("--user", help="of this user")]
+AdapterOption = Annotated[str, typer.Option("--adapter", help="answered by it; `base` without one")]
+SinceOption = Annotated[str, typer.Option("--since", help="not older than this: 12h, 30d, 8w")]
+
+
+@exchanges_app.command("ls")
+def exchanges_ls(
+    context: typer.Context,
+    session: SessionOption = "",
+    user: UserOption = "",
+    adapter: AdapterOption = "",
+    since: SinceOption = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many, the newest first")] = 20,
+    output: Output = "text",
+) -> None:
+    """The newest exchanges, one line each, with the beginning of the last message."""
+    from ingest.export import exchange_object
+    from ingest.store.listing import newest_exchanges
+
+    with _store(context) as database:
+        wanted = _wanted(session, user, adapter, since)
+        records = list(newest_exchanges(database, wanted, limit=limit))
+        whole = output == "json"  # a line of text tells nothing of feedback
+        found = [
+            exchange_object(one, _told(database, one)) if whole else exchange_object(one)
+            for one in _sound(iter(records), Counter())
+        ]
+    if len(records) == limit:  # whether there is one more may take a search of the whole store
+        note(f"the newest {limit} are shown, and there may be more: --limit takes up to 1000")
+    if output == "json":
+        say_json(found)
+        return
+    now = time.time()
+    for one in found:
+        say(
+            f"{one['exchange_id']}  {shown_time(one['at'], now)}  session {one['session']} "
+            f"turn {one['turn']}  {one['adapter']}  {one['status']} {one['selection']}  "
+            f"{_snippet(one['request'])!r}"
+        )
+    if not found:
+        note("no exchange is stored that fits")
+
+
+@exchanges_app.command("show")
+def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "text") -> None:
+    """One exchange: its record, what was told of it, the messages, the answers."""
+    from ingest.errors import UnreadableExchangesError
+    from ingest.export import exchange_object
+    from ingest.feedback.store import Told, told_of
+    from ingest.store.exchanges import load_exchange
+
+    with _store(context) as database, database.read() as session:
+        try:
+            stored = load_exchange(session, exchange_id)
+        except UnreadableExchangesError as error:
+            note(_unreadable(f"exchange {exchange_id}", "; ".join(error.damage.values())))
+            raise typer.Exit(1) from None
+        told = told_of(session, [exchange_id]).get(exchange_id, Told())
+    if stored is None:
+        note(f"no exchange {exchange_id}; `sidecar exchanges ls` names them")
+        raise typer.Exit(1)
+    found = exchange_object(stored, told)
+    if output == "json":
+        say_json(found)
+        return
+    request, answers = found.pop("request"), found.pop("answers")
+    told_lines = [f"feedback: {_words(one)}" for one in found.pop("feedback")]
+    told_lines += [f"outcome: {_words(one)}" for one in found.pop("outcomes")]
+    told_lines += [f"signal: {_words(one)}" for one in found.pop("signals")]
+    for name, value in found.items():
+        say(f"{name}: {shown_time(value, time.time()) if name == 'at' else value}")
+    for line in told_lines:
+        say(line)
+    messages = request.get("messages") if isinstance(request, dict) else None
+    for message in messages if isinstance(messages, list) else [request]:
+        _say_message("asked", message)
+    for answer in answers:
+        _say_message(f"answer {answer['index']} ({answer['finish_reason']})", answer["message"])
+
+
+@exchanges_app.command("export")
+def exchanges_export(
+    context: typer.Context,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--form",
+            autocompletion=completed_by(*FORMS),
+            help="jsonl: exchanges; trl-sft: prompts and answers; trl-preference: best and worst "
+            "answer of each scored group; art: scored groups",
+        ),
+    ] = "jsonl",
+    out: Annotated[Path | None, typer.Option(help="a new file; default: standard output")] = None,
+    session: SessionOption = "",
+    user: UserOption = "",
+    adapter: AdapterOption = "",
+    since: SinceOption = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="at most; default: all")] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="held-out sessions too, in jsonl and trl-sft")
+    ] = False,
+) -> None:
+    """Write exchanges or scored groups as JSON lines, the newest first.
+
+    Held-out sessions are left out: they examine adapters, and must not be trained on elsewhere.
+    """
+    from ingest import export as forms
+    from ingest.store.listing import newest_exchanges, newest_scored_groups
+
+    refuse_unknown("--form", form, FORMS)
+    written: Counter[str] = Counter()
+    with _store(context) as database, _lines(out) as file:
+        wanted = _wanted(session, user, adapter, since, held_out=None if held_out else False)
+        if form in ("jsonl", "trl-sft"):
+            write = forms.exchange_object if form == "jsonl" else forms.prompt_completion
+            records = newest_exchanges(database, wanted, limit=limit)
+            _export(database, records, write, file, written)
+        else:
+            if user:
+                note("--user is of exchanges; a group is found by its session")
+                raise typer.Exit(2)
+            write_group = forms.preference if form == "trl-preference" else forms.art_group
+            groups = newest_scored_groups(database, wanted, limit=limit)
+            _export(database, groups, write_group, file, written)
+    left = f", {written['left_out']} left out (not in this form)" if written["left_out"] else ""
+    if written["locked"]:
+        left += f", {written['locked']} left out (their key is missing)"
+    note(f"wrote {counted(written['lines'], 'line')}{left}")
+    if written["locked"]:
+        raise typer.Exit(1)
+
+
+def _export(
+    database: Any,
+    records: Iterator[Any],
+    form: Callable[[Any, Any], dict[str, Any] | None],
+    file: TextIO,
+    written: Counter[str],
+) -> None:
+    for record in _sound(records, written):
+        line = form(record, _told(database, record))
+        if line is None:
+            written["left_out"] += 1
+            continue
+        file.write(json.dumps(line) + "\n")
+        written["lines"] += 1
+
+
+def _told(database: Any, record: Any) -> Any:
+    """What was told of an exchange, or of the exchange of a scored group."""
+    from ingest.feedback.store import Told, told_of
+
+    of = record.group if hasattr(record, "group") else record.exchange
+    with database.read() as session:
+        return told_of(session, [of.exchange_id]).get(of.exchange_id, Told())
+
+
+def _words(one: dict[str, Any]) -> str:
+    """The members that say something, in one line."""
+    return ", ".join(
+        f"{name} {shown_time(value, time.time()) if name.endswith('at') else value}"
+        for name, value in one.items()
+        if value not in (None, "", {})
+    )
+
+
+def _sound(records: Iterator[Any], left_out: Counter[str]) -> Iterator[Any]:
+    """Leave records out that cannot be read; each is named on stderr. left_out: counts under
+    `locked` those whose key is missing."""
+    from ingest.store.listing import Unreadable
+    from sidecar.store.keyring import missing_key
+
+    for record in records:
+        if isinstance(record, Unreadable):
+            left_out["locked"] += bool(missing_key(record.why))
+            note(f"left out: {_unreadable(record.name, record.why)}")
+        else:
+            yield record
+
+
+def _unreadable(name: str, why: str) -> str:
+    from sidecar.store.keyring import missing_key
+
+    if said := missing_key(why):
+        return f"{name} {said}; add it to store.encryption_key_file"
+    return f"{name} is damaged: {why}"
+
+
+@contextmanager
+def _lines(out: Path | None) -> Iterator[TextIO]:
+    """Open a new file that only its owner can read: it holds what users wrote."""
+    if out is None:
+        yield sys.stdout
+        return
+    try:
+        with new_file(out) as file:
+            yield file
+    except OSError as error:
+        note(
+            f"{out} cannot be written ({error.strerror or error}), and no part of it is kept; name "
+            "a new file in a writable folder that has room"
+        )
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _store(context: typer.Context) -> Iterator[Any]:
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    store = settings_of(context).store
+    require_store(store.url)
+    database = Database(store.url, open_keyring(store))
+    try:
+        database.upgrade_if_behind()
+        yield database
+    finally:
+        database.close()
+
+
+def _wanted(
+    session: str, user: str, adapter: str, since: str, *, held_out: bool | None = None
+) -> Any:
+    from ingest.store.listing import Wanted
+
+    length_s = read_length(since) if since else 0
+    if length_s is None:
+        raise typer.BadParameter(f"{since}: give a number and m, h, d or w, such as 30d")
+    return Wanted(
+        session=session or None,
+        user=user or None,
+        adapter=adapter or None,
+        since=time.time() - length_s if since else None,
+        held_out=held_out,
+    )
+
+
+def _snippet(request: Any) -> str:  # Any: JSON
+    messages = request.get("messages") if isinstance(request, dict) else None
+    last = messages[-1] if isinstance(messages, list) and messages else request
+    content = last.get("content") if isinstance(last, dict) else last
+    text = content if isinstance(content, str) else json.dumps(content)
+    return text if len(text) <= SNIPPET else f"{text[: SNIPPET - 1]}…"
+
+
+def _say_message(title: str, message: Any) -> None:  # Any: JSON
+    known = message if isinstance(message, dict) else {"content": message}
+    say(f"--- {title}: {known.get('role', 'request')}")
+    content = known.get("content")
+    plain = content is None or isinstance(content, str)
+    for line in (answer_text(known) if plain else json.dumps(content)).splitlines():
+        say(line)
+    calls = known.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
+        say(f"tool call: {json.dumps(call)}")
+
+
+# `sidecar forget`: remove what a user, a session or an exchange said. Works with and without the
+# processes, on the store itself and on the files of this machine.
+
+
+def forget(
+    context: typer.Context,
+    user: Annotated[str, typer.Option(help="as the agent named it in `x-sidecar-user`")] = "",
+    session: Annotated[
+        str,
+        typer.Option(
+            help="its id, of any project; or its name in `x-sidecar-session`, as PROJECT/NAME; of "
+            "the project `default` NAME is enough where it holds no `/`"
+        ),
+    ] = "",
+    exchange: Annotated[str, typer.Option(help="id of one exchange")] = "",
+    retire: Annotated[
+        bool,
+        typer.Option("--retire", help="go back to the newest champion that did not learn from it"),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    all_callers: Annotated[
+        bool,
+        typer.Option("--all-callers", help="also when several keys or users share the session"),
+    ] = False,
+    vacuum: Annotated[
+        bool, typer.Option("--vacuum", help="rewrite a large file too; writers wait meanwhile")
+    ] = False,
+    output: Output = "text",
+) -> None:
+    """Remove content for good, and name the adapters that learned from it.
+
+    Exit codes: 0 done, also when nothing was found; 1 something is left, run it again; 2 bad use.
+    """
+    from deploy.forgetting import forget as forget_target
+    from sidecar.errors import OutboxError
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    target = _target(user=user, session=session, exchange=exchange)
+    settings = settings_of(context)
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
+        database.upgrade_if_behind()
+        if target.kind == "session" and not all_callers:
+            _refuse_shared(database, target)
+        if not yes:
+            _ask(database, settings, target)
+        try:
+            report = forget_target(
+                database, settings, target, now=time.time(), retire=retire, vacuum=vacuum
+            )
+        except (OutboxError, OSError) as error:
+            note(f"not finished: {error}; run the command again, it does what is left")
+            raise typer.Exit(1) from None
+    if output == "json":
+        say_json(report.as_json())
+    else:
+        for line in _forget_lines(report, target, retire=retire):
+            say(line)
+    if report.traces:
+        raise typer.Exit(1)
+
+
+def _target(*, user: str, session: str, exchange: str) -> Target:
+    from deploy.forgetting import Target
+
+    if sum(map(bool, (user, session, exchange))) != 1:
+        note("name one of --user, --session and --exchange")
+        raise typer.Exit(2)
+    if user:
+        return Target("user", user)
+    return Target("session", session) if session else Target("exchange", exchange)
+
+
+def _refuse_shared(database: Database, target: Target) -> None:
+    """End the command when the session holds what several callers said: they may have nothing to
+    do with each other."""
+    from deploy.forgetting import callers_of
+
+    callers, exchanges = callers_of(database, target)
+    if callers > 1:
+        note(
+            f"the session {target.name} holds {exchanges} exchanges of {callers} callers (keys or "
+            "users); name one user (--user) or exchange (--exchange), or say --all-callers"
+        )
+        raise typer.Exit(2)
+
+
+def _ask(database: Database, settings: Settings, target: Target) -> None:
+    """Say what would go, lines of others that only hold the name too, and ask."""
+    from deploy.forgetting import count_mentions, exchanges_of, files_with_lines
+
+    if not sys.stdin.isatty():
+        note("this cannot be undone; say --yes")
+        raise typer.Exit(2)
+    number = sum(len(page) for page in exchanges_of(database, target))
+    found = counted(number, "stored exchange")
+    say(f"{found} of the {target.kind} {target.name}. This cannot be undone.")
+    for path in files_with_lines(settings.state_dir, settings.telemetry.spans_file):
+        if lines := count_mentions(path, target.mention):
+            hold = "holds the name: it is blanked, whoever it is about"
+            if lines > 1:
+                hold = "hold the name: they are blanked, whoever they are about"
+            say(f"{counted(lines, 'line')} of {path} {hold}.")
+    if not typer.confirm("Forget them?"):
+        raise typer.Exit(1)
+
+
+def _forget_lines(report: Report, target: Target, *, retire: bool) -> Iterator[str]:
+    if not report.anything:
+        yield (
+            f"Nothing was found of the {target.kind} {target.name}: it was forgotten before, or "
+            "the name is written otherwise."
+        )
+    yield (
+        f"Removed: {counted(report.exchanges, 'exchange')}, {counted(report.groups, 'group')}, "
+        f"{counted(report.feedback, 'record')} of feedback, "
+        f"{counted(report.on_the_bus, 'record')} on the bus of this machine, "
+        f"{counted(report.dead_letters, 'record')} set aside."
+    )
+    for path, lines in report.lines.items():
+        yield f"Blanked {counted(lines, 'line')} of {path}."
+    if not report.adapters:
+        yield "No adapter has learned from it."
+    for name in report.adapters:
+        yield f"Learned from it: {name}"
+    if report.rolled_back_to is not None:
+        yield f"Rolled back to {report.rolled_back_to}."
+    elif report.adapters and not retire:
+        yield "They are marked and serve on; --retire takes them out of the traffic."
+    for why in report.traces:
+        yield f"Not removed yet: {why}."
+    for what in report.notes:
+        yield f"Note: {what}."
+
+
+# Groups as text for people: a table of many, and one with what was asked and answered. Pure.
+
+WHY = 90
+"""Characters of the reason in a line of the table."""
+HEADS = ("group", "made", "status", "judge", "adapter", "project", "why")
+Json = Mapping[str, Any]
+
+
+def groups_table(groups: Sequence[Json], now: float, width: int = WHOLE) -> list[str]:
+    """Return a table with one line a group, as the admin API lists them. now: Unix seconds."""
+    return table_lines(HEADS, [_row(one, now) for one in groups], width)
+
+
+def group_lines(group: Json, request: Json | None, now: float) -> Iterator[str]:
+    """Yield one group: what is known of it, what was asked, and each answer with its scores.
+
+    request: of its exchange; None where that is not stored any more.
+    """
+    yield f"Group {group['group_id']}: {_status(group)}"
+    yield from _facts(group, now)
+    yield ""
+    if request is None:
+        yield "Asked: not known, since its exchange is not stored any more"
+    else:
+        yield "Asked:"
+        messages = request.get("messages")
+        for message in messages if isinstance(messages, list) else [request]:
+            yield from _message(message)
+    for answer in group["answers"]:
+        yield ""
+        yield from _answer(answer)
+
+
+def _row(group: Json, now: float) -> tuple[str, ...]:
+    why = " ".join(_why(group).split())
+    return (
+        str(group["group_id"]),
+        shown_age(now - group["created_at"]),
+        str(group["status"]),
+        str(group["judge_model"] or "-"),
+        str(group["adapter"]),
+        str(group["project"] or "-"),
+        (why if len(why) <= WHY else f"{why[: WHY - 3]}...") or "-",
+    )
+
+
+def _why(group: Json) -> str:
+    return ": ".join(str(group[name]) for name in ("reason", "detail") if group[name])
+
+
+def _status(group: Json) -> str:
+    why = _why(group)
+    return f"{group['status']}: {why}" if why else str(group["status"])
+
+
+def _facts(group: Json, now: float) -> Iterator[str]:
+    yield f"  made {shown_time(group['created_at'], now)}"
+    if group["scored_at"] is not None:
+        rubric = f", rubric {group['rubric_hash'][:12]}" if group["rubric_hash"] else ""
+        by = group["judge_model"] or "an unknown judge"
+        yield f"  scored {shown_time(group['scored_at'], now)} by {by}{rubric}"
+    if group["disagreement"] is not None:
+        flipped = group["flipped_pairs"]
+        pairs = "" if flipped is None else f"; they put {flipped:.0%} of the pairs in other order"
+        yield f"  the judge's passes differ by {group['disagreement']:.3f}{pairs}"
+    yield f"  exchange {group['exchange_id']}, session {group['session_id']}"
+    yield f"  adapter {group['adapter']}, project {group['project'] or '-'}"
+    if group["chosen_because"]:
+        chance = group["propensity"]
+        drawn = "" if chance is None else f", with probability {chance:.3g}"
+        yield f"  chosen because: {group['chosen_because'].get('reason', '-')}{drawn}"
+    if group["judge_attempts"]:
+        yield f"  failed attempts to judge it: {group['judge_attempts']}"
+    if group["learn_attempts"]:
+        yield f"  failed runs that had it: {group['learn_attempts']}"
+    if group["run_id"]:
+        yield f"  run {group['run_id']}"
+    if group["reward_rule"]:
+        yield f"  reward rule: {json.dumps(group['reward_rule'])}"
+
+
+def _answer(answer: Json) -> Iterator[str]:
+    scored = [
+        f"{name} {answer[key]:.3f}"
+        for name, key in (
+            ("score", "score"),
+            ("reward", "reward"),
+            ("by verifiers", "independent_reward"),
+        )
+        if answer[key] is not None
+    ]
+    yield f"--- answer {answer['index']} ({answer['origin']}): {', '.join(scored) or 'no score'}"
+    yield from _content(answer["message"])
+    if answer["explanation"]:
+        first, *more = answer["explanation"].splitlines()
+        yield f"  judge: {first}"
+        yield from (f"         {line}" for line in more)
+    for check in answer["checks"]:
+        yield f"  check {check_words(check)}"
+    yield f"  {_length(answer)}"
+
+
+def _length(answer: Json) -> str:
+    tokens = counted(answer["tokens"], "token")
+    ended = answer["finish_reason"]
+    left = answer["untrainable_reason"]
+    return (
+        tokens
+        + (f", ended by {ended}" if ended else "")
+        + f", temperature {answer['temperature']:g}"
+        + (f"; not learned from: {left}" if left else "")
+    )
+
+
+def _message(message: Any) -> Iterator[str]:
+    known = message if isinstance(message, Mapping) else {"content": message}
+    yield f"--- {known.get('role', 'request')}"
+    yield from _content(known)
+
+
+def _content(message: Json) -> Iterator[str]:
+    """Yield the lines of a message: its words, media as a placeholder, and its tool calls."""
+    content = without_media(message.get("content"))
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and "text" in part else part
+        if text is None:
+            continue
+        yield from (text if isinstance(text, str) else json.dumps(text)).splitlines()
+    yield from answer_text({**message, "content": None}).splitlines()
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        asked = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(asked, Mapping):
+            yield f"calls {asked.get('name')}({asked.get('arguments')})"
+        else:
+            yield f"calls {json.dumps(call)}"
+
+
+# `sidecar judge sessions`: recorded sessions of one task, ranked by the judge.
+
+
+def judge_sessions(
+    context: typer.Context,
+    sessions: Annotated[
+        list[str],
+        typer.Argument(
+            help="2 to 16 sessions of one task: ids, or names in `x-sidecar-session` "
+            "(PROJECT/NAME; of the project `default` the name alone)"
+        ),
+    ],
+    rubric: Annotated[
+        Path | None,
+        typer.Option(help="a file of plain text; default: that of the sessions' project"),
+    ] = None,
+    passes: Annotated[
+        int | None, typer.Option(min=1, max=8, help="judge calls; default judge.passes")
+    ] = None,
+    output: Output = "text",
+) -> None:
+    """Rank whole recorded sessions of one task against each other, beside their outcomes.
+
+    Stores nothing. The judge sees them as it sees groups: secrets and personal data are hidden.
+    """
+    from ingest.privacy.texts import NotRedactedError
+    from ingest.ruler.prompt import rubric_hash
+    from ingest.trajectories.scoring import GroupSizeWarning, size_advice
+    from sidecar.logs import configure_logging
+
+    settings = settings_of(context)
+    if not settings.judge.model:
+        raise typer.BadParameter("there is no judge: set judge.model", param_hint="SESSIONS")
+    given = None if rubric is None else _text(rubric)
+    configure_logging(settings.telemetry, "judge")  # to stderr
+    found = _load(settings, sessions)
+    words = _rubric_of(settings, found) if given is None else given
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GroupSizeWarning)  # said below, as a note
+        try:
+            scores = asyncio.run(_score(settings, found, words, passes or settings.judge.passes))
+        except NotRedactedError as error:
+            note(f"{error}; nothing was sent (privacy.max_bytes limits how much is searched)")
+            raise typer.Exit(1) from None
+    if (advice := size_advice(len(found))) is not None:
+        note(f"warning: {advice}")
+    if not scores[0].judged:
+        note(scores[0].explanation)
+    order = sorted(range(len(found)), key=lambda at: -scores[at].score)
+    rows = [_ranking_row(found[at], scores[at]) for at in order]
+    if output == "json":
+        shown = settings.judge.show_reasoning
+        hashed = rubric_hash(words, show_reasoning=shown)
+        say_json({"judge": settings.judge.model, "rubric_hash": hashed, "sessions": rows})
+        return
+    for row in rows:
+        outcome = ", ".join(
+            f"{name} {row[name]}"
+            for name in ("success", "reward", "feedback_score")
+            if row[name] is not None
+        )
+        say(f"{row['score']:.3f}  {row['session']}  {outcome or 'no outcome'}")
+        for line in row["explanation"].splitlines():
+            say(f"       {line}")
+
+
+def _load(settings: Settings, names: Sequence[str]) -> list[RecordedTrajectory]:
+    from ingest.errors import UnreadableExchangesError
+    from ingest.trajectories.records import TrajectoriesError, load_trajectory
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
+        database.upgrade_if_behind()
+        found = []
+        for name in names:
+            try:
+                with database.read() as session:
+                    found.append(load_trajectory(session, name))
+            except UnreadableExchangesError as error:
+                raise TrajectoriesError(f"session {name} cannot be read: {error}") from None
+    known = [one.session_id for one in found]
+    if len(set(known)) < len(known):
+        raise TrajectoriesError("a session is named twice, or by two of its names; name it once")
+    return found
+
+
+async def _score(
+    settings: Settings, found: Sequence[RecordedTrajectory], rubric: str, passes: int
+) -> list[TrajectoryScore]:
+    from ingest.privacy.texts import JudgeView
+    from ingest.ruler.judge import LiteLlmJudge
+    from ingest.trajectories.scoring import merged_tools, ruler_scores
+
+    lists = [one.messages for one in found]
+    if len({str(messages[0]) for messages in lists}) > 1:
+        note(
+            "warning: these sessions begin with different messages; compare those of one task only"
+        )
+    judge = LiteLlmJudge(settings.judge)
+    try:
+        return await ruler_scores(
+            lists,
+            judge,
+            rubric=rubric,
+            tools=merged_tools([one.tools for one in found]),
+            passes=passes,
+            show_reasoning=settings.judge.show_reasoning,
+            view=JudgeView(settings.privacy),
+        )
+    finally:
+        await judge.aclose()
+
+
+def _rubric_of(settings: Settings, found: Sequence[RecordedTrajectory]) -> str:
+    """Return the rubric of the sessions' projects. Scores by two rubrics would not compare."""
+    rubrics = {settings.judge.of(one.project).rubric: one.project for one in found}
+    if len(rubrics) > 1:
+        one, other, *_ = sorted(rubrics.values())
+        raise typer.BadParameter(
+            f"the sessions are of projects with different rubrics ({one}, {other}); name one by "
+            "--rubric",
+            param_hint="SESSIONS",
+        )
+    return next(iter(rubrics))
+
+
+def _ranking_row(found: RecordedTrajectory, score: TrajectoryScore) -> dict[str, Any]:
+    return {
+        "session": found.session_id,
+        "score": score.score,
+        "judged": score.judged,
+        "explanation": score.explanation,
+        "exchanges": found.exchanges,
+        "messages": len(found.messages),
+        **found.outcome,
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        words = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"{path} cannot be read ({error}); name a file of plain text", param_hint="--rubric"
+        ) from None
+    if not words.strip():
+        raise typer.BadParameter(f"{path} is empty", param_hint="--rubric")
+    return words
+
+
+# `sidecar groups`: the groups of answers, their scores, and why some were set aside.
+
+groups_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
+)
+
+
+def _statuses() -> list[str]:
+    from deploy.admin.paging import GROUP_STATUSES
+
+    return list(GROUP_STATUSES)
+
+
+@groups_app.command("ls")
+def groups_ls(
+    context: typer.Context,
+    status: Annotated[
+        str, typer.Option(help="such as sampled, scored or set_aside", autocompletion=_statuses)
+    ] = "",
+    reason: Annotated[str, typer.Option(help="such as judge_rejected")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
+    project: Annotated[
+        str | None, typer.Option(help="of whose line of adapters; default: of all lines")
+    ] = None,
+    output: Output = "text",
+) -> None:
+    """The newest groups, one line each; `groups show` has one with all that is known of it."""
+    if status:
+        refuse_unknown("--status", status, _statuses())
+    wanted = {"status": status, "reason": reason}
+    given = {name: value for name, value in wanted.items() if value}
+    found = admin_client(context, project).get("/groups", limit=limit, **given)
+    print_table(found, output, groups_table)
+
+
+@groups_app.command("show")
+def groups_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
+    """One group: what was asked, and each answer with its score, explanation and checks."""
+    from deploy.admin.client import AdminApiError
+
+    client = admin_client(context)
+    found = client.get("/groups", group_id)
+    request = None
+    if output != "json":
+        try:
+            request = client.get("/exchanges", str(found.get("exchange_id")))["request"]
+        except AdminApiError as error:  # retention may have deleted it before the group
+            note(str(error))
+    print_as(found, output, lambda: list(group_lines(found, request, time.time())))

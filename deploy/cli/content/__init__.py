@@ -1,1 +1,0 @@
-"""Commands about what was said: look at it, export it, forget it."""

@@ -1,1 +1,0 @@
-"""Files that the `sidecar` command writes."""

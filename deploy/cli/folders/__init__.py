@@ -1,1 +1,0 @@
-"""`sidecar adapters`: what concerns the folders of versions on this machine."""

@@ -1,1 +1,0 @@
-"""Commands about what control asks and tells outside."""

@@ -1,0 +1,152 @@
+"""`sidecar store`: make encryption keys, and encrypt a store anew."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.context import admin_client, settings_of
+from deploy.cli.files import alone, replace_file
+from deploy.cli.output import (
+    Output,
+    audit_table,
+    note,
+    print_found,
+    print_table,
+    require_store,
+    say,
+)
+from sidecar.store.keyring import KEY_BYTES, read_keys
+from sidecar.visible import counted
+
+# `sidecar audit`: who changed what, and whether the history of the aliases is whole.
+
+audit_app = typer.Typer(rich_markup_mode=None, help="Who changed what, when and why.")
+
+
+@audit_app.callback(invoke_without_command=True)
+def audit(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 20,
+    output: Output = "text",
+) -> None:
+    """Who changed what, when and why; `-o json` has also the address, and what was before and
+    after."""
+    if context.invoked_subcommand is not None:
+        return
+    print_table(admin_client(context).get("/audit", limit=limit), output, audit_table)
+
+
+@audit_app.command("verify")
+def audit_verify(context: typer.Context, output: Output = "text") -> None:
+    """Is the history of the aliases whole? Exit 1 when a move was changed, removed or inserted.
+
+    It reads the store. Keep `last_hash` elsewhere: who can write the store could hash it anew.
+    """
+    from dataclasses import asdict
+
+    from deploy.registry.aliases import verify
+    from sidecar.store.database import Database
+
+    settings = settings_of(context)
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url)) as database, database.read() as session:
+        found = verify(session)
+    print_found({**asdict(found), "broken": list(found.broken)}, output)
+    if found.broken:
+        raise typer.Exit(1)
+
+
+store_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Encryption of what the store holds."
+)
+
+
+@store_app.command("new-key")
+def new_key(
+    file: Annotated[
+        Path | None,
+        typer.Option(help="put it first into this file of keys, which is made if there is none"),
+    ] = None,
+) -> None:
+    """Make an encryption key: print it, or put it first into a file."""
+    key_id = f"{datetime.now(UTC):%Y-%m-%d}-{secrets.token_hex(2)}"
+    line = f"{key_id}:{base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()}\n"
+    if file is None:
+        say(line.rstrip())
+        return
+    try:
+        _put_first(file, line)
+    except (OSError, ValueError) as error:
+        note(f"{file}: {error}; nothing was changed")
+        raise typer.Exit(1) from None
+    note(
+        f"{file} has the new key {key_id}. Keep a copy: without it nobody reads what it encrypts. "
+        "Restart every process, then run `sidecar store rotate-key`"
+    )
+
+
+def _put_first(path: Path, line: str) -> None:
+    """Raises: OSError; ValueError when the file holds something else than keys."""
+    with alone(path):
+        before = path.read_text("ascii") if path.exists() else ""
+        if before.strip():
+            read_keys(before)
+        replace_file(path, line + before)
+
+
+@store_app.command("rotate-key")
+def rotate_key(
+    context: typer.Context,
+    output: Output = "text",
+    vacuum: Annotated[
+        bool,
+        typer.Option(
+            "--vacuum", help="rewrite a SQLite file over 256 MB too; writers wait meanwhile"
+        ),
+    ] = False,
+) -> None:
+    """Encrypt with the first key all that is not yet; the processes may run meanwhile."""
+    from ingest.store.rotation import rotate
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    store = settings_of(context).store
+    require_store(store.url)
+    keyring = open_keyring(store)
+    if not keyring:
+        note("there is no key; set store.encryption_key_file (`sidecar store new-key` makes one)")
+        raise typer.Exit(1)
+    with closing(Database(store.url, keyring)) as database:
+        database.upgrade_if_behind()
+        done = rotate(database, large_too=vacuum)
+    left = sum(done.unreadable.values())
+    found: dict[str, object] = {
+        "key": keyring.first,
+        "encrypted": done.encrypted,
+        "already": done.already,
+    }
+    found |= {"left_as_they_are": left, "log_emptied": done.log_emptied}
+    found["file_rewritten"] = not done.not_rewritten_mb
+    print_found(found, output)
+    for why, number in done.unreadable.most_common():
+        note(f"{counted(number, 'value stays as it is', 'values stay as they are')}: {why}")
+    if not done.log_emptied:
+        note(
+            "the store's log (its file that ends in -wal) still holds what was there before: a "
+            "process was reading or writing. End long reads (an export, a backup, an open sqlite3 "
+            "shell), then run `sidecar store rotate-key` again"
+        )
+    if done.not_rewritten_mb:
+        note(
+            f"the store's file of {done.not_rewritten_mb} MB may hold copies of old values: run "
+            "`sidecar store rotate-key --vacuum`; writers wait meanwhile"
+        )
+    if left or not done.log_emptied or done.not_rewritten_mb:
+        raise typer.Exit(1)

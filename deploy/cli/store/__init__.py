@@ -1,1 +1,0 @@
-"""`sidecar store`: what concerns the store as a whole."""

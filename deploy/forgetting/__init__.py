@@ -1,1 +1,0 @@
-"""`sidecar forget`: remove what a user, a session or an exchange said, wherever it is kept."""

@@ -1,1 +1,0 @@
-"""Where records are between a request and an adapter, from durable counters."""

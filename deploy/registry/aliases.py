@@ -1,0 +1,356 @@
+"""The history of every alias: append-only, each move with the hash of the move before it.
+
+It answers who was champion at any time by one query, and shows an edit of the past: a changed,
+removed or inserted row breaks the chain, and a removed end disagrees with the aliases themselves
+(`verify`). It is no proof against somebody who may write the store and computes all hashes anew:
+keep the last hash elsewhere (`sidecar audit verify` prints it) for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from deploy.errors import TransitionError
+from deploy.registry import audit
+from sidecar.lines import line_of_adapter, project_of
+from sidecar.records import BASE
+from sidecar.routing.table import is_adapter_name
+from sidecar.store.database import count
+from sidecar.store.models import (
+    AdapterRow,
+    AliasEventRow,
+    AliasRow,
+    AuditRow,
+    BannedDigestRow,
+    CanaryRow,
+)
+
+START = "0" * 64
+"""`prev_hash` of the first move."""
+_HASHED = ("at", "model", "alias", "before", "after", "generation", "actor", "reason")
+"""Columns that the hash covers, with `prev_hash`; `seq` is given by the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where an alias pointed."""
+
+    alias: str
+    adapter: str | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a walk over the whole history found."""
+
+    events: int
+    last_hash: str
+    broken: tuple[str, ...]
+    """What does not fit, in words; empty: the history is whole."""
+
+
+def add(
+    session: Session,
+    *,
+    at: float,
+    model: str,
+    alias: str,
+    before: str | None,
+    after: str | None,
+    generation: int,
+    actor: str,
+    reason: str,
+) -> None:
+    """Append a move, in the caller's write transaction. before, after: None: it points nowhere."""
+    session.flush()
+    newest = select(AliasEventRow.hash).order_by(AliasEventRow.seq.desc()).limit(1)
+    known = session.scalar(newest)
+    # A damaged hash must not hold up a rollback; `verify` finds the break.
+    prev_hash = known if isinstance(known, str) else START
+    row = AliasEventRow(
+        at=float(at),  # the hash covers it as the store returns it
+        model=model,
+        alias=alias,
+        before=_text(before),
+        after=_text(after),
+        generation=generation,
+        actor=actor,
+        reason=reason,
+        prev_hash=prev_hash,
+        hash="",
+    )
+    row.hash = hash_of(row)
+    session.add(row)
+    session.flush()
+
+
+def hash_of(row: AliasEventRow) -> str:
+    """Return the SHA-256 (hex) of a move and of the hash before it."""
+    values = [getattr(row, name) for name in _HASHED]
+    text = json.dumps([row.prev_hash, *values], separators=(",", ":"), default=repr)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def held_at(session: Session, model: str, at: float) -> list[Held]:
+    """Return where each alias pointed at a time (Unix seconds), by alias.
+
+    A move whose alias, target or number is damaged is left out, and logged; `verify` names it.
+    """
+    held: list[Held] = []
+    for alias in _aliases(session, model):
+        newest = (
+            select(AliasEventRow.after, AliasEventRow.generation)
+            .where(
+                AliasEventRow.model == model,
+                AliasEventRow.alias == alias,
+                AliasEventRow.at <= at,
+            )
+            .order_by(AliasEventRow.seq.desc())
+            .limit(1)
+        )
+        found = session.execute(newest).first()
+        if found is None or found[0] is None:
+            continue
+        adapter, generation = found
+        if is_adapter_name(adapter) and isinstance(generation, int):
+            held.append(Held(alias, adapter, generation))
+        else:
+            _say_damaged(model, alias)
+    return held
+
+
+def last_before(session: Session, model: str, alias: str, adapter: str) -> str | None:
+    """Return where an alias pointed before it last came to `adapter`; None: nowhere, or unknown."""
+    row = AliasEventRow
+    moved = (
+        select(row.before)
+        .where(row.model == model, row.alias == alias, row.after == adapter)
+        .order_by(row.seq.desc())
+        .limit(1)
+    )
+    found = session.scalar(moved)
+    return found if found is not None and is_adapter_name(found) else None
+
+
+def _aliases(session: Session, model: str) -> Iterator[str]:
+    """Yield every alias that ever pointed somewhere, in order; each is one step in the index.
+
+    A damaged name is no place to go on from: its bytes sort otherwise than the text read from them,
+    so the step from it may lead back to it. Then the whole history is read once instead.
+    """
+    named = select(AliasEventRow.alias).where(AliasEventRow.model == model)
+    seen: set[str] = set()
+    alias = ""
+    while True:
+        following = named.where(AliasEventRow.alias > alias).order_by(AliasEventRow.alias).limit(1)
+        found: object = session.scalar(following)
+        if found is None:
+            return
+        if not is_adapter_name(found) or found in seen:
+            break
+        alias = str(found)
+        seen.add(alias)
+        yield alias
+    rest = {found: None for found in session.scalars(named.distinct()) if found not in seen}
+    yield from sorted(found for found in rest if is_adapter_name(found))
+    for found in rest:
+        if not is_adapter_name(found):
+            _say_damaged(model, repr(found))
+
+
+def _say_damaged(model: str, alias: str) -> None:
+    import structlog  # an offline rollback must not wait for it
+
+    remedy = "sidecar audit verify"
+    structlog.get_logger().error("alias_history_damaged", model=model, alias=alias, remedy=remedy)
+
+
+def verify(session: Session) -> Verified:
+    """Walk over the history: it grows by a row for each promotion and rollback."""
+    number, last = 0, START
+    broken: list[str] = []
+    ends: dict[tuple[str, str], tuple[str | None, int]] = {}
+    for row in session.scalars(select(AliasEventRow).order_by(AliasEventRow.seq)):
+        number += 1
+        if row.prev_hash != last:
+            broken.append(f"move {row.seq}: the one before it was changed, removed or inserted")
+        if row.hash != hash_of(row):
+            broken.append(f"move {row.seq}: it was changed after it was written")
+        last = row.hash
+        ends[row.model, row.alias] = (row.after, row.generation)
+    broken += _disagree(session, ends)
+    return Verified(events=number, last_hash=_text(last) or "", broken=tuple(broken))
+
+
+def _disagree(
+    session: Session, ends: dict[tuple[str, str], tuple[str | None, int]]
+) -> Iterator[str]:
+    present = {
+        (row.model, row.alias): (row.adapter, row.generation)
+        for row in session.scalars(select(AliasRow))
+    }
+    for key in sorted({*ends, *present}, key=repr):  # a damaged name may be bytes
+        found = ends.get(key, (None, 0))
+        now = present.get(key, (None, found[1]))
+        if found != now:
+            yield (
+                f"alias {key[1]} of {key[0]}: points to {now[0]} (move {now[1]}), and its history "
+                f"ends with {found[0]} (move {found[1]})"
+            )
+
+
+def _text(value: object) -> str | None:
+    """A damaged name of the store, such as bytes, must not stop the move."""
+    return value if value is None or isinstance(value, str) else repr(value)[:255]
+
+
+# Digests that must not come back: the files of an adapter that lost its traffic, or its canary.
+
+
+def ban(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
+    """Ban the digest of a version, in the caller's transaction.
+
+    Returns: False, with nothing written, when it is banned, when the version has no row, and for
+    the base. A rollback must not fail because of it.
+    """
+    row = session.get(AdapterRow, name) if name != BASE else None
+    if row is None or find(session, row.model, row.digest) is not None:
+        return False
+    session.add(
+        BannedDigestRow(
+            model=row.model, digest=row.digest, adapter=name, at=now, actor=actor, reason=reason
+        )
+    )
+    count(session, "adapter", "banned")
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action="adapter.banned",
+        subject=name,
+        before={"banned": False},
+        after={"banned": True, "digest": row.digest},
+        reason=reason,
+    )
+    return True
+
+
+def lift(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
+    """End the ban of a version's digest, and the version's state `rolled_back`: it is `retired`
+    then, so that what descends from it may be tried again too.
+
+    Returns: False when there was nothing to end.
+    """
+    row = session.get(AdapterRow, name) if name != BASE else None
+    banned = find(session, row.model, row.digest) if row is not None else None
+    if row is None or (banned is None and row.state != "rolled_back"):
+        return False
+    before = {"banned": banned is not None, "digest": row.digest, "state": row.state}
+    if banned is not None:
+        before["why"] = banned.reason
+        session.delete(banned)
+    if row.state == "rolled_back":
+        row.state, row.reason = "retired", f"allowed again: {reason}"
+    session.flush()
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action="adapter.allowed",
+        subject=name,
+        before=before,
+        after={"banned": False, "state": row.state},
+        reason=reason,
+    )
+    return True
+
+
+def find(session: Session, model: str, digest: str) -> BannedDigestRow | None:
+    return session.get(BannedDigestRow, (model, digest))
+
+
+def reasons(session: Session, model: str) -> dict[str, str]:
+    """Return digest -> why it is banned."""
+    rows = session.scalars(select(BannedDigestRow).where(BannedDigestRow.model == model))
+    return {row.digest: row.reason for row in rows}
+
+
+def banned_ancestor(session: Session, names: list[str]) -> str | None:
+    """Return the first of these versions whose digest is banned."""
+    for name in names:
+        row = session.get(AdapterRow, name)
+        if row is not None and find(session, row.model, row.digest) is not None:
+            return name
+    return None
+
+
+def refuse(session: Session, model: str, digest: str) -> None:
+    """Raises: TransitionError when the digest is banned."""
+    why = reason_of(session, model, digest)
+    if why is not None:
+        raise TransitionError(why)
+
+
+def reason_of(session: Session, model: str, digest: str) -> str | None:
+    """Return why a digest is banned and how the ban is lifted; None when it is not banned."""
+    found = find(session, model, digest)
+    if found is None:
+        return None
+    return (
+        f"these files are banned: {found.adapter} ({found.reason}); "
+        f"`sidecar adapters allow {found.adapter}` lifts the ban"
+    )
+
+
+# What a row of the audit is about: whose line of adapters, and which adapter a canary tries.
+
+LEARNER = "learner of "
+"""How the subject of a project's learner begins (`sidecar.lines.learner_of`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a row is about beside its `subject`, which is an id or a name."""
+
+    project: str | None = None
+    """Whose line of adapters; None: the default line, or none."""
+    candidate: str | None = None
+    """The adapter that the row's canary tries; None: it is about no canary."""
+
+
+NOTHING = Subject()
+
+
+def subjects_of(session: Session, rows: Sequence[AuditRow]) -> dict[int, Subject]:
+    """Return `seq` -> what the row is about."""
+    ids = {row.subject for row in rows if str(row.action).startswith("canary.")}
+    found = session.execute(
+        select(CanaryRow.canary_id, CanaryRow.model, CanaryRow.candidate).where(
+            CanaryRow.canary_id.in_(ids)
+        )
+    )
+    canaries = {
+        one.canary_id: Subject(project=project_of(str(one.model)), candidate=str(one.candidate))
+        for one in found
+    }
+    return {row.seq: _subject(row, canaries) for row in rows}
+
+
+def _subject(row: AuditRow, canaries: dict[str, Subject]) -> Subject:
+    action, subject = str(row.action), str(row.subject)
+    if action.startswith("canary."):
+        return canaries.get(subject, NOTHING)
+    if action.startswith("adapter."):
+        return Subject(project=project_of(line_of_adapter(subject)))
+    if action == "rollback" or action.startswith("alias."):
+        return Subject(project=project_of(subject))
+    if action.startswith("learner.") and subject.startswith(LEARNER):
+        return Subject(project=subject.removeprefix(LEARNER))
+    return NOTHING

@@ -1,1 +1,0 @@
-"""The switches by which operators steer the learner."""

@@ -1,1 +1,0 @@
-"""`sidecar up`: starts the processes of one machine, restarts them, stops them."""

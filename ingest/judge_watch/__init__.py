@@ -1,1 +1,0 @@
-"""What is known of the judge, for the operator and for sampling."""

@@ -1,0 +1,431 @@
+"""Where a run is between two of its steps, in a checkpoint's folder.
+
+`state.json` has what was found out (the checked groups, the faults, the steps' figures) and the
+SHA-256 of `tensors.safetensors`, which has the adapter, the optimiser's moments and the state of
+torch's random numbers. Of the groups only what the trainer changed is written, never tokens or
+texts: those are in the store, which may encrypt them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from learner.adapter_folder import CURVES, LINEAGE, OPTIMIZER, file_digest, read_plain
+from learner.errors import CheckpointError, OptimizerStateError
+from learner.explain import one_line
+from learner.grpo.checks import Checked
+from learner.grpo.optimizer import OptimizerState
+from learner.policy.adapter_io import as_os_error, save_adapter
+from learner.policy.logprobs import Policy
+from learner.policy.self_test import write_probe
+from learner.progress import export
+from learner.records import (
+    Fault,
+    Parent,
+    StepMetrics,
+    TrainableRow,
+    TrainingGroup,
+    TrainingJob,
+    TrainingOutcome,
+)
+from learner.resume import STATE
+
+log = structlog.get_logger()
+
+Record = TypeVar("Record", TrainableRow, TrainingGroup)
+
+FORMAT = 3
+"""Format 2 has no checkpoint between two supervised steps, and no answers that the geometric limit
+left out."""
+TENSORS = "tensors.safetensors"
+WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
+FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."
+"""Names of tensors, or their prefixes."""
+_GIVEN = ("group_id", "prompt_token_ids", "token_ids", "rows")
+"""Fields of a group or a row that the trainer never changes, or that are written by themselves."""
+
+
+DAMAGE = (
+    SafetensorError,
+    msgspec.MsgspecError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+)
+"""Errors of reading a file that is damaged: other types than were written, or deep nesting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run between two of its steps."""
+
+    checked: Checked
+    """Its groups are those that are still trained on, with all that was found out about them."""
+    faults: Mapping[str, Fault]
+    """Faults of every group that was left out so far."""
+    warmed: tuple[float, ...] = ()
+    """Nats a token of each supervised step that is done."""
+    metrics: tuple[StepMetrics, ...] = ()
+    """Figures of the steps that are done."""
+    weights: Mapping[str, Tensor] | None = None
+    """Parameter name -> value; None: that of the start."""
+    moments: OptimizerState | None = None
+    """None: those of the start."""
+
+    def after_step(
+        self,
+        parameters: Mapping[str, Parameter],
+        moments: OptimizerState,
+        *metrics: StepMetrics,
+    ) -> Snapshot:
+        """Return the run after another step. The parameters are not copied: write it at once."""
+        return replace(
+            self,
+            weights=dict(parameters),
+            moments=moments,
+            metrics=(*self.metrics, *metrics),
+        )
+
+    def without(self, failed: Mapping[str, Fault]) -> Snapshot:
+        """Return the run at its start, without the groups that failed."""
+        groups = tuple(one for one in self.checked.groups if one.group_id not in failed)
+        return Snapshot(
+            checked=replace(self.checked, groups=groups), faults={**self.faults, **failed}
+        )
+
+
+def keep(one: Snapshot, job: TrainingJob) -> None:
+    """Keep where the run is, if its job says where. Raises: RunStoppedError."""
+    if job.checkpoints is not None:
+        job.checkpoints.keep(lambda folder: save_snapshot(one, job, folder))
+
+
+def resumed(job: TrainingJob, parameters: Mapping[str, Parameter]) -> Snapshot | None:
+    """Return where the run was when it was killed, and set the weights and the random numbers.
+
+    Returns: None when it begins now. A checkpoint that cannot be used is discarded.
+    Raises: OSError when it cannot be removed.
+    """
+    newest = job.checkpoints.newest() if job.checkpoints is not None else None
+    if job.checkpoints is None or newest is None:
+        return None
+    try:
+        one, random = load_snapshot(newest, job, parameters)
+        set_random(random)
+    except (CheckpointError, OSError) as error:
+        job.checkpoints.discard(one_line(error))
+        return None
+    if one.weights is not None:
+        set_weights(parameters, one.weights)
+    log.info(
+        "run_goes_on",
+        steps_done=len(one.metrics),
+        supervised_steps_done=len(one.warmed),
+        groups=len(one.checked.groups),
+    )
+    return one
+
+
+def set_weights(parameters: Mapping[str, Parameter], values: Mapping[str, Tensor]) -> None:
+    """Set the parameters to these values."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+
+def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
+    """Write a checkpoint. Raises: OSError."""
+    tensors = {RANDOM: torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        for number, random in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"{DEVICE_RANDOM}{number}"] = random
+    tensors |= _named(WEIGHT, one.weights or {})
+    if one.moments is not None:
+        tensors |= _named(FIRST, one.moments.first) | _named(SECOND, one.moments.second)
+        tensors |= _named(RUN_SECOND, one.moments.run_second)
+    try:
+        save_file(tensors, folder / TENSORS)
+    except SafetensorError as error:
+        raise as_os_error(error, folder / TENSORS) from error
+    given = {group.group_id: group for group in job.groups}
+    state = {
+        "checked": asdict(replace(one.checked, groups=())),
+        "groups": [_changes(given[group.group_id], group) for group in one.checked.groups],
+        "faults": {group_id: asdict(fault) for group_id, fault in one.faults.items()},
+        "warmed": one.warmed,
+        "metrics": [asdict(step) for step in one.metrics],
+        "has_weights": one.weights is not None,
+        "moments_steps": None
+        if one.moments is None
+        else [one.moments.steps, one.moments.run_steps],
+        "tensors_sha256": file_digest(folder / TENSORS),
+    }
+    text = json.dumps(state)
+    whole = {
+        "format": FORMAT,
+        "step": len(one.metrics),
+        "steps": min(job.settings.steps, len(one.checked.groups)),
+        "sha256": _sha256(text),
+        "state": text,
+    }
+    (folder / STATE).write_text(json.dumps(whole) + "\n", encoding="utf-8")
+
+
+def load_snapshot(
+    folder: Path, job: TrainingJob, parameters: Mapping[str, Parameter]
+) -> tuple[Snapshot, Mapping[str, Tensor]]:
+    """Read a checkpoint of this job.
+
+    Returns: it, and the states of torch's random numbers, for `set_random`.
+    Raises: CheckpointError when it is damaged, or belongs to another version; OSError.
+    """
+    try:
+        whole = json.loads(read_plain(folder / STATE))
+        if whole["format"] != FORMAT:
+            raise CheckpointError(f"its format is {whole['format']!r}, not {FORMAT}")
+        if _sha256(whole["state"]) != whole["sha256"]:
+            raise CheckpointError(f"{STATE} was changed")
+        state = json.loads(whole["state"])
+        if file_digest(folder / TENSORS) != state["tensors_sha256"]:
+            raise CheckpointError(f"{TENSORS} was changed")
+        tensors = load_file(folder / TENSORS)
+        given = {group.group_id: group for group in job.groups}
+        groups = tuple(_with_changes(given, one) for one in state["groups"])
+        checked = msgspec.convert(state["checked"], Checked, str_keys=True)
+        moments_steps = state["moments_steps"]
+        one = Snapshot(
+            checked=replace(checked, groups=groups),
+            faults=msgspec.convert(state["faults"], dict[str, Fault]),
+            warmed=msgspec.convert(state["warmed"], tuple[float, ...]),
+            metrics=msgspec.convert(state["metrics"], tuple[StepMetrics, ...]),
+            weights=_of(WEIGHT, tensors, parameters) if state["has_weights"] else None,
+            moments=None
+            if moments_steps is None
+            else OptimizerState(
+                steps=int(moments_steps[0]),
+                second=_of(SECOND, tensors, parameters),
+                run_steps=int(moments_steps[1]),
+                first=_of(FIRST, tensors, parameters),
+                run_second=_of(RUN_SECOND, tensors, parameters),
+            ),
+        )
+    except DAMAGE as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"cannot be read ({type(error).__name__}: {error})") from error
+    return one, {name: t for name, t in tensors.items() if name.startswith(RANDOM)}
+
+
+def set_random(states: Mapping[str, Tensor]) -> None:
+    """Set torch's random numbers to those of a checkpoint. A card that is not there is left out.
+
+    Raises: CheckpointError when they are no states of this torch.
+    """
+    try:
+        torch.set_rng_state(states[RANDOM])
+        for name, state in states.items():
+            number = name.removeprefix(DEVICE_RANDOM) if name.startswith(DEVICE_RANDOM) else ""
+            if number and int(number) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, int(number))
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"its random numbers cannot be set ({one_line(error)})") from error
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+
+
+def _of(
+    prefix: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
+    """Return the tensors with this prefix, each of the shape and on the device of its parameter.
+
+    Raises: KeyError, ValueError.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        tensor = tensors[prefix + name]
+        if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+            raise ValueError(f"{name} has another shape or type")
+        found[name] = tensor.to(parameter.device)
+    return found
+
+
+def _changes(given: TrainingGroup, now: TrainingGroup) -> dict[str, Any]:
+    """Return what the trainer changed in a group."""
+    rows = zip(given.rows, now.rows, strict=True)
+    return {
+        "group_id": now.group_id,
+        "group": _changed(given, now),
+        "rows": [_changed(before, after) for before, after in rows],
+    }
+
+
+def _changed(before: Record, after: Record) -> dict[str, Any]:
+    return {
+        field.name: getattr(after, field.name)
+        for field in fields(before)
+        if field.name not in _GIVEN and getattr(before, field.name) != getattr(after, field.name)
+    }
+
+
+def _with_changes(given: Mapping[str, TrainingGroup], changes: Mapping[str, Any]) -> TrainingGroup:
+    group = given[changes["group_id"]]
+    rows = zip(group.rows, changes["rows"], strict=True)
+    changed = tuple(replace(row, **_frozen(of_row)) for row, of_row in rows)
+    return replace(group, rows=changed, **_frozen(changes["group"]))
+
+
+def _frozen(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON values as the records hold them: lists are tuples there."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Keep the optimiser's second moment beside the adapter that it belongs to.
+
+HEAD = "optimizer"
+"""The entry of the metadata, JSON of `format` and `steps`. Format 1 has these two as entries."""
+STATE_FIRST, STATE_SECOND = "first.", "second."
+"""Prefixes of the tensors' names. Formats 1 and 2 have the first moment too, which is not used."""
+
+
+def save_state(state: OptimizerState, folder: Path) -> None:
+    """Write the moments. Raises: OSError when the disk refuses."""
+    tensors = {STATE_SECOND + name: one.cpu().contiguous() for name, one in state.second.items()}
+    head = json.dumps({"format": FORMAT, "steps": state.steps})
+    try:
+        save_file(tensors, folder / OPTIMIZER, metadata={HEAD: head})
+    except SafetensorError as error:
+        raise as_os_error(error, folder / OPTIMIZER) from error
+
+
+def parents_state(parent: Parent, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
+    """Return the moments beside the parent; None where it has none, or damaged ones (logged).
+
+    Without them a run is a little noisier in its first steps, so they are no reason to stop.
+    """
+    if parent.path is None:
+        return None
+    try:
+        _require_as_saved(parent.path)
+        state = load_state(parent.path, parameters)
+    except (OptimizerStateError, OSError) as error:
+        log.warning("optimizer_state_unusable", parent=parent.name, error=str(error))
+        return None
+    if state is None:
+        log.info("optimizer_state_missing", parent=parent.name)
+    return state
+
+
+def _require_as_saved(folder: Path) -> None:
+    """Compare the moments with the digest in the folder's lineage, where both are there.
+
+    The adapter's digest does not cover them, and one changed number among them changes every
+    weight of the next run that it belongs to.
+    Raises: OptimizerStateError; OSError.
+    """
+    path = folder / OPTIMIZER
+    if not path.is_file():
+        return
+    try:
+        lineage = json.loads(read_plain(folder / LINEAGE))
+        said = lineage.get("algorithm", {}).get("optimizer_sha256")
+    except FileNotFoundError:  # of another trainer
+        return
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise OptimizerStateError(
+            f"{path}: {LINEAGE}, which has its digest, cannot be read ({error})"
+        ) from error
+    if said is not None and said != (found := file_digest(path)):
+        raise OptimizerStateError(
+            f"{path}: was changed after it was saved (SHA-256 {found[:12]}, {LINEAGE} says "
+            f"{str(said)[:12]})"
+        )
+
+
+def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
+    """Read the moments that belong to these parameters; None when the folder has none.
+
+    Raises: OptimizerStateError when the file is damaged or belongs to other parameters; OSError.
+    """
+    path = folder / OPTIMIZER
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            steps = _steps(path, file.metadata() or {})
+            names = {name for name in file.keys() if not name.startswith(STATE_FIRST)}  # noqa: SIM118
+            if names != {STATE_SECOND + name for name in parameters}:
+                raise OptimizerStateError(f"{path}: belongs to other matrices")
+            second = {n: _read(file.get_tensor(STATE_SECOND + n), p) for n, p in parameters.items()}
+    except (SafetensorError, ValueError, TypeError, RecursionError) as error:
+        raise OptimizerStateError(f"{path}: cannot be read ({error})") from error
+    if any(bool((one < 0).any()) for one in second.values()):
+        raise OptimizerStateError(f"{path}: a mean of squares is below 0")
+    return OptimizerState(steps=steps, second=second)
+
+
+def _steps(path: Path, metadata: Mapping[str, str]) -> int:
+    """Read the number of steps behind the moments. Raises: OptimizerStateError, ValueError."""
+    found = json.loads(metadata[HEAD]) if HEAD in metadata else metadata
+    number = found.get("format") if isinstance(found, Mapping) else None
+    steps = int(found.get("steps", "")) if str(number) in ("1", "2", str(FORMAT)) else -1
+    if steps < 0:
+        raise OptimizerStateError(f"{path}: has format {number!r}")
+    return steps
+
+
+def _read(tensor: Tensor, parameter: Parameter) -> Tensor:
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)} in place of {tuple(parameter.shape)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError("an infinity or NaN")
+    return tensor.to(device=parameter.device, dtype=parameter.dtype)
+
+
+# Write what a run made: the adapter, its moments, its probe and its curves.
+
+
+def save(
+    policy: Policy, job: TrainingJob, outcome: TrainingOutcome, state: OptimizerState
+) -> dict[str, str | None]:
+    """Write the adapter's folder. Returns: the digests of files that have no place in its own."""
+    save_adapter(policy, job.folder)
+    save_state(state, job.folder)
+    _draw_curves(outcome, job.folder)
+    return {
+        "optimizer_sha256": file_digest(job.folder / OPTIMIZER),
+        "probe_sha256": write_probe(
+            policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift
+        ),
+    }
+
+
+def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
+    """Draw the steps. Without matplotlib, and where it fails, there is no plot (logged)."""
+    try:
+        export.draw(
+            [asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps"
+        )
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        (folder / CURVES).unlink(missing_ok=True)
+        log.info("no_curves", why=one_line(error))

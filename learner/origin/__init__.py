@@ -1,1 +1,0 @@
-"""What the weights of a run depend on, and whether two runs have it in common."""

@@ -1,1 +1,0 @@
-"""Tries of tokens, and attention over them."""

@@ -1,1 +1,0 @@
-"""The client's side of the relay: server, connections, request parser, body limits."""

@@ -1,0 +1,362 @@
+"""The objects that one relay shares between its connections; made once in `proxy.py`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from typing import Final, Protocol
+
+from sidecar.access.admission import Access, Credentials, Keep
+from sidecar.capture.exchange_id import ExchangeIds
+from sidecar.capture.recorder import Capture
+from sidecar.logs import RateLimitedLog
+from sidecar.metrics.hot import Counter, Gauge, LabelledCounter
+from sidecar.metrics.proxy import Metrics
+from sidecar.records import Assignment, Outcome
+from sidecar.relay.heads import RequestHeaders
+from sidecar.relay.refusals import Destination, destination
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.relay.surfaces import SurfaceRule
+from sidecar.routing.assignment import CompiledRouting
+from sidecar.routing.breaker import Breaker
+from sidecar.routing.session_key import KnownSessions
+from sidecar.routing.table import RoutingTable
+from sidecar.scoring import Picker
+from sidecar.settings import BestOf, Proxy
+
+# The counters that every request increments, looked up once. For one thread.
+
+CLIENT_LEFT: Final = "499"
+"""The label, nginx's, for a client that left before the reply; this status is never sent."""
+
+REMEMBERED: Final = 64
+"""Assignments whose counter is cached: those of a few routing tables."""
+
+
+class Accounts:
+    """Counts requests and replies. Labels are few, and the counter of each is cached."""
+
+    __slots__ = (
+        "_adapters",
+        "_captures_skipped",
+        "_outcomes",
+        "_skipped",
+        "_statuses",
+        "adapter_replies",
+        "duration",
+        "exchanges",
+        "in_flight",
+        "overhead",
+        "requests",
+        "streams_open",
+        "ttft",
+    )
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.in_flight = metrics.in_flight
+        self.streams_open = metrics.streams_open
+        self.duration = metrics.duration
+        self.overhead = metrics.overhead
+        self.ttft = metrics.ttft
+        self._captures_skipped = metrics.captures_skipped
+        self.requests: LabelledCounter = metrics.requests
+        self.exchanges: LabelledCounter = metrics.exchanges
+        self.adapter_replies: LabelledCounter = metrics.adapter_replies
+        self._statuses: dict[int, Counter] = {}
+        self._outcomes: dict[str, Counter] = {}
+        self._skipped: dict[str, Counter] = {}
+        self._adapters: dict[int, tuple[Assignment, Counter]] = {}
+
+    def request(self, status: int) -> None:
+        """Count a request. status: 0 when the client left before the reply."""
+        counter = self._statuses.get(status)
+        if counter is None:
+            label = str(status) if status else CLIENT_LEFT
+            counter = self._statuses[status] = self.requests.labels(label)
+        counter.inc()
+
+    def exchange(self, outcome: Outcome, route: Assignment) -> None:
+        """Count a model request that ended."""
+        counter = self._outcomes.get(outcome)
+        if counter is None:
+            counter = self._outcomes[outcome] = self.exchanges.labels(outcome)
+        counter.inc()
+        # By identity: assignments are made with the routing table, not with each request.
+        known = self._adapters.get(id(route))
+        if known is None or known[0] is not route:
+            if len(self._adapters) >= REMEMBERED:  # they belong to old routing tables
+                self._adapters.clear()
+            known = (route, self.adapter_replies.labels(route.adapter, route.arm))
+            self._adapters[id(route)] = known
+        known[1].inc()
+
+    def skipped(self, reason: str) -> None:
+        """Count an exchange that is not captured."""
+        counter = self._skipped.get(reason)
+        if counter is None:
+            counter = self._skipped[reason] = self._captures_skipped.labels(reason)
+        counter.inc()
+
+
+# Keep request bodies in little more memory than their length, and all of them within a limit.
+
+FREE_BYTES: Final = 64 * 1024
+"""A body up to this length is always accepted and never counted: `proxy.max_connections` bounds
+their number, and stalled uploads then keep no ordinary request out."""
+
+
+class BodyPieces:
+    """The received part of one body, joined as it comes. A list would keep an object of 40 bytes
+    for each piece, and a client may send pieces of one byte."""
+
+    __slots__ = ("_first", "_rest")
+
+    def __init__(self) -> None:
+        self._first = b""
+        self._rest: BytesIO | None = None
+
+    def add(self, data: bytes) -> None:
+        rest = self._rest
+        if rest is not None:
+            rest.write(data)
+        elif not self._first:
+            self._first = data
+        else:
+            self._rest = rest = BytesIO()
+            rest.write(self._first)
+            rest.write(data)
+            self._first = b""
+
+    def take(self) -> bytes:
+        """Return all that came, and hold nothing."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            return rest.getvalue()  # the very memory, not a copy
+        first, self._first = self._first, b""
+        return first
+
+
+class BodyBudget:
+    """Counts the bytes that one worker holds for long bodies, incoming or in flight."""
+
+    __slots__ = ("_gauge", "held", "limit")
+
+    def __init__(self, limit: int, gauge: Gauge) -> None:
+        self.limit = limit
+        self.held = 0
+        self._gauge = gauge
+
+    def fits(self, more: int, own: int) -> bool:
+        """True if there is room for `more` bytes. own: the bytes that this body holds already. One
+        body alone always fits: `proxy.max_body_bytes` bounds it."""
+        return self.held + more <= self.limit or self.held == own
+
+    def take(self, more: int, own: int) -> bool:
+        """Reserve `more` bytes. Returns: False when they do not fit."""
+        if not self.fits(more, own):
+            return False
+        self.held += more
+        self._gauge.set(self.held)
+        return True
+
+    def give_back(self, count: int) -> None:
+        self.held -= count
+        self._gauge.set(self.held)
+
+
+class Routing(Protocol):
+    """Where the relay reads the routing table: an attribute, never a query."""
+
+    @property
+    def table(self) -> RoutingTable: ...
+
+
+class Answering:
+    """One line of adapters, as the relay follows it: its routing table, prepared, and its
+    breaker."""
+
+    __slots__ = ("_compiled", "_models_changed", "_without_canary", "guard", "routing")
+
+    def __init__(
+        self, routing: Routing, guard: Breaker, models_changed: Callable[[], None]
+    ) -> None:
+        """models_changed: as in `RelayContext`."""
+        self.routing = routing
+        self.guard = guard
+        self._models_changed = models_changed
+        self._compiled: CompiledRouting | None = None
+        self._without_canary: CompiledRouting | None = None
+
+    def compiled(self) -> CompiledRouting:
+        """Return the routing table that is in force now."""
+        compiled, table = self._compiled, self.routing.table
+        if compiled is None or compiled.table is not table:
+            if compiled is not None:  # a replica may just have loaded the new adapter
+                self._models_changed()
+            compiled = self._compiled = CompiledRouting(table)
+            self._without_canary = None
+            self.guard.follow(table)
+        if compiled.splits and self.guard.is_open:
+            return self._champion_alone(table)
+        return compiled
+
+    def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
+        """The table without its canary, because the breaker is open."""
+        without = self._without_canary
+        if without is None:
+            without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))
+            self._without_canary = without
+            self.guard.show_open()
+        return without
+
+
+class SamplingRule(Protocol):
+    """Decides whether a request is captured."""
+
+    def skip_reason(self, *, surface: str, project: str, header: str) -> str | None: ...
+
+
+@dataclass(kw_only=True)
+class RelayContext:
+    proxy: Proxy
+    replicas: Replicas
+    app: Replica
+    routing: Routing
+    capture: Capture
+    metrics: Metrics
+    rate_limited_log: RateLimitedLog
+    sampling: SamplingRule
+    access: Access
+    best_of: BestOf = field(default_factory=BestOf)
+    picker: Picker | None = None
+    """Picks the best of N answers; None: best of N is off."""
+    outgoing_trace: Callable[[bytes | None], bytes] | None = None
+    """Maps the client's `traceparent` to the one for vLLM; None: it is passed on unchanged."""
+    models_changed: Callable[[], None] = lambda: None
+    """Called when a replica lacks a model that it was thought to have."""
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
+    monotonic: Callable[[], float] = time.monotonic
+    ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
+    breaker: Breaker | None = None
+    """None: the relay makes one that is not shared with other processes."""
+    slow_first_byte_s: float = 10.0
+    """A reply whose first byte comes later than this counts as slow in the breaker."""
+    own_lines: Mapping[str, tuple[Routing, Breaker]] = field(default_factory=dict)
+    """Project -> where its own adapters are read, and their breaker; other projects have `routing`
+    and `breaker`."""
+    sessions: KnownSessions = field(default_factory=KnownSessions)
+
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.metrics)
+        guard = self.breaker or Breaker(self.metrics)
+        self._default = Answering(self.routing, guard, self.models_changed)
+        self._own: dict[str, Answering] = {
+            project: Answering(routing, breaker, self.models_changed)
+            for project, (routing, breaker) in self.own_lines.items()
+        }
+        self.bodies = BodyBudget(self.proxy.max_held_body_bytes, self.metrics.request_body_bytes)
+        self.traced = self.capture.traced
+        self._max_in_flight = self.proxy.max_in_flight
+
+    @property
+    def busy(self) -> bool:
+        """True if `proxy.max_in_flight` requests are in flight."""
+        in_flight = 0
+        for replica in self.replicas.all:
+            in_flight += replica.in_flight
+        return in_flight >= self._max_in_flight
+
+    def compiled_routing(self, project: str) -> CompiledRouting:
+        """The routing table that is in force now for the requests of a project."""
+        return self._answering(project).compiled()
+
+    def guard_of(self, project: str) -> Breaker:
+        """The breaker of the canary that the requests of a project may get."""
+        return self._answering(project).guard
+
+    def _answering(self, project: str) -> Answering:
+        if self._own:
+            return self._own.get(project, self._default)
+        return self._default
+
+
+# One request as the client sent it.
+
+
+class SentHead:
+    """A head to send to one replica, up to the value of Content-Length; made of one client head."""
+
+    __slots__ = ("_encoding", "_instead", "_replica", "up_to_length")
+
+    def __init__(
+        self, replica: Replica, instead: bytes | Keep | None, encoding: bool, up_to_length: bytes
+    ) -> None:
+        """instead: replaces the caller's credentials. encoding: the reply may be compressed."""
+        self._replica = replica
+        self._instead = instead
+        self._encoding = encoding
+        self.up_to_length = up_to_length
+
+    def serves(self, replica: Replica, instead: bytes | Keep | None, encoding: bool) -> bool:
+        """True if this head was made for these."""
+        return replica is self._replica and instead is self._instead and encoding is self._encoding
+
+
+class RequestHead:
+    """Everything before the body. Immutable once complete, and shared by all requests of one
+    connection whose heads have the same bytes. What follows from the head alone is cached here."""
+
+    __slots__ = (
+        "_credentials",
+        "head_only",
+        "headers",
+        "http_1_1",
+        "keep_alive",
+        "method",
+        "sent",
+        "target",
+        "where",
+    )
+
+    def __init__(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: RequestHeaders,
+        http_1_1: bool,
+        keep_alive: bool,
+    ) -> None:
+        """keep_alive: the client wants to keep the connection open."""
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.http_1_1 = http_1_1
+        self.keep_alive = keep_alive
+        self.head_only = method == b"HEAD"
+        """The reply has no body, even if its head has a Content-Length."""
+        self.where: Destination | SurfaceRule = destination(method, target)
+        self._credentials: Credentials | None = None
+        self.sent: SentHead | None = None
+        """The head that was last sent to a replica for this one."""
+
+    @property
+    def credentials(self) -> Credentials:
+        """The credentials that the client sent."""
+        found = self._credentials
+        if found is None:
+            found = self._credentials = Credentials(self.headers.aside)
+        return found
+
+
+class ClientRequest:
+    """Immutable once complete. (A plain class, because one is made for every request.)"""
+
+    __slots__ = ("body", "head")
+
+    def __init__(self, head: RequestHead, body: bytes) -> None:
+        self.head = head
+        self.body = body

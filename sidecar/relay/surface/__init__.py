@@ -1,1 +1,0 @@
-"""The API paths that the relay serves, and the errors that it answers itself."""

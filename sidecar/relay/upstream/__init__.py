@@ -1,1 +1,0 @@
-"""Connections to vLLM, and which replica is healthy and has which adapters."""

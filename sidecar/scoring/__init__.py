@@ -1,1 +1,0 @@
-"""The proxy's client of the scoring process, and the messages between the two (best of N)."""

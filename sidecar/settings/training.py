@@ -1,0 +1,263 @@
+"""The section `[learner]`: when it runs, what it takes, and what one run does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from pydantic import AfterValidator, BeforeValidator
+
+from sidecar.settings.kinds import Between, Count, Device, Folder, Interval, Line, Section
+
+# The section `[adapters]`: what becomes of adapter folders after a run made them.
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[^\s@]{1,1000}")
+
+
+def _shared(value: str) -> str:
+    if value and not _URL.fullmatch(value):
+        raise ValueError(
+            "is not a URL such as s3://bucket/adapters, without spaces and without a user or "
+            "password (the plugin takes those from its own variables)"
+        )
+    return value
+
+
+class Adapters(Section):
+    """Adapter folders after a run made them. Control removes what nothing needs any more; what an
+    alias, a canary, a run or a vLLM needs stays, and its parent, and all lineage and events."""
+
+    folder_days: Annotated[float, Between(0, 36_500, "0 keeps them for good")] = 30.0
+    """Days without use after which the folder of a version that nothing needs goes. 0: never."""
+    keep_champions: Annotated[
+        int, Between(1, 10_000, "one at least must be there to return to")
+    ] = 10
+    """Newest champions whose folders stay, however long ago they served."""
+    url: Annotated[str, AfterValidator(_shared)] = ""
+    """Where folders are shared by machines that have no disk in common: a URL of fsspec, such as
+    s3://bucket/adapters (`pip install s3fs`). Empty: `learner.adapters_dir` is seen by all."""
+
+
+# The learner's settings for what a step minimises and how far it moves the weights.
+
+
+class ObjectiveSection(Section):
+    """Loss, advantages, corrections and update. A part of `[learner]`."""
+
+    loss: Literal["dppo_tv", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_decoupled"] = (
+        "dppo_tv"
+    )
+    """Loss of a step; formulas and sources: docs/losses.md."""
+    advantage: Literal["mean", "leave_one_out", "std", "rank"] = "mean"
+    """How the rewards of a group become advantages; docs/losses.md."""
+    learning_rate: Annotated[
+        float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
+    ] = 1e-3
+    """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
+    differ by at least `reference_spread`; less otherwise. The default was measured on a 135M model;
+    use less on larger ones: 1e-5 to 1e-4 is usual at 7 to 8 billion parameters."""
+    reference_spread: Annotated[
+        float, Between(0, 10, "it divides the spread of a group", above_low=True)
+    ] = 0.25
+    """Spread of a group's scores above which the update no longer grows with it."""
+    warmup_steps: Annotated[int, Between(0, 10_000, "0 starts with the whole rate")] = 2
+    """Steps over which the rate rises: step k after the base trains at
+    `learning_rate * k / (warmup_steps + 1)`, over as many runs as it takes."""
+    warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
+    """Supervised steps on the best answer of each group, before the first step of a run that starts
+    from the base."""
+    max_grad_norm: Annotated[
+        float, Between(0, 1_000_000, "at 0 no gradient is left", above_low=True)
+    ] = 1.0
+    """A gradient with a larger norm is scaled down to it, and the update with it."""
+    tv_limit: Annotated[
+        float, Between(0, 1, "it limits a difference of probabilities", above_low=True)
+    ] = 0.2
+    """`dppo_tv` leaves out a token whose probability moved further than this in the direction of
+    its advantage."""
+    clip_low: Annotated[
+        float,
+        Between(0, 1, "the ratio is clipped below 1 minus this", above_low=True, below_high=True),
+    ] = 0.2
+    """`grpo`, `dr_grpo`, `dapo`, `ppo_decoupled`: the importance ratio is clipped below 1 minus
+    this."""
+    clip_high: Annotated[
+        float, Between(0, 10, "the ratio is clipped above 1 plus this", above_low=True)
+    ] = 0.28
+    """... and above 1 plus this."""
+    negative_bound: Annotated[float, Between(1, 1_000, "it bounds a ratio, which starts at 1")] = (
+        3.0
+    )
+    """Bounds the ratio of tokens of bad answers, of which a few stale ones would otherwise make
+    most of the gradient. A loss that clips takes 1 + `clip_high` where that is larger."""
+    tis_cap: Annotated[float, Between(0, 1_000, "0 switches it off")] = 0.0
+    """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
+    start of the run and q the recorded one, and its ratio is against p. Other trainers use 2."""
+    geometric_limit: Annotated[float, Between(0, 1, "0 switches it off")] = 0.0
+    """Above 0: an answer is left out of a run when the geometric mean of p / q is further than this
+    from 1. SkyRL uses 0.01."""
+    stale_limit: Annotated[float, Between(0, 100, "0 switches it off")] = 0.0
+    """Above 0: a bad answer is left out of a step when its tokens became less likely by more than
+    this, in nats a token."""
+    loss_length: Annotated[int, Between(1, 10_000_000, "it divides a sum of tokens")] = 256
+    """Tokens that `dr_grpo` divides the sum of an answer by."""
+    kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
+    """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
+    measured at each step on a few answers."""
+    kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
+    """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
+    kl_limit: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 10.0
+    """A run whose policy is further from the base than this (mean nats a token, each token counted
+    up to 100) fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies
+    over 20."""
+
+
+_EXPORT = re.compile(r"(?:tensorboard|mlflow|wandb):[^\s@]{1,500}")
+
+
+def _export(value: str) -> str:
+    if value and not _EXPORT.fullmatch(value):
+        raise ValueError(
+            "is not tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, without spaces and without "
+            "a user or password (MLflow and W&B take those from their own variables)"
+        )
+    return value
+
+
+def _zone(value: str) -> str:
+    try:
+        # A machine without the zones' files has UTC all the same.
+        value == "UTC" or ZoneInfo(value)
+    except (ValueError, OSError, ZoneInfoNotFoundError):
+        raise ValueError(
+            "is no time zone that this machine knows; give one as Europe/Berlin, and install "
+            "tzdata where even that is unknown"
+        ) from None
+    return value
+
+
+AUTO_TOKENS = 0
+"""`learner.pack_tokens = "auto"`."""
+SHORT_PACK = 256
+"""Tokens of a prompt with its answer that are short: no run begins where not even these fit, and
+hardly a group would be trained on if `learner.pack_tokens` were smaller."""
+
+
+def _tokens(value: object) -> object:
+    if value == "auto":
+        return AUTO_TOKENS
+    try:
+        float(value)  # type: ignore[arg-type]  # what it refuses is no number
+    except (TypeError, ValueError):
+        raise ValueError('must be a whole number, or "auto"') from None
+    except OverflowError:  # a whole number, and out of range
+        return value
+    return value
+
+
+class Learner(ObjectiveSection):
+    """When the learner runs and what one run does. Sources of the defaults: docs/decisions."""
+
+    schedule: Literal["interval", "cron", "groups", "manual"] = "groups"
+    """`groups`: as soon as `min_groups` wait; `interval`; `cron`; `manual`: only when asked for."""
+    interval_s: Annotated[
+        float, Between(1, 31_536_000, "it counts whole seconds, up to a year", "s")
+    ] = 3600.0
+    """For `schedule = "interval"`; rounded down to whole seconds."""
+    cron: Line = "0 3 * * *"
+    """For `cron`; five fields as crontab(5) has them: 0 and 7 are Sunday."""
+    timezone: Annotated[Line, AfterValidator(_zone)] = "UTC"
+    """The time zone of `cron`."""
+    idle_below: Annotated[float, Between(0, 1_000_000_000, "0 sets no limit")] = 0.0
+    """A scheduled run starts only while users make fewer requests a minute than this; 0: always."""
+    idle_window_s: Annotated[
+        float,
+        Between(10, 86_400, "proxies tell their counts every 5 s, and a day has a night", "s"),
+    ] = 300.0
+    """Seconds over which the users' requests are counted for `idle_below`. After its start the
+    learner must first watch for this long, so with `idle_below` no scheduled run begins earlier."""
+    min_groups: Count = 16
+    """A run starts, and `groups` fires, only with this many scored groups waiting."""
+    max_groups: Count = 256
+    """Groups that one run takes, the newest first. As many may wait (`groups.max_pending_groups`),
+    so a nightly run learns from as many a day. Sampling 256 groups of 8 takes about a seventh of
+    `groups.tokens_per_day`, at 400 tokens an answer."""
+    max_age_versions: Annotated[int, Between(0, 1_000, "0 takes those of the champion alone")] = 2
+    """A group sampled under an adapter more training runs away from the champion than this is
+    stale: dropped and counted."""
+    steps: Annotated[int, Between(1, 10_000, "a run without a step changes nothing")] = 3
+    """Optimiser steps per run; the groups are dealt over them, each used once."""
+    rank: Annotated[int, Between(1, 512, "vLLM serves no higher rank")] = 8
+    """LoRA rank of an adapter that starts from the base; not over `serving.max_lora_rank`."""
+    alpha: Annotated[
+        int, Between(1, 65_536, "at 0 or below the adapter learns nothing, or badly")
+    ] = 32
+    """LoRA alpha of an adapter that starts from the base."""
+    min_spread: Annotated[
+        float, Between(0, 0.5, "no scores in 0..1 spread by more than 0.5", below_high=True)
+    ] = 0.02
+    """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted.
+    With measured judge noise s the limit is about 1.4 s if that is more: of groups that differ by
+    noise alone, one in twenty passes."""
+    max_drift: Annotated[
+        float, Between(0, 10, "at 0 rounding alone refuses every run", above_low=True)
+    ] = 0.1
+    """Mean |recorded - recomputed| log-probability in nats over which an answer or a group is left
+    out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
+    right adapter, which is rounding, and 0.13 with its parent in its place. Short answers are
+    allowed more: the limit for n tokens is `max_drift + 0.3 / sqrt(n)`."""
+    missing_logprobs: Literal["recompute", "positives", "drop"] = "recompute"
+    """An answer whose log-probabilities were not recorded. `recompute`: the trainer computes them
+    under the adapter that sampled it. `positives`: so, and it is trained on only if it is better
+    than its siblings. `drop`: it is left out."""
+    doubtful_logprobs: Literal["recompute", "positives", "drop"] = "drop"
+    """What to do with an answer over `max_drift`, unless more than half of its group's are:
+    `recompute`, `positives` or `drop`, as above. `positives` also keeps groups whose sampling
+    adapter is deleted; the run's parent then takes its place in the ratio."""
+    mask_tolerance: Annotated[
+        float, Between(0, 10, "at 0 rounding alone leaves out half of the tokens", above_low=True)
+    ] = 0.2
+    """Recorded minus recomputed log-probability in nats over which a token counts as touched by a
+    mask of the server (a grammar): it is left out of the loss."""
+    adapters_dir: Folder = Path(".sidecar/adapters")
+    """Where adapter folders go. vLLM must see them under the same absolute path."""
+    threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
+    """Torch threads; 0 takes what the machine has."""
+    seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0
+    """Random seed for the matrices of an adapter that starts from the base."""
+    pack_tokens: Annotated[
+        int,
+        Between(0, 10_000_000, "a prompt and an answer must fit, and memory grows with it"),
+        BeforeValidator(_tokens),
+    ] = AUTO_TOKENS
+    """Longest input that is computed at once; memory grows with it. `auto` (0): what the learner
+    finds that its memory holds, which it tells ingest through the store. A group is split over
+    several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
+    checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Whether the layers are computed twice to save memory. `auto`: if the longest input is
+    estimated to need more than 0.8 of the free memory."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bf16 matrix products where the processor has instructions for them."""
+    device: Device = "cpu"
+    """A torch device. This release is tested on CPUs, and was run once on an H100."""
+    processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
+    """Processes that compute a run together on this machine; each has the base, and a card where
+    there are cards."""
+    shard_base: bool = False
+    """Whether the processes share the base's blocks, for a base that does not fit on one card."""
+    processes_timeout_s: Annotated[
+        float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
+    ] = 1800.0
+    """How long the processes of a run wait for one of them."""
+    memory_fraction: Annotated[
+        float, Between(0, 1, "it is a share of the device's memory", above_low=True)
+    ] = 1.0
+    """Share of the device's memory that a run may take: of the card's, where torch is held to it,
+    or of the machine's or its control group's. A run that would not fit waits."""
+    export: Annotated[str, AfterValidator(_export)] = ""
+    """Where each step's figures go besides the store: `tensorboard:FOLDER`, `mlflow:URI` or
+    `wandb:PROJECT`; the package must be installed. Empty: nowhere."""
+    poll_s: Interval = 2.0
+    """Seconds between two polls of flags, canaries and waiting groups."""
