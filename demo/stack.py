@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from deploy.supervise import status_of
-from sidecar.processes import guarded_command, own_python
+from sidecar.parent_death import guarded_command
+from sidecar.processes import own_python
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"

@@ -29,9 +29,9 @@ import structlog
 from deploy.errors import StartError, error_line
 from sidecar.backoff import STEADY_S, Backoff, Waits
 from sidecar.errors import StateLockError, StoreError
+from sidecar.parent_death import guarded_command
 from sidecar.processes import VARIABLE as READY_VARIABLE
 from sidecar.processes import (
-    guarded_command,
     holder,
     only_one,
     own_environment,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sidecar.processes import guarded_command, own_python
+from sidecar.parent_death import guarded_command
+from sidecar.processes import own_python
 
 
 def learner_command(config: Path | None, *words: str) -> list[str]:

@@ -434,7 +434,7 @@ def code_version() -> Code:
     recorded = _recorded_commit()
     if recorded is not None:
         return Code(commit=recorded, dirty=False)
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)
     commit = _git(root, "rev-parse", "HEAD")

@@ -6,7 +6,6 @@ Only a child of this start has the pipe, so another program on the same port is 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -21,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
-
-import structlog
 
 from sidecar.errors import StateLockError
 
@@ -106,32 +103,6 @@ def connections_that_fit(wanted: int, *, files_each: int) -> int:
     return max(1, min(wanted, free // files_each))
 
 
-# Run a command that ends when its parent ends.
-
-PR_SET_PDEATHSIG = 1
-
-
-def main(argv: list[str]) -> int:
-    parent = int(argv[0])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died before the kernel was asked
-        return 1
-    try:
-        os.execvp(argv[1], argv[1:])
-    except OSError as error:
-        sys.stderr.write(f"{argv[1]} cannot be started: {error.strerror}; correct the command\n")
-        return 127
-
-
-def guarded_command() -> tuple[str, ...]:
-    """Return what to put before a command line, so that the command ends with this process."""
-    return (sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
-
-
 # What load balancers and orchestrators are told of a process, and whether any asks.
 
 WATCHED_S = 100.0
@@ -177,8 +148,6 @@ MAX_SAID = 900
 _READ_BYTES = 65_536
 """What a pipe holds."""
 
-log = structlog.get_logger()
-
 
 class Report:
     """A child's end of the pipe. Says nothing in a process that a person started."""
@@ -205,7 +174,7 @@ class Report:
         try:
             os.write(self._descriptor, f"{line}\n".encode())
         except OSError as error:
-            log.warning("ready_not_told", why=str(error))
+            _warn("ready_not_told", error)
 
 
 def open_report() -> Report:
@@ -220,7 +189,7 @@ def open_report() -> Report:
             os.set_blocking(descriptor, False)  # a `sidecar up` that hangs must hold up nobody
             return Report(descriptor)
     except (OSError, OverflowError) as error:
-        log.warning("ready_not_told", why=str(error))
+        _warn("ready_not_told", error)
     return Report(None)
 
 
@@ -311,7 +280,7 @@ def _note_holder(descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:  # a full disk: the lock holds without the text
-        log.warning("lock_holder_not_noted", why=str(error))
+        _warn("lock_holder_not_noted", error)
 
 
 # The version of the installed package.
@@ -327,3 +296,9 @@ def installed_version() -> str:
         return version(PACKAGE)
     except PackageNotFoundError:
         return "unknown (run from a folder that pip did not install)"
+
+
+def _warn(event: str, error: Exception) -> None:
+    import structlog  # the command line imports this module, and needs no logs
+
+    structlog.get_logger().warning(event, why=str(error))

@@ -19,7 +19,7 @@ from demo.stack import MODEL, engine_section, free_port
 from deploy.engine.vllm_control import VllmControl
 from ingest.errors import SamplingError
 from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler
-from sidecar.processes import guarded_command
+from sidecar.parent_death import guarded_command
 
 START_S: Final = 420.0
 STOP_S: Final = 60.0

@@ -20,7 +20,7 @@ from benchmarks.relay.contenders import Launch, Place, Start
 from benchmarks.relay.ends import Ends
 from benchmarks.relay.scenarios import BY_NAME, body
 from benchmarks.relay.unavailable import UnavailableError
-from sidecar.processes import guarded_command
+from sidecar.parent_death import guarded_command
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 240.0

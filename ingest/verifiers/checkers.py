@@ -24,7 +24,8 @@ from ingest.records import Answer
 from ingest.verifiers.built_in import NotJsonError, read_json
 from ingest.verifiers.records import Failure, FailureReason, Result, read_result, shown
 from sidecar.hiding import is_secret_name
-from sidecar.processes import guarded_command, own_environment, own_python
+from sidecar.parent_death import guarded_command
+from sidecar.processes import own_environment, own_python
 
 # Does a JSON text fit a schema that a stranger wrote, by bounded work in this process.
 

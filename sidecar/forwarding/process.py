@@ -27,7 +27,8 @@ from sidecar.errors import ForwardingError, OutboxError
 from sidecar.feedback import decode_feedback, is_feedback
 from sidecar.forwarding.sender import DeadLetters, Failure, Record, Sender
 from sidecar.metrics.proxy import ForwardingMetrics
-from sidecar.processes import guarded_command, own_environment, own_python
+from sidecar.parent_death import guarded_command
+from sidecar.processes import own_environment, own_python
 from sidecar.records import decode_exchange
 from sidecar.settings import KafkaUrl, Settings, read_bus_url
 from sidecar.store.keyring import BUS, NO_KEYS, Keyring

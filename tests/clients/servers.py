@@ -15,7 +15,7 @@ from typing import Any
 
 from demo.stack import MODEL, ROOT, engine_section, free_port, to_toml
 from deploy.supervise import status_of
-from sidecar.processes import guarded_command
+from sidecar.parent_death import guarded_command
 from tests.clients.between import Between, between
 
 RUNNING_VLLM = "TEST_VLLM_URL"

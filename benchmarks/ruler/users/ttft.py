@@ -29,7 +29,8 @@ from benchmarks.ruler.users.load import Asked, users
 from benchmarks.ruler.users.waits import percentile, ratio
 from demo.questions import load_questions
 from demo.stack import MODEL, Addresses, configuration, free_port, to_toml
-from sidecar.processes import guarded_command, own_python
+from sidecar.parent_death import guarded_command
+from sidecar.processes import own_python
 
 START_S = 420.0
 STOP_S = 60.0
