@@ -9,6 +9,8 @@ SidecarError
 │   └── OutOfFilesError             this process may open no more files: answer 503
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
+│   ├── StoreNewerError             a newer release migrated it: install that release
+│   ├── StoreOlderError             no migration leads from its schema: upgrade it as the line says
 │   ├── StoreBusyError              the transaction conflicts with another one: repeat it
 │   └── StoreLockedError            another program holds its lock: wait, or end that program
 ├── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
@@ -60,6 +62,10 @@ class StoreError(SidecarError, OSError):
 
 class StoreNewerError(StoreError):
     """A newer release has migrated the store."""
+
+
+class StoreOlderError(StoreError):
+    """The store's schema is older than the baseline, so no migration leads from it to today's."""
 
 
 class StoreBusyError(StoreError):

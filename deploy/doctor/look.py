@@ -378,7 +378,7 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
         revision = database.revision()
         if revision is None:
             return None
-        database.refuse_newer(revision)
+        database.check_revision(revision)
         if revision < newest_revision():
             raise StoreError(
                 "the store has the tables of an older version: start ingest or control once"

@@ -27,7 +27,7 @@ from ingest.reward_watch.store import AnswerWatch
 from ingest.tokens import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
-from sidecar.errors import StoreError, StoreNewerError
+from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
@@ -81,7 +81,7 @@ class Intake:
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set. Raises: StoreNewerError."""
+        """Work until `stop` is set. Raises: StoreNewerError or StoreOlderError."""
         while not stop.is_set():
             pause_s = self.attempt()
             try:
@@ -91,10 +91,10 @@ class Intake:
 
     def attempt(self) -> float:
         """Run one step and log its errors. Returns: seconds to wait before the next step. Raises:
-        StoreNewerError, for which no waiting helps."""
+        StoreNewerError or StoreOlderError, for which no waiting helps."""
         try:
             taken = self.step()
-        except StoreNewerError:
+        except (StoreNewerError, StoreOlderError):
             raise
         except (BusError, StoreError) as error:
             if isinstance(error, BusError):

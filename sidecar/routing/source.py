@@ -32,7 +32,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.routing.breaker import Breaker
 from sidecar.routing.breaker_report import TripReader, TripReporter, Watched
 from sidecar.routing.table import RoutingTable, decode_table
-from sidecar.store.engines import newest_revision, open_existing
+from sidecar.store.engines import baseline, newest_revision, open_existing
 from sidecar.store.tables import ROUTING_TABLE, TABLE_TAKEN
 
 log = structlog.get_logger()
@@ -62,8 +62,8 @@ class StoreReader(Protocol):
 
 
 class RevisionReader:
-    """Says once that a newer release has migrated the store. A proxy of the release before reads it
-    all the same: in an upgrade the proxies come last."""
+    """Logs once that the store's schema is newer than this release, or older than the baseline. It
+    is read all the same: in an upgrade the proxies of the release before are replaced last."""
 
     _compared = False
 
@@ -73,8 +73,13 @@ class RevisionReader:
             return
         present = connection.scalar(text("SELECT version_num FROM alembic_version"))
         self._compared = True
-        if present is not None and present > (known := newest_revision()):
+        if present is None:
+            return
+        if present > (known := newest_revision()):
             log.warning("store_is_newer", store=present, known=known, to_do="upgrade this proxy")
+        elif present < (oldest := baseline()):
+            to_do = f"upgrade the store: run ingest of the last commit that has {present}"
+            log.warning("store_is_too_old", store=present, oldest=oldest, to_do=to_do)
 
     def store_away(self, why: str) -> None:
         """The routing source counts it."""

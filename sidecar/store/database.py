@@ -33,7 +33,13 @@ from sqlalchemy.exc import (
 from sqlalchemy.orm import Session
 
 from sidecar.backoff import Backoff
-from sidecar.errors import StoreBusyError, StoreError, StoreLockedError, StoreNewerError
+from sidecar.errors import (
+    StoreBusyError,
+    StoreError,
+    StoreLockedError,
+    StoreNewerError,
+    StoreOlderError,
+)
 from sidecar.hiding import hide_in_url
 from sidecar.store.codec import REPLACEMENT
 from sidecar.store.contents import ContentCache
@@ -41,6 +47,7 @@ from sidecar.store.engines import (
     CONFLICTS,
     MIGRATIONS,
     NO_TABLE,
+    baseline,
     describe,
     is_locked,
     is_of_statement,
@@ -112,9 +119,17 @@ class Database:
     def engine(self) -> Engine:
         return self._engine
 
-    def refuse_newer(self, present: str | None) -> None:
-        """Raises: StoreNewerError when this release does not know the store's revision."""
-        if present is not None and present > newest_revision():
+    def check_revision(self, present: str | None) -> None:
+        """Raises: StoreNewerError or StoreOlderError when this release cannot use the revision."""
+        if present is None:
+            return
+        if present < baseline():
+            raise StoreOlderError(
+                f"store {self._shown_url}: its schema {present} is older than {baseline()}, the "
+                f"oldest that can be upgraded; first run ingest of the last commit that has the "
+                f"migration {present}: it upgrades the store to {baseline()}"
+            )
+        if present > newest_revision():
             raise StoreNewerError(
                 f"store {self._shown_url}: a newer release has migrated it ({present}; this one "
                 f"knows {newest_revision()}); install that release, or restore the backup made "
@@ -122,13 +137,14 @@ class Database:
             )
 
     def upgrade(self) -> None:
-        """Migrate the schema to this version's revision. Every process may call it at its start.
+        """Make the tables, or migrate them to this release's revision. Every process may call it at
+        its start.
 
         Statistics that somebody made for SQLite's planner are removed: see `_STATISTICS`.
 
         Raises: StoreError.
         """
-        self.refuse_newer(self.revision())
+        self.check_revision(self.revision())
         # Imported here: a process that does not migrate need not wait for the import.
         from alembic import command
         from alembic.config import Config

@@ -193,12 +193,21 @@ EXISTING_CONNECTIONS = 2
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 
-__all__ = ["REPLACEMENT", "newest_revision", "open_existing", "read_damaged_text"]
+__all__ = ["REPLACEMENT", "baseline", "newest_revision", "open_existing", "read_damaged_text"]
 
 
 def newest_revision() -> str:
     """Return this release's revision of the schema."""
-    return max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+    return max(_revisions())
+
+
+def baseline() -> str:
+    """Return the oldest revision of the schema that this release can use."""
+    return min(_revisions())
+
+
+def _revisions() -> list[str]:
+    return [path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py")]
 
 
 def open_existing(store_url: str) -> Engine:

@@ -68,8 +68,8 @@ def partial_index(name: str, *columns: str, where: str) -> Index:
     SQLite takes it only for a query whose WHERE states the condition in the same words, so queries
     use the same constant. `x IS NOT NULL` is implied by any comparison of x.
 
-    The migrations state the condition for PostgreSQL too. Here that would make each process import
-    SQLAlchemy's dialect of PostgreSQL, also an offline rollback.
+    The migrations' `env.py` states the condition for PostgreSQL too. Here that would make each
+    process import SQLAlchemy's dialect of PostgreSQL, also an offline rollback.
     """
     return Index(name, *columns, sqlite_where=text(where))
 
@@ -161,14 +161,14 @@ class ExchangeRow(Base):
     trace_id: Mapped[str] = mapped_column(String(64))
     project: Mapped[str] = mapped_column(String(64))
     user: Mapped[str] = mapped_column(String(255))
-    key_id: Mapped[str] = mapped_column(String(64), default="")
+    key_id: Mapped[str] = mapped_column(String(64), default="", server_default="")
     address_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
-    turn_id: Mapped[str] = mapped_column(String(64), default="")
+    turn_id: Mapped[str] = mapped_column(String(64), default="", server_default="")
     """The same for a request and its retries; empty: a turn of its own."""
-    retry_count: Mapped[int] = mapped_column(default=0)
-    request_bytes: Mapped[int] = mapped_column(WIDE, default=0)
-    reply_bytes: Mapped[int] = mapped_column(WIDE, default=0)
-    fallback_from: Mapped[str] = mapped_column(String(255), default="")
+    retry_count: Mapped[int] = mapped_column(default=0, server_default="0")
+    request_bytes: Mapped[int] = mapped_column(WIDE, default=0, server_default="0")
+    reply_bytes: Mapped[int] = mapped_column(WIDE, default=0, server_default="0")
+    fallback_from: Mapped[str] = mapped_column(String(255), default="", server_default="")
     """The adapter that vLLM did not know; another one answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new")
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alembic import context
+from sqlalchemy import Connection
 
 from sidecar.store.database import Database
 from sidecar.store.models import Base
@@ -18,14 +19,23 @@ def run() -> None:
         _migrate(connection)
 
 
-def _migrate(connection: object) -> None:
-    context.configure(
-        connection=connection,  # type: ignore[arg-type]  # alembic's stub names a narrower type
-        target_metadata=Base.metadata,
-        render_as_batch=True,
-    )
+def _migrate(connection: Connection) -> None:
+    """A store without a revision is new: it gets the tables of the models, and the newest one."""
+    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
     with context.begin_transaction():
+        if context.get_context().get_current_revision() is None:
+            _create_tables(connection)
+            context.get_context().stamp(context.script, "head")
         context.run_migrations()
+
+
+def _create_tables(connection: Connection) -> None:
+    tables = Base.metadata.tables.values()
+    if connection.dialect.name == "postgresql":
+        for index in (index for table in tables for index in table.indexes):
+            where = index.dialect_options["sqlite"]["where"]
+            index.dialect_options["postgresql"]["where"] = where
+    Base.metadata.create_all(connection, checkfirst=False)
 
 
 run()

@@ -13,18 +13,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import alembic.command
 import pytest
-from alembic.config import Config
 from pydantic import ValidationError
-from sqlalchemy import inspect
 
 from deploy.admin import changes
 from deploy.cli.main import main
 from deploy.records import MAX_REASON
 from deploy.registry import transitions
-from sidecar.store.database import MIGRATIONS, Database
+from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
+from support.migrated_store import LATER, add_revision, open_migrated
 
 
 @pytest.fixture
@@ -114,25 +112,14 @@ def test_rollback_offline_needs_the_store_alone(
 
 
 def test_rollback_offline_works_on_the_store_of_an_older_version(
-    config: Path, tmp_path: Path
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    settings = Config()
-    settings.set_main_option("script_location", str(MIGRATIONS))
-    with database.engine.begin() as connection:
-        settings.attributes["connection"] = connection
-        alembic.command.upgrade(settings, "0004_best_of")
+    name = "m--v1-0a0b0c0d0e0f"
+    database = open_migrated(tmp_path / "store.db")
     with database.write() as session:
-        session.add(
-            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
-        )
-        row = adapter_row("m--v1-0a0b0c0d0e0f", 1)
-        table = AdapterRow.__table__
-        known = [
-            one["name"] for one in inspect(session.connection()).get_columns("adapter_version")
-        ]
-        values = {name: getattr(row, name) for name in known}
-        session.execute(table.insert().values(values))  # type: ignore[attr-defined]
+        session.add(AliasRow(model="m", alias="champion", adapter=name, generation=1))
+        session.add(adapter_row(name, 1))
+    add_revision(tmp_path / "migrations", monkeypatch)
     arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
     assert main([*arguments, "--reason", "x"]) == 0
@@ -140,6 +127,7 @@ def test_rollback_offline_works_on_the_store_of_an_older_version(
     with database.read() as session:
         rows = [(row.action, row.source) for row in session.query(AuditRow)]
     assert ("rollback", "") in rows
+    assert database.revision() == LATER
     database.close()
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import text
 
 from deploy.registry.aliases import START, Held, add, held_at, verify
 from deploy.registry.rollback import rollback
-from sidecar.store.database import MIGRATIONS
 
 if TYPE_CHECKING:
     from deploy.registry.aliases import Verified
@@ -146,22 +143,6 @@ async def test_a_damaged_move_is_left_out_and_named_by_the_walk(
     found = verified(world)
     assert any("it was changed after it was written" in one for one in found.broken)
     assert isinstance(found.last_hash, str)
-
-
-@pytest.mark.both_stores
-def test_an_older_store_brings_its_moves_along(world: World, served: tuple[str, str]) -> None:
-    """They are read from the audit, which had them all the time."""
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with world.database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0033_table_taken")
-        command.upgrade(config, "head")
-
-    after = verified(world)
-
-    assert (after.events, after.broken) == (6, ())  # 10 without the four of `canary`
-    assert champion_at(world, 1_250.0) == served[1]
 
 
 async def test_the_api_shows_a_time_and_moves_the_anchor_by_its_etag(

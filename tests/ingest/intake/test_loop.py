@@ -21,7 +21,7 @@ from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
 from ingest.intake.loop import Intake
 from sidecar.capture.outbox import Outbox
-from sidecar.errors import StoreNewerError
+from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
 from sidecar.store import engines as store
@@ -118,11 +118,16 @@ def test_an_exchange_that_its_own_batch_moves_is_decided_in_its_new_session(kit:
         assert session.execute(groups).all() == [("second", "first")]
 
 
-def test_a_store_of_a_newer_release_ends_it(kit: Kit) -> None:
+@pytest.mark.parametrize(
+    ("revision", "error"), [("9999_future", StoreNewerError), ("0001", StoreOlderError)]
+)
+def test_a_store_that_this_release_cannot_use_ends_it(
+    kit: Kit, revision: str, error: type[StoreError]
+) -> None:
     with kit.database.write() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999_future'"))
+        session.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
 
-    with pytest.raises(StoreNewerError):
+    with pytest.raises(error):
         make_intake(kit, []).attempt()
 
 

@@ -268,12 +268,17 @@ def test_a_settled_file_whose_reading_failed_is_read_again(tmp_path: Path) -> No
     assert len(reader.away) == 4
 
 
-def test_a_store_of_a_newer_release_is_said_once_and_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("revision", "expected"), [("9999_future", "store_is_newer"), ("0001", "store_is_too_old")]
+)
+def test_a_store_of_another_release_is_said_once_and_read(
+    tmp_path: Path, revision: str, expected: str
+) -> None:
     path, reader = tmp_path / "store.db", Reader()
     write(path, 1)
     with closing(sqlite3.connect(path)) as store, store:
         store.execute("CREATE TABLE alembic_version(version_num TEXT)")
-        store.execute("INSERT INTO alembic_version VALUES ('9999_future')")
+        store.execute("INSERT INTO alembic_version VALUES (?)", (revision,))
     watch = StoreWatch(f"sqlite:///{path}", [RevisionReader(), reader], poll_s=1.0)
 
     with capture_logs() as said:
@@ -282,5 +287,5 @@ def test_a_store_of_a_newer_release_is_said_once_and_read(tmp_path: Path) -> Non
         watch.poll()
     watch.stop()
 
-    assert [(one["event"], one["store"]) for one in said] == [("store_is_newer", "9999_future")]
+    assert [(one["event"], one["store"]) for one in said] == [(expected, revision)]
     assert reader.read_values == [1, 2]
