@@ -127,7 +127,7 @@ class Plan:
         address_hash: str = "",
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
-        kinds: of what is added on the sidecar's account (`own_fields`).
+        kinds: of what is added on the sidecar's account (`OwnFields`).
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
         strip: the reply fields that only the sidecar asked for.

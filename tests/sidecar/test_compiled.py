@@ -243,7 +243,7 @@ def test_without_a_compiler_the_tree_runs_on_its_sources_unless_compiled_is_aske
 def test_a_changed_source_is_compiled_anew(sources: Path) -> None:
     before = stamp(sources)
 
-    with (sources / "sidecar" / "relay" / "http1" / "sse.py").open("a") as source:
+    with (sources / "sidecar" / "relay" / "reply_parser.py").open("a") as source:
         source.write("# changed\n")
 
     assert stamp(sources) != before == stamp(ROOT)
