@@ -1,4 +1,4 @@
-"""What an import must not pull in; CONTRIBUTING says where things are, and how large they may be."""
+"""What an import must not pull in, and what CONTRIBUTING says of the tree."""
 
 from __future__ import annotations
 
