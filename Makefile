@@ -19,6 +19,7 @@ check: setup
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-cache
+	.venv/bin/python scripts/lines
 
 # ARGS are options of one benchmark: make bench BENCH=learner ARGS="--small"
 bench: setup

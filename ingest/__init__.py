@@ -28,7 +28,7 @@ __all__ = [
     "ruler_scores_sync",
 ]
 _HOMES = {
-    name: f"ingest.trajectories.{'functions' if name.startswith('ruler') else 'records'}"
+    name: f"ingest.trajectories.{'scoring' if name.startswith('ruler') else 'records'}"
     for name in __all__
 }
 

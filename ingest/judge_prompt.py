@@ -3,7 +3,7 @@
 Ids of tool calls are drawn by the server and say nothing. A next action is shown without them; in
 a trajectory, where results refer to calls, calls are numbered. Their arguments are written in one
 way, as streams and whole replies differ in their spaces. Reasoning is shown when asked for. Images,
-sound and files are shown by a placeholder (`media.py`), and speech by its transcript.
+sound and files are shown by a placeholder, and speech by its transcript.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _main(argv: list[str] | None) -> int:
     from learner.distributed.exchange import given_place
     from learner.once import run_once, shown, with_pack_tokens
     from learner.patience import when_unlocked
-    from learner.progress.watch import note_lacks
+    from learner.progress.watch import note_missing
     from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
     from learner.schedule.loop import measuring, run_schedule
@@ -91,7 +91,7 @@ def _main(argv: list[str] | None) -> int:
             when_unlocked(database.upgrade, stopping=stopping, doing="the start")
             if args.measure:
                 if settings.learner.schedule != "manual":
-                    note_lacks(list(why_not_ready(settings)), database, now=time.time())
+                    note_missing(list(why_not_ready(settings)), database, now=time.time())
                 with_pack_tokens(settings, database, now=time.time())
                 return 0
             if args.replay is not None:
@@ -117,7 +117,7 @@ def _main(argv: list[str] | None) -> int:
             told = bool(settings.learner.pack_tokens) and by_hand
             measured = nullcontext() if told or lacks else measuring(args.config)
             with only_one(settings.state_dir, "learn"):
-                forget = partial(note_lacks, (), database, now=time.time())
+                forget = partial(note_missing, (), database, now=time.time())
                 when_unlocked(forget, stopping=stopping, doing="the start")
                 with measured:
                     return run_schedule(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from learner.base_weights import base_folder
 from learner.progress.export import why_no_export
-from learner.progress.watch import Lack
+from learner.progress.watch import Missing
 from sidecar.settings import Settings
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
@@ -31,16 +31,16 @@ def why_no_packages(*, scheduled: bool = True) -> str:
     )
 
 
-def why_not_ready(settings: Settings) -> Iterator[Lack]:
+def why_not_ready(settings: Settings) -> Iterator[Missing]:
     """Yield what a run lacks on this machine. Loads no weights, and downloads nothing."""
     if lacks := why_no_packages(scheduled=settings.learner.schedule != "manual"):
-        yield Lack("learner.schedule", lacks)
+        yield Missing("learner.schedule", lacks)
         return
     if why := why_no_export(settings.learner.export):
-        yield Lack("learner.export", f"{why}; runs go on without it", "warning")
+        yield Missing("learner.export", f"{why}; runs go on without it", "warning")
     no_base = _why_no_base(settings.serving.base_model_path)
     if no_base:
-        yield Lack("serving.base_model_path", no_base)
+        yield Missing("serving.base_model_path", no_base)
     yield from _of_device(settings, base_is_there=not no_base)
 
 
@@ -76,7 +76,7 @@ def _neither(path: str) -> str:
     )
 
 
-def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Lack]:
+def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Missing]:
     """Yield what is wrong with the device, or with its room for a run with this base."""
     name = settings.learner.device
     if name == "cpu" and not base_is_there:
@@ -88,7 +88,7 @@ def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Lack]:
     try:
         device = open_device(name)
     except DeviceError as problem:
-        yield Lack("learner.device", str(problem))
+        yield Missing("learner.device", str(problem))
         return
     found = None
     if base_is_there:
@@ -96,6 +96,6 @@ def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Lack]:
     if found is None:
         return
     if found.lasts:
-        yield Lack("learner.memory_fraction", found.why)
+        yield Missing("learner.memory_fraction", found.why)
     else:
-        yield Lack("learner.device", found.why, "warning")
+        yield Missing("learner.device", found.why, "warning")

@@ -42,7 +42,7 @@ def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="sidecar proxy", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="the settings file (TOML)")
     parser.add_argument("--workers", type=int, default=None, help="processes that share the port")
-    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see handover.py
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see workers/worker.py
     parser.add_argument("--version", action="store_true", help="print the version")
     arguments = parser.parse_args(argv)
     if arguments.version:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sidecar.access.admission import Keys
-from sidecar.feedback import FeedbackDoor, FeedbackRefusedError, Kind
+from sidecar.feedback import FeedbackReceiver, FeedbackRefusedError, Kind
 from sidecar.metrics.proxy import Metrics
 from sidecar.processes import Readiness
 from sidecar.relay.refusals import upstream_failed, vllm_error
@@ -26,7 +26,7 @@ def make_app(
     lines: FollowedLines,
     watch: ReplicaWatch,
     keys: Keys | None = None,
-    feedback: FeedbackDoor | None = None,
+    feedback: FeedbackReceiver | None = None,
     readiness: Readiness | None = None,
 ) -> FastAPI:
     """Build the application. keys: None when `access.mode` is not `keys`."""
@@ -95,24 +95,24 @@ def make_app(
     return app
 
 
-def _add_feedback(app: FastAPI, door: FeedbackDoor) -> None:
+def _add_feedback(app: FastAPI, receiver: FeedbackReceiver) -> None:
     @app.post("/sidecar/v1/feedback")
     async def feedback(request: Request) -> Response:
         """How good an answer, a session or a trace was."""
-        return await _take(door, "feedback", request)
+        return await _take(receiver, "feedback", request)
 
     @app.post("/sidecar/v1/outcomes")
     async def outcomes(request: Request) -> Response:
         """How a task ended."""
-        return await _take(door, "outcome", request)
+        return await _take(receiver, "outcome", request)
 
 
-async def _take(door: FeedbackDoor, kind: Kind, request: Request) -> Response:
+async def _take(receiver: FeedbackReceiver, kind: Kind, request: Request) -> Response:
     headers: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
         headers.setdefault(name.lower(), value)
     try:
-        accepted = await door.take(kind, await request.body(), headers)
+        accepted = await receiver.take(kind, await request.body(), headers)
     except FeedbackRefusedError as error:
         kinds = {401: "Unauthorized", 403: "Forbidden", 503: "ServiceUnavailableError"}
         kind_of_error = kinds.get(error.status, "Bad Request")

@@ -408,7 +408,7 @@ class Accepted:
     feedback_id: str
 
 
-class FeedbackDoor:
+class FeedbackReceiver:
     """Answers the requests of one proxy process."""
 
     def __init__(

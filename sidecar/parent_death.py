@@ -1,6 +1,6 @@
 """Run a command that ends when its parent ends.
 
-Usage: `python sidecar/processes/parent_death.py PARENT_PID COMMAND...`. The kernel is asked to send
+Usage: `python sidecar/parent_death.py PARENT_PID COMMAND...`. The kernel is asked to send
 TERM when the parent dies, in whatever way, and then the command replaces this process. `preexec_fn`
 would run between fork and exec, where a lock held by another thread of the parent can block it.
 Only the standard library is used, isolated from the working folder and the environment; the command

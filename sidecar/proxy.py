@@ -17,7 +17,7 @@ from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path
 from sidecar.capture.recorder import Capture, ExchangeSink, Yielding
 from sidecar.capture.sampling_rule import SamplingRule
-from sidecar.feedback import LOCKED_S, FeedbackDoor, FeedbackWriter
+from sidecar.feedback import LOCKED_S, FeedbackReceiver, FeedbackWriter
 from sidecar.logs import RateLimitedLog
 from sidecar.metrics.families import MetricTable
 from sidecar.metrics.loop_lag import LoopLag
@@ -136,7 +136,7 @@ class Proxy:
                 outgoing_trace=propagation.outgoing if traced else None,
             )
         )
-        self._feedback = FeedbackDoor(
+        self._feedback = FeedbackReceiver(
             FeedbackWriter(
                 Outbox(
                     bus,

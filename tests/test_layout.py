@@ -1,8 +1,10 @@
-"""The rooms keep to themselves: what an import must not pull in, and a README that lists it all."""
+"""What an import must not pull in, and what CONTRIBUTING says of the tree."""
 
 from __future__ import annotations
 
 import ast
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +151,47 @@ def imported_names(path: Path) -> list[str]:
             module = node.module or ""
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return names
+
+
+QUESTIONS = re.findall(
+    r"^\| ([^|]+\?) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS)
+def test_a_question_is_answered_by_three_files_at_most(question: str, answer: str) -> None:
+    files = re.findall(r"`([\w/]+\.py)` \(`([\w.]+)`\)", answer)
+
+    assert 1 <= len(files) <= 3
+    assert [(path, name) for path, name in files if name not in defined_names(ROOT / path)] == []
+
+
+def test_contributing_answers_questions() -> None:
+    assert len(QUESTIONS) >= 10
+
+
+def defined_names(path: Path) -> set[str]:
+    """Names that a module defines, and `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                names.add(target.id)
+    return names
+
+
+def test_every_module_of_the_product_belongs_to_one_block() -> None:
+    lines = runpy.run_path(str(ROOT / "scripts" / "lines"))
+    blocks = lines["blocks"]()
+
+    owners = {
+        module: [block.name for block in blocks if module.startswith(block.paths)]
+        for module in lines["modules"](*ROOMS)
+    }
+
+    assert {module: names for module, names in owners.items() if len(names) != 1} == {}
+    assert all(one in owners or one.endswith("/") for block in blocks for one in block.paths)

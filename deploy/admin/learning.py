@@ -25,8 +25,8 @@ from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.admin.wire import PREFIX
 from deploy.errors import UnknownRecordError
 from deploy.registry import switches as learner_switches
-from learner.progress.watch import read_lacks
-from learner.schedule.loop import read_told
+from learner.progress.watch import read_missing
+from learner.schedule.loop import read_schedule_status
 from sidecar.lines import public_model
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RunRow, RunStepRow, ScheduleJobRow
@@ -44,7 +44,7 @@ def read_learner(session: Session, model: str) -> LearnerOut:
     switches = learner_switches.read(session, model)
     newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
     row = session.scalars(newest.limit(1)).first()
-    told = read_told(session, model)
+    schedule = read_schedule_status(session, model)
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
@@ -54,9 +54,11 @@ def read_learner(session: Session, model: str) -> LearnerOut:
             select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
         ),
         schedule=None
-        if told is None
-        else ScheduleOut(kind=told.kind, why=told.why, at=told.at, again_at=told.again_at),
-        lacks=read_lacks(session),
+        if schedule is None
+        else ScheduleOut(
+            kind=schedule.kind, why=schedule.why, at=schedule.at, again_at=schedule.again_at
+        ),
+        lacks=read_missing(session),
     )
 
 

@@ -2,8 +2,8 @@
 
 `advance` serves the gate, on held-out prompts; `shadow` goes on during the ramp, also on prompts of
 users' sessions that began after the canary did, so the candidate was not trained on them. No user
-sees these answers. Each call makes a few comparisons and stores each when it ends (`gate_keeping`),
-so a restarted process continues with the rest. While the judge or vLLM is unreachable, only the
+sees these answers. Each call makes a few comparisons and stores each when it ends, so a
+restarted process continues with the rest. While the judge or vLLM is unreachable, only the
 reason is recorded.
 
 Prompts are drawn in an order that is fixed before they are asked: no further one is drawn before

@@ -43,7 +43,7 @@ def doctor(
     """At which stage records stop, why, and what to do (exit 1: something does). Asks the judge
     one small question, which is paid for."""
     from deploy.cli.context import admin_client
-    from deploy.doctor.look import look
+    from deploy.doctor.collect import collect
     from deploy.doctor.report import report_json, report_lines
     from deploy.doctor.rules import diagnose
 
@@ -53,7 +53,7 @@ def doctor(
 
     settings = settings_of(context)
     with without_logs():
-        facts = look(settings, online=not offline, refused=refused, limit_s=limit_s)
+        facts = collect(settings, online=not offline, refused=refused, limit_s=limit_s)
     found = diagnose(facts)
     if output == "json":
         say_json(report_json(facts, found))

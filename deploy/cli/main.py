@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end_now_if_a_check_hangs(code: int) -> None:
     """End the process at once when `sidecar doctor` gave up a check that still runs."""
-    checks = sys.modules.get("deploy.doctor.look")
+    checks = sys.modules.get("deploy.doctor.collect")
     if checks is not None and checks.are_unfinished():
         sys.stdout.flush()
         sys.stderr.flush()

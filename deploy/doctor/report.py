@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import make_url
 
-from deploy.doctor.look import Diagnosis, Facts
+from deploy.doctor.collect import Diagnosis, Facts
 from deploy.doctor.rules import waits_for
 from deploy.examiner import examiner_of
 from deploy.funnel import Stage

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from deploy.doctor.look import Diagnosis, Facts, LineFacts, Recent, StoreFacts, failing_verifiers
+from deploy.doctor.collect import Diagnosis, Facts, LineFacts, Recent, StoreFacts, failing_verifiers
 from deploy.funnel import STAGES, Name, PileUp, Stage, said, to_do
 from deploy.preflight.peers import CAUSE as VERIFIER
 from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
@@ -365,7 +365,7 @@ def waits_for(facts: Facts) -> str:
 def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
     for finding in facts.findings:
         if finding.cause == VERIFIER:
-            continue  # `deploy.doctor.look` names all of them together
+            continue  # `deploy.doctor.collect` names all of them together
         if finding.level != "error" and finding.cause != "no_judge":
             continue  # it runs, with less: `sidecar config check --online` tells
         section = finding.setting.partition(".")[0]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
-from deploy.page.shown import APPROVAL, STANDS, champion_of, clock, length, percent, short
+from deploy.page.text import APPROVAL, STANDS, champion_of, clock, length, percent, short
 from deploy.records import LEARNER_AWAY_S
 from ingest.judge_watch import advice_on
 from sidecar.hiding import hide_in_url

@@ -27,9 +27,9 @@ from deploy.admin.models import (
     StatusOut,
 )
 from deploy.admin.reception import source_of
-from deploy.page.desk import SESSION, Asked, Desk, View
 from deploy.page.rendering import FirstReply, ProblemError, Took, first_reply, proxies_took
-from deploy.page.shown import clock, names_in, short
+from deploy.page.sessions import SESSION, Asked, PageServer, View
+from deploy.page.text import clock, names_in, short
 from sidecar.errors import StoreError
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -53,36 +53,36 @@ class Target:
     banned: bool = False
 
 
-def changing_views(desk: Desk) -> dict[str, View]:
+def changing_views(server: PageServer) -> dict[str, View]:
     async def login(asked: Asked) -> Response:
         if asked.visitor.grant is not None:
             return RedirectResponse("/", status_code=303)
-        return desk.html(asked, "login.html", error="")
+        return server.html(asked, "login.html", error="")
 
     async def log_in(asked: Asked) -> Response:
         try:
-            session = desk.door.log_in(asked.form.get("token", ""))
+            session = server.logins.log_in(asked.form.get("token", ""))
         except UnauthorizedError as error:
             request = asked.request
-            desk.context.refusals.note(
+            server.context.refusals.note(
                 error.reason,
                 source=source_of(request.scope),
                 method=request.method,
                 path=request.scope["path"],
             )
-            return desk.html(asked, "login.html", code=401, error="This token is not known.")
+            return server.html(asked, "login.html", code=401, error="This token is not known.")
         response = RedirectResponse("/", status_code=303)
-        desk.door.give_cookie(response, session)
+        server.logins.give_cookie(response, session)
         return response
 
     async def log_out(asked: Asked) -> Response:
-        desk.door.log_out(asked.visitor.session)
+        server.logins.log_out(asked.visitor.session)
         response = RedirectResponse("/login", status_code=303)
         response.delete_cookie(SESSION, path="/", httponly=True, samesite="strict")
         return response
 
     async def rollback_form(asked: Asked) -> Response:
-        return await _form(desk, asked, error="", code=200)
+        return await _form(server, asked, error="", code=200)
 
     async def roll_back(asked: Asked) -> Response:
         reason, to = asked.form.get("reason", ""), asked.form.get("to", "").strip()
@@ -99,10 +99,10 @@ def changing_views(desk: Desk) -> dict[str, View]:
                 "This version is banned: it lost its traffic. Confirm below that its ban is lifted."
             )
         if error:
-            return await _form(desk, asked, error=error, code=422, lifts=lifts)
+            return await _form(server, asked, error=error, code=422, lifts=lifts)
         done = await asked.ask.post(RollbackOut, "rollback", body={"to": to, "reason": reason})
         if not done.changed:
-            return desk.html(asked, "rolled_back.html", done=done)
+            return server.html(asked, "rolled_back.html", done=done)
         return RedirectResponse(asked.link("/rollback/last"), status_code=303)
 
     async def last(asked: Asked) -> Response:
@@ -112,7 +112,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
         if row is None:
             raise ProblemError(404, "No rollback", "none is among the newest rows of the audit")
         status = await asked.ask.get(StatusOut, "status")
-        first, took = await asyncio.to_thread(_measure, desk, asked.line, row)
+        first, took = await asyncio.to_thread(_measure, server, asked.line, row)
         part = asked.request.headers.get("hx-request") == "true"
         values: dict[str, Any] = {
             "done": None,
@@ -122,11 +122,11 @@ def changing_views(desk: Desk) -> dict[str, View]:
             "took": took,
             "engine": status.engine,
         }
-        tag = desk.tag(asked, "rollback_seen.html", **values)
+        tag = server.tag(asked, "rollback_seen.html", **values)
         if part and asked.query.get("tag") == tag:
             return Response(status_code=204)
         template = "rollback_seen.html" if part else "rolled_back.html"
-        return desk.html(asked, template, tag=tag, **values)
+        return server.html(asked, template, tag=tag, **values)
 
     async def canary(asked: Asked) -> Response:
         canary_id, action = asked.part("canary_id"), asked.part("action")
@@ -179,14 +179,14 @@ def _reason(asked: Asked) -> dict[str, str]:
 
 
 async def _form(
-    desk: Desk, asked: Asked, *, error: str, code: int, lifts: bool = False
+    server: PageServer, asked: Asked, *, error: str, code: int, lifts: bool = False
 ) -> Response:
     """lifts: the version that was asked for is banned, also where the list does not have it."""
     found = await asked.ask.get(StatusOut, "status")
     former = await asked.ask.get(Page[TargetOut], "rollback", "targets")
     listed = targets(found, former.items, asked.now)
     chosen = asked.form.get("to") or asked.query.get("to") or default_of(listed)
-    return desk.html(
+    return server.html(
         asked,
         "rollback.html",
         code=code,
@@ -246,11 +246,11 @@ async def _last_rollback(asked: Asked) -> AuditOut | None:
     )
 
 
-def _measure(desk: Desk, line: Line, row: AuditOut) -> tuple[FirstReply | None, list[Took]]:
+def _measure(server: PageServer, line: Line, row: AuditOut) -> tuple[FirstReply | None, list[Took]]:
     """Return what traffic and proxies tell; None and nothing while the store cannot be asked."""
     generation = row.after.get("generation")
     try:
-        with desk.context.database.read() as session:
+        with server.context.database.read() as session:
             first = first_reply(
                 session,
                 line=line,

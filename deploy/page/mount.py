@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deploy.admin.app import create_app, create_routes
 from deploy.admin.context import AdminContext
 from deploy.page.changing import Watchers, changing_views
-from deploy.page.desk import Desk, prefix_of, with_headers
 from deploy.page.overview import overview_views, record_views
+from deploy.page.sessions import PageServer, prefix_of, with_headers
 from sidecar.settings.kinds import AdminScope
 
 log = structlog.get_logger()
@@ -70,43 +70,43 @@ def with_page(context: AdminContext) -> ASGIApp:
 
 def create_page(context: AdminContext) -> Starlette:
     """Build the page alone."""
-    desk = Desk(create_routes(context), context)
-    changing = changing_views(desk)
+    server = PageServer(create_routes(context), context)
+    changing = changing_views(server)
     views = {
-        **overview_views(desk),
-        **record_views(desk),
+        **overview_views(server),
+        **record_views(server),
         **changing,
         "steer_canary": changing["canary"],
-        "canary": record_views(desk)["canary"],
+        "canary": record_views(server)["canary"],
         "changed": Watchers(context.database).view,
     }
 
     async def static(request: Request) -> Response:
-        found = desk.templates.files.get(request.path_params["name"])
+        found = server.templates.files.get(request.path_params["name"])
         if found is None:
-            return desk.plain_problem(404, "there is no such file")
+            return server.plain_problem(404, "there is no such file")
         headers = {"cache-control": _KEEP}
         return with_headers(Response(found.content, media_type=found.media_type, headers=headers))
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         detail = "no page has this address" if error.status_code == 404 else str(error.detail)
-        reply = desk.plain_problem(error.status_code, detail)
+        reply = server.plain_problem(error.status_code, detail)
         for name, value in (error.headers or {}).items():  # of a 405: `Allow`
             reply.headers[name] = value
         return reply
 
     async def failed(request: Request, error: Exception) -> Response:
         log.error("admin_page_failed", path=request.scope["path"], error=repr(error))
-        return desk.plain_problem(500, "this page failed; see the log of the control process")
+        return server.plain_problem(500, "this page failed; see the log of the control process")
 
     routes = [
         Route(
             f"{prefix_of(line)}{path}",
-            desk.page(views[view], needs=scope, line=line),
+            server.page(views[view], needs=scope, line=line),
             methods=[method],
         )
-        for line in desk.lines
+        for line in server.lines
         for method, path, view, scope in PAGES
         if line.project is None or scope is not None  # one login is for all lines
     ]

@@ -25,8 +25,8 @@ from deploy.admin.out import EvidenceOut, FunnelOut
 from deploy.admin.paging import GROUP_STATUSES
 from deploy.admin.wire import EVERY_SCOPE
 from deploy.page.attention import Need, needs
-from deploy.page.desk import Asked, Desk, View
-from deploy.page.shown import (
+from deploy.page.sessions import Asked, PageServer, View
+from deploy.page.text import (
     KEPT_S,
     ArmRow,
     Change,
@@ -77,20 +77,20 @@ class Overview:
     """Nothing has been asked yet."""
 
 
-def overview_views(desk: Desk) -> dict[str, View]:
+def overview_views(server: PageServer) -> dict[str, View]:
     async def whole(asked: Asked) -> Response:
-        found = await _read(desk, asked, looks=True)
-        response = _show(desk, asked, "overview.html", found, _tag(desk, asked, found))
+        found = await _read(server, asked, looks=True)
+        response = _show(server, asked, "overview.html", found, _tag(server, asked, found))
         _remember(response, found.looked)
         return response
 
     async def live(asked: Asked) -> Response:
         """The same without its frame, for a page that is open; 204 when nothing has changed."""
-        found = await _read(desk, asked, looks=False)
-        tag = _tag(desk, asked, found)
+        found = await _read(server, asked, looks=False)
+        tag = _tag(server, asked, found)
         if asked.query.get("tag") == tag:
             return Response(status_code=204)
-        return _show(desk, asked, "live.html", found, tag)
+        return _show(server, asked, "live.html", found, tag)
 
     async def seen(asked: Asked) -> Response:
         lost = lost_captures(await asked.ask.get(FunnelOut, "funnel"))
@@ -101,7 +101,9 @@ def overview_views(desk: Desk) -> dict[str, View]:
     return {"whole": whole, "live": live, "seen": seen}
 
 
-async def read_figures(desk: Desk, asked: Asked, canary: CanaryOut | None) -> Mapping[str, Any]:
+async def read_figures(
+    server: PageServer, asked: Asked, canary: CanaryOut | None
+) -> Mapping[str, Any]:
     """Return the figures of a canary's evidence, for visitors who may not read what was said.
 
     The API asks for the scope `content`, because it shows the answers of the gate in the same
@@ -109,26 +111,26 @@ async def read_figures(desk: Desk, asked: Asked, canary: CanaryOut | None) -> Ma
     """
     if canary is None or not is_adapter_name(canary.canary_id):  # damaged: control ends it
         return {}
-    ask = desk.ask_as(asked.request, Grant("page", EVERY_SCOPE), asked.line)
+    ask = server.ask_as(asked.request, Grant("page", EVERY_SCOPE), asked.line)
     found = await ask.get(EvidenceOut, "canaries", canary.canary_id, "evidence")
     return found.evidence
 
 
-async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
+async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
     ask, now = asked.ask, asked.now
     # First: a change that comes while the others are read is told to the page again.
     audit = await ask.get(Page[AuditOut], "audit", limit=NEWEST)
     status = await ask.get(StatusOut, "status")
     funnel = await ask.get(FunnelOut, "funnel")
     canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
-    evidence = await read_figures(desk, asked, status.canary)
+    evidence = await read_figures(server, asked, status.canary)
     lost = lost_captures(funnel)
     looked = read_looked(asked.request.cookies.get(LOOKED), now)
     looked = looked.again(now, lost) if looks or looked.last <= 0.0 else looked
     candidates = {one.canary_id: one.candidate for one in canaries.items}
     waits = ""
     if status.canary is not None:
-        waits = waits_for(status.canary, evidence, desk.context.rules)
+        waits = waits_for(status.canary, evidence, server.context.rules)
     lost_now = max(0, lost - looked.lost_before)
     rows = [row for row in audit.items if is_of_line(row, asked.line, candidates)]
     return Overview(
@@ -157,12 +159,12 @@ async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
     )
 
 
-def _show(desk: Desk, asked: Asked, template: str, found: Overview, tag: str) -> Response:
-    return desk.html(asked, template, found=found, tag=tag, live_s=LIVE_S)
+def _show(server: PageServer, asked: Asked, template: str, found: Overview, tag: str) -> Response:
+    return server.html(asked, template, found=found, tag=tag, live_s=LIVE_S)
 
 
-def _tag(desk: Desk, asked: Asked, found: Overview) -> str:
-    return desk.tag(asked, "live.html", found=found, live_s=LIVE_S)
+def _tag(server: PageServer, asked: Asked, found: Overview) -> str:
+    return server.tag(asked, "live.html", found=found, live_s=LIVE_S)
 
 
 def _remember(response: Response, looked: Looked) -> None:
@@ -179,22 +181,22 @@ MOST_STEPS = 2_000
 """Steps of a run that are read for its curves."""
 
 
-def record_views(desk: Desk) -> dict[str, View]:
+def record_views(server: PageServer) -> dict[str, View]:
     async def canaries(asked: Asked) -> Response:
         found = await _page(asked, CanaryOut, "canaries")
-        return desk.html(asked, "canaries.html", found=found)
+        return server.html(asked, "canaries.html", found=found)
 
     async def canary(asked: Asked) -> Response:
         canary_id = asked.part("canary_id")
         one = await asked.ask.get(CanaryOut, "canaries", canary_id)
         etag = await asked.ask.etag("canaries", canary_id)
-        figures = await read_figures(desk, asked, one)
+        figures = await read_figures(server, asked, one)
         told = None
         if asked.visitor.may("content"):
             told = await asked.ask.get(EvidenceOut, "canaries", canary_id, "evidence")
         difference = None
         if told is not None:
-            rules, quality = desk.context.rules, figures.get("quality")
+            rules, quality = server.context.rules, figures.get("quality")
             ends = quality if isinstance(quality, dict) else {}
             difference = difference_chart(
                 (
@@ -205,7 +207,7 @@ def record_views(desk: Desk) -> dict[str, View]:
                 made=told.comparisons_made,
                 whole=(ends.get("low"), ends.get("high")),
             )
-        return desk.html(
+        return server.html(
             asked,
             "canary.html",
             canary=one,
@@ -218,28 +220,30 @@ def record_views(desk: Desk) -> dict[str, View]:
 
     async def funnel(asked: Asked) -> Response:
         found = await asked.ask.get(FunnelOut, "funnel")
-        return desk.html(asked, "funnel.html", found=found)
+        return server.html(asked, "funnel.html", found=found)
 
     async def groups(asked: Asked) -> Response:
         status = asked.query.get("status", "")
         found = await _page(asked, GroupOut, "groups", status=status)
-        return desk.html(asked, "groups.html", found=found, status=status, statuses=GROUP_STATUSES)
+        return server.html(
+            asked, "groups.html", found=found, status=status, statuses=GROUP_STATUSES
+        )
 
     async def group(asked: Asked) -> Response:
         found = await asked.ask.get(GroupDetailOut, "groups", asked.part("group_id"))
         exchange = await asked.ask.get(ExchangeOut, "exchanges", found.exchange_id)
-        return desk.html(asked, "group.html", group=found, exchange=exchange)
+        return server.html(asked, "group.html", group=found, exchange=exchange)
 
     async def runs(asked: Asked) -> Response:
         found = await _page(asked, RunOut, "runs")
         status = await asked.ask.get(StatusOut, "status")
         etag = await asked.ask.etag("learner")
-        return desk.html(
+        return server.html(
             asked,
             "runs.html",
             found=found,
             learner=status.learner,
-            by_hand=desk.context.by_hand,
+            by_hand=server.context.by_hand,
             etag=etag,
         )
 
@@ -247,15 +251,15 @@ def record_views(desk: Desk) -> dict[str, View]:
         run_id = asked.part("run_id")
         found = await asked.ask.get(RunOut, "runs", run_id)
         steps = await _steps(asked, run_id)
-        return desk.html(asked, "run.html", run=found, charts=run_charts(steps), steps=steps)
+        return server.html(asked, "run.html", run=found, charts=run_charts(steps), steps=steps)
 
     async def adapters(asked: Asked) -> Response:
         found = await _page(asked, AdapterOut, "adapters")
-        return desk.html(asked, "adapters.html", found=found)
+        return server.html(asked, "adapters.html", found=found)
 
     async def audit(asked: Asked) -> Response:
         found = await _page(asked, AuditOut, "audit")
-        return desk.html(asked, "audit.html", found=found)
+        return server.html(asked, "audit.html", found=found)
 
     return {
         "canaries": canaries,

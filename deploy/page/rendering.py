@@ -1,11 +1,4 @@
-"""When did users get a rollback: told by each proxy, and measured on the traffic that was recorded.
-
-Each process of a proxy writes when it took a routing table (`sidecar.routing.source`): from
-then on every new request follows it. The recorded requests show the same from the users' side: the
-first one that the new champion answered, and those that the old one answered although they came in
-later. Requests that were not recorded are not seen, nor is which proxy relayed one. All times are
-by the clocks of the proxies.
-"""
+"""Render pages, read their forms, and ask the admin API in the visitor's name."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ from deploy.admin.auth import TooLargeError, TooSlowError
 from deploy.admin.client import is_of_a_line
 from deploy.admin.wire import UnreadableError, check_text
 from deploy.errors import DeployError
-from deploy.page import shown
+from deploy.page.text import clock, differences, iso, length, percent, share, short, short_length
 from deploy.records import LOADS, comes_next
 from deploy.registry import audit
 from ingest.verifiers.records import check_words
@@ -94,13 +87,13 @@ class Templates:
         )
         self._environment.filters.update(
             clock=_clock,
-            iso=shown.iso,
-            length_of=shown.length,
-            measured=shown.short_length,
-            short=shown.short,
-            percent=shown.percent,
-            share=shown.share,
-            differences=shown.differences,
+            iso=iso,
+            length_of=length,
+            measured=short_length,
+            short=short,
+            percent=percent,
+            share=share,
+            differences=differences,
             counted=counted,
             host=hide_in_url,
             text=message_text,
@@ -124,7 +117,7 @@ def _load(path: Path, media_type: str) -> StaticFile:
 
 @pass_context
 def _clock(context: Context, at: object) -> str:
-    return shown.clock(at, context.get("now", time.time()))
+    return clock(at, context.get("now", time.time()))
 
 
 def commands_as_code(text: str) -> Markup:
@@ -300,7 +293,12 @@ MARGIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstReply:
-    """What the recorded traffic shows of a rollback."""
+    """What the recorded traffic shows of a rollback: the first request that the new champion
+    answered, and those that the old one answered although they came in later.
+
+    Requests that were not recorded are not seen, nor is which proxy relayed one. All times are by
+    the clocks of the proxies.
+    """
 
     exchange_id: str | None
     """The first request that came in after it and that its target answered; None: none yet."""

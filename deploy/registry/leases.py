@@ -209,7 +209,7 @@ def _words(told: object) -> str:
     return told if isinstance(told, str) else repr(told)[:255]
 
 
-# Since when each loaded adapter is wanted by nothing, for each vLLM: kept in the store.
+# When each loaded adapter was last needed, per vLLM.
 
 
 def read_since(session: Session, replica: str) -> dict[str, float]:

@@ -66,7 +66,8 @@ class Derived:
 def derive(session: Session, placed: Sequence[Placed], regrouped: Sequence[Family]) -> Derived:
     """Return what exchanges that are placed now show, and families whose members have moved.
 
-    session: may be a reader's. placed: with their kin after the last of them was placed.
+    session: may be a reader's. placed: with their siblings, after the whole batch has
+        sessions.
     Most exchanges have no siblings and no failed tool: nothing is read for them.
     """
     known = {one.stored.exchange.exchange_id: one.stored for one in placed}

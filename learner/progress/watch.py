@@ -415,13 +415,13 @@ ENDS: dict[str, End] = {"finished": "ok", "skipped": "ok", "failed": "failed"}
 """`training_run.status` -> the end."""
 
 
-# What runs lack on the learner's machine, as it found at its start, told to the other processes.
+# What runs need and the learner's machine does not have. The next successful run clears it.
 
-LACKS_FLAG = "learner_lacks"
+MISSING_FLAG = "learner_lacks"
 """A line for each; empty: nothing is known to be lacking."""
 
 
-class Lack(NamedTuple):
+class Missing(NamedTuple):
     """One thing that a run needs and does not have here."""
 
     setting: str
@@ -431,7 +431,7 @@ class Lack(NamedTuple):
     """`error`: no run can work. `warning`: it works with less, or once others leave the device."""
 
 
-def note_lacks(lacks: Sequence[Lack], database: Database, *, now: float) -> None:
+def note_missing(lacks: Sequence[Missing], database: Database, *, now: float) -> None:
     """Log what runs lack, and store it for `sidecar status`. now: Unix seconds.
 
     Raises: StoreError.
@@ -440,16 +440,16 @@ def note_lacks(lacks: Sequence[Lack], database: Database, *, now: float) -> None
         event = "learner_cannot_run" if one.level == "error" else "learner_lacks"
         log.warning(event, setting=one.setting, why=one.why)
     with database.write(alone=False) as session:
-        write_lacks(session, lacks, now=now)
+        write_missing(session, lacks, now=now)
 
 
-def write_lacks(session: Session, lacks: Sequence[Lack], *, now: float) -> None:
+def write_missing(session: Session, lacks: Sequence[Missing], *, now: float) -> None:
     """Store what runs lack; nothing: none is known to lack any more."""
     text = "\n".join(" ".join(f"{one.setting}: {one.why}".split()) for one in lacks)
-    if (get_flag(session, LACKS_FLAG) or "") != text:
-        set_flag(session, LACKS_FLAG, text, now=now)
+    if (get_flag(session, MISSING_FLAG) or "") != text:
+        set_flag(session, MISSING_FLAG, text, now=now)
 
 
-def read_lacks(session: Session) -> list[str]:
+def read_missing(session: Session) -> list[str]:
     """Return what runs lack, a sentence each, with the setting in front."""
-    return (get_flag(session, LACKS_FLAG) or "").splitlines()
+    return (get_flag(session, MISSING_FLAG) or "").splitlines()

@@ -2,9 +2,9 @@
 
 Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
-`learner_run_requested` ("1" or "0"). What it decides is told in a flag too (`told`). A scheduled
-time that came round stays due, also over a restart, until a run starts or too few groups wait; it
-is due again when that run failed or found no room (`hold`).
+`learner_run_requested` ("1" or "0"). Its newest decision is in a flag too (`ScheduleStatus`). A
+scheduled time that came round stays due, also over a restart, until a run starts or too few groups
+wait; it is due again when that run failed or found no room (`hold`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 
 from learner.command import learner_command
 from learner.errors import ParentError
-from learner.progress.watch import write_lacks
+from learner.progress.watch import write_missing
 from learner.runs.interrupted import GOES_ON
 from learner.runs.runs import abandon, can_go_on, find_parent, is_dead, unfinished
 from learner.runs.source import blame_for_death, count_fresh
@@ -126,12 +126,12 @@ def ended_words(code: int) -> str:
     return f"was killed ({name})"
 
 
-# What the schedule does now, told to the other processes in a flag of the store.
+# The schedule's newest decision, published in a flag of the store for status and the page.
 
 SCHEDULE_FLAG = "learner_schedule"
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest decision of the schedule."""
 
     kind: str
@@ -143,16 +143,18 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds when the hold after the last run ends; None: none holds."""
 
 
-def write_told(session: Session, told: Told, line: str) -> None:
-    """line: name of the line of adapters whose schedule tells."""
-    set_flag(session, flag_of(SCHEDULE_FLAG, line), msgspec.json.encode(told).decode(), now=told.at)
+def write_schedule_status(session: Session, status: ScheduleStatus, line: str) -> None:
+    """line: name of the line of adapters whose schedule it is."""
+    set_flag(
+        session, flag_of(SCHEDULE_FLAG, line), msgspec.json.encode(status).decode(), now=status.at
+    )
 
 
-def read_told(session: Session, line: str) -> Told | None:
+def read_schedule_status(session: Session, line: str) -> ScheduleStatus | None:
     """Return the newest decision of a line; None before the first, and for a damaged one."""
     found = get_flag(session, flag_of(SCHEDULE_FLAG, line))
     try:
-        return msgspec.json.decode(found or "null", type=Told | None)
+        return msgspec.json.decode(found or "null", type=ScheduleStatus | None)
     except msgspec.MsgspecError:
         return None
 
@@ -165,7 +167,7 @@ DUE_FLAG = "learner_due"
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
-TOLD_S = 60.0
+STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit, as `learner.once` writes it."""
@@ -243,7 +245,7 @@ class Schedule:
         """True when the child process was started for a scheduled time, not only on request."""
         self._hold = Hold()
         self._logged: Decision | None = None
-        self._told: Told | None = None
+        self._status: ScheduleStatus | None = None
 
     def turn(self) -> None:
         """Mark a run as due; called at each scheduled time."""
@@ -314,18 +316,20 @@ class Schedule:
             self._clean = True
 
     def _tell(self, decision: Decision) -> None:
-        """Write the decision for the other processes, when it is new or was told long ago."""
-        now, told = self._clock(), self._told
-        new = Told(kind=decision.kind, why=decision.why, at=now, again_at=decision.again_at)
+        """Write the decision for the other processes, when it is new or was written long ago."""
+        now, status = self._clock(), self._status
+        new = ScheduleStatus(
+            kind=decision.kind, why=decision.why, at=now, again_at=decision.again_at
+        )
         if (
-            told is not None
-            and 0 <= now - told.at < TOLD_S
-            and structs.replace(new, at=told.at) == told
+            status is not None
+            and 0 <= now - status.at < STATUS_S
+            and structs.replace(new, at=status.at) == status
         ):
             return
-        self._told = new
+        self._status = new
         with self._database.write(alone=False) as session:
-            write_told(session, self._told, self.line.name)
+            write_schedule_status(session, self._status, self.line.name)
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
@@ -352,7 +356,7 @@ class Schedule:
                 self._say_killed(session, code)
             why = get_flag(session, flag_of(NO_ROOM_FLAG, self.line.name)) or ""
             if code == TRAINED:
-                write_lacks(session, (), now=self._clock())
+                write_missing(session, (), now=self._clock())
             hold.begin(code, now=self._clock(), no_room=why)
             again = self._of_turn and hold.tries_again(goes_on=goes_on)
             if again:

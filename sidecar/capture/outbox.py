@@ -5,8 +5,7 @@ the reader confirms that it is stored, so either process may die at any time: WA
 was committed, and each commit of a writer is synced to the disk (docs/durability.md). When the file
 is deleted or moved, both sides notice at their next step, because the path no longer leads to the
 file that they have open, and open a new one. One writer counts the unread records of the lost file.
-Several processes may write. The reader gives the space of deleted records back to the disk
-(`outbox_space`).
+Several processes may write. The reader gives the space of deleted records back to the disk.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ lost and skipped grows by one.
 The thread shares the interpreter with the relay. Python can switch threads between any two of its
 instructions, so only the length of a single call into C matters: streams are parsed in runs of at
 most 64 kB, and batches are limited in bytes as well as in number. If the thread also shares a CPU
-core with the relay, `yielding.py` limits how long it works at a stretch.
+core with the relay, `CooperativeYield` limits how long it works at a stretch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from sidecar.relay.best_of import (
 from sidecar.relay.context import FREE_BYTES, ClientRequest, RelayContext, RequestHead
 from sidecar.relay.ending import FlightRecord
 from sidecar.relay.flight import Flight
-from sidecar.relay.plan import Circumstances, Plan, plan_request
+from sidecar.relay.plan import Plan, RequestContext, plan_request
 from sidecar.relay.ports import ClientSide
 from sidecar.relay.refusals import (
     Destination,
@@ -174,7 +174,7 @@ def _receive_model_request(
         rule,
         request.body,
         headers,
-        Circumstances(
+        RequestContext(
             routing,
             skip_reason,
             admission.project,

@@ -79,7 +79,7 @@ class FlightRecord:
         self.fell_back = False
         """The canary failed before the first byte; the champion answers in its place."""
         self.added = 0
-        """Kinds of additions that were sent (`own_fields`)."""
+        """Kinds of additions that were sent (`OwnFields`)."""
         self.strip: Strip = STRIP_NOTHING
         """The reply fields that were asked for on the sidecar's account."""
         self.plainly = False

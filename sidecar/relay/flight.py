@@ -6,7 +6,7 @@ the upstream connection owns the reply's framing, and `ClientReply` owns the cli
 - A replica that cannot be reached was sent nothing, so another one is asked (`attempt.py`).
 - An adapter that vLLM does not know is replaced by the same one on another replica, else by the
   champion, else by the base.
-- A request with additions of the sidecar's (`own_fields`) that vLLM answers with 400 or more, or
+- A request with additions of the sidecar's (`OwnFields`) that vLLM answers with 400 or more, or
   with an error where the answer should begin, or that it breaks off before a byte went to the
   client, is sent again as the client sent it. The client gets that reply, whatever it is. A failed
   request has no effect that the second could repeat.

@@ -182,7 +182,7 @@ class RequestPeek:
         )
 
     @property
-    def asks_nothing_of_ours(self) -> bool:
+    def has_no_injected_fields(self) -> bool:
         """`return_token_ids` and `logprobs` are absent from the body, even as false."""
         return self._fields.return_token_ids is _UNSET and self._fields.logprobs is _UNSET
 

@@ -39,7 +39,7 @@ SESSION_HEADER: Final = b"x-sidecar-session"
 USER_HEADER: Final = b"x-sidecar-user"
 
 
-class Circumstances:
+class RequestContext:
     """What a plan depends on, apart from the request itself."""
 
     __slots__ = (
@@ -127,7 +127,7 @@ class Plan:
         address_hash: str = "",
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
-        kinds: of what is added on the sidecar's account (`own_fields`).
+        kinds: of what is added on the sidecar's account (`OwnFields`).
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
         strip: the reply fields that only the sidecar asked for.
@@ -177,7 +177,7 @@ class Plan:
         kept = old if same_model and peek.model else None
         new = kept if kept is not None else b'"%b"' % route.upstream_model.encode()
         may_splice = not strip.usage or not peek.says_stream_options
-        if old is not None and may_splice and peek.asks_nothing_of_ours:
+        if old is not None and may_splice and peek.has_no_injected_fields:
             spliced = splice_request(peek.body, old, new, self._in_front(strip))
             if spliced is not None:
                 return spliced
@@ -201,10 +201,10 @@ class Plan:
 
 
 def plan_request(
-    rule: SurfaceRule, body: bytes, headers: RequestHeaders, around: Circumstances
+    rule: SurfaceRule, body: bytes, headers: RequestHeaders, context: RequestContext
 ) -> Plan | Refusal:
     """Plan a request, or refuse it as vLLM would."""
-    routing = around.routing
+    routing = context.routing
     try:
         peek = peek_request(body, routing.public_name)
     except UnreadableBodyError as error:
@@ -212,28 +212,28 @@ def plan_request(
     public = routing.public_name.text
     if peek.model is not None and peek.model != public:
         return unknown_model(peek.model, public, rule.surface)
-    reason = around.skip_reason if rule.captured else "surface"
+    reason = context.skip_reason if rule.captured else "surface"
     if reason is None and not _is_valid(rule, peek):
         reason = "not_valid"
     user = key = ""
-    if reason is None or around.needs_session or (rule.adapted and routing.splits):
+    if reason is None or context.needs_session or (rule.adapted and routing.splits):
         aside = headers.aside
         user = short_name(header_name(aside.get(USER_HEADER)) or peek.user)
-        key = _session_key(peek, headers, user, around)
-    if around.pinned is not None:
-        routes: tuple[Assignment, ...] = (around.pinned,)
+        key = _session_key(peek, headers, user, context)
+    if context.pinned is not None:
+        routes: tuple[Assignment, ...] = (context.pinned,)
         reason = reason or "pinned"
     else:
         routes = routing.routes(key) if rule.adapted else routing.base
-    strip = _strip(rule, peek, captured=reason is None, metered=around.metered)
+    strip = _strip(rule, peek, captured=reason is None, metered=context.metered)
     kinds = CAPTURE if strip.token_ids or strip.logprobs else 0
-    if strip.usage or (around.metered and ACCEPT_ENCODING in headers.aside):
+    if strip.usage or (context.metered and ACCEPT_ENCODING in headers.aside):
         kinds |= USAGE
-    hides_arm = routing.splits and not around.operator
+    hides_arm = routing.splits and not context.operator
     same_form = hides_arm and rule.adapted and (routes[0].arm == "canary" or not peek.streams)
     address_hash = ""
-    if routing.splits and not around.key_id:
-        address_hash = hash_of_address(around.address, routing.table.salt)
+    if routing.splits and not context.key_id:
+        address_hash = hash_of_address(context.address, routing.table.salt)
     return Plan(
         rule,
         peek,
@@ -242,8 +242,8 @@ def plan_request(
         user=user,
         routes=routes,
         skip_reason=reason,
-        metered=around.metered,
-        canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
+        metered=context.metered,
+        canary_tag=routing.canary_tag if rule.adapted and context.pinned is None else NO_CANARY,
         strip=strip,
         kinds=kinds,
         hides_arm=hides_arm,
@@ -253,9 +253,9 @@ def plan_request(
 
 
 def _session_key(
-    peek: RequestPeek, headers: RequestHeaders, user: str, around: Circumstances
+    peek: RequestPeek, headers: RequestHeaders, user: str, context: RequestContext
 ) -> str:
-    project, key_id = around.project, around.key_id
+    project, key_id = context.project, context.key_id
     header = header_name(headers.aside.get(SESSION_HEADER))
     if header:
         return session_key(header=header, user=user, project=project)
@@ -263,12 +263,12 @@ def _session_key(
     name = header_name(headers.session_name) if rank < ANY_CLIENT else peek.agent_session()
     if name:
         return session_key(header=None, user=user, name=name, project=project, key_id=key_id)
-    opening, goes_on = peek.opening(around.known.marks)
+    opening, goes_on = peek.opening(context.known.marks)
     hint = peek.cache_key()
     name = header_name(headers.session_name) or peek.session_name()
     if name:
         key = session_key(header=None, user=user, name=name, project=project, key_id=key_id)
-        if not around.known.is_shared(key, opening, goes_on=goes_on):
+        if not context.known.is_shared(key, opening, goes_on=goes_on):
             return key
         hint = name
     return session_key(

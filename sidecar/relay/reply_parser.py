@@ -1,7 +1,7 @@
 """Parse the replies of one upstream connection and hand their pieces on. No IO.
 
 llhttp does the work, but for what needs no parser: a head that is the connection's last one once
-more (`known_head.py`), the body of a known length behind it, and a read of a stream that is whole
+more (`heads.py`), the body of a known length behind it, and a read of a stream that is whole
 chunks and nothing else. llhttp is then left where it stands, between two messages or two chunks.
 """
 

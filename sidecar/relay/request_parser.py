@@ -8,7 +8,7 @@ Host, a target with a fragment.
 `Upgrade` is ignored, as RFC 9110 section 7.8 allows: Java's HTTP client sends `Upgrade: h2c` with
 its first request, and goes on in HTTP/1.1 when it gets no 101.
 
-A head that repeats the connection's last one is not parsed again (`known_head.py`).
+A head that repeats the connection's last one is not parsed again (`heads.py`).
 """
 
 from __future__ import annotations

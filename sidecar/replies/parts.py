@@ -1,6 +1,6 @@
 """What is read from a reply, in one form for all surfaces. Pure.
 
-Each kind of surface has a reader (`choices.py`, `items.py`, `blocks.py`). All return assistant
+Each kind of surface has a reader (`choices.py`, `items.py`, and here). All return assistant
 messages in the form of chat completions, and what vLLM reported about the sampling.
 """
 

@@ -1,7 +1,7 @@
 """Take a failing canary out at once in every worker, without capture, ingest, store or control.
 
 Each worker counts the replies of both arms in its own row of shared memory, and tests the sum of
-all rows after every canary reply (`breaker_rule.py`). The worker whose test fails writes the
+all rows after every canary reply (`ExcessTest`). The worker whose test fails writes the
 canary's tag into the shared first cell. Every worker reads that cell before it assigns a request,
 so the next request goes to the champion.
 

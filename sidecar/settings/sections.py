@@ -137,7 +137,7 @@ class Proxy(Section):
     health_interval_s: Interval = 2.0
     """How often each vLLM is asked for its health and its adapters."""
     drain_timeout_s: Annotated[
-        float, Between(0, 86_400, "0 cuts them at once; a stop that takes a day is none", "s")
+        float, Between(0, 86_400, "0 closes connections immediately; at most one day", "s")
     ] = 20.0
     """At the end, replies in flight have this long to finish."""
     shutdown_delay_s: Annotated[float, Between(0, 3_600, "a stop must end", "s")] | None = None

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from learner import ready
 from learner.__main__ import main
-from learner.progress.watch import read_lacks
+from learner.progress.watch import read_missing
 from learner.schedule import loop
 from learner.schedule import loop as measuring
 from sidecar.store.database import Database
@@ -116,7 +116,7 @@ def test_what_runs_lack_is_said_at_the_start_and_stored_until_one_trains(
 
     def lacks() -> list[str]:
         with store.read() as session:
-            return read_lacks(session)
+            return read_missing(session)
 
     def measure(base: str, more: str) -> list[tuple[str, str]]:
         text = f'{kept}{more}\n[serving]\nmodel = "m"\nbase_model_path = "{base}"\n'

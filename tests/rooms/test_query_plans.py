@@ -63,7 +63,7 @@ SCANS = {
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "deploy/admin/records.py:_add_groups.<locals>.groups": NEWEST,
     "deploy/admin/records.py:_add_history.<locals>.audit": NEWEST,
-    "deploy/doctor/look.py:read_recent": NEWEST,
+    "deploy/doctor/collect.py:read_recent": NEWEST,
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/best_of.py:any_scores": "one row",
     "ingest/noise/windows.py:count_waiting": "what waits, by an index of that alone, with a limit",

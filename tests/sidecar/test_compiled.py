@@ -42,7 +42,7 @@ print(json.dumps([importlib.import_module(name).__file__ for name in sys.argv[1:
 """
 SLOW_STEPS = """
 import json, pathlib, sys
-from sidecar.relay.payload import spans as json_spans
+from sidecar.relay import request_edit as json_spans
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.request_edit import splice_request
 from sidecar.relay.peek import peek_request
@@ -243,7 +243,7 @@ def test_without_a_compiler_the_tree_runs_on_its_sources_unless_compiled_is_aske
 def test_a_changed_source_is_compiled_anew(sources: Path) -> None:
     before = stamp(sources)
 
-    with (sources / "sidecar" / "relay" / "http1" / "sse.py").open("a") as source:
+    with (sources / "sidecar" / "relay" / "reply_parser.py").open("a") as source:
         source.write("# changed\n")
 
     assert stamp(sources) != before == stamp(ROOT)

@@ -33,7 +33,7 @@ from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.canary.gate_answers import Drawing
 from deploy.cli.main import main
-from deploy.doctor.look import look
+from deploy.doctor.collect import collect
 from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.outside.checking import MetricChecks
@@ -903,7 +903,7 @@ def _commands(use: _Use) -> None:
         assert code in codes, (words, code)
         return out.getvalue()
 
-    assert look(use.settings, online=False, limit_s=600.0).store is not None
+    assert collect(use.settings, online=False, limit_s=600.0).store is not None
     command("lineage", str(VERSIONS - 1))
     command("exchanges", "ls", "--user", "nobody")
     command("exchanges", "ls", "--session", "nobody")

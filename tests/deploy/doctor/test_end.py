@@ -8,7 +8,7 @@ import sys
 HANGS = """
 import asyncio, sys, threading
 import deploy.cli.main as command
-from deploy.doctor.look import run_checks
+from deploy.doctor.collect import run_checks
 
 def hang():
     asyncio.run(asyncio.to_thread(threading.Event().wait))

@@ -279,7 +279,7 @@ def test_groups_that_the_next_run_takes_are_waited_for_and_no_fault(
     sidecar: Sidecar, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the test before, with a learner that runs and has a time."""
-    monkeypatch.setattr("deploy.doctor.look._held", lambda _, name: name == "learn")
+    monkeypatch.setattr("deploy.doctor.collect._held", lambda _, name: name == "learn")
     sidecar.configure(
         learner={"min_groups": 2, "max_groups": 2, "schedule": "cron", "cron": "0 3 * * *"}
     )

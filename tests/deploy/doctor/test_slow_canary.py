@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.doctor.look import Diagnosis, LineFacts
+from deploy.doctor.collect import Diagnosis, LineFacts
 from deploy.doctor.rules import of_lines
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.doctor.look import Facts, Recent, StoreFacts
+from deploy.doctor.collect import Facts, Recent, StoreFacts
 from deploy.doctor.report import report_lines
 from deploy.doctor.rules import diagnose, waits_for
 from deploy.funnel import STAGES, Funnel, Name, Stage

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.canary.controller import quality_facts
 from deploy.evidence.quality import Group, Quality, add_group
-from deploy.page.shown import Chart, Compared, difference_chart, evidence_rows
+from deploy.page.text import Chart, Compared, difference_chart, evidence_rows
 from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import CanaryRow, GateComparisonRow

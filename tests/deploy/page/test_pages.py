@@ -11,8 +11,8 @@ import pytest
 
 from deploy.page.rendering import FOLDER, HEADERS, POLICY, commands_as_code
 from deploy.registry import transitions
-from learner.progress.watch import Lack, write_lacks
-from learner.schedule.loop import Told, write_told
+from learner.progress.watch import Missing, write_missing
+from learner.schedule.loop import ScheduleStatus, write_schedule_status
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
 from support import page_history
@@ -71,10 +71,12 @@ async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
     follows = words_of((await browser.get("/runs")).text)
     object.__setattr__(browser.context, "by_hand", True)
     now = world.clock()
-    told = Told(kind="no_room", why="a run needs about 16.4 GB", at=now, again_at=now + 600.0)
+    told = ScheduleStatus(
+        kind="no_room", why="a run needs about 16.4 GB", at=now, again_at=now + 600.0
+    )
     with world.database.write() as session:
-        write_told(session, told, "m")
-        write_lacks(session, [Lack("learner.device", "it cannot be used")], now=now)
+        write_schedule_status(session, told, "m")
+        write_missing(session, [Missing("learner.device", "it cannot be used")], now=now)
 
     by_hand = words_of((await browser.get("/runs")).text)
 
@@ -218,7 +220,7 @@ def test_no_template_marks_anything_as_safe() -> None:
 
 
 async def test_only_static_files_are_served_and_no_others(browser: Browser) -> None:
-    for name in ("..%2Fdoor.py", "%2e%2e/door.py", "THIRD_PARTY.txt", "page.css%00"):
+    for name in ("..%2Fmount.py", "%2e%2e/mount.py", "THIRD_PARTY.txt", "page.css%00"):
         assert (await browser.get(f"/static/{name}")).status_code in (400, 404), name
 
 

@@ -20,7 +20,7 @@ from deploy.admin.models import (
 from deploy.admin.out import FunnelOut, PileUpOut, StageOut
 from deploy.funnel import PileUp
 from deploy.page.attention import needs
-from deploy.page.shown import (
+from deploy.page.text import (
     AWAY_S,
     MOST_POINTS,
     MOST_ROWS,

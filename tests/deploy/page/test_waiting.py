@@ -13,7 +13,7 @@ from deploy.cli.status import status_lines
 from deploy.evidence.live import Approval, Check, MetricState, add_check
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.page.attention import Need, needs
-from deploy.page.shown import headline, waits_for
+from deploy.page.text import headline, waits_for
 from deploy.records import LOADS, Canary
 from deploy.registry import transitions
 from deploy.registry.canary_rule import ArmCounts, Decision, Move, RampEvidence, decide

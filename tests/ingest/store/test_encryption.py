@@ -385,7 +385,7 @@ KILLED = """
 import os, signal, sys
 from ingest.store.rotation import rotate
 from sidecar.store.database import Database
-from sidecar.store.disk import traces
+from sidecar.store import traces
 from sidecar.store.keyring import Keyring, sealed_size
 import ingest.store.rotation as rotation
 rotation.WRITTEN_ROWS = 3

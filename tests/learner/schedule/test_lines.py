@@ -14,7 +14,13 @@ from learner.resume import present_holder
 from learner.runs.material import claim
 from learner.runs.runs import find_parent, open_run, take_over
 from learner.runs.source import count_fresh, waiting_groups
-from learner.schedule.loop import PAUSED_FLAG, REQUESTED_FLAG, InTurn, Schedule, read_told
+from learner.schedule.loop import (
+    PAUSED_FLAG,
+    REQUESTED_FLAG,
+    InTurn,
+    Schedule,
+    read_schedule_status,
+)
 from sidecar.lines import flag_of
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -70,7 +76,7 @@ class Device:
 
     def told(self, line: str) -> str:
         with self.database.read() as session:
-            told = read_told(session, line)
+            told = read_schedule_status(session, line)
         assert told is not None
         return f"{told.kind}: {told.why}"
 

@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner import once
-from learner.progress.watch import Lack, read_lacks, write_lacks
+from learner.progress.watch import Missing, read_missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
@@ -32,8 +32,8 @@ from learner.schedule.loop import (
     TRIES,
     ChildProcess,
     Schedule,
-    Told,
-    read_told,
+    ScheduleStatus,
+    read_schedule_status,
     start_clock,
 )
 from sidecar.errors import SettingsError
@@ -205,7 +205,7 @@ def test_a_run_without_room_waits_ten_minutes_and_says_why(
     assert decision is not None
     assert (decision.kind, decision.why) == ("no_room", "a run needs about 16.4 GB on cuda:0")
     with database.read() as session:
-        told = read_told(session, "m")
+        told = read_schedule_status(session, "m")
     assert told is not None
     assert (told.kind, told.why, told.again_at) == (decision.kind, decision.why, again_at)
     clock.now += 599.0
@@ -258,9 +258,9 @@ def test_a_turn_whose_run_fails_is_tried_again_until_it_has_failed_too_often(
 def test_a_run_that_trains_ends_what_was_found_lacking(
     world: MakeWorld, database: Database, clock: Clock
 ) -> None:
-    lack = Lack("learner.device", "it cannot be used")
+    lack = Missing("learner.device", "it cannot be used")
     with database.write() as session:
-        write_lacks(session, [lack], now=clock.now)
+        write_missing(session, [lack], now=clock.now)
     here = world()
     found = []
     for code in (5, 0):
@@ -269,7 +269,7 @@ def test_a_run_that_trains_ends_what_was_found_lacking(
         here.children[-1].code = code
         here.poll()
         with database.read() as session:
-            found.append(read_lacks(session))
+            found.append(read_missing(session))
 
     assert found == [["learner.device: it cannot be used"], []]
 
@@ -307,25 +307,25 @@ def test_a_request_does_not_wait_for_idle_users(world: MakeWorld) -> None:
 def test_the_decision_is_told_when_it_changes_and_each_minute(
     world: MakeWorld, database: Database, clock: Clock
 ) -> None:
-    def told() -> Told | None:
+    def told() -> ScheduleStatus | None:
         with database.read() as session:
-            return read_told(session, "m")
+            return read_schedule_status(session, "m")
 
     here = world(schedule="manual")
     assert told() is None
 
     here.poll()
-    first = Told(kind="not_due", why="the schedule has not come round", at=clock.now)
+    first = ScheduleStatus(kind="not_due", why="the schedule has not come round", at=clock.now)
     assert told() == first
     clock.now += 59.0
     here.poll()
     assert told() == first
     clock.now += 1.0
     here.poll()
-    assert told() == Told(kind=first.kind, why=first.why, at=clock.now)
+    assert told() == ScheduleStatus(kind=first.kind, why=first.why, at=clock.now)
     here.flag(PAUSED_FLAG, "1")
     here.poll()
-    assert told() == Told(kind="paused", why="paused by the operator", at=clock.now)
+    assert told() == ScheduleStatus(kind="paused", why="paused by the operator", at=clock.now)
     here.flag(SCHEDULE_FLAG, "{")
     assert told() is None
 

@@ -405,7 +405,7 @@ def check_peek(peek: RequestPeek) -> None:
     assert isinstance(peek.agent_session(), str)
     assert isinstance(peek.user, str)
     assert (peek.model is None) or peek.model in [v for k, v in before if k == "model"]
-    if peek.model_json is None or not peek.asks_nothing_of_ours:
+    if peek.model_json is None or not peek.has_no_injected_fields:
         return
     new, front = b'"other"', b'"return_token_ids":true,"logprobs":true,'
     spliced = splice_request(peek.body, peek.model_json, new, front)

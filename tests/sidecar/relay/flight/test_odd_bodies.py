@@ -14,7 +14,7 @@ from sidecar.capture.assemble import assemble
 from sidecar.records import Assignment, RawCapture, Surface, Timings, encode_exchange
 from sidecar.relay.best_of import plan_best_of
 from sidecar.relay.heads import RequestHeaders
-from sidecar.relay.plan import Circumstances, Plan, plan_request
+from sidecar.relay.plan import Plan, RequestContext, plan_request
 from sidecar.relay.refusals import names_unknown_model
 from sidecar.relay.reply_edit import STRIP_USUAL, strip_event, strip_reply
 from sidecar.relay.surfaces import BY_PATH
@@ -206,7 +206,7 @@ def test_no_part_of_the_plan_fails_on_any_value_at_any_depth(member: str, more: 
     ]
     for rule in BY_PATH.values():
         for body in bodies:
-            around = Circumstances(TABLE, None, metered=True)
+            around = RequestContext(TABLE, None, metered=True)
             plan = plan_request(rule, body, RequestHeaders(), around)
             if not isinstance(plan, Plan):
                 assert plan.status in (400, 404)

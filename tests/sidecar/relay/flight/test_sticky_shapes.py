@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.peek import HALF_TEXT_BYTES, MARKS_KEPT, PROMPT_KEY_BYTES, peek_request
-from sidecar.relay.plan import Circumstances, Plan, plan_request
+from sidecar.relay.plan import Plan, RequestContext, plan_request
 from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.surfaces import BY_PATH
 from sidecar.relay.upstream import endpoint
@@ -49,7 +49,7 @@ def plan(
         else:
             read.read_session(name.encode(), value.encode())
     found = plan_request(
-        BY_PATH[path.encode()], body, read, Circumstances(TABLE, known=known, **around)
+        BY_PATH[path.encode()], body, read, RequestContext(TABLE, known=known, **around)
     )
     assert isinstance(found, Plan)
     return found

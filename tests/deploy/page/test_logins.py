@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.page import desk
-from deploy.page.desk import FORM, SESSION, SESSION_S, Door, Session
+from deploy.page import sessions
+from deploy.page.sessions import FORM, SESSION, SESSION_S, Logins, Session
 from sidecar.store.models import AuditRow, CanaryRow
 from support import page_history
 from tests.deploy.page.conftest import HOST, form_token
@@ -84,13 +84,13 @@ async def test_a_session_that_was_logged_out_is_not_taken_again(make_browser: Ma
 
 
 async def test_strangers_who_log_out_take_no_memory(make_browser: MakeBrowser) -> None:
-    door = Door(make_browser("secret").context)
+    logins = Logins(make_browser("secret").context)
 
     for number in range(3):
-        door.log_out(Session(name=f"n{number}", who="", ends_at=9e9))
-    door.log_out(Session(name="n", who="somebody", ends_at=9e9))
+        logins.log_out(Session(name=f"n{number}", who="", ends_at=9e9))
+    logins.log_out(Session(name="n", who="somebody", ends_at=9e9))
 
-    assert door.ended == 1
+    assert logins.ended == 1
 
 
 async def test_a_session_of_another_process_is_not_taken(make_browser: MakeBrowser) -> None:
@@ -103,16 +103,16 @@ async def test_a_session_of_another_process_is_not_taken(make_browser: MakeBrows
 
 
 def test_a_cookie_that_was_changed_in_any_character_is_not_taken() -> None:
-    value = desk.seal(KEY, Session(name="n", who="w", ends_at=10.0))
+    value = sessions.seal(KEY, Session(name="n", who="w", ends_at=10.0))
 
-    assert desk.unseal(KEY, value, 9.0) == Session(name="n", who="w", ends_at=10.0)
-    assert desk.unseal(KEY, value, 10.0) is None
-    assert desk.unseal(bytes(32), value, 9.0) is None
+    assert sessions.unseal(KEY, value, 9.0) == Session(name="n", who="w", ends_at=10.0)
+    assert sessions.unseal(KEY, value, 10.0) is None
+    assert sessions.unseal(bytes(32), value, 9.0) is None
     for place in range(len(value)):
         changed = value[:place] + ("A" if value[place] != "A" else "B") + value[place + 1 :]
-        assert desk.unseal(KEY, changed, 9.0) is None, place
+        assert sessions.unseal(KEY, changed, 9.0) is None, place
     for odd in ("", ".", "é.é", "x" * 5_000, value + "é"):
-        assert desk.unseal(KEY, odd, 9.0) is None
+        assert sessions.unseal(KEY, odd, 9.0) is None
 
 
 async def test_a_reader_has_no_buttons_and_no_rights(

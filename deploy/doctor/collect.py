@@ -55,7 +55,7 @@ from sidecar.store.database import Database, get_flag, newest_revision
 from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow, RunRow
 from sidecar.visible import counted
 
-# What the doctor looks at, as records. `look` fills them, `rules` judges them.
+# What the doctor looks at, as records. `collect` fills them, `rules` judges them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +284,7 @@ ASK_S = 3.0
 """Longest wait for a process of this machine."""
 
 
-def look(
+def collect(
     settings: Settings,
     *,
     online: bool = True,

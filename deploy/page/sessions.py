@@ -1,4 +1,4 @@
-"""What every page does around its own work: who asks, may they, and the headers of the reply."""
+"""Who asks for a page, what they may do, and the headers of the reply: the same for every page."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Visitor:
         return self.grant is not None and scope in self.grant.scopes
 
 
-class Door:
+class Logins:
     """Knows the key of this process's cookies."""
 
     def __init__(self, context: AdminContext, clock: Callable[[], float] = time.time) -> None:
@@ -254,14 +254,14 @@ class Asked:
 View = Callable[[Asked], Awaitable[Response]]
 
 
-class Desk:
+class PageServer:
     """Shared by all pages."""
 
     def __init__(self, api: ASGIApp, context: AdminContext) -> None:
         self.context = context
         self.lines = context.lines or (Line(name=context.model),)
         """All lines of adapters, the default one first."""
-        self.door = Door(context, context.clock)
+        self.logins = Logins(context, context.clock)
         self.templates = Templates()
         self._api = api
 
@@ -301,9 +301,9 @@ class Desk:
                 "link": asked.link,
                 "prefix_of": prefix_of,
                 "visitor": asked.visitor,
-                "form_token": self.door.form_token(asked.visitor),
+                "form_token": self.logins.form_token(asked.visitor),
                 "form_field": FORM_FIELD,
-                "asks_for_token": self.door.asks_for_token,
+                "asks_for_token": self.logins.asks_for_token,
                 "path": asked.request.scope["path"].removeprefix(prefix_of(asked.line)) or "/",
                 "code": code,
                 **values,
@@ -327,13 +327,13 @@ class Desk:
     ) -> Response:
         check_quoted(request.scope.get("raw_path") or request.scope["path"].encode(), "path")
         check_quoted(request.scope["query_string"], "query")
-        visitor = self.door.visitor(request)
+        visitor = self.logins.visitor(request)
         if needs is not None and visitor.grant is None:
             return self._finish(_to_login(request), visitor)
         form: Mapping[str, str] = {}
         if request.method == "POST":
             form = await read_form(request)
-            self.door.check_form(visitor, form.get(FORM_FIELD, ""))
+            self.logins.check_form(visitor, form.get(FORM_FIELD, ""))
         if needs is not None and not visitor.may(needs):
             raise ScopeError(f"your token lacks the scope {needs}, which this needs")
         asked = Asked(
@@ -358,7 +358,7 @@ class Desk:
 
     def _finish(self, response: Response, visitor: Visitor) -> Response:
         if visitor.is_new:
-            self.door.give_cookie(response, visitor.session)
+            self.logins.give_cookie(response, visitor.session)
         return with_headers(response)
 
     def _refuse(self, request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""What happened since the visitor last looked, each with its reason. Pure."""
+"""Sentences, rows and charts of the status page, made of replies of the admin API. Pure."""
 
 from __future__ import annotations
 
