@@ -17,8 +17,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -27,107 +27,23 @@ import httpx
 import structlog
 
 from deploy.errors import StartError, error_line
-from sidecar.backoff import STEADY_S, Backoff, Waits
+from deploy.supervisor_rules import (
+    ASKED_TO_END,
+    ENGINE,
+    GIVE_UP_DEATHS,
+    RESTARTS,
+    ProcessSpec,
+    describe_exit,
+    is_hopeless,
+    plan,
+)
+from sidecar.backoff import STEADY_S, Waits
 from sidecar.errors import StateLockError, StoreError
 from sidecar.parent_death import guarded_command
 from sidecar.processes import VARIABLE as READY_VARIABLE
-from sidecar.processes import (
-    holder,
-    only_one,
-    own_environment,
-    own_python,
-    read_report,
-)
+from sidecar.processes import holder, only_one, own_environment, read_report
 from sidecar.settings import Settings
 from sidecar.workers.worker import BALANCER_S, bind_listeners, cannot_listen
-
-# Ask a URL for its status: how a start finds out whether a server answers yet.
-
-
-def status_of(url: str) -> int | None:
-    """Return the status that a GET of the URL is answered with; None when nothing answers."""
-    try:
-        return _client().get(url).status_code
-    except httpx.HTTPError:
-        return None
-
-
-@cache
-def _client() -> httpx.Client:
-    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
-    # HTTP_PROXY is for the web, not for this machine or its vLLM.
-    no_reuse = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)
-
-
-# The supervisor's rules: names and order of the processes, restarts, when to give up. Pure.
-
-RESTARTS = Backoff(first_s=0.5, last_s=30.0)
-GIVE_UP_DEATHS = 5
-GIVE_UP_WITHIN_S = STEADY_S
-"""Seconds. The supervisor gives up, and `sidecar up` ends, when a child that was never ready died
-`GIVE_UP_DEATHS` times and lived no longer than this in total: another try would not help. A child
-that was ready once is always started again."""
-ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
-"""Exit codes of a process that a person told to stop or to reload. Our own processes return 0 for
-nothing else."""
-
-ENGINE = "engine"
-"""The name of the vLLM that `sidecar up` starts."""
-MODULES = {
-    "proxy": "sidecar",
-    "ingest": "ingest",
-    "score": "ingest.score",
-    "learn": "learner",
-    "control": "deploy",
-}
-"""The sidecar's own processes, in the order of starting; each is `python -m <module>`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """How to start one child."""
-
-    name: str
-    command: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to the supervisor's own environment."""
-    tells_ready: bool = False
-    """True for the sidecar's own processes, which report when they are ready."""
-
-
-def plan(
-    settings: Settings, config: Path | None, *, without: Container[str] = ()
-) -> list[ProcessSpec]:
-    """Every child of `sidecar up`, in the order of starting; the engine only if there is a command
-    for it.
-
-    without: names of `MODULES` that cannot work on this machine and are not started.
-    """
-    specs = []
-    if settings.engine.command:
-        specs.append(
-            ProcessSpec(name=ENGINE, command=settings.engine.command, env=dict(settings.engine.env))
-        )
-    arguments = ("--config", str(config)) if config is not None else ()
-    specs += [
-        ProcessSpec(name=name, command=own_python(module, *arguments), tells_ready=True)
-        for name, module in MODULES.items()
-        if name not in without
-    ]
-    return specs
-
-
-def is_hopeless(lived_s: Sequence[float]) -> bool:
-    """True if a child that was never ready is to be given up. lived_s: seconds of each life."""
-    last = lived_s[-GIVE_UP_DEATHS:]
-    return len(last) == GIVE_UP_DEATHS and sum(last) <= GIVE_UP_WITHIN_S
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words; negative codes are signals."""
-    return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
-
 
 # One process under `sidecar up`: start it, read its reports, notice its end, restart it.
 
@@ -303,6 +219,25 @@ class Child:
 
 def _printable(line: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in line)
+
+
+# Ask a URL for its status: how a start finds out whether a server answers yet.
+
+
+def status_of(url: str) -> int | None:
+    """Return the status that a GET of the URL is answered with; None when nothing answers."""
+    try:
+        return _client().get(url).status_code
+    except httpx.HTTPError:
+        return None
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
+    # HTTP_PROXY is for the web, not for this machine or its vLLM.
+    no_reuse = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)
 
 
 # Loops that run as long as the process. An error ends none of them, and none ends another.

@@ -29,7 +29,7 @@ class TrainableRow:
     trainable: bool
     """False: it has no part in the loss."""
     counted: bool = True
-    """False: it has no part in the baseline of its group either (`learner.grpo.losses`)."""
+    """False: it has no part in the baseline of its group either (`learner.grpo.advantages`)."""
     start: tuple[float, ...] = ()
     """[S] nats, under the policy at the start of the run; empty when the loss does not read
     them."""

@@ -11,7 +11,7 @@ import structlog
 import uvicorn
 
 from sidecar.access.admission import open_access
-from sidecar.access.keys import KeySource
+from sidecar.access.key_source import KeySource
 from sidecar.access.limits import open_limits
 from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path

@@ -86,7 +86,7 @@ from ingest.store.exchanges import opened_answers
 from ingest.store.groups import SAMPLED
 from ingest.store.listing import SAMPLING_WAITS, read_trouble
 from ingest.tokens import FLAG as TOKEN_CHECK
-from ingest.verifiers.records import held_groups, read_verifiers, waiting_for
+from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
 from sidecar.records import BASE
 from sidecar.store.database import get_flag
 from sidecar.store.models import (

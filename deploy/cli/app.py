@@ -38,7 +38,7 @@ from deploy.cli.output import (
     say_json,
 )
 from deploy.cli.store import audit_app, store_app
-from deploy.supervise import MODULES
+from deploy.supervisor_rules import MODULES
 
 # The help of a command, without parsing the command line.
 
@@ -259,7 +259,8 @@ def configure(
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
     from deploy.preflight.settings import advice, checked_settings
-    from deploy.supervise import Supervisor, plan
+    from deploy.supervise import Supervisor
+    from deploy.supervisor_rules import plan
     from learner.ready import why_no_packages
     from sidecar.logs import configure_logging
     from sidecar.processes import raise_open_files

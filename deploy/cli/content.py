@@ -40,7 +40,8 @@ from sidecar.visible import counted
 
 if TYPE_CHECKING:
     from deploy.forgetting import Report, Target
-    from ingest.trajectories.records import RecordedTrajectory, TrajectoryScore
+    from ingest.trajectories.recorded import RecordedTrajectory
+    from ingest.trajectories.records import TrajectoryScore
     from sidecar.settings import Settings
     from sidecar.store.database import Database
 
@@ -659,7 +660,8 @@ def judge_sessions(
 
 def _load(settings: Settings, names: Sequence[str]) -> list[RecordedTrajectory]:
     from ingest.errors import UnreadableExchangesError
-    from ingest.trajectories.records import TrajectoriesError, load_trajectory
+    from ingest.trajectories.recorded import load_trajectory
+    from ingest.trajectories.records import TrajectoriesError
     from sidecar.settings import open_keyring
     from sidecar.store.database import Database
 

@@ -16,7 +16,6 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, require_store, say, say_json, shown_age, shown_time
-from ingest.judge_watch import advice_on
 from sidecar.visible import counted
 
 if TYPE_CHECKING:
@@ -453,6 +452,8 @@ def judge_lines(judge: JudgeState | None, noise: JudgeNoise | None, now: float) 
     again = ""
     if judge.until is not None and judge.until > now:
         again = f", next {shown_age(now - judge.until)}"
+    from ingest.judge_watch import advice_on  # it takes httpx along, which `--help` needs not
+
     to_do = advice_on(judge.error)
     said = {
         "unknown": f"is being asked whether it works, since {since}",

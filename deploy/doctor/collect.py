@@ -41,7 +41,7 @@ from ingest.judge_watch import JudgeState, read_judge_state
 from ingest.noise.windows import NoiseState, each_series, read_noise_state
 from ingest.sampling.round import Spent, first_spent, read_usage
 from ingest.store.groups import SET_ASIDE
-from ingest.verifiers.records import VerifierSeen, read_verifiers, waiting_for
+from ingest.verifiers.state import VerifierSeen, read_verifiers, waiting_for
 from learner.ready import EMPTY
 from learner.runs.source import DROPPED
 from learner.schedule.loop import PAUSED_FLAG

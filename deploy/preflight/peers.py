@@ -28,8 +28,9 @@ from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.outage import ask_probe
 from ingest.ruler.ruler import SetAside, Unanswered
 from ingest.verifiers.hook import prove_all
-from ingest.verifiers.records import Failure, said_of
+from ingest.verifiers.records import Failure
 from ingest.verifiers.rewarding import BECOMES, close_checkers, kind_of, open_checkers
+from ingest.verifiers.state import said_of
 from learner.base_weights import base_folder
 from learner.policy.costs import sizes
 from sidecar.settings import HttpVerifier, Judge, Serving, Settings, VerifierSection

@@ -17,7 +17,8 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownKeyError
 from deploy.registry import audit
-from sidecar.access.keys import ApiKey, FreshKey, make_key, read_key
+from sidecar.access.key_source import read_key
+from sidecar.access.keys import ApiKey, FreshKey, make_key
 from sidecar.errors import InvalidKeyError
 from sidecar.routing.table import is_generation
 from sidecar.store.database import Database

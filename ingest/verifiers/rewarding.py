@@ -28,18 +28,8 @@ from ingest.verifiers.checkers import (
     plain,
 )
 from ingest.verifiers.hook import HttpChecker, prove_all
-from ingest.verifiers.records import (
-    OF_THE_ANSWER,
-    Checked,
-    Failure,
-    Finding,
-    FindingCache,
-    Result,
-    Verified,
-    VerifierSeen,
-    content_digest,
-    write_verifiers,
-)
+from ingest.verifiers.records import OF_THE_ANSWER, Checked, Failure, Finding, Result, Verified
+from ingest.verifiers.state import FindingCache, VerifierSeen, content_digest, write_verifiers
 from sidecar.errors import StoreError
 from sidecar.settings import (
     EntryPointVerifier,

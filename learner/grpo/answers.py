@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
-from learner.grpo.losses import MIN_TRAINABLE, assign, share, spread, text_key
+from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
 from learner.records import CheckedAnswers, Drift, Fault, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 

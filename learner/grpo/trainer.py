@@ -26,6 +26,7 @@ from opentelemetry import trace
 
 from learner.adapter_folder import PATTERNS
 from learner.errors import NonFiniteError
+from learner.grpo.advantages import spread
 from learner.grpo.answers import QUIET
 from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
 from learner.grpo.checkpoint import Snapshot, keep, parents_state, resumed, save, set_weights
@@ -39,7 +40,7 @@ from learner.grpo.checks import (
     log_faults,
     refuse_most,
 )
-from learner.grpo.losses import Objective, PackSums, objective, spread, tokens_of
+from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, Update, UpdateRule, signal
 from learner.grpo.start import from_start
 from learner.grpo.warmup import warm_up, warming

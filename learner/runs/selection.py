@@ -23,7 +23,7 @@ from ingest.grouping.request import RAISED_BELOW
 from ingest.noise.worker import JudgedBy, MeasuredNoise
 from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
 from ingest.sessions.rows import RowAnswer, TokenRow
-from learner.grpo.losses import MIN_TRAINABLE, assign, share, spread, text_key
+from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
 from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
 from sidecar.records import BASE
@@ -231,7 +231,7 @@ def select_groups(
         is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
-    advantage: a key of `learner.grpo.losses.ADVANTAGES`.
+    advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
     recompute: the trainer computes log-probabilities that were not recorded.
     """
     groups: list[TrainingGroup] = []
@@ -452,7 +452,7 @@ def trajectory_groups(
 
     trajectories: G >= 2 attempts at one task. sampled_with: exchange id -> how its answers were
         sampled; an exchange without is context.
-    advantage: a key of `learner.grpo.losses.ADVANTAGES`.
+    advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
     Returns: groups with ids `<group_id>/<adapter>`; none where nothing was sampled, first prompts
         differ, or no token is common to the beginning of all rows.
     Raises: GroupTooSmallError for fewer than two trajectories.

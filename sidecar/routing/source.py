@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 POLLS_BETWEEN_READS = 50
 """Every so many polls an unchanged file is read all the same: a reader may have a clock of its own
-(`sidecar.access.keys.FULL_READ_S`)."""
+(`sidecar.access.key_source.FULL_READ_S`)."""
 
 
 STOP_S = 1.0

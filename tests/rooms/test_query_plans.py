@@ -100,7 +100,7 @@ SORTS = {
     "ingest/ruler/blame.py:claim_for_judge": "groups.max_pending_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
     "ingest/store/exchanges.py:load_rows": "the exchanges of one session",
-    "ingest/trajectories/records.py:load_trajectory": OF_SESSION,
+    "ingest/trajectories/recorded.py:load_trajectory": OF_SESSION,
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {
@@ -133,7 +133,7 @@ NOT_RUN = {
     "deploy/registry/transitions.py:end_damaged": "the active canary of a line, by its index",
     "deploy/preflight/settings.py:check_store": "asks a PostgreSQL what it is, and reads no table",
     "learner/schedule/loop.py:Schedule._say_killed": "one row by its key, when a run was killed",
-    "sidecar/access/keys.py:KeySource.read": OF_A_FEW_ROWS,
+    "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,
     "learner/runs/publish.py:place_or_share": "one row by its index, once a run",
     "sidecar/routing/breaker_report.py:_stored": OF_A_FEW_ROWS,
     "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,

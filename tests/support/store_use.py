@@ -67,9 +67,10 @@ from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_rows
 from ingest.store.groups import keep_scores
 from ingest.store.sessions import save_forgotten
-from ingest.trajectories.records import load_trajectory
-from ingest.verifiers.records import Finding, VerifierSeen, waiting_for, write_verifiers
+from ingest.trajectories.recorded import load_trajectory
+from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
+from ingest.verifiers.state import VerifierSeen, waiting_for, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import HeldError, LearnerError, RunStoppedError

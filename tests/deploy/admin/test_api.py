@@ -29,7 +29,7 @@ from ingest.feedback.store import save_signals
 from ingest.judge_watch import JudgeState, write_judge_state
 from ingest.noise.windows import NoiseState, write_noise_state
 from ingest.store.listing import SAMPLING_WAITS, Trouble, write_trouble
-from ingest.verifiers.records import VerifierSeen, write_verifiers
+from ingest.verifiers.state import VerifierSeen, write_verifiers
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run

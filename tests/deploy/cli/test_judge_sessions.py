@@ -18,7 +18,7 @@ from ingest.ruler.prompt import rubric_hash
 from ingest.sessions.messages import Place
 from ingest.store.exchanges import save_exchange
 from ingest.trajectories import scoring
-from ingest.trajectories.records import Step, last_of_each_part
+from ingest.trajectories.recorded import Step, last_of_each_part
 from sidecar.records import Choice, Timings
 from sidecar.settings import Judge
 from sidecar.store.database import Database

@@ -13,7 +13,8 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 
 from deploy.cli.main import main
-from sidecar.access.keys import KeySource, secret_hash
+from sidecar.access.key_source import KeySource
+from sidecar.access.keys import secret_hash
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.source import StoreWatch
 from sidecar.store.database import Database

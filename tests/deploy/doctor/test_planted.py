@@ -32,7 +32,7 @@ from ingest.noise.windows import NoiseState, write_noise_state
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.worker import SamplingWorker
-from ingest.verifiers.records import VerifierSeen, write_verifiers
+from ingest.verifiers.state import VerifierSeen, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.errors import NothingToLearnError
 from learner.runs.train import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deploy.supervise import RESTARTS, describe_exit, is_hopeless, plan
+from deploy.supervisor_rules import RESTARTS, describe_exit, is_hopeless, plan
 from sidecar.backoff import Waits
 from sidecar.settings import Settings
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.supervise import Child, ProcessSpec, Supervisor, _waiting_line
+from deploy.supervise import Child, Supervisor, _waiting_line
+from deploy.supervisor_rules import ProcessSpec
 from sidecar.settings import Serving, Settings
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
@@ -267,7 +268,7 @@ def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> Non
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = (
         "import time\nfrom pathlib import Path\n"
-        "from deploy.supervise import ProcessSpec\n"
+        "from deploy.supervisor_rules import ProcessSpec\n"
         "from deploy.supervise import Child\n"
         f"import sys\nspec = ProcessSpec(name='c', command=(sys.executable, '-c', {SLEEPER!r}))\n"
         f"child = Child(spec, Path({str(tmp_path / 'c.log')!r}))\nchild.start(0.0)\n"

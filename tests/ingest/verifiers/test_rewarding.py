@@ -11,8 +11,9 @@ import pytest
 
 from ingest.records import Answer, Group
 from ingest.verifiers import rewarding as module
-from ingest.verifiers.records import Failure, Finding, FindingCache, Result, content_digest
+from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, digest_of, open_rewarding
+from ingest.verifiers.state import FindingCache, content_digest
 from sidecar.settings import EntryPointVerifier, HttpVerifier, Reward, Settings
 from sidecar.settings.judge import LengthVerifier, RegexVerifier
 from sidecar.store.database import Database

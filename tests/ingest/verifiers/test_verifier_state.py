@@ -13,17 +13,9 @@ from structlog.testing import capture_logs
 
 from ingest.ruler.blame import Failed
 from ingest.ruler.judging import Judgements
-from ingest.verifiers.records import (
-    UNVERIFIED,
-    Failure,
-    Finding,
-    Result,
-    VerifierSeen,
-    held_groups,
-    read_verifiers,
-    waiting_for,
-)
+from ingest.verifiers.records import UNVERIFIED, Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
+from ingest.verifiers.state import VerifierSeen, held_groups, read_verifiers, waiting_for
 from sidecar.settings import HttpVerifier, Reward, Settings
 from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database

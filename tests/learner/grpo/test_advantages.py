@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from learner.errors import GroupTooSmallError
-from learner.grpo.losses import (
+from learner.grpo.advantages import (
     ADVANTAGES,
     assign,
     center_rewards,

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner.grpo.losses import assign, objective
+from learner.grpo.advantages import assign
+from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.trainer import accumulate, update_rule
 from learner.policy.adapter_io import load_policy

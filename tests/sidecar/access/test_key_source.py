@@ -12,7 +12,8 @@ import pytest
 from sqlalchemy import Connection, text
 from structlog.testing import capture_logs
 
-from sidecar.access.keys import FULL_READ_S, ApiKey, FreshKey, KeyRing, KeySource, make_key
+from sidecar.access.key_source import FULL_READ_S, KeySource
+from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.source import POLLS_BETWEEN_READS, RoutingSource, StoreWatch
 from sidecar.routing.table import RoutingTable, encode_table
