@@ -567,7 +567,7 @@ class JudgingWorker:
         """Draw the seed of a group; after replies that were of no use, another one: the candidates
         are shown in another order."""
         seed = self._draw_seed(group) + self._judgements.refused_replies(group.group_id)
-        return seed % 2**SEED_BITS
+        return seed & ((1 << SEED_BITS) - 1)
 
     @property
     def _until(self) -> float | None:
