@@ -50,7 +50,6 @@ from ingest.judge_prompt import shown_answer
 from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group
 from ingest.ruler.judge import Judge
-from ingest.ruler.outage import Outage
 from ingest.ruler.prompt import hash_of, read_material
 from ingest.ruler.ruler import (
     REFUSED,
@@ -64,6 +63,7 @@ from ingest.ruler.ruler import (
     judge_group,
     save_judge_calls,
 )
+from ingest.ruler.waiting import Waiting
 from ingest.store.exchanges import NEW, StoredExchange, load_exchange, set_selection, turns_with
 from ingest.store.groups import (
     keep_scores,
@@ -370,9 +370,7 @@ class BestOfJudge:
         self._model = settings.serving.model
         self._clock = clock
         self._draw_seed = draw_seed
-        self._outage = Outage()
-        self._spent_until = 0.0
-        """A budget of the judge is spent until then, in Unix seconds."""
+        self._waiting = Waiting()
         self._judging: set[asyncio.Task[Verdict]] = set()
         self._keeping: set[asyncio.Task[None]] = set()
 
@@ -383,10 +381,9 @@ class BestOfJudge:
         """
         if len(self._judging) >= self._concurrency:
             return NoPick(reason="busy")
-        if self._outage.lasts and self._clock() < self._outage.retry_at:
-            return NoPick(reason="judge_down")
-        if self._clock() < self._spent_until:
-            return NoPick(reason=JudgeSpentError.reason)
+        _, why = self._waiting.free_at(self._clock())
+        if why != "free":
+            return NoPick(reason="judge_down" if why == "failing" else JudgeSpentError.reason)
         task = asyncio.create_task(self._judge_now(material))
         self._judging.add(task)
         task.add_done_callback(self._judging.discard)
@@ -442,15 +439,16 @@ class BestOfJudge:
     def _note_outage(self, outcome: GroupOutcome) -> None:
         if isinstance(outcome, Unanswered):
             if outcome.reason == JudgeSpentError.reason:
-                self._spent_until = outcome.until or 0.0
+                self._waiting = self._waiting.withheld(outcome.until or 0.0)
             if outcome.until is not None or _why_unanswered(outcome) == REFUSED:
                 return  # our own limits, or this question only: the judge is not down
-            if self._outage.unanswered(self._clock(), retry_after_s=outcome.retry_after_s):
+            if not self._waiting.lasts:
                 log.warning("best_of_judge_down", model=self._judge.model, error=outcome.detail)
+            self._waiting = self._waiting.failed(self._clock(), retry_after_s=outcome.retry_after_s)
         elif isinstance(outcome, Scored) or outcome.asked:
-            lasted_s = self._outage.answered(self._clock())
-            if lasted_s is not None:
-                log.warning("best_of_judge_up", lasted_s=round(lasted_s, 1))
+            if (since := self._waiting.failing_since) is not None:
+                log.warning("best_of_judge_up", lasted_s=round(self._clock() - since, 1))
+            self._waiting = self._waiting.answered()
 
     async def _keep(self, judged: Judged) -> None:
         exchange_id = judged.material.exchange_id

@@ -21,7 +21,6 @@ from ingest.errors import (
     JudgeGarbledError,
     JudgeNoCreditError,
     JudgeRejectedError,
-    JudgeSpentError,
     JudgeUnavailableError,
 )
 from ingest.store.groups import SAMPLED
@@ -438,13 +437,18 @@ class JudgeReport:
 
     def spent(self, why: str, *, until: float) -> None:
         """A budget is spent. until: when it is renewed, in Unix seconds."""
-        if self._state.state != "spent":
+        if not self._is_spent:
+            log.warning("judge_spent", why=why, until=until)
             self._say(f"judge is not asked: {why}")
         self._state = self._state.fails(self._clock(), why, until=until, state="spent")
 
-    def renewed(self) -> None:
-        """The time for which a budget was spent is over: the judge is asked whether it works."""
+    def renewed(self) -> bool:
+        """Tell, once, that a spent budget is renewed: what is known of the judge is hours old."""
+        if not self._is_spent or self._clock() < (self._state.until or 0.0):
+            return False
         self._state = self._state.asked(self._clock())
+        log.warning("judge_budget_renewed")
+        return True
 
     async def tell(self) -> None:
         """Write the state, if the store does not know it yet. A refusal is logged."""
@@ -469,36 +473,3 @@ class JudgeReport:
     def _write(self, state: JudgeState) -> None:
         with self._database.write(alone=False) as session:
             write_judge_state(session, state, now=self._clock())
-
-
-# The time for which the operator's own limits forbid to ask the judge: no outage, no fault.
-
-
-class Withheld:
-    """Why and until when one worker's judge is not asked. The caller passes the time."""
-
-    def __init__(self, report: JudgeReport) -> None:
-        self._report = report
-        self._spent = False
-        self.until = 0.0
-        """The judge is not asked before, in Unix seconds."""
-
-    def note(self, reason: str, why: str, *, until: float) -> None:
-        """Note that the judge is withheld. reason: as `JudgeWithheldError.reason`."""
-        self.until = max(self.until, until)
-        if reason != JudgeSpentError.reason:
-            log.debug("judge_limited", why=why)  # as the operator wants it: every few seconds
-            return
-        if not self._spent:
-            log.warning("judge_spent", why=why, until=until)
-        self._spent = True
-        self._report.spent(why, until=until)
-
-    def ended(self, now: float) -> bool:
-        """Tell, once, that a budget is renewed: what is known of the judge is hours old."""
-        if not self._spent or now < self.until:
-            return False
-        self._spent = False
-        self._report.renewed()
-        log.warning("judge_budget_renewed")
-        return True

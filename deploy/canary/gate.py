@@ -61,7 +61,7 @@ from ingest.errors import (
 from ingest.privacy.screen import Screen, default_screen
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.outage import SUBJECT, ask_probe
+from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import (
     NOT_REDACTED,

@@ -25,7 +25,7 @@ from ingest.errors import (
 from ingest.judge_watch import advice
 from ingest.judges.build import each_judge
 from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.outage import ask_probe
+from ingest.ruler.probe import ask_probe
 from ingest.ruler.ruler import SetAside, Unanswered
 from ingest.verifiers.hook import prove_all
 from ingest.verifiers.records import Failure

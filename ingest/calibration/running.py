@@ -32,7 +32,6 @@ from ingest.judges.replies import NO_EXCHANGE
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.blame import DEFECT
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.ruler import (
     NOT_REDACTED,
     RUBBISH,
@@ -42,6 +41,7 @@ from ingest.ruler.ruler import (
     refusal_of,
     score_answers,
 )
+from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S
 from sidecar.backoff import Backoff
 from sidecar.visible import counted
 

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -26,15 +26,7 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import IngestError, JudgeRejectedError, JudgeSpentError, JudgeUnavailableError
 from ingest.judge_watch import NANO
-from ingest.ruler.judge import (
-    LIMITS,
-    MILLION,
-    Judge,
-    JudgeReply,
-    Usage,
-    context_tokens_of,
-    import_litellm,
-)
+from ingest.ruler.judge import LIMITS, MILLION, JudgeReply, Usage, import_litellm
 from ingest.ruler.prompt import reply_tokens
 from ingest.ruler.ruler import REFUSED
 from ingest.store.listing import day_of, hour_of, is_count, next_hour, next_midnight
@@ -297,18 +289,6 @@ BYTES_A_TOKEN = 4
 """Bytes of a prompt for one token: English text has 4 to 5, code and other languages fewer."""
 
 
-class Ticket:
-    """One judgement: whether it has begun to cost something, and has replies that were kept."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.replayed = False
-
-    def note_replay(self) -> None:
-        """Note that a kept reply was given."""
-        self.replayed = True
-
-
 class Meter:
     """What one judge costs. Shared by all that ask it."""
 
@@ -343,22 +323,25 @@ class Meter:
             }
         )
 
-    async def metered(
-        self,
-        judge: Judge,
-        messages: Sequence[Mapping[str, str]],
-        schema: Mapping[str, Any],
-        ticket: Ticket,
-    ) -> JudgeReply:
-        """Ask the judge. Raises also: JudgeSpentError, JudgeRejectedError for a judge whose price
-        nobody knows, StoreError; each of them before the judge is asked."""
+    async def estimate(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> Amount:
+        """Return what a call may cost. Raises: JudgeRejectedError for a judge whose price nobody
+        knows, when a budget is in dollars."""
         cost = await self._known_cost()
-        estimate = estimate_call(messages, schema, self._settings.params, cost)
-        reserved = await self._ledger.reserve(estimate, begun=ticket.begun)
-        ticket.begun = True
+        return estimate_call(messages, schema, self._settings.params, cost)
+
+    async def metered(
+        self, send: Callable[[], Awaitable[JudgeReply]], estimate: Amount, *, begun: bool
+    ) -> JudgeReply:
+        """Send a call, and count what it cost. begun: as for `Ledger.reserve`.
+
+        Raises: what `send` raises; before it is called, JudgeSpentError and StoreError.
+        """
+        reserved = await self._ledger.reserve(estimate, begun=begun)
         began_at, outcome, unknown = monotonic(), CANCELLED, True
         try:
-            reply = await judge.complete(messages, schema)
+            reply = await send()
             outcome = ANSWERED
             unknown = reply.prompt_tokens is None or reply.completion_tokens is None
             return reply
@@ -389,29 +372,6 @@ class Meter:
         if self._cost is None and self._ledger.in_dollars:
             raise JudgeRejectedError(unpriced(self._settings.model))
         return self._cost
-
-
-class MeteredJudge:
-    """One judge for one judgement, with its meter."""
-
-    def __init__(self, judge: Judge, meter: Meter, ticket: Ticket) -> None:
-        self._judge = judge
-        self._meter = meter
-        self._ticket = ticket
-
-    @property
-    def model(self) -> str:
-        return self._judge.model
-
-    async def context_tokens(self) -> int | None:
-        """See `SizedJudge.context_tokens`."""
-        return await context_tokens_of(self._judge)
-
-    async def complete(
-        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
-    ) -> JudgeReply:
-        """See `Judge.complete` and `Meter.metered`."""
-        return await self._meter.metered(self._judge, messages, schema, self._ticket)
 
 
 def estimate_call(

@@ -34,7 +34,6 @@ from ingest.noise.windows import (
 )
 from ingest.privacy.texts import JudgeView
 from ingest.ruler.judge import Judge
-from ingest.ruler.outage import Outage
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import (
     ATTEMPTS,
@@ -46,6 +45,7 @@ from ingest.ruler.ruler import (
     Unanswered,
     judge_group,
 )
+from ingest.ruler.waiting import Waiting
 from ingest.store.listing import patiently
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
@@ -83,7 +83,7 @@ class RescoringWorker:
         self._draw_seed = draw_seed
         self._view = view
         self._announce = announce
-        self._outage = Outage()
+        self._waiting = Waiting()
         self._series = each_series(settings, model=judge.model)
         self._queue = Queue(
             database,
@@ -124,7 +124,7 @@ class RescoringWorker:
         stopping: ends the question to the judge; the group is put back.
         Returns: True when another may follow at once. Raises: StoreError.
         """
-        if self._clock() < self._outage.retry_at:
+        if self._clock() < self._waiting.retry_at:
             return False
         claim = await asyncio.to_thread(self._queue.claim, self._clock())
         if claim is None:
@@ -162,7 +162,7 @@ class RescoringWorker:
         """Store what the judge said. Raises: StoreError when the store does not take it."""
         now = self._clock()
         if isinstance(outcome, Scored):
-            self._outage.answered(now)
+            self._waiting = self._waiting.answered()
             state, news = await patiently(
                 lambda: self._queue.record(claim, outcome.judgement, calls, now=now),
                 on_failure=_not_stored,
@@ -183,7 +183,7 @@ class RescoringWorker:
                 )
             return
         if isinstance(outcome, Unanswered):
-            self._outage.unanswered(now, retry_after_s=outcome.retry_after_s)
+            self._waiting = self._waiting.failed(now, retry_after_s=outcome.retry_after_s)
         log.info("group_not_scored_again", group_id=claim.group.group_id, reason=outcome.reason)
         await patiently(
             lambda: self._queue.give_back(

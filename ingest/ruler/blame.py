@@ -6,7 +6,7 @@ held until there is evidence, of three kinds:
 
 - A real group is scored afterwards: the failure was the held group's own and counts as an attempt.
   When nothing else is in flight, the caller judges a group again that was scored before.
-- The judge fails on that group and on the sum question (`ingest.ruler.outage`) too: an outage.
+- The judge fails on that group and on the sum question (`ingest.ruler.probe`) too: an outage.
   Nothing counts.
 - The judge answers the sum question only. That proves nothing about real groups: each failure
   counts as unproven, and a group may have many of these, over days. When many groups in a row fail
@@ -34,8 +34,8 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.ruler.judge import ERROR_CHARACTERS, storable
-from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
-from ingest.ruler.ruler import GroupOutcome, SetAside, Unanswered
+from ingest.ruler.ruler import RUBBISH, GroupOutcome, SetAside, Unanswered
+from ingest.ruler.waiting import DELAYS, LONGEST_RETRY_AFTER_S, Waiting
 from ingest.store.groups import SAMPLED, set_aside
 from ingest.verifiers import records as verifiers
 from sidecar.backoff import Backoff
@@ -52,7 +52,7 @@ UNVERIFIED = verifiers.UNVERIFIED
 ATTEMPTS = {
     JudgeRejectedError.reason: 3,
     JudgeNoCreditError.reason: 3,
-    JudgeGarbledError.reason: 3,
+    RUBBISH: 5,
     DEFECT: 3,
     INTERRUPTED: 5,
     JudgeUnavailableError.reason: 10,
@@ -66,9 +66,8 @@ one good group in 1,000 fails ten in a row."""
 WAITS = Backoff(first_s=5.0, last_s=3600.0)
 """A group's wait after its first failed attempt, doubling up to the longest. Ten attempts take 43
 minutes, thirty take 21 hours, a hundred take 91 hours: longer than a weekend."""
-LIMITED_WAITS = 5
-"""Waits for a rate limit after which a probe tests whether the group is too large for the limit."""
 MOST_LIMITED = 1_000
+"""Groups that met a rate limit and are remembered."""
 FAILED_IN_A_ROW = 24
 """Consecutive unproven failures after which the judge is taken to fail on all groups. Fewer would
 let a few bad groups at the front of the queue slow down all others."""
@@ -79,8 +78,8 @@ IDLE_S = 10.0
 """When no group was tried so long after the wait of an outage, none waits, and the judge is probed.
 Those that failed last may be claimed 5 s after the wait."""
 UNUSABLE_IN_A_ROW = 3
-"""Consecutive groups that the judge may refuse for good (too long, unusable reply twice) without a
-check. Then a probe must show that the judge does not refuse everything; it is sent at once."""
+"""Consecutive groups that the judge may refuse (too long, unusable reply twice) without a check.
+Then a probe must show that the judge does not refuse everything; it is sent at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,8 @@ class Failed:
     detail: str
     final: bool = False
     """True: set aside without further attempts once the failure is proven the group's own."""
+    believed: bool = False
+    """True: the failure is the group's own, without a proof."""
     retry_after_s: float = 0.0
     """Pause that the judge asked for before the next attempt, in seconds."""
 
@@ -120,20 +121,23 @@ class Blame:
     """Evidence about one judge, from the calls of one worker."""
 
     def __init__(self) -> None:
-        self.outage = Outage()
+        self.waiting = Waiting()
         self._held: dict[str, Failed] = {}
         self._unproven: dict[str, Failed] = {}
         """Groups that failed since the last scored one, though the sum question was answered."""
         self._in_a_row = 0
         self._all_fail = False
-        self._limited: dict[str, Failed] = {}
-        """Groups that met a rate limit of requests or tokens, by id. They are not held."""
+        self._limited: set[str] = set()
+        """Groups that met a rate limit since the last scored one. They are not held."""
         self._met_alone: set[str] = set()
         """Groups that met a rate limit while later ones did not."""
-        self._limited_waits = 0
         self._open = False
         self._unusable = 0
-        self._quiet_until = 0.0
+
+    @property
+    def free_at(self) -> float:
+        """When the judge may be asked, in Unix seconds; past: now."""
+        return self.waiting.free_at(0.0)[0]
 
     def begin(self) -> None:
         """Ask for a probe before the first group: nothing is known of the judge."""
@@ -141,18 +145,15 @@ class Blame:
 
     def room(self, most: int, now: float) -> int:
         """Return how many groups may be in flight: `most`, one to test the judge again, or none."""
-        if self._open or now < self._quiet_until:
+        if self._open or now < self.free_at:
             return 0
-        if not self.outage.lasts:
-            return most
-        return 1 if now >= self.outage.retry_at else 0
+        return 1 if self.waiting.lasts else most
 
     def wants_probe(self, now: float) -> bool:
         """Return True when a probe is due, provided that no other call is in flight."""
-        if not self._open and (self._all_fail or not self.outage.lasts):
+        if not self._open and (self._all_fail or not self.waiting.lasts):
             return False  # a judge that is good for a sum only is not asked for sums
-        due_at = max(self.outage.retry_at, self._quiet_until)
-        return now >= (due_at if self._open else due_at + IDLE_S)
+        return now >= (self.free_at if self._open else self.free_at + IDLE_S)
 
     def failed(self, failed: Failed, now: float) -> bool:
         """Note a group without a usable answer. Returns: True when a pause for all begins now."""
@@ -161,15 +162,11 @@ class Blame:
             self._held[failed.group_id] = failed
             self._open = True
             return False
-        # A probe uses up part of the rate limit, so it is sent only after many waits.
-        self._limited_waits += now >= self.outage.retry_at
-        self._open = self._open or self._limited_waits > LIMITED_WAITS
-        if len(self._limited) < MOST_LIMITED:
-            self._limited[failed.group_id] = failed
-        # The pause also holds when other calls are still answered: the rate limiter asked for it.
-        quiet_s = min(failed.retry_after_s, LONGEST_RETRY_AFTER_S)
-        self._quiet_until = max(self._quiet_until, now + quiet_s)
-        return self.outage.unanswered(now, retry_after_s=failed.retry_after_s)
+        began = self.waiting.paused_until <= now
+        pause_s = min(max(failed.retry_after_s, DELAYS.first_s), LONGEST_RETRY_AFTER_S)
+        self.waiting = self.waiting.paused(now + pause_s)
+        self._limited.add(failed.group_id)
+        return began
 
     def holds(self, group_id: str) -> bool:
         return group_id in self._held
@@ -183,17 +180,26 @@ class Blame:
                 detail=outcome.detail,
                 retry_after_s=outcome.retry_after_s,
             )
-        if isinstance(outcome, SetAside) and outcome.asked and not self.unusable():
-            reason, detail = outcome.reason, outcome.detail
-            return Failed(group_id=group_id, reason=reason, detail=detail, final=True)
-        return None
+        if not isinstance(outcome, SetAside) or not outcome.asked:
+            return None
+        believed, final = self.unusable(), outcome.reason != RUBBISH
+        if believed and final:
+            return None
+        return Failed(
+            group_id=group_id,
+            reason=outcome.reason,
+            detail=outcome.detail,
+            final=final,
+            believed=believed,
+        )
 
     def unusable(self) -> bool:
-        """Note a group refused for good. Returns: True when no probe is needed to believe it."""
+        """Note a group without a usable reply. Returns: True when no probe is needed to believe
+        it."""
         self._unusable += 1
         if self._unusable == UNUSABLE_IN_A_ROW:
             self._open = True  # it may refuse every group, and perhaps no other comes to show it
-        return self._unusable <= UNUSABLE_IN_A_ROW and not self.outage.lasts
+        return self._unusable <= UNUSABLE_IN_A_ROW and not self.waiting.lasts
 
     def works(self, now: float) -> Cleared:
         """Note that the judge scored a group, for the first time or again.
@@ -203,12 +209,10 @@ class Blame:
         own_faults = tuple({**self._unproven, **self._held}.values())
         if len(self._met_alone) + len(self._limited) > MOST_LIMITED:
             self._met_alone.clear()
-        self._met_alone.update(self._limited)
-        outage_s = self.outage.answered(now)
-        self._settle()
+        self._met_alone |= self._limited
         self._held, self._unproven, self._unusable = {}, {}, 0
-        self._in_a_row, self._all_fail = 0, False
-        return Cleared(own_faults=own_faults, outage_s=outage_s)
+        self._in_a_row, self._all_fail, self._open, self._limited = 0, False, False, set()
+        return Cleared(own_faults=own_faults, outage_s=self._ends(now))
 
     def answers(self, now: float, *, longest_s: float, again_failed: bool = False) -> Doubted:
         """Note that the judge answered the sum question, and there is no better evidence.
@@ -216,38 +220,34 @@ class Blame:
         again_failed: the judge failed on a group that was scored before.
         """
         failed_twice = bool(self._held.keys() & self._unproven.keys())
-        doubted = {**self._limited, **self._held}
-        self._in_a_row += len(self._held)
-        self._unproven.update(self._held)
+        unproven = self.release()
+        self._in_a_row += len(unproven)
+        self._unproven.update({one.group_id: one for one in unproven})
         several = failed_twice and len(self._unproven) >= SEVERAL
         many = self._in_a_row >= FAILED_IN_A_ROW
         self._all_fail = self._all_fail or again_failed or several or many
         outage_s = None
         if self._all_fail:
-            self.outage.unanswered(now, longest_s=longest_s)
+            self.down(now, longest_s=longest_s)
             self._unproven = {}
-        elif not self._limited:  # the sum may fit under a token limit: only a group ends that wait
-            outage_s = self.outage.answered(now)
-        self._settle()
-        self._held = {}
-        unproven = tuple(doubted.values())
+        else:
+            self._open, outage_s = False, self._ends(now)
         return Doubted(unproven=unproven, all_fail=self._all_fail, outage_s=outage_s)
 
-    def down(self, now: float, *, longest_s: float, retry_after_s: float = 0.0) -> bool:
-        """Note that the probe failed: the held failures are the judge's fault; see `release`.
-
-        Returns: True when an outage begins now.
-        """
-        self._settle()
-        return self.outage.unanswered(now, longest_s=longest_s, retry_after_s=retry_after_s)
+    def down(self, now: float, *, longest_s: float, retry_after_s: float = 0.0) -> None:
+        """Note that the probe failed: the held failures are the judge's fault; see `release`."""
+        self._open = False
+        self.waiting = self.waiting.failed(now, longest_s=longest_s, retry_after_s=retry_after_s)
 
     def release(self) -> tuple[Failed, ...]:
         """Return the held failures and forget them; they count against no group."""
         released, self._held = tuple(self._held.values()), {}
         return released
 
-    def _settle(self) -> None:
-        self._open, self._limited_waits, self._limited = False, 0, {}
+    def _ends(self, now: float) -> float | None:
+        """The judge answers. Returns: seconds of the outage that this ends; None: no outage."""
+        since, self.waiting = self.waiting.failing_since, self.waiting.answered()
+        return None if since is None else now - since
 
 
 def defect_of(group_id: str, error: Exception) -> Failed:
@@ -326,8 +326,11 @@ def give_back(session: Session, group_id: str, *, until: float = 0.0) -> None:
 def charge(session: Session, failed: Failed, *, now: float) -> bool:
     """Count a failed attempt that is the group's own fault; after too many, set the group aside.
 
+    A 200 that is no answer is its provider's fault (`JudgeGarbledError`), so it is only doubted.
     Returns: True when it was set aside now.
     """
+    if failed.reason == JudgeGarbledError.reason:
+        return doubt(session, failed, now=now)
     row = _waiting(session, failed.group_id)
     if row is None:
         return False

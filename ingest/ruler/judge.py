@@ -366,13 +366,13 @@ class LiteLlmJudge:
         self,
         settings: JudgeSettings,
         *,
-        on_send: Callable[[], None] = lambda: None,
+        on_again: Callable[[], None] = lambda: None,
         on_paid: Callable[[Usage], None] = lambda _: None,
         on_without: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
-        """on_send: told when each request goes out, in the task of its call. on_paid: told of each
-        request that the provider answered, at once. on_without: told what the judge turned out not
-        to take, all of it."""
+        """on_again: told of each request of a call but its first. on_paid: told of each request
+        that the provider answered, at once. on_without: told what the judge turned out not to take,
+        all of it."""
         self._settings = settings
         self._on_without = on_without
         self._left_out: frozenset[str] = frozenset()
@@ -383,7 +383,7 @@ class LiteLlmJudge:
         ]
         """Parts that stay as the operator set them."""
         self._searches = SEARCHES
-        self._on_send, self._on_paid = on_send, on_paid
+        self._on_again, self._on_paid = on_again, on_paid
         key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
         keys = [*key, *hidden_values(settings.params, free_form=False)]
         self._keys = [one for one in keys if len(one) >= MIN_FREE_FORM]
@@ -440,7 +440,6 @@ class LiteLlmJudge:
         return self._known_context
 
     async def _send(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
-        self._on_send()
         with a_judge_is_asked():
             response = await litellm.acompletion(**request)
         paid.append(self._usage(response))
@@ -455,6 +454,7 @@ class LiteLlmJudge:
         if ours and _cut_in_thought(response):
             log.info("judge_thinks", model=self.model, cut_at_tokens=request.pop(LIMITS[0]))
             self._limits = False
+            self._on_again()
             response = await self._send(litellm, without(request, self._left_out), paid)
         return response
 
@@ -493,6 +493,7 @@ class LiteLlmJudge:
             # Not in the handler: the chain of causes decides what an error becomes.
             left_out = forms.pop(0)
             tries += 1
+            self._on_again()
 
     async def aclose(self) -> None:
         """Close LiteLLM's connection pool. All judges share it: call this when the process ends."""
@@ -572,7 +573,9 @@ class LiteLlmJudge:
 
     def _reply(self, response: Any, paid: Sequence[Usage], seconds: float) -> JudgeReply:
         choices = response.choices
-        text = (choices[0].message.content or "") if choices else ""
+        if not choices:
+            raise ValueError("the reply has no choice")
+        text = choices[0].message.content or ""
         return JudgeReply(
             # A reply without text is refused, retried and recorded like other unusable replies.
             # One character more than may be parsed, so that a longer one is still refused.
@@ -581,7 +584,7 @@ class LiteLlmJudge:
             completion_tokens=_count(_sum([one.completion_tokens for one in paid])),
             cost_usd=_sum([one.cost_usd for one in paid]),
             seconds=seconds,
-            cut=bool(choices) and choices[0].finish_reason == "length",
+            cut=choices[0].finish_reason == "length",
         )
 
     def _explain(self, error: Exception) -> str:

@@ -23,13 +23,12 @@ import structlog
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from ingest.errors import JudgeBusyError, JudgeNoCreditError
+from ingest.errors import JudgeBusyError, JudgeNoCreditError, JudgeSpentError
 from ingest.judge_watch import (
     ALL_FAIL,
     NANO,
     Failing,
     JudgeReport,
-    Withheld,
     advice,
     count_group,
     newest_scored,
@@ -51,14 +50,7 @@ from ingest.ruler.blame import (
     hold,
 )
 from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for, storable
-from ingest.ruler.outage import (
-    LAST_DELAY_S,
-    LONGEST_RETRY_AFTER_S,
-    PASSING,
-    SUBJECT,
-    Outage,
-    ask_probe,
-)
+from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import (
     ATTEMPTS,
@@ -74,6 +66,13 @@ from ingest.ruler.ruler import (
     failure_of,
     save_judge_calls,
     verify_and_judge,
+)
+from ingest.ruler.waiting import (
+    LAST_DELAY_S,
+    LONGEST_RETRY_AFTER_S,
+    LONGEST_STAY_S,
+    PASSING,
+    Waiting,
 )
 from ingest.store.groups import load_group, load_scored_group, mark_scored, set_aside
 from ingest.store.listing import patiently
@@ -100,10 +99,10 @@ log = structlog.get_logger()
 
 def lease_s(settings: JudgeSettings) -> float:
     """Return how long judging one group may take, in seconds: every judge in turn, each of whose
-    calls takes as long as it may, and waits for the limits of a minute first. Pure."""
+    calls takes as long as it may, and waits for its judge to be free first. Pure."""
     judges: tuple[JudgeSettings | Fallback, ...] = (settings, *settings.fallbacks)
     limited = any(one.requests_per_minute or one.tokens_per_minute for one in judges)
-    call_s = settings.timeout_s + (LONGEST_LIMIT_S if limited else 0.0)
+    call_s = settings.timeout_s + (LONGEST_LIMIT_S if limited else LONGEST_STAY_S)
     return len(judges) * settings.passes * ATTEMPTS * call_s + LEASE_SLACK_S
 
 
@@ -154,6 +153,12 @@ class Judgements:
         """Load a group with its exchanges. Returns: None when it is gone."""
         with self._database.read() as session:
             return load_group(session, group_id)
+
+    def refused_replies(self, group_id: str) -> int:
+        """Return how many replies to questions about a group were of no use. Blocks."""
+        with self._database.read() as session:
+            found = session.scalar(select(GroupRow.attempts).where(GroupRow.group_id == group_id))
+        return found if isinstance(found, int) else 0
 
     def load_known(self, group_id: str) -> ScoredGroup | None:
         """Load the scores that a group has before it is judged: those of a best-of-N request."""
@@ -378,14 +383,13 @@ class JudgingWorker:
             on_scored=on_scored,
         )
         self._blame = Blame()
-        self._store = Outage()
+        self._store = Waiting()
         """Outage of the store: no further judge calls are made, since nothing can be stored."""
         self._asking: set[str] = set()
         self._storing: set[str] = set()
         """Groups whose judgement waits to be stored."""
         seen = judge.seen if isinstance(judge, JudgePanel) else tuple
         self._report = JudgeReport(database, clock, announce, seen)
-        self._withheld = Withheld(self._report)
         self._starts = False  # True until the first probe
         self._suspect: str | None = None
         """Id of the group in flight that a process died over: at most one at a time."""
@@ -455,21 +459,23 @@ class JudgingWorker:
         return not self._waits(now) and self._blame.wants_probe(now)
 
     def _waits(self, now: float) -> bool:
-        """Tell whether the store or the operator's limits forbid to ask the judge."""
-        if self._withheld.ended(now):
+        """Tell whether the store forbids to ask the judge. A renewed budget has it asked anew."""
+        if self._report.renewed():
             self._ask_first()
-        return now < max(self._store.retry_at, self._withheld.until)
+        return now < self._store.retry_at
 
     async def _withhold(self, outcome: GroupOutcome, *group_ids: str) -> bool:
         """Give groups back for which the judge may not be asked. Returns: True when it may not."""
         if not isinstance(outcome, Unanswered) or outcome.until is None:
             return False
-        self._withheld.note(outcome.reason, outcome.detail, until=outcome.until)
+        self._blame.waiting = self._blame.waiting.withheld(outcome.until)
+        if outcome.reason == JudgeSpentError.reason:
+            self._report.spent(outcome.detail, until=outcome.until)
         await asyncio.to_thread(self._judgements.give_back, group_ids)
         return True
 
     def _not_stored(self, subject: str, error: StoreError) -> None:
-        self._store.unanswered(self._clock())
+        self._store = self._store.failed(self._clock())
         log.warning("judgement_not_stored", group_id=subject, error=str(error))
 
     async def _claim(self, limit: int) -> list[str]:
@@ -513,7 +519,7 @@ class JudgingWorker:
                 self._judge,
                 settings,
                 self._rewarding,
-                seed=await asyncio.to_thread(self._draw_seed, group),
+                seed=await asyncio.to_thread(self._seed_of, group),
                 on_call=calls.append,
                 view=self._view,
                 load_known=self._judgements.load_known,
@@ -524,13 +530,13 @@ class JudgingWorker:
             return
         failed = self._blame.failure(group_id, outcome)
         await self._record(group_id, calls, outcome, failed, rubric_hash=hash_of(settings))
-        self._store.answered(self._clock())
+        self._store = self._store.answered()
         if isinstance(outcome, Scored) and outcome.asked:
             await self._clear(self._blame.works(self._clock()))
         elif not await self._withhold(outcome, group_id) and failed is not None:
             await self._hold_against(failed)
         elif failed is None and (reason := failure_of(outcome)) is not None:
-            self._report.failed_once(reason, group_id, until=self._blame.outage.end)
+            self._report.failed_once(reason, group_id, until=self._until)
 
     async def _record(
         self,
@@ -557,16 +563,28 @@ class JudgingWorker:
         finally:
             self._storing.discard(group_id)
 
+    def _seed_of(self, group: Group) -> int:
+        """Draw the seed of a group; after replies that were of no use, another one: the candidates
+        are shown in another order."""
+        seed = self._draw_seed(group) + self._judgements.refused_replies(group.group_id)
+        return seed & ((1 << SEED_BITS) - 1)
+
+    @property
+    def _until(self) -> float | None:
+        """When the judge is asked again; None: nothing forbids it."""
+        waits = self._blame.waiting.lasts or self._blame.free_at > self._clock()
+        return self._blame.free_at if waits else None
+
     async def _hold_against(self, failed: Failed) -> None:
-        if self._blame.failed(failed, self._clock()):
-            self._report.logged = failed.reason
+        if self._blame.failed(failed, self._clock()) if not failed.believed else False:
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
-        outage = self._blame.outage
         self._report.failed_once(
-            failed.reason, failed.group_id, until=outage.end, asked_s=failed.retry_after_s
+            failed.reason, failed.group_id, until=self._until, asked_s=failed.retry_after_s
         )
-        if not self._blame.holds(failed.group_id):
-            later = outage.retry_at + GIVEN_BACK_S
+        if failed.believed:
+            await asyncio.to_thread(self._judgements.charge, [failed], proven=True)
+        elif not self._blame.holds(failed.group_id):
+            later = self._blame.free_at + GIVEN_BACK_S
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], later)
 
     async def _probe(self) -> None:
@@ -630,7 +648,7 @@ class JudgingWorker:
         last = doubted.unproven[-1] if doubted.unproven else None
         if doubted.all_fail:
             self._say_down("away", ALL_FAIL, last.reason if last is not None else "")
-        elif not self._blame.outage.lasts:
+        elif not self._blame.waiting.lasts:
             self._say_up(doubted.outage_s)
         if doubted.all_fail:
             self._report.log_down(
@@ -651,7 +669,7 @@ class JudgingWorker:
 
     def _say_down(self, state: Failing, reason: str, detail: str) -> None:
         why = f"{reason}: {detail}" if detail else reason
-        self._report.fails(state, why, until=self._blame.outage.retry_at)
+        self._report.fails(state, why, until=self._blame.free_at)
 
     async def _wait(self, outcome: SetAside | Unanswered, *, quotes: bool) -> None:
         """The judge does not work: charge no group, and pause all. quotes: users were quoted."""
@@ -670,7 +688,7 @@ class JudgingWorker:
             reason, model=self._judge.model, reason=reason, error=outcome.detail, passes=passes
         )
         released = [failed.group_id for failed in self._blame.release()]
-        until = self._blame.outage.retry_at + GIVEN_BACK_S
+        until = self._blame.free_at + GIVEN_BACK_S
         await asyncio.to_thread(self._judgements.give_back, released, until)
 
 

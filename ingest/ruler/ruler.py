@@ -3,7 +3,7 @@
 One call judges the whole group. Further passes show the answers in another order, every second pass
 in the reverse order of the one before, so that the judge's position bias cancels out. Equal answers
 are shown once and share their score. An unusable reply is sent back once with its defect; a second
-unusable reply refuses the group.
+one ends the attempt, and the next one shows another order.
 """
 
 from __future__ import annotations

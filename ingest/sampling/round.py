@@ -26,7 +26,7 @@ from ingest.grouping.selection import kept_adapters
 from ingest.judge_prompt import looks, shown_answer
 from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
-from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
+from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import (
     append_answers,

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ingest.judges.build import ProcessJudges
+from ingest.judges.provider import Provider
+from ingest.judges.spending import Ledger, Meter
+from ingest.ruler.judge import Judge
 from ingest.ruler.judging import JudgingWorker
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -48,6 +51,12 @@ class Bench:
         """The judges of one process; several of them share the store."""
         self.opened.append(ProcessJudges(settings, self.database, clock=self.clock, **changes))
         return self.opened[-1]
+
+    def provider(self, judge: Judge, **changes: Any) -> Provider:
+        """A judge of the test's own, with the clock of waiting of the real ones."""
+        settings = JudgeSettings.model_validate({"model": judge.model, **changes})
+        meter = Meter(settings, Ledger(self.database, settings, clock=self.clock))
+        return Provider(judge, settings, meter, clock=self.clock)
 
     def worker(
         self,

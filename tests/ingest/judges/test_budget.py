@@ -16,7 +16,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch import read_judge_state, why_sampling_holds
-from ingest.judges.spending import DAY, Ledger, Meter, Ticket, litellm_price, read_spending
+from ingest.judges.spending import DAY, Ledger, Meter, litellm_price, read_spending
 from ingest.ruler.judge import Judge, JudgeReply, Usage
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow
@@ -191,7 +191,7 @@ async def test_a_call_that_may_have_been_paid_for_counts_by_an_estimate(
     server = bench.kit.serve(step)
     judges = bench.open(bench.settings(server.url, price=PRICE, budget=9.0, timeout_s=1.0))
     with suppress(JudgeUnavailableError):
-        await ask(judges.patient)
+        await ask(judges.hurried)
     await judges.aclose()
 
     # 1 token of prompt (2 bytes), and a whole reply: 256 tokens and 128 for each of 2 answers.
@@ -289,7 +289,8 @@ async def test_half_a_usage_is_not_counted_beside_the_reservation(
     judge, meter = _Tells(usages), Meter(settings, ledger)
     judge.meter = meter
 
-    await meter.metered(judge, MESSAGES, SCHEMA, Ticket())
+    estimate = await meter.estimate(MESSAGES, SCHEMA)
+    await meter.metered(lambda: judge.complete(MESSAGES, SCHEMA), estimate, begun=False)
     await ledger.aclose()
 
     with bench.database.read() as session:

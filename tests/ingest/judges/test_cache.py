@@ -28,7 +28,7 @@ from ingest.judges.replies import (
 )
 from ingest.retention.deletion import delete_exchanges
 from ingest.ruler.judge import Judge, JudgeReply, replies_kept_for
-from ingest.ruler.outage import ask_probe
+from ingest.ruler.probe import ask_probe
 from ingest.ruler.prompt import reply_schema
 from ingest.ruler.ruler import judge_group
 from ingest.store.groups import load_group

@@ -17,8 +17,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch import read_judge_state
-from ingest.judges.build import Member, Panel
-from ingest.judges.limited import Breaker
+from ingest.judges.provider import Panel, Patience
 from ingest.judges.spending import ASKED
 from ingest.ruler.judge import JudgeReply
 from ingest.store.groups import load_scored_group
@@ -52,7 +51,7 @@ def scoring(kit: JudgeKit, good: float) -> Step:
     return kit.answer_with(kit.score_by_content({"good": good, "bad": 0.1}, otherwise=0.5))
 
 
-async def test_a_judge_that_is_away_is_logged_once_until_it_is_back() -> None:
+async def test_a_judge_that_is_away_is_logged_once_until_it_is_back(bench: Bench) -> None:
     class Fickle(JudgeOf):
         fails = True
 
@@ -62,19 +61,18 @@ async def test_a_judge_that_is_away_is_logged_once_until_it_is_back() -> None:
             return await super().complete(messages, schema)
 
     first, second = Fickle(), JudgeOf()
-    members = [
-        Member(model=name, breaker=Breaker(), seat=lambda _, judge=judge: judge)  # type: ignore[misc]
-        for name, judge in ((FIRST, first), (SECOND, second))
-    ]
-    now = [0.0]
-    panel = Panel(members, clock=lambda: now[0])
+    second.model = SECOND
+    first.model = FIRST
+    panel = Panel(
+        [bench.provider(first), bench.provider(second)], Patience(first_s=0.0, begun_s=0.0)
+    )
 
     with structlog.testing.capture_logs() as logs:
         for _ in range(30):
-            now[0] += 100.0  # long enough for the breaker to try the first one again
+            bench.clock.now += 400.0  # long enough for the breaker to try the first one again
             await panel.complete(MESSAGES, SCHEMA)
         first.fails = False
-        now[0] += 1_000.0
+        bench.clock.now += 1_000.0
         await panel.complete(MESSAGES, SCHEMA)
         first.fails = True
         await panel.complete(MESSAGES, SCHEMA)
@@ -177,7 +175,7 @@ async def test_what_a_judge_writes_wrong_is_no_reason_for_another(
     judge_kit.put_group(bench.database, "g1", "good", "bad")
     await bench.worker(bench.open(settings), settings).step()
 
-    assert judge_kit.status(bench.database, "g1") == ("set_aside", "judge_rubbish")
+    assert judge_kit.group_row(bench.database, "g1").judge_failures == '{"judge_rubbish":1}'
     assert second.requests == []
 
 
@@ -265,7 +263,7 @@ async def test_while_an_open_breaker_is_tried_other_groups_do_not_wait_for_it(
     judges = bench.open(bench.settings(first.url, fallbacks=[fallback(second.url)]))
     for _ in range(3):
         await judges.patient.complete(MESSAGES, SCHEMA)
-    bench.clock.now += 5.0
+    bench.clock.now += 1.0
     first.script = [(0, None)]  # it hangs
 
     slow = asyncio.create_task(judges.patient.complete(MESSAGES, SCHEMA))

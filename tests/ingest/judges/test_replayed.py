@@ -118,15 +118,15 @@ async def test_a_replayed_group_is_no_proof_that_the_judge_works(
     worker = cached_worker(database, Away(), clock, passes=1)
     judge_kit.put_group(database, "other", "good", "worse")
     await worker.step()  # it fails, and so does the probe: an outage
-    assert worker._blame.outage.lasts
+    assert worker._blame.waiting.lasts
     judge_kit.put_group(database, "same", "good", "bad")
-    clock.now = worker._blame.outage.retry_at
+    clock.now = worker._blame.waiting.retry_at
     for _ in range(4):
         await worker.step()
         clock.now += 1.0
 
     assert judge_kit.status(database, "same") == ("scored", None)
-    assert worker._blame.outage.lasts
+    assert worker._blame.waiting.lasts
     row = judge_kit.group_row(database, "other")
     assert (row.status, row.judge_attempts) == ("sampled", 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ingest.ruler.blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
+from ingest.ruler.ruler import SetAside
 
 
 def failed(name: str, reason: str = "judge_rejected", **rest: Any) -> Failed:
@@ -33,7 +34,7 @@ def test_another_group_that_is_scored_proves_own_faults_without_a_probe() -> Non
 def test_a_probe_that_fails_proves_an_outage_and_blames_nobody() -> None:
     blame = Blame()
     blame.failed(failed("a"), 0.0)
-    assert blame.down(0.0, longest_s=60.0)
+    blame.down(0.0, longest_s=60.0)
     assert [one.group_id for one in blame.release()] == ["a"]
     assert [blame.room(8, now) for now in (0.5, 1.0)] == [0, 1]
     cleared = blame.works(3.0)
@@ -41,18 +42,12 @@ def test_a_probe_that_fails_proves_an_outage_and_blames_nobody() -> None:
     assert cleared.outage_s == 3.0
 
 
-def test_a_limit_is_left_alone_and_the_probe_is_sent_only_after_five_waits() -> None:
+def test_a_limit_pauses_all_and_no_group_is_held() -> None:
     blame = Blame()
-    now, probed = 0.0, []
-    for _ in range(6):
-        blame.failed(failed("a", "judge_busy"), now)
-        now = blame.outage.retry_at
-        probed.append(blame.wants_probe(now))
-    assert probed == [False] * 5 + [True]
-    doubted = blame.answers(now, longest_s=60.0)
-    assert [one.group_id for one in doubted.unproven] == ["a"]
-    assert doubted.outage_s is None, "the sum may be small enough to pass below the limit"
-    assert blame.room(8, now) == 1
+    assert blame.failed(failed("a", "judge_busy"), 0.0)
+    assert not blame.failed(failed("b", "judge_busy", retry_after_s=20.0), 0.5), "it lasts already"
+    assert [blame.room(8, now) for now in (20.4, 20.5)] == [0, 8]
+    assert not blame.wants_probe(1_000.0)
 
 
 def test_a_limit_counts_against_a_group_only_when_the_probe_is_scored_right_after_it() -> None:
@@ -103,6 +98,19 @@ def test_some_groups_in_a_row_are_refused_on_the_judges_word_and_then_the_probe_
     assert [blame.unusable() for _ in range(UNUSABLE_IN_A_ROW + 1)] == [True] * 3 + [False]
     blame.works(0.0)
     assert blame.unusable()
+
+
+def test_an_unusable_reply_is_believed_and_not_final_and_a_refusal_is_final() -> None:
+    blame = Blame()
+    rubbish = blame.failure("a", SetAside(reason="judge_rubbish", detail="hm", asked=True))
+    assert rubbish is not None
+    assert (rubbish.believed, rubbish.final) == (True, False)
+    refused = SetAside(reason="judge_refused", detail="no", asked=True)
+    assert blame.failure("b", refused) is None
+    for _ in range(UNUSABLE_IN_A_ROW):
+        found = blame.failure("c", refused)
+    assert found is not None
+    assert (found.believed, found.final) == (False, True)
 
 
 def test_a_groups_wait_doubles_up_to_an_hour() -> None:

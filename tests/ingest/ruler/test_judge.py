@@ -11,7 +11,6 @@ import pytest
 
 from ingest.errors import JudgeRejectedError, JudgeTooLongError, JudgeUnavailableError
 from ingest.ruler.judge import LiteLlmJudge, context_tokens_of
-from ingest.ruler.outage import Pause, PausingJudge
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN
 from sidecar.settings import Judge as JudgeSettings
@@ -304,9 +303,20 @@ async def test_text_that_nobody_can_store_is_mended(judge_kit: JudgeKit, text: s
     assert reply.text == ("" if text is None else "a?bc")
 
 
-async def test_no_choice_at_all_is_an_empty_reply(judge_kit: JudgeKit) -> None:
-    server = judge_kit.serve((200, {**judge_kit.completion("x"), "choices": []}))
-    assert (await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)).text == ""
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"choices": []}, "judge_garbled"),
+        ({"choices": None, "error": {"code": 502, "message": "away"}}, "judge_unavailable"),
+    ],
+)
+async def test_a_200_without_a_choice_is_no_answer(
+    judge_kit: JudgeKit, changes: dict[str, Any], reason: str
+) -> None:
+    server = judge_kit.serve((200, {**judge_kit.completion("x"), **changes}))
+    with pytest.raises(JudgeUnavailableError) as raised:
+        await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
+    assert raised.value.reason == reason
 
 
 def test_litellm_is_not_loaded_before_it_is_needed() -> None:
@@ -334,7 +344,6 @@ async def test_a_judge_knows_its_context_as_set_or_from_litellm(
 ) -> None:
     judge = LiteLlmJudge(JudgeSettings(**settings))
     assert await context_tokens_of(judge) == tokens
-    assert await context_tokens_of(PausingJudge(judge, Pause(), longest_stay_s=0.0)) == tokens
 
 
 async def test_a_prompt_that_the_judge_finds_too_long_is_told_apart(judge_kit: JudgeKit) -> None:

@@ -16,8 +16,8 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch import JUDGE, JudgeState, read_judge_state, why_sampling_holds
-from ingest.judges.build import Member, Panel
-from ingest.judges.limited import Breaker
+from ingest.judges.provider import Panel, Patience, Provider
+from ingest.judges.spending import Ledger, Meter
 from ingest.ruler.judging import JudgingWorker
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
@@ -28,6 +28,7 @@ from support.fake_judge import FakeJudge, score_by_content
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
+PRICE = {"input": 1.0, "output": 1.0}
 SCORES = score_by_content({}, otherwise=0.5)
 
 
@@ -290,11 +291,12 @@ async def test_the_flag_keeps_no_words_of_a_provider_that_may_quote_a_users_prom
 
     for number in range(30):
         judge_kit.put_group(database, f"g{number}", "Jane Doe lives here", "Jane Doe")
-    judge = FakeJudge(quoting)
-    members = [
-        Member(model=name, breaker=Breaker(), seat=lambda _: judge) for name in ("first", "second")
-    ]
-    panel = Panel(members, clock=clock)
+    judge, settings = FakeJudge(quoting), JudgeSettings(model="scripted", price=PRICE)
+    meter = Meter(settings, Ledger(database, settings, clock=clock))
+    panel = Panel(
+        [Provider(judge, settings, meter, clock=clock) for _ in range(2)],
+        Patience(first_s=0.0, begun_s=0.0),
+    )
     started = Started(database, panel, clock)
     await started.worker.begin()
 

@@ -106,7 +106,7 @@ RUBBISH: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", RUBBISH)
-async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
+async def test_rubbish_twice_is_counted_and_tried_again_in_another_order(
     database: Database, clock: Clock, judge_kit: JudgeKit, kind: str
 ) -> None:
     def rubbish(shown: Shown) -> str:
@@ -116,11 +116,12 @@ async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = judge_kit.FakeJudge(rubbish)
 
+    worker = judge_kit.worker(database, judge, clock)
     with structlog.testing.capture_logs() as events:
-        await judge_kit.worker(database, judge, clock).step()
+        await worker.step()
 
-    assert judge_kit.status(database, "g1") == ("set_aside", "judge_rubbish")
-    assert judge_kit.counts(database, "judging") == {"judge_rubbish": 1}
+    assert judge_kit.status(database, "g1") == ("sampled", None)
+    assert judge_kit.counts(database, "judging") == {}
     assert judge_kit.counts(database, "judge_calls") == {"bad": 2}
     assert judge_kit.group_row(database, "g1").attempts == 2
     rows = judge_kit.calls(database)
@@ -130,9 +131,33 @@ async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
     assert errors[0] in judge.conversations[1][-1]["content"]  # the retry showed the error
     with database.read() as session:
         assert load_scored_group(session, "g1") is None
-    assert [event["reason"] for event in events if event["event"] == "group_set_aside"] == [
+    assert [one["reason"] for one in events if one["event"] == "group_not_judged"] == [
         "judge_rubbish"
     ]
+
+    judge.script = [judge_kit.score_by_content(WORTH)]
+    clock.now += 5.0
+    await worker.step()
+    assert judge_kit.status(database, "g1") == ("scored", None)
+    assert judge_kit.calls(database)[-1].order_seed != rows[0].order_seed
+
+
+async def test_rubbish_at_five_attempts_sets_the_group_aside(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge = judge_kit.FakeJudge(
+        lambda shown: (
+            "hm" if "bad" in str(shown) else judge_kit.score_by_content({}, otherwise=0.5)(shown)
+        )
+    )
+    worker = judge_kit.worker(database, judge, clock)
+    judge_kit.put_group(database, "g1", "bad one", "bad two")
+    for number in range(20):
+        judge_kit.put_group(database, f"other{number}", "good", "fair")
+        await worker.step()
+        clock.now += 10.0
+    assert judge_kit.status(database, "g1") == ("set_aside", "judge_rubbish")
+    assert judge_kit.counts(database, "judge_calls") == {"bad": 10, "good": 20}
 
 
 async def test_rubbish_once_costs_one_more_call(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 WORTH = {"good": 0.9, "bad": 0.1}
-LEASE_S = 180.0
+LEASE_S = 420.0
 
 
 class Killed(BaseException):

@@ -6,6 +6,7 @@ tested.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,6 @@ DEAD_LETTERS = [
     ("403", "judge_rejected", "content filter"),
     ("413", "judge_rejected", "Request Entity Too Large"),
     ("422", "judge_rejected", "unprocessable"),
-    ("page", "judge_garbled", "no chat completion"),
-    ("null_message", "judge_garbled", "no chat completion"),
     ("500", "judge_unavailable", "worker crashed"),
 ]
 
@@ -175,7 +174,8 @@ async def test_the_two_oldest_bad_and_a_two_minute_outage_cost_no_good_group(
     await play.play(240, tick_s=2)
 
     assert play.statuses("good") == {"scored": 24}
-    assert play.statuses("bad") == {"set_aside": 2}
+    assert play.kit.status(play.database, "bad0") == ("set_aside", "judge_rejected")
+    assert play.kit.status(play.database, "bad1") == ("sampled", None), "it had no answer"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ async def test_a_tenth_of_poison_and_an_outage_cost_no_good_group(
     """A group every four seconds for 240 s, every tenth bad, and no judge from 60 s to 180 s."""
     play = stage(passes=1)
     play.outages = [(60, 180, away)]
-    kinds = [kind for kind in POISON if kind != "500"]
+    kinds = [kind for kind in POISON if kind not in ("500", "page", "null_message")]
 
     def arrive(now: float) -> None:
         number = int(now / 4)
@@ -266,6 +266,33 @@ async def test_a_rate_limit_costs_no_group_and_is_asked_again_when_it_says(
 
     assert play.statuses("good") == {"scored": 10}
     assert early == []
+
+
+async def test_a_200_that_is_no_answer_is_the_providers_fault(
+    stage: Callable[..., Stage],
+) -> None:
+    play = stage()
+    play.put("good")
+    play.put("bad", "page")
+    await play.play(3_600, tick_s=30)
+    assert play.statuses("good") == {"scored": 1}
+    row = play.kit.group_row(play.database, "bad")
+    assert (row.status, row.judge_attempts) == ("sampled", 0)
+
+
+async def test_a_fifth_of_replies_unusable_loses_no_group(stage: Callable[..., Stage]) -> None:
+    play, drawn = stage(passes=2), random.Random(5)
+
+    def sloppy(request: dict[str, Any]) -> tuple[int, Any]:
+        return (200, play.kit.completion("hm")) if drawn.random() < 0.2 else play.scores(request)
+
+    play.server.script = [sloppy]
+    for number in range(96):
+        play.put(f"good{number:02}")
+
+    await play.play(600, tick_s=5)
+
+    assert play.statuses("good") == {"scored": 96}
 
 
 async def test_groups_that_failed_come_after_those_that_never_did(

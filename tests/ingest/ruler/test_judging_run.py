@@ -114,8 +114,8 @@ async def test_the_lease_outlasts_the_slowest_judgement(
 
     judging = judge_kit.worker(database, judge_kit.FakeJudge(look), clock, passes=3, timeout_s=50)
     await judging.step()
-    # Three passes of two attempts of 50 s, and a minute.
-    assert leases[0] == 1_000 + 3 * 2 * 50 + 60
+    # Three passes of two attempts, each of 30 s until the judge is free and 50 s, and a minute.
+    assert leases[0] == 1_000 + 3 * 2 * (30 + 50) + 60
 
 
 async def test_the_slower_of_two_judgements_changes_nothing(

@@ -174,14 +174,14 @@ async def test_a_score_that_the_judge_was_not_asked_for_does_not_end_its_outage(
     judge = judge_kit.FakeJudge(JudgeUnavailableError("away"))
     made = worker(database, judge, clock, ByReasoning(finds()))
     await made.step()
-    assert made._blame.outage.lasts
+    assert made._blame.waiting.lasts
     judge_kit.put_group(database, "g1", messages=LOOK_ALIKE)
     clock.now += 3_000.0
 
     await made.step()
 
     assert judge_kit.status(database, "g1") == ("scored", None)
-    assert made._blame.outage.lasts
+    assert made._blame.waiting.lasts
 
 
 async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
