@@ -246,6 +246,8 @@ class _Request(msgspec.Struct, gc=False):
 
 
 _REQUEST = msgspec.json.Decoder(_Request)
+_TOO_LARGE = 2**63
+"""MessagePack and the stores hold no such integer."""
 _UNREADABLE = _Request(temperature="unreadable")
 """Stands for JSON that msgspec refuses and Python's json accepts, such as NaN."""
 
@@ -266,14 +268,16 @@ def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
 
     def number(value: object) -> float | None:
         nonlocal known
-        if value is None or type(value) is float or type(value) is int:
+        if value is None or type(value) is float:
+            return value
+        if type(value) is int and abs(value) < _TOO_LARGE:
             return value
         known = False
         return None
 
     def count(value: object) -> int | None:
         nonlocal known
-        if value is None or type(value) is int:
+        if value is None or (type(value) is int and abs(value) < _TOO_LARGE):
             return value
         known = False
         return None

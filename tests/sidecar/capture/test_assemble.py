@@ -154,6 +154,8 @@ def test_a_stream_that_ends_without_done_is_not_learned_from() -> None:
         ({"temperature": "0.7"}, Sampling(), "unreadable_sampling"),
         ({"seed": 1.5}, Sampling(), "unreadable_sampling"),
         ({"temperature": True}, Sampling(), "unreadable_sampling"),
+        ({"seed": 2**70}, Sampling(), "unreadable_sampling"),
+        ({"max_tokens": 10**30, "temperature": 10**400}, Sampling(), "unreadable_sampling"),
     ],
 )
 def test_sampling_is_what_was_said_and_never_a_guess(

@@ -45,6 +45,14 @@ def test_every_member_is_found_at_its_place(
         assert _same(json.loads(data[member.start : member.end]), value[member.key])
 
 
+@pytest.mark.parametrize("key", [b"model\xff", b"\xff\\n", b"\xed\xa0"])
+def test_a_key_that_is_no_text_hides_no_other(key: bytes) -> None:
+    found = members(b'{"%b":1,"model":"m"}' % key)
+
+    assert len(found) == 2
+    assert found[1].key == "model"
+
+
 @given(OBJECT, STYLES)
 def test_the_walk_and_the_scan_agree(value: dict[str, object], style: Style) -> None:
     indent, separators = style
