@@ -68,7 +68,7 @@ from deploy.funnel import (
 from deploy.outside.telling import read_states
 from deploy.records import Canary
 from deploy.registry import aliases as bans
-from deploy.registry import canaries, proof_rule, routing_writer, versions
+from deploy.registry import canaries, routing_writer, tallies, versions
 from deploy.registry import switches as learner_switches
 from deploy.registry.candidates import best_so_far, pace, sessions_a_day
 from ingest.feedback.deriving import STAGE as FEEDBACK
@@ -179,7 +179,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 learner=read_learner(session, model),
                 watch_holds=ask(session, model, context.watch).reason or None,
                 engine=EngineOut.of(context.engine),
-                fields_refused=proof_rule.fields_refused(session),
+                fields_refused=tallies.fields_refused(session),
                 control={
                     name: LoopOut.model_validate(view) for name, view in context.loops().items()
                 },
@@ -187,9 +187,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 acts_instead=context.lease()[1],
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups,
-                exchanges=proof_rule.exchanges(session),
-                feedback=proof_rule.of_stage(session, FEEDBACK),
-                signals=proof_rule.of_stage(session, SIGNAL),
+                exchanges=tallies.exchanges(session),
+                feedback=tallies.of_stage(session, FEEDBACK),
+                signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
                 judge=_judge(session, _for_the_judge(session, groups), now),
                 gate_judge=None

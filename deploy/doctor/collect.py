@@ -35,7 +35,7 @@ from deploy.preflight.peers import (
 from deploy.preflight.settings import LOCKS, check_bus, check_places, check_store, learner_findings
 from deploy.registry import canaries
 from deploy.registry.candidates import sessions_a_day
-from deploy.registry.proof_rule import fields_refused
+from deploy.registry.tallies import fields_refused
 from ingest.intake.bus import BusState, read_state
 from ingest.judge_watch import JudgeState, read_judge_state
 from ingest.noise.windows import NoiseState, each_series, read_noise_state

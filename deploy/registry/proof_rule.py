@@ -5,18 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
-
 from deploy.evidence.betting import threshold
 from deploy.evidence.live import GUARDS, GuardState
 from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality, bounds
 from deploy.records import Canary
-from ingest.intake.consume import STAGE as CONSUME
-from ingest.intake.consume import STORED
 from sidecar.routing.breaker import few_callers
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.models import CounterRow, ExchangeRow
 from sidecar.visible import counted
 
 __all__ = [
@@ -299,42 +293,3 @@ def odds(log_e: float) -> str:
 def _under_one(excess: float) -> float:
     """A share of 1 accepts everything; the mean under the null hypothesis must be below 1."""
     return min(excess, 0.999)
-
-
-# Numbers of exchanges, from the durable counters (to count the rows would read them all) or of the
-# newest ones.
-
-NEWEST = 200
-"""Exchanges that are looked at for which vLLM refuses our fields now."""
-MENDED = 20
-"""So many of its exchanges in a row with our fields: a vLLM that refuses one request in four is
-taken for mended once in 300 looks."""
-
-
-def exchanges(session: Session) -> int:
-    """Return the number of exchanges that were ever stored. A damaged count is 0."""
-    row = session.get(CounterRow, (CONSUME, STORED))
-    return row.count if row is not None and isinstance(row.count, int) else 0
-
-
-def of_stage(session: Session, stage: str) -> dict[str, int]:
-    """Return the counters of one stage by reason, without zeros and damaged ones."""
-    rows = session.scalars(
-        select(CounterRow).where(CounterRow.stage == stage).order_by(CounterRow.reason)
-    )
-    return {row.reason: row.count for row in rows if isinstance(row.count, int) and row.count}
-
-
-def fields_refused(session: Session) -> dict[str, int]:
-    """Return for each vLLM (base URL) how many of the newest exchanges it answered without token
-    ids and log-probabilities, because it fails when it is asked for them. One whose newest `MENDED`
-    exchanges have them is left out."""
-    newest = session.execute(
-        select(ExchangeRow.replica, ExchangeRow.untrainable_reason)
-        .order_by(ExchangeRow.seq.desc())
-        .limit(NEWEST)
-    )
-    refused: dict[str, list[bool]] = {}
-    for url, reason in newest:
-        refused.setdefault(str(url), []).append(reason == "fields_refused")
-    return {url: sum(ones) for url, ones in refused.items() if any(ones[:MENDED])}

@@ -29,15 +29,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState
-from deploy.registry import (
-    aliases,
-    audit,
-    canaries,
-    routing_writer,
-    switches,
-    transitions,
-    versions,
-)
+from deploy.registry import aliases, audit, canaries, flags, routing_writer, transitions, versions
 from deploy.registry import aliases as bans
 from sidecar.records import BASE
 from sidecar.store.database import Database, count
@@ -136,7 +128,7 @@ def roll_back_in(
         )
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:
-            switches.set_paused(
+            flags.set_paused(
                 session, model, True, now=now, actor=actor, reason=f"rollback: {reason}"
             )
         by = "automatic" if actor == audit.CONTROL else "operator"
@@ -161,7 +153,7 @@ def roll_back_in(
         after=target,
         ended_canary=ended,
         changed=changed,
-        learner_paused=switches.read(session, model).paused,
+        learner_paused=flags.read(session, model).paused,
         generation=table.generation,
         banned=banned,
     )

@@ -50,7 +50,7 @@ PACE = "20,000 exchanges at most, for a person, without the write lock"
 VOICES = "the feedback on one exchange, session or trace"
 SCANS = {
     "deploy/forgetting.py:callers_of": LISTING,
-    "deploy/registry/proof_rule.py:fields_refused": NEWEST,
+    "deploy/registry/tallies.py:fields_refused": NEWEST,
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/prune.py:_last_champions": PRUNING,
     "deploy/adapters/prune.py:_of_canaries": PRUNING,

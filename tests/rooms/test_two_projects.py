@@ -21,7 +21,7 @@ import pytest
 from sqlalchemy import select
 
 from deploy.funnel import read_funnel, read_pile_up
-from deploy.registry import audit, canaries, routing_writer, switches, transitions, versions
+from deploy.registry import audit, canaries, flags, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from ingest.grouping.request import EngineFacts
@@ -164,7 +164,7 @@ class Two:
             return (
                 versions.aliases_of(session, line),
                 routing_writer.current(session, line),
-                switches.read(session, line),
+                flags.read(session, line),
             )
 
 

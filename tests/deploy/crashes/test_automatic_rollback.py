@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.registry import aliases as history
-from deploy.registry import switches
+from deploy.registry import flags
 from sidecar.store.models import BannedDigestRow, CounterRow
 from support.adapter_endpoints import MODEL, vllm_in_thread
 from support.killed_control import Point, Start, start
@@ -76,7 +76,7 @@ def test_a_champion_that_no_vllm_can_serve_gives_way_once(world: World, tmp_path
     counted = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "canary"}
     assert (counted.get("automatic_rollback"), counted.get("operator_rollback")) == (1, None)
     with world.database.read() as session:
-        assert switches.read(session, MODEL).paused is True
+        assert flags.read(session, MODEL).paused is True
         assert history.verify(session).broken == ()
 
 

@@ -23,7 +23,7 @@ from sqlalchemy import select, update
 
 from deploy.cli.main import main
 from deploy.engine.vllm_control import VllmControl
-from deploy.registry.proof_rule import MENDED
+from deploy.registry.tallies import MENDED
 from ingest.grouping.request import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.engine.reconcile import MISSING_S, ChampionGuard, EngineView, Fleet, Reconciler
-from deploy.registry import switches
+from deploy.registry import flags
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
 from learner.runs.runs import check_parent, find_parent
 from sidecar.store.models import AuditRow, BannedDigestRow
@@ -72,7 +72,7 @@ async def test_a_champion_refused_by_all_gives_way_after_half_a_minute(
     )
     assert world.rows(BannedDigestRow) == []
     with world.database.read() as session:
-        assert switches.read(session, "m").paused is True
+        assert flags.read(session, "m").paused is True
 
 
 async def test_controls_that_are_started_again_and_again_count_on(

@@ -12,7 +12,7 @@ from deploy.admin.context import AdminContext
 from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.page.mount import with_page
 from deploy.page.rendering import first_reply
-from deploy.registry import audit, canaries, routing_writer, switches, transitions
+from deploy.registry import audit, canaries, flags, routing_writer, transitions
 from deploy.registry.rollback import rollback
 from sidecar.lines import lines_of
 from sidecar.records import BASE
@@ -109,7 +109,7 @@ async def test_groups_and_audit_name_the_project_and_groups_of_a_line_are_its_ow
         transitions.begin(
             session, model=OWN.name, candidate=candidate, steps=(5000,), now=1.0, actor="t"
         )
-        switches.set_paused(session, OWN.name, True, now=1.0, actor="t", reason="wait")
+        flags.set_paused(session, OWN.name, True, now=1.0, actor="t", reason="wait")
         audit.record(
             session,
             now=1.0,
@@ -180,8 +180,8 @@ async def test_the_learner_of_a_line_is_paused_alone(
 
     assert (done.status_code, done.headers["location"]) == (303, f"{PLACE}/runs")
     with own.database.read() as session:
-        assert switches.read(session, OWN.name).paused
-        assert not switches.read(session, DEFAULT.name).paused
+        assert flags.read(session, OWN.name).paused
+        assert not flags.read(session, DEFAULT.name).paused
     assert "its learner is paused" in words_of((await browser.get("/")).text)
 
 

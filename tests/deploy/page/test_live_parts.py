@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.admin.context import AdminContext
-from deploy.registry import switches
+from deploy.registry import flags
 from sidecar.store.database import count
 from sidecar.store.models import TableTakenRow
 from support import chromium, page_history
@@ -66,7 +66,7 @@ def test_the_first_screen_keeps_the_focus_under_traffic(
 ) -> None:
     page_history.tell(world)
     with world.database.write() as session:
-        switches.set_paused(session, "m", True, now=world.clock.now, actor="me", reason="a sale")
+        flags.set_paused(session, "m", True, now=world.clock.now, actor="me", reason="a sale")
     window.open(serve(make_browser().context))
     for place in ("#needs ~ .cards a", "#arms"):
         assert window.run(WATCH, place)

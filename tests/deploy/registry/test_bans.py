@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.errors import TransitionError
-from deploy.registry import aliases, candidates, switches, transitions
+from deploy.registry import aliases, candidates, flags, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from sidecar.store.models import AuditRow, BannedDigestRow
@@ -147,7 +147,7 @@ def test_a_rollback_bans_what_it_takes_away_and_pauses_the_learner(world: World)
     assert sorted(banned(world)) == [second, on_canary]
     assert (done.learner_paused, again.learner_paused, again.changed) == (True, True, False)
     with world.database.read() as session:
-        assert switches.read(session, "m").paused is True
+        assert flags.read(session, "m").paused is True
     with pytest.raises(TransitionError, match="banned"):
         start(world, second)
 
@@ -169,4 +169,4 @@ def test_a_rollback_that_changes_nothing_pauses_nothing(world: World) -> None:
 
     assert (done.changed, done.learner_paused) == (False, False)
     with world.database.read() as session:
-        assert switches.read(session, "m").paused is False
+        assert flags.read(session, "m").paused is False

@@ -15,12 +15,12 @@ from deploy.registry import (
     audit,
     canaries,
     candidates,
+    flags,
     routing_writer,
     switches,
     transitions,
     versions,
 )
-from deploy.registry import switches as flags
 from deploy.registry.rollback import rollback
 from sidecar.lines import Line, lines_of
 from sidecar.store.models import AuditRow
