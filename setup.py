@@ -62,6 +62,7 @@ COMPILED = (
     "sidecar/relay/usage.py",
     "sidecar/routing/assignment.py",
     "sidecar/routing/breaker.py",
+    "sidecar/routing/breaker_rule.py",
     "sidecar/routing/session_key.py",
 )
 """What runs for every request and every event, and what that cannot do without: a class that is

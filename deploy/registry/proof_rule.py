@@ -9,7 +9,7 @@ from deploy.evidence.betting import threshold
 from deploy.evidence.live import GUARDS, GuardState
 from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality, bounds
 from deploy.records import Canary
-from sidecar.routing.breaker import few_callers
+from sidecar.routing.breaker_rule import few_callers
 from sidecar.settings import Canary as CanarySettings
 from sidecar.visible import counted
 

@@ -21,7 +21,7 @@ from deploy.registry import aliases, audit, canaries, proof_rule, routing_writer
 from deploy.registry import canaries as waiting
 from deploy.registry.canary_rule import Hold, Move
 from sidecar.records import BASE
-from sidecar.routing.breaker import FEW_CALLERS
+from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.errors import TransitionError
 from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
-from sidecar.routing.breaker import FEW_CALLERS
+from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.store.models import BreakerTripRow
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from sidecar.metrics.proxy import Metrics
-from sidecar.routing.breaker import CUT, EMPTY, ERROR, FEW_CALLERS, SHORT, SLOW, Breaker, canary_tag
+from sidecar.routing.breaker import CUT, EMPTY, ERROR, SHORT, SLOW, Breaker, canary_tag
+from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.routing.table import RoutingTable
 
 TABLE = RoutingTable(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sidecar.routing.breaker import KINDS, REPLIES, TALLY, Excess, ExcessTest
+from sidecar.routing.breaker_rule import KINDS, REPLIES, TALLY, Excess, ExcessTest
 
 FAR = 100_000
 """Requests after which a simulation gives up."""
