@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from alembic import context
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert
 
+from sidecar.store import traces
 from sidecar.store.database import Database
-from sidecar.store.models import Base
+from sidecar.store.models import Base, FlagRow
 
 
 def run() -> None:
@@ -36,6 +37,9 @@ def _create_tables(connection: Connection) -> None:
             where = index.dialect_options["sqlite"]["where"]
             index.dialect_options["postgresql"]["where"] = where
     Base.metadata.create_all(connection, checkfirst=False)
+    if connection.dialect.name == "sqlite":  # every writer overwrites what it deletes
+        whole = {"name": traces.FLAG, "value": traces.REWRITTEN, "updated_at": 0}
+        connection.execute(insert(FlagRow).values(whole))
 
 
 run()
