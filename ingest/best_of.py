@@ -49,20 +49,19 @@ from ingest.grouping.selection import (
 from ingest.judge_prompt import shown_answer
 from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group
-from ingest.ruler.judge import Judge
-from ingest.ruler.prompt import hash_of, read_material
-from ingest.ruler.ruler import (
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.group import (
     REFUSED,
-    SEED_BITS,
     TOO_LONG,
     GroupOutcome,
-    JudgeCall,
     Scored,
     SetAside,
     Unanswered,
     judge_group,
-    save_judge_calls,
 )
+from ingest.ruler.judge import Judge
+from ingest.ruler.prompt import hash_of, read_material
+from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.ruler.waiting import Waiting
 from ingest.store.exchanges import NEW, StoredExchange, load_exchange, set_selection, turns_with
 from ingest.store.groups import (

@@ -31,16 +31,9 @@ from ingest.errors import (
 from ingest.judges.replies import NO_EXCHANGE
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.blame import DEFECT
+from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.ruler import (
-    NOT_REDACTED,
-    RUBBISH,
-    SEED_BITS,
-    JudgeCall,
-    merge_identical,
-    refusal_of,
-    score_answers,
-)
+from ingest.ruler.ruler import SEED_BITS, JudgeCall, merge_identical, score_answers
 from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S
 from sidecar.backoff import Backoff
 from sidecar.visible import counted

@@ -26,9 +26,9 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import IngestError, JudgeRejectedError, JudgeSpentError, JudgeUnavailableError
 from ingest.judge_watch import NANO
+from ingest.ruler.group import REFUSED
 from ingest.ruler.judge import LIMITS, MILLION, JudgeReply, Usage, import_litellm
 from ingest.ruler.prompt import reply_tokens
-from ingest.ruler.ruler import REFUSED
 from ingest.store.listing import day_of, hour_of, is_count, next_hour, next_midnight
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings

@@ -32,8 +32,9 @@ from ingest.noise.estimate import (
     usable,
 )
 from ingest.records import Group
+from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.prompt import hash_of
-from ingest.ruler.ruler import JudgeCall, Judgement, save_judge_calls
+from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.store.groups import SAMPLED, load_group
 from sidecar.settings import Judge
 from sidecar.settings import Judge as JudgeSettings

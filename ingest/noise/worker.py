@@ -33,18 +33,10 @@ from ingest.noise.windows import (
     write_noise_state,
 )
 from ingest.privacy.texts import JudgeView
+from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.prompt import hash_of
-from ingest.ruler.ruler import (
-    ATTEMPTS,
-    SEED_BITS,
-    GroupOutcome,
-    JudgeCall,
-    Scored,
-    SetAside,
-    Unanswered,
-    judge_group,
-)
+from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
 from ingest.ruler.waiting import Waiting
 from ingest.store.listing import patiently
 from sidecar.errors import StoreError

@@ -33,8 +33,8 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.ruler.group import RUBBISH, GroupOutcome, SetAside, Unanswered
 from ingest.ruler.judge import ERROR_CHARACTERS, storable
-from ingest.ruler.ruler import RUBBISH, GroupOutcome, SetAside, Unanswered
 from ingest.ruler.waiting import DELAYS, LONGEST_RETRY_AFTER_S, Waiting
 from ingest.store.groups import SAMPLED, set_aside
 from ingest.verifiers import records as verifiers

@@ -33,7 +33,7 @@ from ingest.errors import (
     JudgeTooLongError,
     JudgeUnavailableError,
 )
-from ingest.judge_watch import a_judge_is_asked, bound_replies
+from ingest.ruler.bounded_replies import a_judge_is_asked, bound_replies
 from ingest.ruler.prompt import MAX_REPLY_CHARACTERS, reply_tokens
 from sidecar.backoff import retry_after_s
 from sidecar.hiding import (

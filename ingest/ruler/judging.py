@@ -49,24 +49,20 @@ from ingest.ruler.blame import (
     give_back,
     hold,
 )
-from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for, storable
-from ingest.ruler.probe import SUBJECT, ask_probe
-from ingest.ruler.prompt import hash_of
-from ingest.ruler.ruler import (
-    ATTEMPTS,
-    SEED_BITS,
+from ingest.ruler.calls import count_call, save_judge_calls
+from ingest.ruler.group import (
     GroupOutcome,
     Held,
-    JudgeCall,
-    Judgement,
     Scored,
     SetAside,
     Unanswered,
-    count_call,
     failure_of,
-    save_judge_calls,
     verify_and_judge,
 )
+from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for, storable
+from ingest.ruler.probe import SUBJECT, ask_probe
+from ingest.ruler.prompt import hash_of
+from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall, Judgement
 from ingest.ruler.waiting import (
     LAST_DELAY_S,
     LONGEST_RETRY_AFTER_S,

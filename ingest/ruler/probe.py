@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group
+from ingest.ruler.group import GroupOutcome, judge_group
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.ruler import GroupOutcome, JudgeCall, judge_group
+from ingest.ruler.ruler import JudgeCall
 from sidecar.settings import Judge as JudgeSettings
 
 SUBJECT = "probe"

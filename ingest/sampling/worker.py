@@ -23,8 +23,8 @@ from ingest.errors import EngineDownError, SamplingError
 from ingest.grouping.request import LogprobsMode
 from ingest.judge_watch import FIRST_QUESTION, why_sampling_holds
 from ingest.privacy.screen import Screen, default_screen
+from ingest.ruler.group import UNREADABLE
 from ingest.ruler.judge import storable
-from ingest.ruler.ruler import UNREADABLE
 from ingest.sampling.round import (
     OF_ALL,
     Attempt,

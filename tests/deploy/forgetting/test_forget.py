@@ -24,8 +24,9 @@ from ingest.feedback.deriving import save_feedback
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
 from ingest.judges.replies import ReplyStore
+from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.ruler.ruler import JudgeCall
 from ingest.sessions.messages import Place
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from learner.errors import RunStoppedError

@@ -11,7 +11,7 @@ from typing import Any
 from ingest import best_of, errors
 from ingest.errors import JudgeRefusalError, JudgeTooLongError, JudgeUnavailableError
 from ingest.ruler import ruler
-from ingest.ruler.ruler import GroupOutcome, SetAside, Unanswered, refusal_of
+from ingest.ruler.group import GroupOutcome, SetAside, Unanswered, refusal_of
 from sidecar.scoring import NO_PICK_REASONS
 
 

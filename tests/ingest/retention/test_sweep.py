@@ -22,8 +22,9 @@ from ingest.judges.replies import ReplyStore
 from ingest.retention import deletion, sweep
 from ingest.retention import deletion as pages
 from ingest.retention.sweep import Sweeper, read_state
+from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.ruler.ruler import JudgeCall
 from ingest.sessions.messages import Place
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from sidecar.errors import StoreError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ingest.ruler.blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
-from ingest.ruler.ruler import SetAside
+from ingest.ruler.group import SetAside
 
 
 def failed(name: str, reason: str = "judge_rejected", **rest: Any) -> Failed:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from ingest import judge_watch
 from ingest.errors import (
     IngestError,
     JudgeBusyError,
@@ -21,6 +20,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.ruler import bounded_replies
 from ingest.ruler.judge import LiteLlmJudge, explain
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN, hidden_values
@@ -149,8 +149,8 @@ async def test_a_reply_that_unpacks_to_much_is_left_before_it_is_in_memory(
         size = max(size, len(body))
         return body
 
-    monkeypatch.setattr(judge_watch, "without_odd_usage", watched)
-    bomb = gzip.compress(b" " * (4 * judge_watch.MAX_BYTES))
+    monkeypatch.setattr(bounded_replies, "without_odd_usage", watched)
+    bomb = gzip.compress(b" " * (4 * bounded_replies.MAX_BYTES))
     error = await raised_by(judge_kit, model, 200, bomb, ("content-encoding", "gzip"))
     assert isinstance(error, JudgeGarbledError)
     assert size == 0
@@ -174,14 +174,14 @@ async def test_calls_of_others_to_litellm_are_left_as_they_are() -> None:
                 self._seen.append(None)
                 yield b" " * 2**20
 
-    judge_watch.bound_replies(Handler)
+    bounded_replies.bound_replies(Handler)
     transport = Handler.create_async_transport()
     request = httpx.Request("POST", "http://127.0.0.1/")
     await transport.handle_async_request(request)
     assert seen == []
-    with judge_watch.a_judge_is_asked(), pytest.raises(httpx.DecodingError):
+    with bounded_replies.a_judge_is_asked(), pytest.raises(httpx.DecodingError):
         await transport.handle_async_request(request)
-    assert len(seen) == judge_watch.MAX_BYTES // 2**20 + 1
+    assert len(seen) == bounded_replies.MAX_BYTES // 2**20 + 1
 
 
 @pytest.mark.parametrize("model", MODELS[:2])

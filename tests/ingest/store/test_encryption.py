@@ -26,8 +26,9 @@ from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
 from ingest.judges.replies import ReplyStore
 from ingest.records import Answer, Group
+from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
-from ingest.ruler.ruler import JudgeCall, save_judge_calls
+from ingest.ruler.ruler import JudgeCall
 from ingest.sessions.messages import Place
 from ingest.store import rotation
 from ingest.store.bases import rebase_children
