@@ -10,7 +10,7 @@ from typing import Any
 
 from ingest import best_of, errors
 from ingest.errors import JudgeRefusalError, JudgeTooLongError, JudgeUnavailableError
-from ingest.ruler import ruler
+from ingest.ruler import group
 from ingest.ruler.group import GroupOutcome, SetAside, Unanswered, refusal_of
 from sidecar.scoring import NO_PICK_REASONS
 
@@ -31,9 +31,9 @@ def kinds(base: type[JudgeUnavailableError]) -> Iterator[type[JudgeUnavailableEr
 
 
 def test_every_reason_of_the_scoring_process_is_known_to_the_relay_and_no_other() -> None:
-    said = {*reasons_given(best_of, "NoPick"), *reasons_given(best_of, "NoPick")}
+    said = set(reasons_given(best_of, "NoPick"))
     set_aside = {
-        *reasons_given(ruler, "SetAside"),
+        *reasons_given(group, "SetAside"),
         refusal_of(JudgeRefusalError("no")),
         refusal_of(JudgeTooLongError("long")),
     }
