@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
-    from learner.distributed.exchange import given_place
+    from learner.distributed.place import given_place
     from learner.once import run_once, shown, with_pack_tokens
     from learner.patience import when_unlocked
     from learner.progress.watch import note_missing

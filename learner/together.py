@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from learner.distributed.exchange import Place
+from learner.distributed.place import Place
 from learner.explain import explain
 from learner.once import (
     FAILED,

@@ -27,18 +27,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its list
 )
 
 from learner.command import learner_command
-from learner.distributed.exchange import (
-    ADDRESS,
-    LOCAL_RANK,
-    LOCAL_SIZE,
-    PORT,
-    RANK,
-    SIZE,
-    DataParallel,
-    Exchange,
-    Place,
-    attention_share,
-)
+from learner.distributed.exchange import DataParallel, Exchange, attention_share
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.distributed.sharded import Sharded
 from learner.errors import RankLostError
 from learner.explain import one_line

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from learner.adapter_folder import OPTIMIZER, WEIGHTS
 from learner.distributed import trainer
-from learner.distributed.exchange import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.distributed.trainer import RankedTrainer, started
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy

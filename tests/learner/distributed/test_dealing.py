@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.distributed.exchange import (
-    Place,
-    attention_share,
-    deal_by_cost,
-    given_place,
-    group_cost,
-)
+from learner.distributed.exchange import attention_share, deal_by_cost, group_cost
+from learner.distributed.place import Place, given_place
 from learner.distributed.trainer import device_of, threads_of
 from sidecar.errors import SettingsError
 from sidecar.settings import Learner

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sqlalchemy import select
 
 from learner.adapter_folder import CURVES, WEIGHTS
-from learner.distributed.exchange import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.records import TrainingGroup
 from learner.together import follow, telemetry_of
 from sidecar.settings import Learner, Settings, Telemetry

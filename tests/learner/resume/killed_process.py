@@ -36,7 +36,7 @@ import learner.resume
 import learner.runs.material
 import learner.runs.publish
 import learner.runs.train
-from learner.distributed.exchange import ADDRESS, PORT, RANK, SIZE, Place
+from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
 from learner.once import run_once
 from learner.policy.attention import takes_grouped_heads
 from learner.records import TrainingGroup
