@@ -65,7 +65,7 @@ from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_rows
-from ingest.store.groups import keep_scores
+from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
@@ -423,6 +423,7 @@ async def _score(use: _Use) -> None:
             select(func.count()).select_from(AnswerRow).where(AnswerRow.group_id == name)
         )
         keep_scores(session, name, [0.5] * (answers or 0), [""] * (answers or 0), "j", "r")
+        set_aside(session, "of_nobody", "judge_rubbish")
         write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
         why_sampling_holds(session)
         write_verifiers(session, [VerifierSeen(name="v", kind="http")], now=NOW)
