@@ -266,21 +266,15 @@ def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
     """
     known = True
 
-    def number(value: object) -> float | None:
-        nonlocal known
-        if value is None or type(value) is float:
-            return value
-        if type(value) is int and abs(value) < _TOO_LARGE:
-            return value
-        known = False
-        return None
-
     def count(value: object) -> int | None:
         nonlocal known
         if value is None or (type(value) is int and abs(value) < _TOO_LARGE):
             return value
         known = False
         return None
+
+    def number(value: object) -> float | None:
+        return value if type(value) is float else count(value)
 
     limit = request.max_tokens
     if surface == "responses":
