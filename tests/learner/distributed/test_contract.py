@@ -98,7 +98,7 @@ def test_a_process_alone_keeps_the_contract() -> None:
 PROGRAM = """
 import importlib.util, os, sys
 import pytest, torch
-from learner.distributed.exchange import given_place
+from learner.distributed.place import given_place
 from learner.distributed.exchange import DataParallel
 from learner.distributed.trainer import joined
 from learner.errors import RankLostError, RanksDisagreeError
