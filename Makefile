@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-.PHONY: demo test check bench setup clean
+.PHONY: demo test test-all check bench setup clean
 BENCH ?= all
 
 setup:
@@ -9,10 +9,13 @@ setup:
 demo: setup
 	@scripts/python -m demo
 
-test:
+# Tier 1: laws, contracts, examples, and one real loop. test-all adds kills, both stores, Kafka, clients, fuzzers.
+test: TIER = 1
+test-all: TIER = 2
+test test-all:
 	@echo "set-up"
 	@scripts/setup tests
-	@scripts/python -m pytest --numprocesses auto --no-loadscope-reorder
+	@scripts/python -m pytest --tier $(TIER) --numprocesses auto --no-loadscope-reorder
 
 check: setup
 	.venv/bin/ruff format --check .

@@ -1,4 +1,7 @@
-"""How the suite runs: which tests share a worker of pytest-xdist, and which go first.
+"""How the suite runs: its tiers, which tests share a worker of pytest-xdist, and which go first.
+
+Tier 1 (`--tier 1`, `make test`) runs laws, contracts and examples, and one real loop on a real
+vLLM. Tier 2 (`make test-all`, and pytest without the option) adds `TIER_2`.
 
 A worker gets whole files, so that what a file's tests share is made once. The files that start a
 real vLLM go first, because they take longest, and share a worker, so that one engine computes at a
@@ -48,6 +51,20 @@ ONE_WORKER = {
     "tests/learner/resume/": "resume",
 }
 """Beginning of a node id -> name of what shares a worker."""
+TIER_2 = (
+    "tests/benchmarks/",
+    "tests/clients/",
+    "tests/demo/",
+    "tests/deploy/crashes/",
+    "tests/deploy/supervise/",
+    "tests/end_to_end/test_sabotage.py/",
+    "tests/learner/distributed/",
+    "tests/learner/resume/",
+    "tests/sidecar/hardening/",
+    "tests/sidecar/test_compiled.py/",
+)
+"""Files of kills, other stores, clients, engines and fuzzers. Of the other files the tests on
+PostgreSQL and Kafka are of tier 2."""
 WAITING_WORKERS = 2
 """Workers beyond one for each core: one waits for an engine, others for processes and clocks."""
 
@@ -72,6 +89,15 @@ def _logs_as_before() -> Iterator[None]:
     if structlog.is_configured():
         structlog.reset_defaults()
         structlog.contextvars.clear_contextvars()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", type=int, choices=(1, 2), default=2, help="1: the fast tests alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    relative = f"{collection_path.relative_to(config.rootpath).as_posix()}/"
+    return True if config.getoption("tier") == 1 and relative.startswith(TIER_2) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,13 +134,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     run_on_both(metafunc)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def needs_service(item: pytest.Item) -> bool:
+    """Whether the test starts PostgreSQL or Kafka."""
+    spec = getattr(item, "callspec", None)
+    given = spec.params.values() if spec else ()
+    named = any(one in ("postgres", "kafka") for one in given)
+    return named or "running_broker" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order by `FIRST`, then by file; those of a file stay as they are. A test id with the address
     of an object in it is another one in each worker, and pytest-xdist then runs no test at all:
     name it here, where one process can see it."""
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"test ids with the address of an object in them: {unstable}")
+    if config.getoption("tier") == 1:
+        services = [item for item in items if needs_service(item)]
+        config.hook.pytest_deselected(items=services)
+        items[:] = [item for item in items if not needs_service(item)]
     items.sort(key=lambda item: (place(item.nodeid), item.nodeid.split("::")[0]))
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,9 @@ from structlog.testing import capture_logs
 from deploy.supervise import Child, Supervisor, _waiting_line
 from deploy.supervisor_rules import ProcessSpec
 from sidecar.settings import Serving, Settings
+from support.processes import is_alive, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    """True for a process that runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def python(code: str) -> tuple[str, ...]:

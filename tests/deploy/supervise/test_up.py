@@ -30,6 +30,7 @@ from learner.schedule.loop import REQUESTED_FLAG
 from sidecar.settings import Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
+from support.processes import is_alive, until
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN_PATH = os.environ.get("PYTHONPATH") or str(ROOT)
@@ -223,21 +224,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, vllm: str) -> Iterator[Ser
         up = run("up")
         up.said(r"^sidecar ready: ")
         yield Service(folder, up, run)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    """True for a process that runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def hide_modules(folder: Path) -> Path:

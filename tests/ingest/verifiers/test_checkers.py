@@ -26,6 +26,7 @@ from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import spec_of
 from sidecar.settings import EntryPointVerifier, HttpVerifier, Privacy
 from support.fake_checker import FakeChecker
+from support.processes import is_alive
 from support.verifier_package import install
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "verifiers.md"
@@ -276,16 +277,17 @@ async def test_memory_is_bounded(run_code: Check) -> None:
 
 
 async def test_what_it_starts_is_killed_with_it(run_code: Check, tmp_path: Path) -> None:
-    mark = tmp_path / "alive"
+    place = tmp_path / "pid"
     body = (
-        "import subprocess\n"
-        f"subprocess.Popen(['sh', '-c', 'sleep 4; touch {mark}'])\ntime.sleep(60)"
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(place)!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
     )
 
-    await run_code(body, "x", timeout_s=0.5)
-    await asyncio.sleep(4.5)
+    await run_code(body, "x", timeout_s=3.0)
 
-    assert not mark.exists()
+    async with asyncio.timeout(30):
+        while is_alive(int(place.read_text())):
+            await asyncio.sleep(0.02)
 
 
 async def test_it_cannot_speak_to_the_sidecar_by_printing(run_code: Check) -> None:
