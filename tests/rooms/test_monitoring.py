@@ -28,7 +28,7 @@ OF_PROMETHEUS = {"job", "instance", "le"}
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name of each series that proxy and control export -> its metric in the data dictionary."""
+    """Name of each series that proxy and control export -> its metric in docs/metrics.md."""
     database = Database(f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db")
     database.upgrade()
     families = [
@@ -65,7 +65,7 @@ def test_every_metric_that_is_asked_for_is_exported(path: Path, exported: dict[s
 def test_every_label_that_is_asked_for_is_one_of_its_metric(
     path: Path, exported: dict[str, str]
 ) -> None:
-    dictionary = (ROOT / "docs" / "data-dictionary.md").read_text(encoding="utf-8")
+    dictionary = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     wrong = []
     for expression in expressions(path):
         for name in set(re.findall(r"\bsidecar_\w+", expression)):
