@@ -13,7 +13,6 @@ import json
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from http import HTTPStatus
 from typing import Any, ClassVar, Final, NoReturn, cast
 from urllib.parse import unquote_to_bytes
 
@@ -219,20 +218,9 @@ def allowed_methods(path: str) -> list[str]:
     return sorted({method for _, method in named or found})
 
 
-# The API's description: how to authenticate, the scope of each route, and every status it answers.
+# The API's description: how to authenticate, the scope of each route, and how errors look.
 
 MEDIA_TYPE = "application/problem+json"
-ANY = (400, 401, 403, 404, 408, 413, 422, 500, 502, 503)
-"""Errors of every route that needs a token."""
-OF_CHANGES = (409, 412, 428)
-OF_OPEN = (400, 500, 503)
-KEY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "description": "The same key with the same request gets the first reply again, for 24 hours.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
-}
 Json = dict[str, Any]
 ETAGS = frozenset(
     {("GET", "/learner"), ("POST", "/learner/{action}"), ("POST", "/canaries")}
@@ -247,7 +235,6 @@ def _header(description: str) -> Json:
 
 
 REQUEST_ID = _header("The request's own, if it is plain text, else a new one; the audit has it.")
-REPLAYED = _header("`true` when this is the first reply to the same Idempotency-Key.")
 ETAG = _header("Of the state that the reply shows: If-Match of a change. Not weak.")
 LOCATION = _header("The path of the canary.")
 
@@ -259,8 +246,6 @@ def _headers(method: str, path: str) -> Json:
         found["etag"] = ETAG
     if (method, path) == ("POST", f"{PREFIX}/canaries"):
         found["location"] = LOCATION
-    if method != "GET":
-        found["idempotency-replayed"] = REPLAYED
     return found
 
 
@@ -294,21 +279,15 @@ def _complete(operation: Json, method: str, path: str) -> None:
         operation["x-scope"] = scope
         told = operation.get("description", "")
         operation["description"] = f"{told}\n\nNeeds the scope `{scope}`.".strip()
-    statuses = OF_OPEN if is_open else ANY
-    if method != "GET":
-        statuses = (*statuses, *OF_CHANGES)
-        operation.setdefault("parameters", []).append(KEY)
     replies = operation["responses"]
     for status, reply in replies.items():
         if status.startswith("2"):
             reply["headers"] = _headers(method, path)
-    for status in statuses:
-        if status != 422 and str(status) in replies:
-            continue  # the route says itself what it answers; of 422 the framework says it
-        replies[str(status)] = {
-            "description": HTTPStatus(status).phrase,
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-        }
+    replies.pop("422", None)  # the framework's; ours is a problem, as every error
+    replies["default"] = {
+        "description": "Any error.",
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
 
 
 # Read untrusted JSON of admin requests, and show untrusted JSON of the store. Pure.

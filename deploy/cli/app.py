@@ -455,7 +455,6 @@ def lineage(
     """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
     from dataclasses import asdict
 
-    from deploy.iso_times import deep
     from deploy.registry.lineage import render_lineage, trace_lineage
     from sidecar.store.database import Database
 
@@ -464,7 +463,7 @@ def lineage(
     with closing(Database(settings.store.url)) as database, database.read() as session:
         traced = trace_lineage(session, settings.line.name, adapter)
     if output == "json":
-        say_json(deep(asdict(traced)))
+        say_json(asdict(traced))
         return
     for line in render_lineage(traced).split("\n"):
         say(line)

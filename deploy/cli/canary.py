@@ -16,7 +16,7 @@ import typer
 from deploy.cli.context import Project, admin_client
 from deploy.cli.output import Output, Reason, note, print_found, say, say_json, say_json_line
 from deploy.errors import DeployError, UnknownCanaryError
-from deploy.iso_times import iso, with_siblings
+from deploy.iso_times import iso
 from deploy.records import version_of
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def canary_watch(
             return
         now = time.time()
         if output == "json":
-            say_json_line(with_siblings({"seen_at": now, **found}))
+            say_json_line({"seen_at": now, **found})
         else:
             say(progress_line(found, now))
 

@@ -2,8 +2,7 @@
 
 Text that people and models wrote (reasons, names, errors) is printed without the characters that a
 terminal obeys, each record on lines of its own; JSON escapes them by itself. Text output is for
-people: times are dates with an age. Programs read `-o json`, which has each time in Unix seconds
-and in ISO 8601.
+people: times are dates with an age. Programs read `-o json`, which has each time in Unix seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.iso_times import iso, sibling, with_siblings
+from deploy.iso_times import is_time, iso
 from deploy.records import MAX_REASON, cut_reason, version_of
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
@@ -68,13 +67,6 @@ def table_lines(
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
-
-
-def is_time(key: str, value: object) -> bool:
-    """True for a field of Unix seconds, by its name (`deploy.iso_times.sibling`) and its kind."""
-    return (
-        sibling(key) is not None and isinstance(value, int | float) and not isinstance(value, bool)
-    )
 
 
 def shown_time(at: float, now: float) -> str:
@@ -225,7 +217,7 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
     output: `text` or `json`.
     """
     if output == "json":
-        say_json(_dated(found))
+        say_json(found)
         return
     for line in found_lines(found, time.time()):
         say(line)
@@ -267,16 +259,6 @@ def note_missing(found: Mapping[str, Any]) -> None:
         note(f"there are more than these {len(found['items'])}; --limit shows up to 200")
 
 
-def _dated(found: Any) -> Any:  # Any: JSON
-    """Add ISO 8601 times to a record, or to the items of a listing, that has none yet."""
-    if not isinstance(found, dict):
-        return found
-    items = found.get("items")
-    if isinstance(items, list):
-        return {**found, "items": [_dated(one) for one in items]}
-    return with_siblings(found)
-
-
 def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
     """Return the text of one record or of a listing. now: Unix seconds. Pure."""
     if "items" not in found:
@@ -291,10 +273,7 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
     """Indented `key: value` lines; lists and objects below their key, each item after a dash."""
     pad = "  " * indent
     lines: list[str] = []
-    repeated = {sibling(key) for key in block}
     for key, value in block.items():
-        if key in repeated:
-            continue  # the time before it in ISO 8601
         if isinstance(value, dict) and value:
             lines += [f"{pad}{key}:", *_lines(value, now, indent + 1)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
