@@ -12,20 +12,26 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any, ClassVar, Final, NoReturn, cast
 from urllib.parse import unquote_to_bytes
 
 import h11
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import compile_path
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deploy.admin.out import Problem
+from deploy.admin.text import missing_notes, reply_lines, reply_notes
 from deploy.errors import DeployError
+from deploy.text import WHOLE
 from sidecar.settings.kinds import AdminScope
+from sidecar.visible import visible
 
 HEAD_S: Final = 10.0
 """Time for a whole request head, from the connection or from the head's first byte. uvicorn reads
@@ -283,6 +289,8 @@ def _complete(operation: Json, method: str, path: str) -> None:
     for status, reply in replies.items():
         if status.startswith("2"):
             reply["headers"] = _headers(method, path)
+            if path.startswith(PREFIX) and "application/json" in reply["content"]:
+                reply["content"]["text/plain"] = {"schema": {"type": "string"}}
     replies.pop("422", None)  # the framework's; ours is a problem, as every error
     replies["default"] = {
         "description": "Any error.",
@@ -309,6 +317,44 @@ class AsciiJSONResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:  # Any: JSON
         return json.dumps(content, separators=(",", ":")).encode()
+
+
+NOTES = "x-sidecar-notes"
+"""Header of a reply: JSON list of what a person has to know beside it."""
+MOST_NOTES, NOTE_CHARACTERS = 20, 1_000
+COLUMNS = "x-sidecar-columns"
+"""Header of a request for text: characters of a line, for the last column of a table."""
+
+
+class TextRoute(APIRoute):
+    """A route that answers in text where the request asks for it: `Accept: text/plain`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def answer_as_asked(request: Request) -> Response:
+            reply = await answer(request)
+            return self._as_asked(request, reply) if isinstance(reply, JSONResponse) else reply
+
+        return answer_as_asked
+
+    def _as_asked(self, request: Request, reply: Response) -> Response:
+        path, found, now = self.path.removeprefix(PREFIX), json.loads(reply.body), time.time()
+        notes = list(reply_notes(path, found, now, {**request.query_params, **request.path_params}))
+        if "text/plain" in request.headers.get("accept", ""):
+            columns = request.headers.get(COLUMNS, "")
+            width = int(columns) if columns.isdecimal() and len(columns) < 6 else WHOLE
+            lines = reply_lines(path, found, now, width)
+            text = "".join(f"{visible(line)}\n" for line in lines)
+            made = PlainTextResponse(text, reply.status_code)
+            for name in {"etag", "location"} & set(reply.headers):
+                made.headers[name] = reply.headers[name]
+            notes += missing_notes(found)
+            reply = made
+        if notes:
+            kept = [visible(one)[:NOTE_CHARACTERS] for one in notes[:MOST_NOTES]]
+            reply.headers[NOTES] = json.dumps(kept)
+        return reply
 
 
 def read_stored(data: bytes) -> dict[str, Any]:

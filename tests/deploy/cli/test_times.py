@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli.output import print_found, shown_time
-from deploy.iso_times import is_time, iso
+from deploy.cli.output import print_found
+from deploy.text import is_time, iso, shown_time
 
 AT = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 
