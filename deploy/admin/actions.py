@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import structlog
-from fastapi import APIRouter, Body, Depends, Response
+from fastapi import APIRouter, Body, Response
 
 from deploy.admin.auth import Caller
 from deploy.admin.changes import (
@@ -26,11 +26,10 @@ from deploy.admin.changes import (
 from deploy.admin.context import AdminContext
 from deploy.admin.learning import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
-from deploy.admin.paging import Project, known_query
+from deploy.admin.paging import Project, new_router
 from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming
 from deploy.admin.target_files import with_files
-from deploy.admin.wire import PREFIX
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
@@ -49,7 +48,7 @@ Reason = Annotated[ReasonIn | None, Body()]
 
 def action_router(context: AdminContext) -> APIRouter:
     """Return the router of every POST of `/admin/v1`."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(known_query)])
+    router = new_router()
     _add_rollback(router, context)
     _add_canary_actions(router, context)
     _add_learner_actions(router, context)

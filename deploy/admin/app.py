@@ -1,7 +1,7 @@
 """The admin API under `/admin/v1`, with its own listener and its own tokens.
 
 `reception` is middleware before every route: it authenticates the caller and limits the body.
-Each route needs the scope that `wire.scopes` states; `changes.idempotency` makes a change once.
+Each route needs the scope that `wire.NEEDED` states.
 Reads are in `reads`, `records` and `learning`, changes in `actions`; every error is a problem+json.
 Handlers that use the store run in threads, so that a slow one delays no other.
 """
@@ -21,7 +21,6 @@ from deploy.admin.auth import Caller, allowed
 from deploy.admin.changes import alias_router, begin_router, target_router
 from deploy.admin.context import AdminContext
 from deploy.admin.events import event_router
-from deploy.admin.idempotency import Idempotency
 from deploy.admin.learning import run_router
 from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.out import Out
@@ -72,7 +71,6 @@ def create_routes(context: AdminContext) -> FastAPI:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
-    app.add_middleware(Idempotency, database=context.database, clock=context.clock)
     problems.install(app)
     app.include_router(read_router(context))
     app.include_router(record_router(context))

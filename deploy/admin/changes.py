@@ -11,16 +11,16 @@ from itertools import islice
 from typing import Annotated, Literal
 
 import structlog
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.admin.auth import Caller, caller
+from deploy.admin.auth import Caller
 from deploy.admin.context import AdminContext
 from deploy.admin.models import AdapterOut, CanaryOut, Page
 from deploy.admin.out import AliasOut, Out
-from deploy.admin.paging import Project, encode_cursor, known_query
+from deploy.admin.paging import Project, encode_cursor, new_router
 from deploy.admin.problems import (
     BlankReasonError,
     ConflictError,
@@ -209,7 +209,7 @@ class StartIn(ReasonIn):
 
 
 def begin_router(context: AdminContext) -> APIRouter:
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(known_query)])
+    router = new_router()
     database = context.database
 
     @router.post("/canaries", status_code=201)
@@ -288,7 +288,7 @@ def may_be_named(session: Session, model: str) -> list[str]:
 
 
 def target_router(context: AdminContext) -> APIRouter:
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
 
     @router.get("/rollback/targets")
     def targets(project: Project = None) -> Page[TargetOut]:
@@ -310,7 +310,7 @@ class AliasIn(ReasonIn):
 
 
 def alias_router(context: AdminContext) -> APIRouter:
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
     database = context.database
 
     @router.get("/aliases")

@@ -7,6 +7,7 @@ names it, as usual for HTTP clients; the API speaks plain HTTP, so that proxy ca
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +31,6 @@ PROBLEM = "urn:learning-sidecar:problem:"
 slowly)."""
 SHOWN = 100
 """Characters of another service's reply that an error repeats."""
-PAGE_ITEMS = 200
-"""Items of one request: the most that the admin API gives."""
 
 
 class AdminApiError(DeployError, ConnectionError):
@@ -39,7 +38,7 @@ class AdminApiError(DeployError, ConnectionError):
 
 
 class AdminClient:
-    """A thin client: paths under `/admin/v1`, JSON in and out."""
+    """A thin client: paths under `/admin/v1`, JSON in, JSON or text out."""
 
     def __init__(self, settings: Settings, project: str | None = None) -> None:
         """project: whose line of adapters is asked about; None: the default line.
@@ -62,50 +61,58 @@ class AdminClient:
         path: parts of the path; all but the first are user input and are percent-encoded.
         Raises: AdminApiError.
         """
-        return _read(self._request("GET", path, params=params))
+        return self.ask(*path, **params)[0]
 
-    def get_all(self, path: str, **params: str | int) -> dict[str, Any]:
-        """Read every page of a listing, as one page. Raises: AdminApiError."""
-        items: list[Any] = []
-        damaged: list[str] = []
-        place: dict[str, str] = {}
-        while True:
-            page = self.get(path, limit=PAGE_ITEMS, **params, **place)
-            if "items" not in page:
-                return dict(page)  # not this version's listing: the caller shows it as it is
-            items += page["items"]
-            damaged += page.get("damaged", [])
-            if page.get("next_cursor") is None:
-                return {"items": items, "next_cursor": None, "damaged": damaged}
-            place = {"cursor": page["next_cursor"]}
+    def ask(
+        self,
+        *path: str,
+        method: str = "GET",
+        body: dict[str, Any] | None = None,
+        etag: str | None = None,
+        text: bool = False,
+        columns: int | None = None,
+        **params: str | int,
+    ) -> tuple[Any, list[str]]:  # Any: JSON, or text
+        """Read a resource, change one or perform an action.
 
-    def post(self, *path: str, body: dict[str, Any], etag: str | None = None) -> Any:
-        """Perform an action. path: as for `get`; etag: for `If-Match`. Raises: AdminApiError."""
+        path: as for `get`. etag: for `If-Match`. text: answer in lines. columns: characters of a
+        line of a table; None: any number.
+        Returns: the reply, and what a person has to know beside it. Raises: AdminApiError.
+        """
         headers = {"if-match": etag} if etag else {}
-        return _read(self._request("POST", path, json=body, headers=headers))
-
-    def put(self, *path: str, body: dict[str, Any], etag: str) -> Any:
-        """Change a resource. As `post`. Raises: AdminApiError."""
-        return _read(self._request("PUT", path, json=body, headers={"if-match": etag}))
+        if text:
+            headers["accept"] = "text/plain"
+        if columns is not None:
+            headers["x-sidecar-columns"] = str(columns)
+        reply = self._request(method, path, params, body, headers)
+        notes = json.loads(reply.headers.get("x-sidecar-notes", "[]"))
+        return (_text(reply) if text else _read(reply)), [str(one) for one in notes]
 
     def etag(self, *path: str) -> str:
         """Return a resource's current ETag, for a conditional change. Raises: AdminApiError."""
-        return str(self._request("GET", path).headers.get("etag", ""))
+        return str(self._request("GET", path, {}, None, {}).headers.get("etag", ""))
 
-    def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
-        headers = {**self._headers, **rest.pop("headers", {})}
+    def _request(
+        self,
+        method: str,
+        path: tuple[str, ...],
+        params: dict[str, str | int],
+        body: dict[str, Any] | None,
+        headers: dict[str, str],
+    ) -> httpx.Response:
         if self._project is not None and is_of_a_line(path):
-            rest["params"] = {**rest.get("params", {}), "project": self._project}
+            params = {**params, "project": self._project}
         url = "/".join([self._url + path[0], *(quote(part, safe="") for part in path[1:])])
         try:
             reply = httpx.request(
                 method,
                 url,
-                headers=headers,
+                params=params,
+                json=body,
+                headers={**self._headers, **headers},
                 timeout=TIMEOUT_S,
                 trust_env=self._takes_proxy,
                 follow_redirects=False,
-                **rest,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AdminApiError(
@@ -137,9 +144,17 @@ def _read(reply: httpx.Response) -> Any:  # Any: JSON
     try:
         return reply.json()
     except ValueError as error:
-        raise AdminApiError(
-            f"{reply.url} did not answer with JSON; check admin.host and admin.port"
-        ) from error
+        raise AdminApiError(_not_it(reply, "JSON")) from error
+
+
+def _not_it(reply: httpx.Response, kind: str) -> str:
+    return f"{reply.url} did not answer with {kind}; check admin.host and admin.port"
+
+
+def _text(reply: httpx.Response) -> str:
+    if not reply.headers.get("content-type", "").startswith("text/plain"):
+        raise AdminApiError(_not_it(reply, "text"))
+    return reply.text
 
 
 def _problem(reply: httpx.Response, *, has_token: bool) -> str:

@@ -12,18 +12,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Header, Query
 from sqlalchemy import func, select
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
 from deploy.admin.models import AuditOut
-from deploy.admin.paging import known_query
+from deploy.admin.paging import new_router
 from deploy.admin.problems import TooManyStreamsError
 from deploy.admin.records import damaged
-from deploy.admin.wire import PREFIX
 from deploy.registry.aliases import Subject, subjects_of
 from sidecar.errors import StoreError
 from sidecar.store.database import DAMAGE, Database
@@ -80,7 +78,7 @@ BATCH = 100
 
 
 def event_router(context: AdminContext) -> APIRouter:
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
     streams = Streams()
 
     @router.get("/events", response_class=EventReply)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.models import LearnerOut, Page, RunOut, ScheduleOut
-from deploy.admin.out import Out
+from deploy.admin.models import LearnerOut, Page, RunDetailOut, RunStepOut, ScheduleOut
 from deploy.admin.paging import (
     DEFAULT_LIMIT,
     Cursor,
     Limit,
     encode_cursor,
-    known_query,
+    new_router,
     newest_first,
 )
 from deploy.admin.records import damaged, naming, page_of, run_out
-from deploy.admin.wire import PREFIX
 from deploy.errors import UnknownRecordError
 from deploy.registry import switches as learner_switches
 from learner.progress.watch import read_missing
@@ -72,25 +69,19 @@ def shown(name: str, make: Callable[[], OutT]) -> OutT | None:
         return None
 
 
-class RunStepOut(Out):
-    """One optimiser step of a run."""
-
-    step: int
-    at: float
-    """When it was done."""
-    figures: dict[str, Any]
-    """As the data dictionary has them under "One optimiser step"."""
-
-
 def run_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for one run."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
     database, model = context.database, context.model
 
     @router.get("/runs/{run_id}")
-    def run(run_id: str) -> RunOut:
+    def run(run_id: str) -> RunDetailOut:
+        """One run, with all its steps."""
+        steps = select(RunStepRow).where(RunStepRow.run_id == run_id).order_by(RunStepRow.step)
         with database.read() as session, naming(f"run {run_id}"):
-            return run_out(_find(session, model, run_id))
+            row = _find(session, model, run_id)
+            page = steps_of(session.scalars(steps).all(), run_id)
+            return RunDetailOut(**run_out(row).model_dump(), steps=page.items, damaged=page.damaged)
 
     @router.get("/runs/{run_id}/steps")
     def steps(run_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunStepOut]:
@@ -101,16 +92,20 @@ def run_router(context: AdminContext) -> APIRouter:
         )
         with database.read() as session:
             _find(session, model, run_id)
-            rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            limit,
-            show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
-            name=lambda row: f"step {row.step} of run {run_id}",
-            cursor=lambda row: encode_cursor("steps", row.step),
-        )
+            return steps_of(session.scalars(statement).all(), run_id, limit)
 
     return router
+
+
+def steps_of(rows: Sequence[RunStepRow], run_id: str, limit: int | None = None) -> Page[RunStepOut]:
+    """Return a page of the steps of a run; all of them without a limit."""
+    return page_of(
+        rows,
+        len(rows) if limit is None else limit,
+        show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
+        name=lambda row: f"step {row.step} of run {run_id}",
+        cursor=lambda row: encode_cursor("steps", row.step),
+    )
 
 
 def _find(session: Session, model: str, run_id: str) -> RunRow:

@@ -252,6 +252,8 @@ class GroupDetailOut(GroupOut):
     chosen_because: dict[str, Any] | None
     """`reason`, and the `features` behind the probability; null: an older group."""
     answers: list[AnswerOut]
+    request: dict[str, Any] | None
+    """What was asked; null: its exchange is not stored any more, or cannot be read."""
 
 
 class RunOut(Out):
@@ -273,6 +275,23 @@ class RunOut(Out):
     """One object for each time that it was killed and resumed; null: never."""
     progress: dict[str, Any] | None
     """Where it is or was last, `at` that time; null before its trainer said so."""
+
+
+class RunStepOut(Out):
+    """One optimiser step of a run."""
+
+    step: int
+    at: float
+    """When it was done."""
+    figures: dict[str, Any]
+    """As the data dictionary has them under "One optimiser step"."""
+
+
+class RunDetailOut(RunOut):
+    steps: list[RunStepOut]
+    """The steps that are done; of a run that failed, those before it did."""
+    damaged: list[str]
+    """Steps that cannot be shown."""
 
 
 class ChoiceOut(Out):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from deploy.evidence.live import Answer as ApprovalAnswer
 from deploy.evidence.live import MetricState, Mode, Outcome, Stage
 from deploy.funnel import PileUp, said, to_do
-from deploy.iso_times import describe_siblings, with_siblings
 from deploy.outside.telling import HookState
 from deploy.records import Phase
 from deploy.registry import canaries, switches, versions
@@ -25,22 +21,9 @@ from sidecar.lines import Line
 
 class Out(BaseModel):
     """A part of a reply, made of keywords, or of a record with the same fields by `model_validate`.
-    JSON has no infinity: a number without end is damaged. Times have siblings in ISO 8601."""
+    JSON has no infinity: a number without end is damaged."""
 
     model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
-
-    @model_serializer(mode="wrap")
-    def _with_iso_times(self, serialize: pydantic.SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
-        return with_siblings(serialize(self))  # a return type would hide the fields' description
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        found = handler(core_schema)
-        if handler.mode == "serialization":
-            describe_siblings(handler.resolve_ref_schema(found))
-        return found
 
 
 class FeedbackOut(Out):

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from fastapi import Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from sqlalchemy import Select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
-from deploy.admin.wire import UnreadableError, read_json
+from deploy.admin.auth import caller
+from deploy.admin.wire import PREFIX, TextRoute, UnreadableError, read_json
 from deploy.errors import DeployError
 from deploy.records import AdapterState
 from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING, SCORED, SET_ASIDE
@@ -28,6 +29,8 @@ T = TypeVar("T")
 MAX_LIMIT = 200
 DEFAULT_LIMIT = 50
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
+EveryVersion = Annotated[int, Query(ge=1, le=10_000)]
+"""Versions are some hundreds at most, and a table of all has one width."""
 Cursor = Annotated[str | None, Query()]
 
 
@@ -123,3 +126,10 @@ def refuse_unknown(name: str, value: str, known: Collection[str]) -> None:
     """Raises: UnknownValueError."""
     if value not in known:
         raise UnknownValueError(f"{name}: no such value: {value}; known: {', '.join(known)}")
+
+
+def new_router() -> APIRouter:
+    """Return a router below `/admin/v1` whose replies are JSON or text."""
+    return APIRouter(
+        prefix=PREFIX, route_class=TextRoute, dependencies=[Depends(caller), Depends(known_query)]
+    )

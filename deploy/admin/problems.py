@@ -43,14 +43,6 @@ class StaleError(DeployError):
     """The resource has changed since the caller read its ETag."""
 
 
-class KeyReusedError(DeployError):
-    """The `Idempotency-Key` belongs to another request."""
-
-
-class KeyInUseError(DeployError):
-    """The first request with this `Idempotency-Key` is still being answered."""
-
-
 class TooManyStreamsError(DeployError):
     """As many streams of events are open as may be."""
 
@@ -74,8 +66,6 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),
-    KeyInUseError: (409, "key-in-use", "The first request is not answered yet"),
-    KeyReusedError: (422, "key-reused", "The key belongs to another request"),
     TooSlowError: (408, "too-slow", "The body arrived too slowly"),
     StaleError: (412, "stale", "The resource has changed meanwhile"),
     TooLargeError: (413, "too-large", "The body is too large"),

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
 from deploy.admin.learning import read_learner, shown
 from deploy.admin.models import (
@@ -46,15 +45,15 @@ from deploy.admin.paging import (
     ADAPTER_STATES,
     DEFAULT_LIMIT,
     Cursor,
+    EveryVersion,
     Limit,
     Project,
     encode_cursor,
-    known_query,
+    new_router,
     newest_first,
     refuse_unknown,
 )
 from deploy.admin.records import naming, page_of
-from deploy.admin.wire import PREFIX
 from deploy.errors import UnknownAdapterError
 from deploy.funnel import (
     Funnel,
@@ -125,7 +124,7 @@ SHOWN_COMPARISONS = 200
 
 def read_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for the present state."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
     _add_overview(router, context)
     _add_adapters(router, context)
     _add_canaries(router, context)
@@ -245,7 +244,7 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/adapters")
     def adapters(
-        limit: Limit = DEFAULT_LIMIT,
+        limit: EveryVersion = DEFAULT_LIMIT,
         cursor: Cursor = None,
         state: str | None = None,
         project: Project = None,

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
 from deploy.admin.models import (
     AnswerOut,
@@ -33,11 +32,11 @@ from deploy.admin.paging import (
     OfProject,
     Project,
     encode_cursor,
-    known_query,
+    new_router,
     newest_first,
     refuse_unknown,
 )
-from deploy.admin.wire import PREFIX, read_stored
+from deploy.admin.wire import read_stored
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from deploy.registry.aliases import subjects_of
 from ingest.feedback.store import Told, told_of, told_of_session
@@ -62,7 +61,7 @@ _MADE = frozenset(
 
 def record_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for records."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
+    router = new_router()
     _add_groups(router, context)
     _add_history(router, context)
     _add_sessions(router, context)
@@ -121,6 +120,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
                     propensity=row.propensity,
                     chosen_because=load_choice(row.chosen_because),
                     answers=[_answer(session, one) for one in answers],
+                    request=_asked(session, row.exchange_id),
                 )
 
 
@@ -260,6 +260,16 @@ def damaged(name: str, error: Exception) -> DamagedRecordError:
 
 def _group(row: GroupRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in GroupOut.model_fields}
+
+
+def _asked(session: Session, exchange_id: str) -> dict[str, Any] | None:
+    """Return the request of a group, which may be deleted, or damaged, before the group is."""
+    try:
+        found = load_contents(session, [exchange_id]).found.get(exchange_id)
+    except DAMAGE as error:
+        damaged(f"exchange {exchange_id}", error)  # logs it
+        return None
+    return None if found is None else read_stored(found.request)
 
 
 def _answer(session: Session, row: AnswerRow) -> AnswerOut:

@@ -12,21 +12,26 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator
-from http import HTTPStatus
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any, ClassVar, Final, NoReturn, cast
 from urllib.parse import unquote_to_bytes
 
 import h11
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import compile_path
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deploy.admin.out import Problem
+from deploy.admin.text import missing_notes, reply_lines, reply_notes
 from deploy.errors import DeployError
+from deploy.text import WHOLE
 from sidecar.settings.kinds import AdminScope
+from sidecar.visible import visible
 
 HEAD_S: Final = 10.0
 """Time for a whole request head, from the connection or from the head's first byte. uvicorn reads
@@ -219,20 +224,9 @@ def allowed_methods(path: str) -> list[str]:
     return sorted({method for _, method in named or found})
 
 
-# The API's description: how to authenticate, the scope of each route, and every status it answers.
+# The API's description: how to authenticate, the scope of each route, and how errors look.
 
 MEDIA_TYPE = "application/problem+json"
-ANY = (400, 401, 403, 404, 408, 413, 422, 500, 502, 503)
-"""Errors of every route that needs a token."""
-OF_CHANGES = (409, 412, 428)
-OF_OPEN = (400, 500, 503)
-KEY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "description": "The same key with the same request gets the first reply again, for 24 hours.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
-}
 Json = dict[str, Any]
 ETAGS = frozenset(
     {("GET", "/learner"), ("POST", "/learner/{action}"), ("POST", "/canaries")}
@@ -247,7 +241,6 @@ def _header(description: str) -> Json:
 
 
 REQUEST_ID = _header("The request's own, if it is plain text, else a new one; the audit has it.")
-REPLAYED = _header("`true` when this is the first reply to the same Idempotency-Key.")
 ETAG = _header("Of the state that the reply shows: If-Match of a change. Not weak.")
 LOCATION = _header("The path of the canary.")
 
@@ -259,8 +252,6 @@ def _headers(method: str, path: str) -> Json:
         found["etag"] = ETAG
     if (method, path) == ("POST", f"{PREFIX}/canaries"):
         found["location"] = LOCATION
-    if method != "GET":
-        found["idempotency-replayed"] = REPLAYED
     return found
 
 
@@ -294,21 +285,17 @@ def _complete(operation: Json, method: str, path: str) -> None:
         operation["x-scope"] = scope
         told = operation.get("description", "")
         operation["description"] = f"{told}\n\nNeeds the scope `{scope}`.".strip()
-    statuses = OF_OPEN if is_open else ANY
-    if method != "GET":
-        statuses = (*statuses, *OF_CHANGES)
-        operation.setdefault("parameters", []).append(KEY)
     replies = operation["responses"]
     for status, reply in replies.items():
         if status.startswith("2"):
             reply["headers"] = _headers(method, path)
-    for status in statuses:
-        if status != 422 and str(status) in replies:
-            continue  # the route says itself what it answers; of 422 the framework says it
-        replies[str(status)] = {
-            "description": HTTPStatus(status).phrase,
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-        }
+            if path.startswith(PREFIX) and "application/json" in reply["content"]:
+                reply["content"]["text/plain"] = {"schema": {"type": "string"}}
+    replies.pop("422", None)  # the framework's; ours is a problem, as every error
+    replies["default"] = {
+        "description": "Any error.",
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
 
 
 # Read untrusted JSON of admin requests, and show untrusted JSON of the store. Pure.
@@ -330,6 +317,44 @@ class AsciiJSONResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:  # Any: JSON
         return json.dumps(content, separators=(",", ":")).encode()
+
+
+NOTES = "x-sidecar-notes"
+"""Header of a reply: JSON list of what a person has to know beside it."""
+MOST_NOTES, NOTE_CHARACTERS = 20, 1_000
+COLUMNS = "x-sidecar-columns"
+"""Header of a request for text: characters of a line, for the last column of a table."""
+
+
+class TextRoute(APIRoute):
+    """A route that answers in text where the request asks for it: `Accept: text/plain`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def answer_as_asked(request: Request) -> Response:
+            reply = await answer(request)
+            return self._as_asked(request, reply) if isinstance(reply, JSONResponse) else reply
+
+        return answer_as_asked
+
+    def _as_asked(self, request: Request, reply: Response) -> Response:
+        path, found, now = self.path.removeprefix(PREFIX), json.loads(reply.body), time.time()
+        notes = list(reply_notes(path, found, now, {**request.query_params, **request.path_params}))
+        if "text/plain" in request.headers.get("accept", ""):
+            columns = request.headers.get(COLUMNS, "")
+            width = int(columns) if columns.isdecimal() and len(columns) < 6 else WHOLE
+            lines = reply_lines(path, found, now, width)
+            text = "".join(f"{visible(line)}\n" for line in lines)
+            made = PlainTextResponse(text, reply.status_code)
+            for name in {"etag", "location"} & set(reply.headers):
+                made.headers[name] = reply.headers[name]
+            notes += missing_notes(found)
+            reply = made
+        if notes:
+            kept = [visible(one)[:NOTE_CHARACTERS] for one in notes[:MOST_NOTES]]
+            reply.headers[NOTES] = json.dumps(kept)
+        return reply
 
 
 def read_stored(data: bytes) -> dict[str, Any]:

@@ -21,16 +21,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from deploy.cli.context import Project, admin_client, settings_of
+from deploy.cli.context import Project, admin_client, settings_of, show
 from deploy.cli.output import (
     GivenReason,
     Output,
-    adapters_table,
-    aliases_table,
     completed_by,
     note,
     print_found,
-    print_table,
     refuse_unknown,
     require_store,
     say,
@@ -553,6 +550,8 @@ Trained elsewhere, and imported into learning-sidecar. `lineage.json` says from 
 
 # `sidecar adapters`: the adapter versions, as the admin API knows them.
 
+EVERY_VERSION = 10_000
+"""The most that the admin API lists at once."""
 adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
 adapters_app.command("import")(adapters_import)
 adapters_app.command("push")(adapters_push)
@@ -581,13 +580,11 @@ def adapters_ls(
 
     `adapters show VERSION` has its name in vLLM, its digest and its folder."""
     if at:
-        found = admin_client(context, project).get("/aliases", at=str(_seconds(at)))
-        print_table(found, output, aliases_table)
+        show(admin_client(context, project), output, "/aliases", at=str(_seconds(at)))
         return
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
-    found = admin_client(context, project).get_all("/adapters", **given)
-    print_table(found, output, adapters_table)
+    show(admin_client(context, project), output, "/adapters", limit=EVERY_VERSION, **given)
 
 
 def _seconds(at: str) -> float:
@@ -620,7 +617,7 @@ def adapters_alias(
     client = admin_client(context, project)
     etag = client.etag("/aliases", alias)
     body = {"adapter": version, "reason": reason}
-    print_found(client.put("/aliases", alias, body=body, etag=etag), output)
+    show(client, output, "/aliases", alias, method="PUT", body=body, etag=etag)
 
 
 @adapters_app.command("allow")
@@ -633,8 +630,8 @@ def adapters_allow(
 ) -> None:
     """Lift the ban of a version's files: `sidecar canary start` may try it again."""
     client = admin_client(context, project)
-    found = client.post("/adapters", version, "allow", body={"reason": reason})
-    print_found(found, output)
+    body = {"reason": reason}
+    show(client, output, "/adapters", version, "allow", method="POST", body=body)
 
 
 @adapters_app.command("show")
@@ -642,4 +639,4 @@ def adapters_show(
     context: typer.Context, version: str, project: Project = None, output: Output = "text"
 ) -> None:
     """One version."""
-    print_found(admin_client(context, project).get("/adapters", version), output)
+    show(admin_client(context, project), output, "/adapters", version)

@@ -21,7 +21,7 @@ from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions
-from deploy.cli.context import Project, admin_client, settings_of
+from deploy.cli.context import Project, admin_client, settings_of, show
 from deploy.cli.doctor import doctor
 from deploy.cli.hooks import hooks_app
 from deploy.cli.judge import judge_app
@@ -391,16 +391,8 @@ def rollback(
         with _without_collection():
             _roll_back_offline(context, to, reason, project, output)
         return
-    client = admin_client(context, project)
-    found = client.post("/rollback", body={"to": to, "reason": reason})
-    print_found(found, output)
-    _say_paused(found.get("learner_paused", False), project)
-
-
-def _say_paused(paused: bool, project: str | None) -> None:
-    if paused:
-        of = "" if project is None else f" --project {project}"
-        note(f"the learner is paused until `sidecar learner resume{of}`")
+    body = {"to": to, "reason": reason}
+    show(admin_client(context, project), output, "/rollback", method="POST", body=body)
 
 
 @contextmanager
@@ -421,6 +413,7 @@ def _without_collection() -> Iterator[None]:
 def _roll_back_offline(
     context: typer.Context, to: str, reason: str, project: str | None, output: str
 ) -> None:
+    from deploy.admin.text import paused_words
     from deploy.registry.rollback import rollback as roll_back
     from sidecar.records import BASE
     from sidecar.store.database import Database
@@ -440,7 +433,8 @@ def _roll_back_offline(
     shown = {"from": done.before, "to": done.after, "changed": done.changed}
     more = {"ended_canary": done.ended_canary, "learner_paused": done.learner_paused}
     print_found({**shown, **more, "banned": list(done.banned)}, output)
-    _say_paused(done.learner_paused, project)
+    if done.learner_paused:
+        note(paused_words(project))
     if done.after != BASE:
         note(
             "vLLM was not asked: a replica without the adapter answers with the base model until "
@@ -455,7 +449,6 @@ def lineage(
     """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
     from dataclasses import asdict
 
-    from deploy.iso_times import deep
     from deploy.registry.lineage import render_lineage, trace_lineage
     from sidecar.store.database import Database
 
@@ -464,7 +457,7 @@ def lineage(
     with closing(Database(settings.store.url)) as database, database.read() as session:
         traced = trace_lineage(session, settings.line.name, adapter)
     if output == "json":
-        say_json(deep(asdict(traced)))
+        say_json(asdict(traced))
         return
     for line in render_lineage(traced).split("\n"):
         say(line)

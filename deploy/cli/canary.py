@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from deploy.cli.context import Project, admin_client
-from deploy.cli.output import Output, Reason, note, print_found, say, say_json, say_json_line
+from deploy.cli.context import Project, admin_client, show
+from deploy.cli.output import Output, Reason, note, say, say_json, say_json_line
 from deploy.errors import DeployError, UnknownCanaryError
-from deploy.iso_times import iso, with_siblings
 from deploy.records import version_of
+from deploy.text import iso
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -129,14 +129,14 @@ TIMED_OUT = 124
 INTERRUPTED = 130
 
 
-def _newest_canary(client: AdminClient) -> dict[str, Any]:
+def _newest_canary(client: AdminClient) -> str:
     items = client.get("/canaries", limit=NEWEST)["items"]
     if not items:
         raise UnknownCanaryError(
             "no adapter has been on canary yet; `sidecar learn --once` makes one"
         )
     tried = (one for one in items if one.get("state") not in ("queued", "withdrawn"))
-    return dict(next(tried, items[0]))
+    return str(next(tried, items[0])["canary_id"])
 
 
 @canary_app.command("get")
@@ -145,8 +145,7 @@ def canary_get(
 ) -> None:
     """The newest canary, or the one named."""
     client = admin_client(context, project)
-    found = client.get("/canaries", canary) if canary else _newest_canary(client)
-    print_found(found, output)
+    show(client, output, "/canaries", canary or _newest_canary(client))
 
 
 def _act(
@@ -158,11 +157,11 @@ def _act(
     output: str,
 ) -> None:
     client = admin_client(context, project)
-    name = canary or str(_newest_canary(client)["canary_id"])
+    name = canary or _newest_canary(client)
     # Pause and abort never fail on a race; the others must know the state that they change.
     etag = client.etag("/canaries", name) if action in NEEDS_ETAG else None
     body = {} if reason is None else {"reason": reason}
-    print_found(client.post("/canaries", name, action, body=body, etag=etag), output)
+    show(client, output, "/canaries", name, action, method="POST", body=body, etag=etag)
 
 
 @canary_app.command("start")
@@ -179,73 +178,38 @@ def canary_start(
     Not the champion, and no version whose files are banned (`sidecar adapters ls` says so)."""
     body = {"version": version} if reason is None else {"version": version, "reason": reason}
     client = admin_client(context, project)
-    print_found(client.post("/canaries", body=body), output)
+    show(client, output, "/canaries", method="POST", body=body)
     with suppress(DeployError):  # the canary has begun: nothing that only advises may fail
         judge = client.get("/status").get("gate_judge")
         if judge is not None and not judge.get("model"):
             note("no judge is set: it waits at its gate; name one in judge.model, restart control")
 
 
-@canary_app.command("pause")
-def canary_pause(
-    context: typer.Context,
-    canary: CanaryId = "",
-    reason: Reason = None,
-    project: Project = None,
-    output: Output = "text",
-) -> None:
-    """Hold the canary at its present share of the traffic."""
-    _act(context, "pause", canary, reason, project, output)
+def _add_action(action: str, doc: str) -> None:
+    def act(
+        context: typer.Context,
+        canary: CanaryId = "",
+        reason: Reason = None,
+        project: Project = None,
+        output: Output = "text",
+    ) -> None:
+        _act(context, action, canary, reason, project, output)
+
+    act.__doc__ = doc
+    canary_app.command(action)(act)
 
 
-@canary_app.command("resume")
-def canary_resume(
-    context: typer.Context,
-    canary: CanaryId = "",
-    reason: Reason = None,
-    project: Project = None,
-    output: Output = "text",
-) -> None:
-    """Continue a paused canary."""
-    _act(context, "resume", canary, reason, project, output)
-
-
-@canary_app.command("promote")
-def canary_promote(
-    context: typer.Context,
-    canary: CanaryId = "",
-    reason: Reason = None,
-    project: Project = None,
-    output: Output = "text",
-) -> None:
-    """Make the candidate champion now, by hand."""
-    _act(context, "promote", canary, reason, project, output)
-
-
-@canary_app.command("abort")
-def canary_abort(
-    context: typer.Context,
-    canary: CanaryId = "",
-    reason: Reason = None,
-    project: Project = None,
-    output: Output = "text",
-) -> None:
-    """End the canary; the champion keeps the traffic. A queued one leaves the queue."""
-    _act(context, "abort", canary, reason, project, output)
-
-
-@canary_app.command("skip-step")
-def canary_skip_step(
-    context: typer.Context,
-    canary: CanaryId = "",
-    reason: Reason = None,
-    project: Project = None,
-    output: Output = "text",
-) -> None:
-    """End the present step of the ramp now, whatever it has lasted and seen.
-
-    The guards go on, and a promotion still needs its evidence."""
-    _act(context, "skip-step", canary, reason, project, output)
+_add_action("pause", "Hold the canary at its present share of the traffic.")
+_add_action("resume", "Continue a paused canary.")
+_add_action("promote", "Make the candidate champion now, by hand.")
+_add_action(
+    "abort", "End the canary; the champion keeps the traffic. A queued one leaves the queue."
+)
+_add_action(
+    "skip-step",
+    "End the present step of the ramp now, whatever it has lasted and seen.\n\n"
+    "The guards go on, and a promotion still needs its evidence.",
+)
 
 
 @canary_app.command("wait")
@@ -290,7 +254,7 @@ def canary_watch(
             return
         now = time.time()
         if output == "json":
-            say_json_line(with_siblings({"seen_at": now, **found}))
+            say_json_line({"seen_at": now, **found})
         else:
             say(progress_line(found, now))
 
@@ -311,7 +275,7 @@ def _follow(
     """Tell each look at a canary until it ends. Raises: typer.Exit, with the code that says how."""
     try:
         client = admin_client(context, project)
-        name = canary or str(_newest_canary(client)["canary_id"])
+        name = canary or _newest_canary(client)
         for found in looks(client, name, timeout_s):
             tell(found)
             if has_ended(found):

@@ -10,7 +10,8 @@ import msgspec
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, note, print_as, say, say_json, shown_time
+from deploy.cli.output import Output, note, say, say_json
+from deploy.text import shown_time
 from sidecar.visible import counted
 
 if TYPE_CHECKING:
@@ -52,16 +53,11 @@ def hooks_ls(context: typer.Context, output: Output = "text") -> None:
     if output == "text" and not found:
         say("there is no hook; [notify.hooks.NAME] in the settings makes one")
         return
-    print_as({"items": found}, output, lambda: _lines(found))
-
-
-def _lines(found: list[dict[str, object]]) -> list[str]:
-    """Raises: TypeError when a hook is not as this version knows it."""
-    try:
-        hooks = msgspec.convert(found, list[HookTold])
-    except msgspec.ValidationError as error:
-        raise TypeError(str(error)) from error
-    return list(hook_lines(hooks, time.time()))
+    if output == "json":
+        say_json({"items": found})
+        return
+    for line in hook_lines(msgspec.convert(found, list[HookTold]), time.time()):
+        say(line)
 
 
 @hooks_app.command("test")

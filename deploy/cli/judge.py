@@ -15,7 +15,8 @@ import msgspec
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, require_store, say, say_json, shown_age, shown_time
+from deploy.cli.output import Output, note, require_store, say, say_json
+from deploy.text import shown_age, shown_time
 from sidecar.visible import counted
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.admin.text import killed_words, progress_words, resumed_words
 from deploy.cli.hooks import HookTold, hook_lines
 from deploy.cli.judge import GateJudge, JudgeNoise, JudgeState, gate_judge_lines, judge_lines
 from deploy.cli.learner import (
@@ -17,16 +18,13 @@ from deploy.cli.learner import (
     OneLine,
     Verifier,
     budget_lines,
-    killed_words,
     name_of,
     other_lines,
     percent,
-    progress_words,
-    resumed_words,
     verifier_lines,
 )
-from deploy.cli.output import shown_age, shown_time
 from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has
+from deploy.text import shown_age, shown_time
 from learner.resume import was_stopped
 from sidecar.visible import counted
 

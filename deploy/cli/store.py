@@ -11,17 +11,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.context import admin_client, settings_of
+from deploy.cli.context import admin_client, settings_of, show
 from deploy.cli.files import alone, replace_file
-from deploy.cli.output import (
-    Output,
-    audit_table,
-    note,
-    print_found,
-    print_table,
-    require_store,
-    say,
-)
+from deploy.cli.output import Output, note, print_found, require_store, say
 from sidecar.store.keyring import KEY_BYTES, read_keys
 from sidecar.visible import counted
 
@@ -40,7 +32,7 @@ def audit(
     after."""
     if context.invoked_subcommand is not None:
         return
-    print_table(admin_client(context).get("/audit", limit=limit), output, audit_table)
+    show(admin_client(context), output, "/audit", limit=limit)
 
 
 @audit_app.command("verify")

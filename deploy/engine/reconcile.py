@@ -33,12 +33,12 @@ from deploy.engine.vllm_control import (
     load_checked,
 )
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
-from deploy.iso_times import iso
 from deploy.records import nobody_has
 from deploy.registry import audit, canaries, routing_writer, versions
 from deploy.registry.candidates import record_altered, record_restored
 from deploy.registry.leases import keep_since, lines_behind
 from deploy.registry.rollback import roll_back_in
+from deploy.text import iso
 from sidecar.errors import StoreError
 from sidecar.lines import flag_of
 from sidecar.records import BASE

@@ -30,9 +30,9 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import error_line
-from deploy.iso_times import iso
 from deploy.outside.http import OutsideError, Poster, end_turns, secret_of
 from deploy.registry.aliases import NOTHING, Subject, subjects_of
+from deploy.text import iso
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify
 from sidecar.store.database import DAMAGE, Database, count, get_flag, set_flag

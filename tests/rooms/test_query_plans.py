@@ -70,7 +70,6 @@ SCANS = {
     "ingest/best_of.py:oldest_scores": "in the order of an index, with a limit",
     "ingest/judges/replies.py:ReplyStore._keep": "one row, the first of an index",
     "ingest/store/listing.py:newest_scored_groups": LISTING,
-    "deploy/admin/idempotency.py:begin": "MAX_ROWS keys at most, of one day",
     "deploy/registry/aliases.py:add": "one row, the last of the primary key",
     "deploy/registry/aliases.py:verify": "a row for each move of an alias, at the call of "
     "`sidecar audit verify`, without the write lock",

@@ -70,7 +70,7 @@ def test_no_proxy_of_the_environment_sees_a_request_to_the_loopback(
     with server() as (proxy_port, proxied), server() as (port, seen):
         monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy_port}")
         client(port, host).get("/status")
-        client(port, host).post("/rollback", body={})
+        client(port, host).ask("/rollback", method="POST", body={})
 
     assert proxied == []
     assert seen == [
@@ -207,23 +207,10 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
     assert made._url == "http://[::1]:8081/admin/v1"
 
 
-def test_a_listing_is_read_to_its_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages: list[dict[str, Any]] = [
-        {"items": [1, 2], "next_cursor": "two", "damaged": ["a"]},
-        {"items": [3], "next_cursor": None, "damaged": []},
-    ]
-    asked: list[dict[str, str | int]] = []
-
-    def get(_client: AdminClient, _path: str, **params: str | int) -> dict[str, Any]:
-        asked.append(params)
-        return pages[len(asked) - 1]
-
-    monkeypatch.setattr(AdminClient, "get", get)
-
-    found = client(9).get_all("/adapters", state="retired")
-
-    assert found == {"items": [1, 2, 3], "next_cursor": None, "damaged": ["a"]}
-    assert asked == [
-        {"limit": 200, "state": "retired"},
-        {"limit": 200, "state": "retired", "cursor": "two"},
-    ]
+@pytest.mark.usefixtures("_token")
+def test_text_is_asked_for_and_comes_with_its_notes() -> None:
+    headers = {"content-type": "text/plain", "x-sidecar-notes": '["more"]'}
+    with server(body=b"none\n", **headers) as (port, _):
+        assert client(port).ask("/adapters", text=True) == ("none\n", ["more"])
+    with server() as (port, _), pytest.raises(AdminApiError, match="did not answer with text"):
+        client(port).ask("/adapters", text=True)

@@ -1,7 +1,7 @@
 """The admin API against its own description: sequences of calls that schemathesis makes up.
 
-No sequence may end in a server error, or in a status or a media type that the description does not
-declare. Cursors are replaced by hostile ones half of the time.
+No sequence may end in a server error, or in a media type that the description does not declare.
+Cursors are replaced by hostile ones half of the time.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check(response: Any, case: Any) -> None:
     media = response.headers["content-type"][0].partition(";")[0]
     said = f"{case.method} {case.formatted_path}: {response.status_code} {response.text}"
     assert response.status_code < 500, said
-    assert str(response.status_code) in declared, said
-    assert media in declared[str(response.status_code)]["content"], said
+    reply = declared.get(str(response.status_code), declared["default"])
+    assert media in reply["content"], said
 
 
 def test_no_sequence_of_calls_ends_in_an_error_or_an_undeclared_status(schema: Any) -> None:

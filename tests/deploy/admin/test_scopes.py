@@ -155,8 +155,8 @@ async def test_the_description_says_scopes_and_the_form_of_errors(api: Api) -> N
     back = document["paths"]["/admin/v1/rollback"]["post"]
     assert (back["security"], back["x-scope"]) == ([{"token": []}], "operate")
     assert "Needs the scope `operate`" in back["description"]
-    for status in ("400", "403", "409", "412", "422", "428"):
-        assert list(back["responses"][status]["content"]) == ["application/problem+json"]
+    assert set(back["responses"]) == {"200", "default"}
+    assert list(back["responses"]["default"]["content"]) == ["application/problem+json"]
     assert document["paths"]["/healthz"]["get"]["security"] == []
     paths = document["paths"]
     headers = {
@@ -169,13 +169,13 @@ async def test_the_description_says_scopes_and_the_form_of_errors(api: Api) -> N
             ("post", "/rollback", "200"),
         )
     }
-    always, change = {"x-request-id"}, {"x-request-id", "idempotency-replayed"}
+    always = {"x-request-id"}
     assert list(headers.values()) == [
         always,
         {*always, "etag"},
-        {*change, "etag", "location"},
-        {*change, "etag"},
-        change,
+        {*always, "etag", "location"},
+        {*always, "etag"},
+        always,
     ]
     reason = document["components"]["schemas"]["RollbackIn"]["properties"]["reason"]
     assert reason["pattern"] == r"\S", "of a longer one the rest is left out"

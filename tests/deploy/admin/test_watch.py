@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.cli.learner import watch_lines
+from deploy.admin.text import watch_lines
 from ingest.reward_watch.store import read_override
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.store.models import AdapterProfileRow, AdapterRow, AliasRow, AuditRow

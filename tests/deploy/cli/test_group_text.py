@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.admin.models import AnswerOut, GroupDetailOut, GroupOut
-from deploy.cli.content import group_lines, groups_table
+from deploy.admin.text import group_lines, reply_lines
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 
@@ -63,14 +63,14 @@ def test_groups_are_a_table_of_one_line_each() -> None:
         project=None,
     )
 
-    head, first, second = groups_table([group(), aside], NOW)
+    head, first, second = reply_lines("/groups", {"items": [group(), aside]}, NOW)
 
     assert head.split() == ["group", "made", "status", "judge", "adapter", "project", "why"]
     assert first == "g-1    3 min ago  scored     openai/judge  base     shop     -"
     assert second.startswith("g-22   3 min ago  set_aside  -             base     -        judge_")
     assert "judge_rubbish: no xxx" in second
     assert second.endswith("xxx...")
-    assert groups_table([], NOW) == ["none"]
+    assert reply_lines("/groups", {"items": []}, NOW) == ["none"]
 
 
 def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:
@@ -78,6 +78,8 @@ def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:
         {"name": "calls", "version": "1", "score": None, "why": "the request has no tools"},
         {"name": "short", "version": "1", "score": 1.0, "why": "36 characters"},
     ]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + 400 * "A"}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "How long?"}, image]}
     call = {"function": {"name": "lookup", "arguments": '{"id": 7}'}}
     found = group(
         GroupDetailOut,
@@ -85,6 +87,7 @@ def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:
         reward_rule=None,
         propensity=1.0,
         chosen_because={"reason": "drawn", "features": {}},
+        request={"messages": [asked]},
         answers=[
             answer(0, checks=checks),
             answer(
@@ -97,10 +100,8 @@ def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:
             ),
         ],
     )
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + 400 * "A"}}
-    asked = {"role": "user", "content": [{"type": "text", "text": "How long?"}, image]}
 
-    lines = list(group_lines(found, {"messages": [asked]}, NOW))
+    lines = list(group_lines(found, NOW))
 
     assert lines[:9] == [
         "Group g-1: scored",
@@ -134,10 +135,15 @@ def test_a_group_shows_what_was_asked_and_each_answer_apart() -> None:
 
 def test_a_group_without_its_exchange_is_shown_all_the_same() -> None:
     found = group(
-        GroupDetailOut, reward_rule=None, propensity=None, chosen_because=None, answers=[answer(0)]
+        GroupDetailOut,
+        reward_rule=None,
+        propensity=None,
+        chosen_because=None,
+        answers=[answer(0)],
+        request=None,
     )
 
-    lines = list(group_lines(found, None, NOW))
+    lines = list(group_lines(found, NOW))
 
     assert "Asked: not known, since its exchange is not stored any more" in lines
     assert "Thirty days." in lines

@@ -173,12 +173,15 @@ def obeys(text: str) -> bool:
 
 @contextlib.contextmanager
 def admin_api(config: Path, record: object) -> Iterator[None]:
-    """An admin API that answers everything with one record."""
+    """An admin API that answers everything with one record, or in text with a line of escapes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(record).encode()
+            text = self.headers["accept"] == "text/plain"
+            body = f"reason: {ESCAPES}\n".encode() if text else json.dumps(record).encode()
             self.send_response(200)
+            self.send_header("content-type", "text/plain" if text else "application/json")
+            self.send_header("x-sidecar-notes", json.dumps([ESCAPES]))
             self.send_header("content-length", str(len(body)))
             self.send_header("etag", '"g1"')
             self.end_headers()
@@ -228,18 +231,16 @@ RECORD = {
         "canary watch c1",
     ],
 )
-@pytest.mark.parametrize("as_items", [False, True])
 def test_what_people_wrote_reaches_the_terminal_without_escape_codes(
-    config: Path, capsys: pytest.CaptureFixture[str], command: str, as_items: bool
+    config: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    with admin_api(config, {"items": [RECORD], **RECORD} if as_items else RECORD):
+    with admin_api(config, {"items": [RECORD], **RECORD}):
         main(["--config", str(config), *command.split()])
 
     shown = capsys.readouterr()
     assert "evil" in shown.out + shown.err
     assert not obeys(shown.out)
     assert not obeys(shown.err)
-    assert "\nchampion: evil" not in shown.out, "a value must not look like a line of its own"
 
 
 def test_json_output_escapes_them_and_keeps_the_text(

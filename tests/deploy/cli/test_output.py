@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.output import (
-    adapters_table,
-    audit_table,
-    found_lines,
-    print_found,
-    print_table,
-    runs_table,
-    table_lines,
-)
+from deploy.admin.text import reply_lines
+from deploy.cli.output import print_found
+from deploy.text import found_lines, table_lines
 
 NOW = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 
@@ -138,8 +132,10 @@ def test_adapters_audit_and_runs_are_tables_that_fit_a_terminal() -> None:
         "counts": {"used": 96},
     }
 
-    adapters, audit = adapters_table([ADAPTER], NOW, 100), audit_table([change], NOW, 100)
-    runs = runs_table([run], NOW, 100)
+    adapters, audit, runs = (
+        list(reply_lines(path, {"items": [one]}, NOW, 100))
+        for path, one in (("/adapters", ADAPTER), ("/audit", change), ("/runs", run))
+    )
 
     assert max(map(len, [*adapters, *audit, *runs])) <= 100
     assert adapters[0].split() == ["version", "state", "made", "from", "aliases", "loaded", "why"]
@@ -175,15 +171,7 @@ def test_the_audit_says_whose_line_a_change_is_of_and_that_its_times_are_utc(
         "project": project, "reason": "why",
     }  # fmt: skip
 
-    heads, line = audit_table([change], NOW)
+    heads, line = reply_lines("/audit", {"items": [change]}, NOW)
 
     assert heads.split("  ")[1].strip() == "at (UTC)"
     assert [cell.strip() for cell in line.split("  ") if cell][4:] == [shown, "why"]
-
-
-def test_a_listing_of_another_version_is_printed_by_its_fields(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    print_table({"items": [{"name": "a", "new": 1}]}, "text", adapters_table)
-
-    assert capsys.readouterr().out == "name: a\nnew: 1\n"

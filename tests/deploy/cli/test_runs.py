@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from deploy.cli import learner
-from deploy.cli.learner import REWARD_NOTE, away_words, progress_words, runs_plot, step_lines
+from deploy.admin.client import AdminClient
+from deploy.admin.text import REWARD_NOTE, away_words, progress_words, short, step_lines
+from deploy.cli.main import main
 from learner.progress.export import PANELS, draw
 
 FIGURES = {
@@ -83,9 +83,9 @@ def test_a_requested_run_that_nobody_will_begin_is_said(schedule: Any, run: Any,
 def test_a_finished_run_is_nowhere_any_more_and_a_failed_one_says_where_it_was(
     status: str, shown: str | None
 ) -> None:
-    assert (
-        learner._short({"status": status, "progress": {"phase": "saving"}}).get("progress") == shown
-    )
+    run = {"status": status, "progress": {"phase": "saving"}}
+
+    assert short(run, 1.0).get("progress") == shown
 
 
 def test_a_run_without_a_step_says_so() -> None:
@@ -111,12 +111,13 @@ def test_progress_in_words(found: object, said: str) -> None:
 
 def test_a_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [{"step": 1, "figures": FIGURES}, {"step": 2, "figures": {**FIGURES, "step": 2}}]
-    monkeypatch.setattr(
-        learner, "_read", lambda context, run_id, project: ({"run_id": "r1"}, steps)
-    )
+    monkeypatch.setattr(AdminClient, "get", lambda *_: {"run_id": "r1", "steps": steps})
+    config = tmp_path / "sidecar.toml"
+    config.write_text('[serving]\nmodel = "m"\n')
 
-    runs_plot(typer.Context(typer.main.get_command(typer.Typer(callback=print))), tmp_path / "x")
+    code = main(["--config", str(config), "runs", "plot", "r1", "--out", str(tmp_path / "x")])
 
+    assert code == 0
     assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
     assert len(PANELS) == 9, "as many as the figure has axes"
 

@@ -29,10 +29,11 @@ from deploy.admin.out import (
     TroubleOut,
     VerifierOut,
 )
-from deploy.cli.output import shown_cron, shown_time
+from deploy.cli.output import shown_cron
 from deploy.cli.status import status_lines
 from deploy.examiner import examiner_of
 from deploy.funnel import PileUp
+from deploy.text import shown_time
 from sidecar.settings import Learner, Settings
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z

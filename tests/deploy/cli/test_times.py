@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli.output import is_time, print_found, shown_time
+from deploy.cli.output import print_found
+from deploy.text import is_time, iso, shown_time
 
 AT = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 
@@ -31,6 +32,22 @@ def test_a_time_is_a_date_and_an_age(later_s: float, age: str) -> None:
 @pytest.mark.parametrize("at", [1e30, float("inf"), float("nan"), -1e18])
 def test_a_number_outside_the_calendar_is_shown_as_it_is(at: float) -> None:
     assert shown_time(at, AT) == str(at)
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (1_764_000_000.25, "2025-11-24T16:00:00.250Z"),
+        (0, "1970-01-01T00:00:00.000Z"),
+        (None, None),
+        (True, None),
+        ("yesterday", None),
+        (1e300, None),
+        (float("nan"), None),
+    ],
+)
+def test_a_time_in_iso_8601(at: object, text: str | None) -> None:
+    assert iso(at) == text
 
 
 def test_only_numbers_in_fields_of_times_are_times() -> None:

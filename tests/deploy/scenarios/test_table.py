@@ -120,7 +120,6 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "19 the API, and fifty writers": (
         f"{SERVING}::test_fifty_racing_writers_and_one_rollback_wins_at_once",
         f"{SERVING}::test_of_fifty_racing_promotions_one_wins_and_the_others_are_told",
-        "tests/deploy/admin/test_idempotency.py::test_the_same_key_with_another_request_is_422",
         "tests/deploy/admin/test_api.py::test_paging_shows_every_row_once_though_rows_are_added",
         "tests/deploy/admin/test_scopes.py::test_the_server_holds_a_token_to_its_scopes",
         "tests/end_to_end/test_loop.py"

@@ -1,0 +1,460 @@
+"""Replies of the admin API as text: what `Accept: text/plain` gives. Pure.
+
+Each route has the JSON that it answers written as sentences or as a table; a route without a form
+of its own shows its fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from deploy.records import LEARNER_AWAY_S, version_of
+from deploy.text import (
+    WHOLE,
+    found_lines,
+    iso,
+    shown_age,
+    shown_length,
+    shown_time,
+    table_lines,
+)
+from ingest.judge_prompt import without_media
+from ingest.verifiers.records import check_words
+from sidecar.lines import learner_of, line_name
+from sidecar.replies.parts import answer_text
+from sidecar.visible import counted
+
+Json = Mapping[str, Any]
+
+_CANARY_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def _adapter(one: Json, now: float) -> tuple[str, ...]:
+    return (
+        f"v{one['version']}",
+        str(one["state"]),
+        shown_age(now - one["created_at"]),
+        version_of(one["parent"]),
+        ", ".join(one["aliases"]) or "-",
+        {True: "yes", False: "no", None: "-"}[one["loaded"]],
+        "; ".join(_marks(one)) or "-",
+    )
+
+
+def _marks(adapter: Json) -> list[str]:
+    found = [str(adapter["reason"])] if adapter["reason"] else []
+    if adapter["banned"]:
+        same = adapter["banned"] == adapter["reason"]
+        found.append("banned" if same else f"banned: {adapter['banned']}")
+    if adapter["removed_at"] is not None:
+        found.append("its folder is removed")
+    if adapter["forgotten_at"] is not None:
+        found.append("content that it learned from is forgotten")
+    return found
+
+
+def _change(one: Json, _now: float) -> tuple[str, ...]:
+    return (
+        str(one["seq"]),
+        (iso(one["at"]) or "-")[:16].replace("T", " "),
+        str(one["actor"]),
+        str(one["action"]),
+        _subject(str(one["subject"]), one.get("project")),
+        str(one["reason"] or "-"),
+    )
+
+
+def _run(one: Json, now: float) -> tuple[str, ...]:
+    return (
+        str(one["run_id"]),
+        str(one["status"]),
+        shown_age(now - one["started_at"]),
+        version_of(one["parent"]),
+        version_of(one["adapter"] or "-"),
+        str(one["counts"].get("used", "-")),
+        str(one["reason"] or "-"),
+    )
+
+
+def _subject(subject: str, project: str | None) -> str:
+    """The first eight characters of a canary's id, the version of an adapter, else all of it; and
+    whose line it is, because each line has a v1."""
+    short = subject[:8] if _CANARY_ID.fullmatch(subject) else version_of(subject)
+    if project is None:
+        return short
+    line = line_name("", project)  # how the name of each model's line of the project ends
+    return short if short == learner_of(line) else f"{short.removesuffix(line)} of {project}"
+
+
+# Groups: a table of many, and one with what was asked and answered.
+
+WHY = 90
+"""Characters of the reason in a line of the table."""
+
+
+def group_lines(group: Json, now: float) -> Iterator[str]:
+    """Yield one group: what is known of it, what was asked, and each answer with its scores."""
+    request = group["request"]
+    yield f"Group {group['group_id']}: {_status(group)}"
+    yield from _facts(group, now)
+    yield ""
+    if request is None:
+        yield "Asked: not known, since its exchange is not stored any more"
+    else:
+        yield "Asked:"
+        messages = request.get("messages")
+        for message in messages if isinstance(messages, list) else [request]:
+            yield from _message(message)
+    for answer in group["answers"]:
+        yield ""
+        yield from _answer(answer)
+
+
+def _group(group: Json, now: float) -> tuple[str, ...]:
+    why = " ".join(_why(group).split())
+    return (
+        str(group["group_id"]),
+        shown_age(now - group["created_at"]),
+        str(group["status"]),
+        str(group["judge_model"] or "-"),
+        str(group["adapter"]),
+        str(group["project"] or "-"),
+        (why if len(why) <= WHY else f"{why[: WHY - 3]}...") or "-",
+    )
+
+
+def _why(group: Json) -> str:
+    return ": ".join(str(group[name]) for name in ("reason", "detail") if group[name])
+
+
+def _status(group: Json) -> str:
+    why = _why(group)
+    return f"{group['status']}: {why}" if why else str(group["status"])
+
+
+def _facts(group: Json, now: float) -> Iterator[str]:
+    yield f"  made {shown_time(group['created_at'], now)}"
+    if group["scored_at"] is not None:
+        rubric = f", rubric {group['rubric_hash'][:12]}" if group["rubric_hash"] else ""
+        by = group["judge_model"] or "an unknown judge"
+        yield f"  scored {shown_time(group['scored_at'], now)} by {by}{rubric}"
+    if group["disagreement"] is not None:
+        flipped = group["flipped_pairs"]
+        pairs = "" if flipped is None else f"; they put {flipped:.0%} of the pairs in other order"
+        yield f"  the judge's passes differ by {group['disagreement']:.3f}{pairs}"
+    yield f"  exchange {group['exchange_id']}, session {group['session_id']}"
+    yield f"  adapter {group['adapter']}, project {group['project'] or '-'}"
+    if group["chosen_because"]:
+        chance = group["propensity"]
+        drawn = "" if chance is None else f", with probability {chance:.3g}"
+        yield f"  chosen because: {group['chosen_because'].get('reason', '-')}{drawn}"
+    if group["judge_attempts"]:
+        yield f"  failed attempts to judge it: {group['judge_attempts']}"
+    if group["learn_attempts"]:
+        yield f"  failed runs that had it: {group['learn_attempts']}"
+    if group["run_id"]:
+        yield f"  run {group['run_id']}"
+    if group["reward_rule"]:
+        yield f"  reward rule: {json.dumps(group['reward_rule'])}"
+
+
+def _answer(answer: Json) -> Iterator[str]:
+    scored = [
+        f"{name} {answer[key]:.3f}"
+        for name, key in (
+            ("score", "score"),
+            ("reward", "reward"),
+            ("by verifiers", "independent_reward"),
+        )
+        if answer[key] is not None
+    ]
+    yield f"--- answer {answer['index']} ({answer['origin']}): {', '.join(scored) or 'no score'}"
+    yield from _content(answer["message"])
+    if answer["explanation"]:
+        first, *more = answer["explanation"].splitlines()
+        yield f"  judge: {first}"
+        yield from (f"         {line}" for line in more)
+    for check in answer["checks"]:
+        yield f"  check {check_words(check)}"
+    yield f"  {_length(answer)}"
+
+
+def _length(answer: Json) -> str:
+    tokens = counted(answer["tokens"], "token")
+    ended = answer["finish_reason"]
+    left = answer["untrainable_reason"]
+    return (
+        tokens
+        + (f", ended by {ended}" if ended else "")
+        + f", temperature {answer['temperature']:g}"
+        + (f"; not learned from: {left}" if left else "")
+    )
+
+
+def _message(message: Any) -> Iterator[str]:
+    known = message if isinstance(message, Mapping) else {"content": message}
+    yield f"--- {known.get('role', 'request')}"
+    yield from _content(known)
+
+
+def _content(message: Json) -> Iterator[str]:
+    """Yield the lines of a message: its words, media as a placeholder, and its tool calls."""
+    content = without_media(message.get("content"))
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and "text" in part else part
+        if text is None:
+            continue
+        yield from (text if isinstance(text, str) else json.dumps(text)).splitlines()
+    yield from answer_text({**message, "content": None}).splitlines()
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        asked = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(asked, Mapping):
+            yield f"calls {asked.get('name')}({asked.get('arguments')})"
+        else:
+            yield f"calls {json.dumps(call)}"
+
+
+# One run: where it is, and each of its steps.
+
+LONG = ("settings", "metrics", "progress", "held", "deaths", "steps", "damaged")
+"""Fields of a run that are left out in text, or said in words."""
+SILENT_S = 30.0
+"""A run without a heartbeat for so long was killed (`learner.runs.runs.LEASE_S`)."""
+WIDTH = 10
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "reward": ("reward_mean", "{:.3f}".format),
+    "spread": ("reward_spread", "{:.3f}".format),
+    "groups": ("groups", "{:,}".format),
+    "answers": ("answers", "{:,}".format),
+    "masked": ("masked_answers", "{:,}".format),
+    "tokens/a": ("answer_tokens", "{:.1f}".format),
+    "loss": ("loss", "{:+.5f}".format),
+    "kl": ("approx_kl", "{:.5f}".format),
+    "kl base": ("kl_base", "{:.5f}".format),
+    "drift": ("drift", "{:.4f}".format),
+    "entropy": ("entropy", "{:.3f}".format),
+    "clipped": ("clip_share", "{:.2%}".format),
+    "grad": ("grad_norm", "{:.3g}".format),
+    "update": ("update_norm", "{:.3g}".format),
+    "seconds": ("seconds", "{:.1f}".format),
+    "tokens/s": ("tokens_per_s", "{:,.0f}".format),
+    "memory": ("peak_memory_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
+}
+"""Heading -> the figure below it, and how it is written."""
+REWARD_NOTE = "reward: of each step's own groups, sampled before the run; it is no learning curve"
+
+
+def run_lines(run: Json, now: float) -> Iterator[str]:
+    """Yield one run: where it is, what it took and left out, and each of its steps."""
+    yield from found_lines(short(run, now), now)
+    yield from step_lines([one["figures"] for one in run["steps"]])
+
+
+def short(run: Json, now: float) -> dict[str, Any]:
+    """Return the fields of a run that are shown as they are, and the others in words."""
+    kept = {key: value for key, value in run.items() if key not in LONG}
+    killed = killed_words(run, now)
+    finished = run.get("status") == "finished"  # its last phase would look like its present one
+    words = {
+        "progress": "" if finished else progress_words(run.get("progress")),
+        "resumed": resumed_words(run.get("deaths")),
+        "killed": killed,
+    }
+    return {**kept, **{key: said for key, said in words.items() if said}}
+
+
+def progress_words(found: object) -> str:
+    """Say where a run is; "" when nothing is known of it. found: JSON of the admin API. Pure."""
+    if not isinstance(found, dict):
+        return ""
+    from learner.progress.watch import (
+        Progress,
+        words,  # `--help` waits for no settings
+    )
+
+    try:
+        return words(Progress(**{key: value for key, value in found.items() if key != "at"}))
+    except (TypeError, ValueError):  # of another version, or damaged
+        return str(found.get("phase", ""))
+
+
+def resumed_words(deaths: object) -> str:
+    """Say where a run was resumed; "" when it never was. deaths: JSON of the admin API. Pure."""
+    from learner.resume import resumed_words as said
+
+    return said(deaths).removeprefix("resumed ")
+
+
+def killed_words(run: Json, now: float) -> str:
+    """Say that a run which has not ended stands still; "" when it does not. now: Unix seconds.
+
+    One that left its work to the next start says so itself, by its reason.
+    """
+    beat = run.get("heartbeat_at")
+    if run.get("reason"):
+        return ""
+    if run.get("status") != "running" or not isinstance(beat, int | float) or now - beat < SILENT_S:
+        return ""
+    return f"no sign of it for {shown_length(now - beat)}; the next start goes on with it"
+
+
+def step_lines(steps: Sequence[Json]) -> Iterator[str]:
+    """Yield a table of a run's steps. Pure."""
+    if not steps:
+        yield "no step is done"
+        return
+    shown = [name for name, (key, _) in COLUMNS.items() if any(key in one for one in steps)]
+    yield f"{'step':>5}" + "".join(f"{name:>{WIDTH}}" for name in shown)
+    for one in steps:
+        cells = (_cell(one.get(COLUMNS[name][0]), COLUMNS[name][1]) for name in shown)
+        yield f"{one.get('step', '?'):>5}" + "".join(f"{text:>{WIDTH}}" for text in cells)
+    if len(steps) > 1:
+        yield REWARD_NOTE
+    for out, alike in groupby(steps, lambda one: left_out_words(one.get("left_out"))):
+        numbers = [one.get("step", "?") for one in alike]
+        more = f"s {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f" {numbers[0]}"
+        if out:
+            yield f"step{more} left out: {out}"
+
+
+def left_out_words(found: object) -> str:
+    """Say what a step left out, by reason; "" when nothing. found: JSON of the admin API. Pure."""
+    if not isinstance(found, dict):  # of an older version, or damaged
+        return ""
+    words = []
+    for key, number in found.items():
+        what, _, reason = key.partition(".")
+        if what in ("answers", "groups") and isinstance(number, int):
+            words.append(f"{counted(number, what.removesuffix('s'))} {reason}")
+    return ", ".join(words)
+
+
+def _cell(value: object, form: Callable[[Any], str]) -> str:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return form(value) if known else "-"
+
+
+# The learner, and what holds it.
+
+
+def away_words(learner: Json, now: float) -> str:
+    """Say that no `sidecar learn` will see the request to run; "" when one was heard of."""
+    told, run = learner.get("schedule"), learner.get("last_run")
+    if run is not None and run["ended_at"] is None and now - run["heartbeat_at"] < SILENT_S:
+        return ""
+    if told is not None and now - told["at"] <= LEARNER_AWAY_S:
+        return ""
+    heard = "yet" if told is None else f"for {shown_length(now - told['at'])}"
+    return (
+        f"no `sidecar learn` has been heard of {heard}: the run begins when one is started "
+        "(`sidecar up` does that too); `sidecar learn --once` trains now"
+    )
+
+
+KINDS = ("refusal", "clarifying", "invalid_call", "repetition", "empty", "cut")
+
+
+def watch_lines(found: Json) -> Iterator[str]:
+    """Yield what the reward watch says of the champion, with the figures of each adapter."""
+    if found["held"]:
+        yield f"The reward watch holds the learner; {found['champion']} is champion."
+    else:
+        yield f"The reward watch does not hold the learner; {found['champion']} is champion."
+    for one in found["findings"]:
+        waived = " (waived)" if one["check"] in found["waived"] else ""
+        yield f"  {one['check']}{waived}: {one['text']}"
+    for name in found["damaged"]:
+        yield f"  What was stored of {name} is damaged and is made anew from its answers."
+    names = ("answers", *KINDS, "tokens", "groups", "length corr", "signals", "feedback")
+    rows = [[*names, "adapter"]]
+    for one in found["adapters"]:
+        shares = [_share(one["shares"].get(kind)) for kind in KINDS]
+        numbers = [
+            f"{one['answers']:,}",
+            *shares,
+            _number(one["mean_tokens"], ".0f"),
+            f"{one['groups']:,}",
+            _number(one["length_correlation"], "+.2f"),
+            _share(one["signals_share"]),
+            _number(one["feedback_mean"], "+.2f"),
+        ]
+        lost = " (damaged, and its answers are deleted)" if one["lost"] else ""
+        rows.append([*numbers, f"{one['adapter']}{lost}"])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
+    for *figures, adapter in rows:
+        shown = map(str.rjust, figures, widths)
+        yield "  ".join(["", *shown, adapter])
+    for check, why in found["unknown"].items():
+        yield f"Not checked: {check}: {why}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# The forms of the routes.
+
+Row = Callable[[Json, float], tuple[str, ...]]
+TABLES: dict[str, tuple[str, Row]] = {
+    "/adapters": ("version,state,made,from,aliases,loaded,why", _adapter),
+    "/aliases": (
+        "alias,adapter",
+        lambda one, _now: (str(one["alias"]), str(one["adapter"] or "-")),
+    ),
+    "/audit": ("seq,at (UTC),by,what,of,why", _change),
+    "/groups": ("group,made,status,judge,adapter,project,why", _group),
+    "/runs": ("run,status,began,from,made,groups,why", _run),
+}
+"""Path of a listing -> its heads, and the cells of an item at a time in Unix seconds."""
+RECORDS: dict[str, Callable[[Json, float], Iterable[str]]] = {
+    "/groups/{group_id}": group_lines,
+    "/runs/{run_id}": run_lines,
+    "/watch": lambda found, _now: watch_lines(found),
+    # What the schedule said last was decided before the switch.
+    "/learner/{action}": lambda found, now: found_lines(
+        {key: value for key, value in found.items() if key != "schedule"}, now
+    ),
+}
+"""Path of one record -> its lines."""
+
+
+def reply_lines(path: str, found: Json, now: float, width: int = WHOLE) -> Iterable[str]:
+    """Return a reply in lines. path: the route's template below `/admin/v1`. now: Unix seconds."""
+    if path in TABLES:
+        heads, row = TABLES[path]
+        return table_lines(heads.split(","), [row(one, now) for one in found["items"]], width)
+    return RECORDS.get(path, found_lines)(found, now)
+
+
+def reply_notes(path: str, found: Json, now: float, asked: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a person has to know beside the reply. asked: parameters of path and query."""
+    if (
+        path == "/learner/{action}"
+        and asked["action"] == "run"
+        and (away := away_words(found, now))
+    ):
+        yield away
+    if path == "/rollback" and found["learner_paused"]:
+        yield paused_words(asked.get("project"))
+
+
+def missing_notes(found: Json) -> Iterator[str]:
+    """Yield the damaged rows that a reply leaves out, and that a listing does not show all."""
+    yield from found.get("damaged", [])
+    if found.get("next_cursor"):
+        yield f"there are more than these {len(found['items'])}; --limit shows up to 200"
+
+
+def paused_words(project: str | None) -> str:
+    of = "" if project is None else f" --project {project}"
+    return f"the learner is paused until `sidecar learner resume{of}`"
