@@ -20,7 +20,7 @@ from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import STOPPED, run_once, start_when_free
 from learner.policy import memory
-from learner.records import Candidate, Part, Stage, TrainingJob
+from learner.records import Candidate, Part, Stage
 from learner.resume import how_released
 from learner.runs.interrupted import GOES_ON
 from sidecar.settings import Settings
@@ -157,26 +157,6 @@ def test_a_failed_run_exits_1_with_one_line(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_full_disk_behind_a_checkpoint_is_a_failure_that_the_next_start_goes_on_with(
-    run: Callable[[], int], fake_trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The schedule holds back after a failure, and not after a stop."""
-    fake_trainer.error = OSError(28, "No space left on device", "/adapters/x")
-
-    def keep(job: TrainingJob) -> None:
-        assert job.checkpoints is not None
-        job.checkpoints.keep(lambda folder: None)
-
-    fake_trainer.on_train = keep
-
-    assert run() == 1
-    assert capsys.readouterr().err == (
-        "learner: /adapters/x cannot be written: no space left on device; free space there; the "
-        "next start goes on with it\n"
-    )
-
-
-@pytest.mark.usefixtures("two_groups")
 def test_term_stops_the_run_which_the_next_start_goes_on_with(
     run: Callable[[], int],
     fake_trainer: FakeTrainer,
@@ -300,7 +280,6 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.checks",
             "grpo.losses",
             "grpo.optimizer",
-            "grpo.start",
             "grpo.trainer",
             "grpo.warmup",
             "policy.adapter_io",

@@ -34,11 +34,8 @@ class Kept:
     def keep_progress(self, found: Progress) -> None:
         self.seen.append(found)
 
-    def drop_steps(self) -> None:
-        self.steps.clear()
-
-    def go_on(self, steps: Sequence[StepMetrics]) -> None:
-        self.steps[:] = [one.step for one in steps]
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
+        self.steps[:] = [one.step for one in done]
 
     def keep_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics.step)
@@ -97,9 +94,9 @@ def test_steps_of_an_attempt_that_was_given_up_do_not_count() -> None:
     kept = Kept()
     watch = RunWatch([kept])
 
-    watch.begin_steps()
+    watch.begin_steps(())
     watch.step(a_step(1))
-    watch.begin_steps()
+    watch.begin_steps(())
     watch.step(a_step(1))
     watch.step(a_step(2))
 
@@ -144,10 +141,10 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
     kept = StoredRun(database, "r1", clock=clock)
 
     kept.keep_progress(Progress(phase="checking", answers_done=1, answers=4))
-    kept.drop_steps()
+    kept.begin_steps(())
     kept.keep_step(a_step(1, loss=float("nan"), reward_mean=0.5))
     kept.keep_step(a_step(2))
-    kept.drop_steps()
+    kept.begin_steps(())
     kept.keep_step(a_step(1, reward_mean=0.75))
 
     with database.read() as session:
@@ -208,7 +205,7 @@ def test_a_run_that_is_another_process_s_by_now_keeps_its_steps_and_progress(
     held = False
 
     with capture_logs() as logs:
-        first.drop_steps()
+        first.begin_steps(())
         first.keep_step(a_step(1, loss=0.25))
         first.keep_progress(Progress(phase="training"))
 
