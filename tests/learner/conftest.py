@@ -268,6 +268,13 @@ def put_group(database: Database) -> PutGroup:
     return put
 
 
+@pytest.fixture
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
+    """Groups `a` and `b`, which a run can learn from."""
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
+
+
 def _exchange_row(group: Group) -> ExchangeRow:
     return ExchangeRow(
         exchange_id=group.exchange_id,

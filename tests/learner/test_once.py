@@ -59,12 +59,6 @@ def run(
     return lambda: run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
 
 
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
-
-
 @pytest.mark.usefixtures("two_groups")
 def test_a_trained_run_says_the_name_and_exits_0(
     run: Callable[[], int], capsys: pytest.CaptureFixture[str]

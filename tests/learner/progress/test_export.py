@@ -131,13 +131,6 @@ def test_facts_are_settings_parent_base_and_versions_and_nothing_of_the_environm
     assert (len(cut), {len(str(one)) for one in cut.values()}) == (MOST, {LONGEST})
 
 
-def test_figures_that_are_no_number_are_left_out() -> None:
-    found = figures_of(a_step(3, loss=float("nan"), kl_base=None, groups=4))
-
-    assert found["learner/groups"] == 4.0
-    assert not {"learner/loss", "learner/kl_base", "learner/step"} & found.keys()
-
-
 def test_what_a_step_left_out_is_one_number_for_each_reason() -> None:
     found = figures_of(a_step(1, left_out={"answers.top_p": 2, "groups.drift": 1}))
 

@@ -158,17 +158,6 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
         assert (step.body["reward_mean"], step.body["loss"]) == (0.75, 0.0)
 
 
-def test_what_a_step_left_out_is_stored_with_it(database: Database, clock: Clock) -> None:
-    a_run(database)
-    left_out = {"answers.top_p": 2, "groups.drift": 1}
-
-    StoredRun(database, "r1", clock=clock).keep_step(a_step(1, left_out=left_out))
-
-    with database.read() as session:
-        (body,) = session.scalars(select(RunStepRow.body)).all()
-    assert body["left_out"] == left_out
-
-
 def test_a_figure_that_is_no_number_is_null(database: Database, clock: Clock) -> None:
     a_run(database)
 

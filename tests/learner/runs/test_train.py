@@ -76,12 +76,6 @@ def new_run(
     return make
 
 
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
-
-
 def run_row(database: Database, run_id: str = "r1") -> RunRow:
     with database.read() as session:
         return session.get_one(RunRow, run_id)

@@ -98,12 +98,6 @@ def world(settings: Settings, database: Database, clock: Clock) -> MakeWorld:
     return make
 
 
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
-
-
 def test_groups_start_a_run_as_soon_as_enough_wait(
     world: MakeWorld, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
