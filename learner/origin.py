@@ -254,55 +254,25 @@ PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 _INIT_CONFIGS = {"eva_config": "eva", "lora_ga_config": "lora_ga"}
 """Configs of an initialisation, and the `init_lora_weights` that reads them."""
 _SWITCHES = (
-    "alora_invocation_tokens",
-    "layer_replication",
-    "loftq_config",
-    "lora_bias",
-    "megatron_config",
-    "modules_to_save",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_qalora",
-)
+    "alora_invocation_tokens", "layer_replication", "loftq_config", "lora_bias", "megatron_config",
+    "modules_to_save", "target_parameters", "trainable_token_indices", "use_dora", "use_qalora",
+)  # fmt: skip
 """Members that switch a feature on, by any value but null, false and empty ones."""
 _FEATURE_CONFIGS = (
-    "arrow_config",
-    "corda_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
+    "arrow_config", "corda_config", "kasa_config", "monteclora_config", "use_bdlora",
     "velora_config",
-)
+)  # fmt: skip
 """Members that switch a feature on, by any value but null and false: peft takes an empty object for
 the feature's defaults."""
 _FLAGS = ("ensure_weight_tying", "fan_in_fan_out", "inference_mode", "use_rslora")
 """Members of a plain LoRA that are true or false."""
-_KNOWN = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "target_modules",
-        "task_type",
-        *_FLAGS,
-        *_INIT_CONFIGS,
-    }
-)
+_KNOWN = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "target_modules", "task_type",
+    *_FLAGS, *_INIT_CONFIGS,
+))  # fmt: skip
 """Members that a plain LoRA may have set. peft 0.21 writes them and the features' above."""
 
 

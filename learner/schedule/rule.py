@@ -40,17 +40,9 @@ from sidecar.visible import counted
 # Decide when a run starts or waits, and why. Pure.
 
 Kind = Literal[
-    "start",
-    "running",
-    "paused",
-    "not_due",
-    "canary",
-    "held_back",
-    "held",
-    "no_room",
-    "too_few_groups",
-    "users_busy",
-]
+    "start", "running", "paused", "not_due", "canary", "held_back", "held", "no_room",
+    "too_few_groups", "users_busy",
+]  # fmt: skip
 HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 
