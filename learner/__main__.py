@@ -53,13 +53,21 @@ def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
     from learner.distributed.place import given_place
-    from learner.once import run_once, shown, with_pack_tokens
+    from learner.once import (
+        as_launched,
+        follow,
+        lead,
+        run_once,
+        shown,
+        telemetry_of,
+        trainer_of,
+        with_pack_tokens,
+    )
     from learner.patience import when_unlocked
     from learner.progress.watch import note_missing
     from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
     from learner.schedule.loop import measuring, run_schedule
-    from learner.together import as_launched, follow, lead, telemetry_of, trainer_of
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes import only_one

@@ -1,4 +1,6 @@
-"""The files of an adapter folder and the digest that names it. No torch: deploy reads it too.
+"""The files of an adapter folder, the digest that names it, and its `probe.json`.
+
+No torch: deploy reads it too.
 
 Every file is opened relative to the opened folder, and symbolic links are refused for the folder
 and its files, so only files in the folder itself are hashed.
@@ -24,10 +26,9 @@ WEIGHTS = "adapter_model.safetensors"
 LINEAGE = "lineage.json"
 CARD = "README.md"
 OPTIMIZER = "optimizer.safetensors"
-"""The optimiser's moments (`learner.grpo.files`). Versions of other trainers have none."""
+"""The optimiser's moments (`learner.grpo.checkpoint`). Versions of other trainers have none."""
 PROBE = "probe.json"
-"""The learner's log-probabilities after fixed prompts (`learner.adapter_folder`). Versions of older
-releases have none."""
+"""The learner's log-probabilities after fixed prompts. Versions of older releases have none."""
 CURVES = "curves.png"
 """The figures of the run's steps, drawn by matplotlib, of the extra `learner`."""
 

@@ -82,15 +82,14 @@ def base_folder(name: str) -> Path | None:
     Without huggingface_hub, which `.[learner]` installs, there is no cache to look into.
     """
     folder = Path(name)
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
-    if find_spec("huggingface_hub") is None:
+    if not name or find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import try_to_load_from_cache  # no torch, but slow to import
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+    except (OSError, ValueError):  # a text that can be no name on the Hub
         return None
     return Path(found).parent if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""The command line of another process of the learner."""
+"""The command line of another process of the learner, and what it ends with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from pathlib import Path
 
 from sidecar.parent_death import guarded_command
 from sidecar.processes import own_python
+
+TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
+"""Exit codes of one run (`learner.once`)."""
+NO_ROOM_FLAG = "learner_no_room"
+"""Flag of the store: why the last run that was refused did not fit. The schedule tells it on."""
 
 
 def learner_command(config: Path | None, *words: str) -> list[str]:

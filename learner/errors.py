@@ -1,30 +1,7 @@
 """Errors of the learner. One base; one class per thing a caller can do about it.
 
-LearnerError
-├── GroupTooSmallError (ValueError)     fewer than two answers: skip the group, count it
-├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
-├── HeldError (RuntimeError)            the reward watch holds the learner: see the run's row
-├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
-│   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
-│   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
-│   ├── DivergedError (ArithmeticError) the policy left the base: nothing is published
-│   ├── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
-│   ├── RankFailedError (RuntimeError)  another process of the run failed, which the text says
-│   └── RankLostError (OSError)         another process of the run is gone, or hangs
-├── SharedFolderError (OSError)         the adapters' URL cannot be reached, or holds other files
-├── ParentError (OSError)               the parent adapter or the base cannot be loaded
-│   └── AlteredParentError              its folder was changed after registration: refuse
-├── NoRoomError (RuntimeError)          a run would not fit into its share of the memory: later
-├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
-├── OptimizerStateError (ValueError)    the parent's moments are damaged: start from nothing
-├── NotResumedError (RuntimeError)      a killed run cannot go on: end it, and begin another
-├── CheckpointError (ValueError)        a checkpoint is damaged: begin the run anew
-├── RanksDisagreeError (RuntimeError)   the processes of the run have not the same weights or files
-├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
-├── UnpublishedError (StoreError)       trained, and the store does not take it: it is resumed
-├── FullDiskError (OSError)             no space for what steps have made: it is resumed
-├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
-└── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
+The built-in class beside it says which kind it is. A run whose error is no FaultyGroupsError counts
+it against every group that it took, unless it is one of `learner.runs.source.ENVIRONMENT`.
 """
 
 from __future__ import annotations
@@ -116,16 +93,13 @@ class DeviceError(LearnerError, ValueError):
     """The device of the settings does not exist on this machine, or cannot compute."""
 
 
-class OptimizerStateError(LearnerError, ValueError):
-    """The optimiser's moments beside an adapter are damaged, or belong to other matrices."""
-
-
 class NotResumedError(LearnerError, RuntimeError):
     """A killed run cannot go on, because something that its weights depend on has changed."""
 
 
 class CheckpointError(LearnerError, ValueError):
-    """A checkpoint is damaged, or of another version of the learner."""
+    """A checkpoint, or the moments beside an adapter, are damaged, or of another release or other
+    matrices: start without them."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

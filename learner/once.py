@@ -1,4 +1,9 @@
-"""One run now, as a process: its output and its exit code."""
+"""One run now: its output and its exit code, in one process or in several.
+
+Of several processes the first has the store; what it does is `run_once`. The others get their work
+from it, compute, and end (`follow`). Under a launcher such as torchrun, which takes every exit code
+but 0 for a failure of the job, a run that had nothing to do ends with 0.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,23 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 import structlog
 
 from ingest.grouping.selection import TRAINABLE_FLAG, UNTOLD_TOKENS
+from learner.command import (
+    FAILED,
+    HELD,
+    NO_ROOM,
+    NO_ROOM_FLAG,
+    NOTHING_TO_LEARN,
+    STOPPED,
+    TRAINED,
+)
+from learner.distributed.place import Place
 from learner.errors import (
     DeviceError,
     HeldError,
@@ -30,15 +46,12 @@ from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
-from sidecar.settings import Settings
+from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.visible import counted
 
 log = structlog.get_logger()
 
-TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
-NO_ROOM_FLAG = "learner_no_room"
-"""Why the last run that was refused did not fit; the schedule tells it on."""
 POLL_S = 1.0
 TO_DO = (
     "`sidecar learner watch` has the figures (docs/reward-watch.md); "
@@ -210,3 +223,91 @@ def torch_trainer() -> Trainer:
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()
+
+
+# One run over several processes: what the first one and the others do.
+
+NewTrainer = Callable[[], Trainer]
+
+
+def lead(
+    settings: Learner,
+    config: Path | None,
+    place: Place | None,
+    run: Callable[[NewTrainer | None], int],
+) -> int:
+    """Do a run as its first process, or as its only one.
+
+    run: does it with a trainer of this kind; None: in this process alone. Returns: the exit code.
+    """
+    if place is None:
+        return run(partial(trainer_of, settings, config) if settings.processes > 1 else None)
+    asked = False
+
+    def joining() -> Trainer:
+        nonlocal asked
+        asked = True
+        return _joining(settings, place)
+
+    code = run(joining)
+    if not asked:
+        from learner.distributed.trainer import dismiss, joined
+
+        dismiss(lambda: joined(place, settings))
+    return 0 if code in (NOTHING_TO_LEARN, HELD, NO_ROOM) else code
+
+
+def follow(settings: Learner, place: Place) -> int:
+    """Do the work of another process than the first. Returns: the exit code."""
+    prepare_torch()
+    structlog.contextvars.bind_contextvars(rank=place.rank)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
+    from learner.distributed.trainer import joined, work
+
+    try:
+        work(lambda: joined(place, settings), place)
+    except Exception as error:  # noqa: BLE001  the first process records it; this is the exit
+        why = explain(error, adapters_dir=settings.adapters_dir)
+        sys.stderr.write(f"learner, process {place.rank}: {why}\n")
+        return FAILED
+    return TRAINED
+
+
+def telemetry_of(telemetry: Telemetry, place: Place | None) -> Telemetry:
+    """Return how a process of a run logs: others than the first say no more than what is wrong.
+
+    They compute the same, so each event would be there once for each process. With `debug` they
+    say all, with their `rank`.
+    """
+    if place is None or place.rank == 0 or telemetry.log_level != "info":
+        return telemetry
+    return telemetry.model_copy(update={"log_level": "warning"})
+
+
+def as_launched(settings: Settings, place: Place | None) -> Settings:
+    """Return the settings with the number of processes that a launcher started.
+
+    The rounding of the result depends on it, so a run that is resumed, or replayed, has as many.
+    """
+    if place is None:
+        return settings
+    learner = settings.learner.model_copy(update={"processes": place.size})
+    return settings.model_copy(update={"learner": learner})
+
+
+def trainer_of(settings: Learner, config: Path | None) -> Trainer:
+    """Return the trainer with as many processes, on this machine, as the settings say."""
+    if settings.processes == 1:
+        return torch_trainer()
+    prepare_torch()
+    from learner.distributed.trainer import RankedTrainer, started
+
+    place = Place(0, settings.processes, 0, settings.processes)
+    return RankedTrainer(lambda: started(settings, config), place)
+
+
+def _joining(settings: Learner, place: Place) -> Trainer:
+    prepare_torch()
+    from learner.distributed.trainer import RankedTrainer, joined
+
+    return RankedTrainer(lambda: joined(place, settings), place)

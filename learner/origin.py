@@ -1,10 +1,8 @@
-"""Say whether an adapter's config is that of a plain LoRA. Pure.
+"""What the weights of a run depend on: base, parent, settings, groups, libraries, code, machine.
 
-A plain LoRA adds two matrices to each layer that it names. peft knows many kinds that look alike
-and are more: they route, sample or project, have weights of their own, or change the base's. Such
-an adapter cannot be served as it was trained, or be continued and saved. Members that an older peft
-lacked are refused where they switch something on; those of a release to come are not known, so the
-rule for them is by their value.
+`fingerprint` names all of it, and `differences` says what changed: a run that is resumed or
+replayed needs the same. `not_plain_lora` says whether an adapter that came from elsewhere is a LoRA
+that can be continued and served.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any
 import structlog
 
 from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.base_weights import base_folder
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
@@ -58,7 +57,7 @@ def base_digest(base_model_path: str, cache: Path) -> BaseDigest | None:
     cache: a file for the hashes; one that is damaged or cannot be written costs time only (logged).
     Returns: None when the files are not there, or cannot be read (logged): loading will say why.
     """
-    folder = _folder(base_model_path)
+    folder = base_folder(base_model_path)
     files = [] if folder is None else sorted({f for p in PATTERNS for f in folder.glob(p)})
     if folder is None or not files:
         log.info("base_digest_unknown", base=base_model_path, why="its files are not there yet")
@@ -79,33 +78,14 @@ def base_digest(base_model_path: str, cache: Path) -> BaseDigest | None:
     if any(known.get(place) != one for place, one in found.items()):
         _write(cache, {**{p: one for p, one in known.items() if Path(p).exists()}, **found})
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return BaseDigest(
-        digest=hashlib.sha256(canonical.encode()).hexdigest(), revision=_revision(folder)
-    )
+    revision = folder.name if folder.parent.name == "snapshots" else ""
+    return BaseDigest(digest=hashlib.sha256(canonical.encode()).hexdigest(), revision=revision)
 
 
 def moments_digest(parent: Parent) -> str | None:
     """Return the SHA-256 of the moments that a run went on from; None when there were none."""
     path = parent.path / OPTIMIZER if parent.path is not None else None
     return file_digest(path) if path is not None and path.is_file() else None
-
-
-def _folder(base_model_path: str) -> Path | None:
-    if Path(base_model_path).is_dir():
-        return Path(base_model_path)
-    if not base_model_path:
-        return None
-    from huggingface_hub import try_to_load_from_cache  # no torch, but slow to import
-
-    try:
-        config = try_to_load_from_cache(base_model_path, "config.json")
-    except (OSError, ValueError):  # a text that can be no name on the Hub
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _revision(folder: Path) -> str:
-    return folder.name if folder.parent.name == "snapshots" else ""
 
 
 def _read(cache: Path) -> Hashes:
@@ -261,6 +241,12 @@ def _short(value: object) -> str:
     return text[:12] if is_digest else text
 
 
+# Whether an adapter's config is that of a plain LoRA, which adds two matrices to each layer that it
+# names. peft knows many kinds that look alike and are more: they route, sample or project, have
+# weights of their own, or change the base's. Such an adapter cannot be served as it was trained, or
+# be continued and saved. Members that an older peft lacked are refused where they switch something
+# on; those of a release to come are not known, so the rule for them is by their value. Pure.
+
 TASKS = (None, "CAUSAL_LM")
 """Values of `task_type` with which peft puts a LoRA around a causal model and adds nothing."""
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
@@ -268,55 +254,25 @@ PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 _INIT_CONFIGS = {"eva_config": "eva", "lora_ga_config": "lora_ga"}
 """Configs of an initialisation, and the `init_lora_weights` that reads them."""
 _SWITCHES = (
-    "alora_invocation_tokens",
-    "layer_replication",
-    "loftq_config",
-    "lora_bias",
-    "megatron_config",
-    "modules_to_save",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_qalora",
-)
+    "alora_invocation_tokens", "layer_replication", "loftq_config", "lora_bias", "megatron_config",
+    "modules_to_save", "target_parameters", "trainable_token_indices", "use_dora", "use_qalora",
+)  # fmt: skip
 """Members that switch a feature on, by any value but null, false and empty ones."""
 _FEATURE_CONFIGS = (
-    "arrow_config",
-    "corda_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
+    "arrow_config", "corda_config", "kasa_config", "monteclora_config", "use_bdlora",
     "velora_config",
-)
+)  # fmt: skip
 """Members that switch a feature on, by any value but null and false: peft takes an empty object for
 the feature's defaults."""
 _FLAGS = ("ensure_weight_tying", "fan_in_fan_out", "inference_mode", "use_rslora")
 """Members of a plain LoRA that are true or false."""
-_KNOWN = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "target_modules",
-        "task_type",
-        *_FLAGS,
-        *_INIT_CONFIGS,
-    }
-)
+_KNOWN = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "target_modules", "task_type",
+    *_FLAGS, *_INIT_CONFIGS,
+))  # fmt: skip
 """Members that a plain LoRA may have set. peft 0.21 writes them and the features' above."""
 
 

@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -32,7 +32,7 @@ from learner.origin import (
     moments_digest,
 )
 from learner.progress.watch import RunWatch
-from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome, Watch
+from learner.records import Parent, TrainingJob, TrainingOutcome
 from learner.runs import source
 from learner.runs.lineage import FORMAT
 from learner.runs.material import noise_of_json
@@ -53,28 +53,6 @@ MOST_QUIET = 2**53
 
 class _NotPossibleError(Exception):
     """The run cannot be replayed; the message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """What a run was made of."""
-
-    adapter: str
-    digest: str
-    """Digest of the weights that came out."""
-    run_id: str
-    base: str
-    """Path of the base model."""
-    quiet: int
-    """As `TrainingJob.quiet`."""
-    code: Mapping[str, Any]
-    libraries: Any  # JSON; what is no object counts as not known
-    moments: object
-    """SHA-256 of the optimiser's moments; null: not known. Older files of equal moments differ."""
-    settings: Learner
-    parent: Parent
-    groups: tuple[TrainingGroup, ...]
-    samplers: Mapping[str, Parent]
 
 
 def replay(
@@ -100,33 +78,40 @@ def replay(
             row = _adapter(session, settings.line.name, reference)
             if (altered := _altered(session, row)) is not None:
                 stream.write(f"{altered}; what follows is about the changed one\n")
-            recipe = _recipe(session, settings, row)
+            job, lineage = _recipe(session, settings, row)
         stream.write(
-            f"replaying run {recipe.run_id}, which made {recipe.adapter}: "
-            f"{counted(len(recipe.groups), 'group')}, from {recipe.parent.name}\n"
+            f"replaying run {lineage['run_id']}, which made {row.name}: "
+            f"{counted(len(job.groups), 'group')}, from {job.parent.name}\n"
         )
         with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
             watch = RunWatch([], show=show)
             watch.phase("loading")
-            outcome = trainer(recipe.settings).train(_job(recipe, Path(folder), watch))
-            digest = folder_digest(Path(folder)) if outcome.metrics else ""
+            job = replace(job, folder=Path(folder), watch=watch)
+            outcome = trainer(job.settings).train(job)
+            digest = folder_digest(job.folder) if outcome.metrics else ""
     except (_NotPossibleError, LearnerError, OSError) as error:
         stream.write(f"not possible: {one_line(error)}\n")
         return DIFFERENT
-    if digest == recipe.digest:
+    if digest == row.digest:
         moments = outcome.algorithm.get("optimizer_sha256")
-        same_moments = moments is not None and moments == recipe.moments
+        recorded = lineage["algorithm"].get("optimizer_sha256")
+        same_moments = moments is not None and moments == recorded
         also = ", and the same moments of the optimiser" if same_moments else ""
         stream.write(f"the same weights{also}: digest {digest}\n")
         return SAME
-    stream.write(f"other weights: digest {digest or 'none'}, the version has {recipe.digest}\n")
-    for line in _reasons(recipe, outcome, altered=altered is not None):
+    stream.write(f"other weights: digest {digest or 'none'}, the version has {row.digest}\n")
+    for line in _reasons(lineage, outcome, altered=altered is not None):
         stream.write(f"  {line}\n")
     return DIFFERENT
 
 
-def _recipe(session: Session, settings: Settings, row: AdapterRow) -> _Recipe:
-    """Raises: _NotPossibleError, LearnerError, OSError."""
+def _recipe(
+    session: Session, settings: Settings, row: AdapterRow
+) -> tuple[TrainingJob, Mapping[str, Any]]:
+    """Return the job of a version's run, without a folder, and its lineage.
+
+    Raises: _NotPossibleError, LearnerError, OSError.
+    """
     lineage = _lineage(row)
     try:
         learner = Learner.model_validate(lineage["settings"])
@@ -157,20 +142,17 @@ def _recipe(session: Session, settings: Settings, row: AdapterRow) -> _Recipe:
     if groups_digest(selection.groups) != content:
         _impossible("the content of its groups was changed in the store")
     names = (group.adapter for group in selection.groups)
-    return _Recipe(
-        adapter=row.name,
-        digest=row.digest,
-        run_id=run_id,
-        base=str(lineage["base"]["model"]),
-        quiet=quiet,
-        code=code,
-        libraries=lineage.get("libraries"),
-        moments=lineage["algorithm"].get("optimizer_sha256"),
-        settings=learner,
+    job = TrainingJob(
+        base_model_path=str(lineage["base"]["model"]),
         parent=parent,
         groups=selection.groups,
+        settings=learner,
+        folder=Path(),
+        check_stop=lambda: None,
+        quiet=quiet,
         samplers=source.samplers(session, settings.line.name, names),
     )
+    return job, {**lineage, "run_id": run_id, "code": code}
 
 
 def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
@@ -272,26 +254,15 @@ def _gone(session: Session, broken: Mapping[str, Any]) -> str:
     return f"{len(broken)} of its groups cannot be read any more ({how})"
 
 
-def _job(recipe: _Recipe, folder: Path, watch: Watch) -> TrainingJob:
-    return TrainingJob(
-        base_model_path=recipe.base,
-        parent=recipe.parent,
-        groups=recipe.groups,
-        settings=recipe.settings,
-        folder=folder,
-        check_stop=lambda: None,
-        quiet=recipe.quiet,
-        samplers=recipe.samplers,
-        watch=watch,
-    )
-
-
-def _reasons(recipe: _Recipe, outcome: TrainingOutcome, *, altered: bool) -> Sequence[str]:
+def _reasons(
+    lineage: Mapping[str, Any], outcome: TrainingOutcome, *, altered: bool
+) -> Sequence[str]:
     """Say what is not as it was when the run trained, a line each. altered: so is the lineage."""
-    before = {"libraries": recipe.libraries, "commit": recipe.code.get("commit")}
+    code = lineage["code"]
+    before = {"libraries": lineage.get("libraries"), "commit": code.get("commit")}
     now = {"libraries": library_versions(), "commit": code_version().commit}
     found = differences(before, now)
-    if recipe.code.get("dirty") or code_version().dirty:
+    if code.get("dirty") or code_version().dirty:
         found.append("the learner's code has changes that its commit does not tell of")
     for group_id, fault in outcome.faults.items():
         found.append(f"group {group_id} is left out now: {fault.text}")

@@ -1,4 +1,4 @@
-"""The folder that a run works in: what it claimed, its newest checkpoint, its unfinished adapter.
+"""What a killed or stopped run goes on from: its holder, its deaths, and the folder it works in.
 
     <adapters_dir>/.run-<run_id>/
         claimed.json    the groups, in their order; written as soon as they are claimed
@@ -22,7 +22,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,9 +54,6 @@ class Holder:
     pid: int
     started: int
     """In clock ticks after the start of the machine; 0: not known."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def present_holder() -> Holder:
@@ -142,9 +139,6 @@ class Death:
     """The group that it computed; "": none; None: its trainer did not say."""
     stopped: bool = False
     """It was asked to stop, and did. That is no death, and counts towards no limit."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def why_not_again(deaths: Sequence[Mapping[str, Any]]) -> str | None:

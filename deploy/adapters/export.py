@@ -40,7 +40,7 @@ from learner.adapter_folder import (
     folder_digest,
     manifest_digest,
 )
-from learner.progress.trackers import mlflow_experiment
+from learner.progress.export import mlflow_experiment
 from learner.resume import remove_folder, sync
 from sidecar.hiding import hide_in_url
 from sidecar.lines import project_of, public_model

@@ -431,10 +431,10 @@ def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:
     if learner.schedule != "cron":
         return None, ""
     try:
-        trigger = read_cron(learner)
+        cron = read_cron(learner)
     except SettingsError as problem:
         return None, str(problem)
-    due = trigger.get_next_fire_time(None, datetime.fromtimestamp(now, UTC))
+    due = cron.after(datetime.fromtimestamp(now, UTC))
     return (due.timestamp() if due is not None else None), ""
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: objects and sums of tensors, with bounded waits.
+"""The processes of a run: what they tell each other, with bounded waits, and how they share work.
 
 Objects go by gloo in any case, and tensors by the backend of their device. A process that is gone
 closes its connections, so the others stop at once; one that hangs is waited for until the group's
@@ -264,7 +264,8 @@ class DataParallel:
         found: dict[int, T] = {}
         failed: Exception | None = None
         try:
-            for place in self._own(groups):
+            costs = [group_cost(group, pack_tokens=self.pack_tokens, c=self.c) for group in groups]  # type: ignore[arg-type]  # groups of the learner
+            for place in deal_by_cost(costs, self.size)[self.exchange.rank]:
                 found[place] = self._compute(groups[place], compute)
         except Exception as error:  # noqa: BLE001  it is raised again once the others know
             failed = error
@@ -298,10 +299,6 @@ class DataParallel:
 
     def _told_by_first(self, found: T | None) -> T:
         return self.exchange.from_first(found if self.exchange.rank == 0 else None)  # type: ignore[return-value]  # the first has it
-
-    def _own(self, groups: Sequence[G]) -> list[int]:
-        costs = [group_cost(group, pack_tokens=self.pack_tokens, c=self.c) for group in groups]  # type: ignore[arg-type]  # groups of the learner
-        return deal_by_cost(costs, self.size)[self.exchange.rank]
 
     def _compute(self, group: G, compute: Callable[[G], T]) -> T:
         self.exchange.note_place(group.group_id)

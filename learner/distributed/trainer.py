@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import structlog
 from torch.distributed import (  # type: ignore[attr-defined]  # not in its list of exports
@@ -34,7 +35,7 @@ from learner.errors import RankLostError
 from learner.explain import one_line
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.costs import known_base
-from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.records import TrainingJob, TrainingOutcome
 from sidecar.processes import own_environment
 from sidecar.settings import Learner
 
@@ -158,18 +159,11 @@ class _Children:
 # A run over several processes: the first sends the work, and all train alike.
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What the first process sends of a job: all that needs no store."""
-
-    base_model_path: str
-    parent: Parent
-    groups: tuple[TrainingGroup, ...]
-    settings: Learner
-    quiet: int
-    least_spread: Mapping[str, float]
-    samplers: Mapping[str, Parent]
-    masked: Mapping[str, Mapping[int, str]]
+SENT = (
+    "base_model_path", "parent", "groups", "settings",
+    "quiet", "least_spread", "samplers", "masked",
+)  # fmt: skip
+"""Fields of a job that the first process sends: all that needs no store."""
 
 
 class RankedTrainer:
@@ -183,18 +177,8 @@ class RankedTrainer:
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Train with the others. Raises: what `GrpoTrainer.train` raises, RankFailedError,
         RankLostError, RanksDisagreeError."""
-        work = _Work(
-            base_model_path=job.base_model_path,
-            parent=job.parent,
-            groups=job.groups,
-            settings=job.settings,
-            quiet=job.quiet,
-            least_spread=job.least_spread,
-            samplers=job.samplers,
-            masked=job.masked,
-        )
         with self._connect() as exchange:
-            exchange.from_first(work)
+            exchange.from_first({name: getattr(job, name) for name in SENT})
             outcome = _train(job, exchange, self._place)
         return replace(outcome, algorithm={**outcome.algorithm, "processes": exchange.size})
 
@@ -211,21 +195,10 @@ def work(connect: Callable[[], AbstractContextManager[Exchange]], place: Place) 
     Returns: False when there was nothing to do. Raises: as `RankedTrainer.train`.
     """
     with connect() as exchange, TemporaryDirectory(prefix="learner-") as folder:
-        found: _Work | None = exchange.from_first(None)
+        found: dict[str, Any] | None = exchange.from_first(None)
         if found is None:
             return False
-        job = TrainingJob(
-            base_model_path=found.base_model_path,
-            parent=found.parent,
-            groups=found.groups,
-            settings=found.settings,
-            folder=Path(folder),
-            check_stop=lambda: None,
-            quiet=found.quiet,
-            least_spread=found.least_spread,
-            samplers=found.samplers,
-            masked=found.masked,
-        )
+        job = TrainingJob(**found, folder=Path(folder), check_stop=lambda: None)
         _train(job, exchange, place)
     log.info("rank_done", rank=place.rank)
     return True

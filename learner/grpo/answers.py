@@ -1,4 +1,6 @@
-"""What the check decides about each answer of a group. Pure.
+"""What the check decides about each answer of a group: `judge_answers`. Pure.
+
+`excess` says whether recorded log-probabilities are too far from the trainer's.
 
 An answer is left out alone, for its own reason; its siblings are trained on. Where its recorded
 log-probabilities are missing or doubtful, those that the trainer computes under the adapter that
@@ -12,7 +14,7 @@ At the start of a run, `learner.geometric_limit` leaves out the answers that the
 much more or much less often than the one that gave them (SkyRL's `geometric` sequence mask).
 
 Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
-(`learner.grpo.answers`).
+(`untouched`).
 """
 
 from __future__ import annotations
@@ -150,32 +152,7 @@ def judge_answers(
         if row.trainable
     }
     verdicts |= _drifting(verdicts, recomputed, settings)
-    given, before = group, [row.counted for row in group.rows]
-    group, verdicts = _with_advantages(group, verdicts, settings)
-    rows = group.rows
-    out = {place: one for place, one in verdicts.items() if one.row is None}
-    differences = [value for one in verdicts.values() if one.row for value in one.differences]
-    if len(verdicts) - len(out) < MIN_TRAINABLE:
-        return _too_few(out, len(verdicts))
-    why = excess(measure(differences), settings.max_drift) if differences else None
-    if why is not None:
-        return Fault(DRIFT, why)
-    flat = _flat(group, before, settings.min_spread, least_spread)
-    if flat is not None:
-        return flat
-    kept = [row for row in rows if row.trainable]
-    answers = CheckedAnswers(
-        left_out={place: one.reason for place, one in out.items()},
-        recomputed=tuple(place for place, one in verdicts.items() if one.row and one.recomputed),
-        masked_tokens={
-            place: hidden
-            for place, row in enumerate(rows)
-            if row.trainable and (hidden := given.rows[place].kept_tokens - row.kept_tokens)
-        },
-        tokens=sum(row.kept_tokens for row in kept),
-    )
-    texts = {place: one.text for place, one in out.items()}
-    return Judged(group=group, answers=answers, differences=differences, texts=texts)
+    return _settled(group, CheckedAnswers(), verdicts, settings, least_spread)
 
 
 def leave_out_far(
@@ -200,22 +177,48 @@ def leave_out_far(
     }
     if all(one.row is not None for one in verdicts.values()):
         return Judged(group=group, answers=answers, differences=[], texts={})
-    before = [row.counted for row in group.rows]
-    group, verdicts = _with_advantages(group, verdicts, settings)
+    return _settled(group, answers, verdicts, settings, least_spread)
+
+
+def _settled(
+    given: TrainingGroup,
+    known: CheckedAnswers,
+    verdicts: Mapping[int, _Verdict],
+    settings: Learner,
+    least_spread: float,
+) -> Judged | Fault:
+    """Return the group as it is trained on after these verdicts; a fault when it is not.
+
+    known: what was decided before. least_spread: as for `judge_answers`.
+    """
+    group, verdicts = _with_advantages(given, verdicts, settings)
     out = {place: one for place, one in verdicts.items() if one.row is None}
     if len(verdicts) - len(out) < MIN_TRAINABLE:
         return _too_few(out, len(verdicts))
+    differences = [value for one in verdicts.values() if one.row for value in one.differences]
+    why = excess(measure(differences), settings.max_drift) if differences else None
+    if why is not None:
+        return Fault(DRIFT, why)
+    before = [row.counted for row in given.rows]
     flat = _flat(group, before, settings.min_spread, least_spread)
     if flat is not None:
         return flat
+    hidden = {
+        place: known.masked_tokens.get(place, 0) + given.rows[place].kept_tokens - row.kept_tokens
+        for place, row in enumerate(group.rows)
+        if row.trainable
+    }
     answers = CheckedAnswers(
-        left_out={**answers.left_out, **{place: one.reason for place, one in out.items()}},
-        recomputed=tuple(place for place in answers.recomputed if place not in out),
-        masked_tokens={at: n for at, n in answers.masked_tokens.items() if at not in out},
+        left_out={**known.left_out, **{place: one.reason for place, one in out.items()}},
+        recomputed=(
+            *(place for place in known.recomputed if place not in out),
+            *(place for place, one in verdicts.items() if one.row and one.recomputed),
+        ),
+        masked_tokens={place: tokens for place, tokens in hidden.items() if tokens},
         tokens=sum(row.kept_tokens for row in group.rows if row.trainable),
     )
     texts = {place: one.text for place, one in out.items()}
-    return Judged(group=group, answers=answers, differences=[], texts=texts)
+    return Judged(group=group, answers=answers, differences=differences, texts=texts)
 
 
 def _near(row: TrainableRow, limit: float) -> _Verdict:

@@ -1,9 +1,9 @@
-"""Where a run is between two of its steps, in a checkpoint's folder.
+"""What the trainer writes: checkpoints between two steps, and the files of a finished adapter.
 
-`state.json` has what was found out (the checked groups, the faults, the steps' figures) and the
-SHA-256 of `tensors.safetensors`, which has the adapter, the optimiser's moments and the state of
-torch's random numbers. Of the groups only what the trainer changed is written, never tokens or
-texts: those are in the store, which may encrypt them.
+In a checkpoint `state.json` has what was found out (the checked groups, the faults, the steps'
+figures) and the SHA-256 of `tensors.safetensors`, which has the adapter, the optimiser's moments
+and the state of torch's random numbers. Of the groups only what the trainer changed is written,
+never tokens or texts: those are in the store, which may encrypt them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from learner.adapter_folder import CURVES, LINEAGE, OPTIMIZER, file_digest, read_plain
-from learner.errors import CheckpointError, OptimizerStateError
+from learner.errors import CheckpointError
 from learner.explain import one_line
 from learner.grpo.checks import Checked
 from learner.grpo.optimizer import OptimizerState
@@ -328,7 +328,7 @@ def parents_state(parent: Parent, parameters: Mapping[str, Parameter]) -> Optimi
     try:
         _require_as_saved(parent.path)
         state = load_state(parent.path, parameters)
-    except (OptimizerStateError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         log.warning("optimizer_state_unusable", parent=parent.name, error=str(error))
         return None
     if state is None:
@@ -341,7 +341,7 @@ def _require_as_saved(folder: Path) -> None:
 
     The adapter's digest does not cover them, and one changed number among them changes every
     weight of the next run that it belongs to.
-    Raises: OptimizerStateError; OSError.
+    Raises: CheckpointError; OSError.
     """
     path = folder / OPTIMIZER
     if not path.is_file():
@@ -352,11 +352,11 @@ def _require_as_saved(folder: Path) -> None:
     except FileNotFoundError:  # of another trainer
         return
     except (ValueError, AttributeError, RecursionError) as error:
-        raise OptimizerStateError(
+        raise CheckpointError(
             f"{path}: {LINEAGE}, which has its digest, cannot be read ({error})"
         ) from error
     if said is not None and said != (found := file_digest(path)):
-        raise OptimizerStateError(
+        raise CheckpointError(
             f"{path}: was changed after it was saved (SHA-256 {found[:12]}, {LINEAGE} says "
             f"{str(said)[:12]})"
         )
@@ -365,7 +365,7 @@ def _require_as_saved(folder: Path) -> None:
 def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
     """Read the moments that belong to these parameters; None when the folder has none.
 
-    Raises: OptimizerStateError when the file is damaged or belongs to other parameters; OSError.
+    Raises: CheckpointError when the file is damaged or belongs to other parameters; OSError.
     """
     path = folder / OPTIMIZER
     if not path.is_file():
@@ -375,22 +375,22 @@ def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerSt
             steps = _steps(path, file.metadata() or {})
             names = {name for name in file.keys() if not name.startswith(STATE_FIRST)}  # noqa: SIM118
             if names != {STATE_SECOND + name for name in parameters}:
-                raise OptimizerStateError(f"{path}: belongs to other matrices")
+                raise CheckpointError(f"{path}: belongs to other matrices")
             second = {n: _read(file.get_tensor(STATE_SECOND + n), p) for n, p in parameters.items()}
     except (SafetensorError, ValueError, TypeError, RecursionError) as error:
-        raise OptimizerStateError(f"{path}: cannot be read ({error})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if any(bool((one < 0).any()) for one in second.values()):
-        raise OptimizerStateError(f"{path}: a mean of squares is below 0")
+        raise CheckpointError(f"{path}: a mean of squares is below 0")
     return OptimizerState(steps=steps, second=second)
 
 
 def _steps(path: Path, metadata: Mapping[str, str]) -> int:
-    """Read the number of steps behind the moments. Raises: OptimizerStateError, ValueError."""
+    """Read the number of steps behind the moments. Raises: CheckpointError, ValueError."""
     found = json.loads(metadata[HEAD]) if HEAD in metadata else metadata
     number = found.get("format") if isinstance(found, Mapping) else None
     steps = int(found.get("steps", "")) if str(number) in ("1", "2", str(FORMAT)) else -1
     if steps < 0:
-        raise OptimizerStateError(f"{path}: has format {number!r}")
+        raise CheckpointError(f"{path}: has format {number!r}")
     return steps
 
 

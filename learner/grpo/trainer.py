@@ -5,8 +5,8 @@ sampled it (`learner.grpo.checks`); groups that disagree are left out. A group w
 gradient fails later is left out too: the weights are reset, and the run starts again without it, so
 the result equals that of a run that never had the group.
 
-After the checks and each step, a checkpoint is kept (`learner.grpo.files`); after supervised steps,
-some seconds apart. A run that was killed goes on from it, and ends with the weights that it would
+After the checks and each step a checkpoint is kept (`learner.grpo.checkpoint`); after supervised
+steps, some seconds apart. A killed run goes on from it, and ends with the weights that it would
 have had.
 """
 
@@ -37,12 +37,12 @@ from learner.grpo.checks import (
     check_groups,
     faults_of,
     follow_server,
+    from_start,
     log_faults,
     refuse_most,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, Update, UpdateRule, signal
-from learner.grpo.start import from_start
 from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
@@ -290,10 +290,7 @@ def run_steps(
             if failed_warm:
                 raise _GroupsFailed(dict(failed_warm))
             job.watch.plan(_stages(job, groups, ["training"]))
-            if kept.metrics:
-                job.watch.go_on(kept.metrics)
-            else:
-                job.watch.begin_steps()
+            job.watch.begin_steps(kept.metrics)
             metrics = _steps(policy, job, kept, aim, optimizer)
         except _GroupsFailed as failed:
             log_faults(failed.faults)
@@ -345,7 +342,8 @@ def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter])
 
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     """Find out which groups can be trained on, before the first step. Raises: as `run_steps`."""
-    job.watch.plan(_stages(job, job.groups, ["checking", *_before_steps(aim), "training"]))
+    before: list[StageName] = ["anchoring"] if aim.uses_start else []
+    job.watch.plan(_stages(job, job.groups, ["checking", *before, "warming up", "training"]))
     checked = check_groups(policy, job)
     faults = dict(checked.faults)
     if aim.uses_start:
@@ -354,10 +352,6 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
     return Snapshot(checked=checked, faults=faults)
-
-
-def _before_steps(aim: Objective) -> list[StageName]:
-    return ["anchoring", "warming up"] if aim.uses_start else ["warming up"]
 
 
 def _stages(

@@ -45,7 +45,7 @@ OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2",
 (`_MOE_TARGET_MODULE_MAPPING` of `peft.utils.transformers_weight_conversion`)."""
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 BY_LENGTH = (LONGROPE, DYNAMIC)
-"""Kinds of rotary scaling whose frequencies depend on a length (`learner.policy.architecture`)."""
+"""Kinds of rotary scaling whose frequencies depend on a length."""
 STRETCHED = ("linear", DYNAMIC, "yarn")
 """Kinds of rotary scaling whose factor stretches the positions."""
 MOST_STRETCH = 1_000

@@ -1,4 +1,7 @@
-"""How many bytes a pack of a model needs, by the numbers of its config. Pure, without torch.
+"""What a pack costs: its bytes, by the numbers of a model's config, and its time in tokens.
+
+`pack_bytes` is the memory, `cheapest` chooses the packs of a group by the time, `known_base` reads
+the numbers of a base before it is loaded. Computes nothing with torch.
 
 Measured on SmolLM2-135M, packs of 1,024 tokens on a CPU (docs/log.md, 2026-11-23): autograd keeps
 1,318 kB a token without and 118 kB with checkpointing, where this says 1,420 and 69.
@@ -283,7 +286,7 @@ def known_base(base_model_path: str, *, grouped: bool = True) -> KnownBase | Non
         counted for models whose own code computes their attention; those of latent attention on a
         CPU are not (`sizes`).
     """
-    folder = base_folder(base_model_path) if base_model_path else None
+    folder = base_folder(base_model_path)
     weights = base_size(folder) if folder is not None else None
     if weights is None:
         return None

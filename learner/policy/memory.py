@@ -1,19 +1,19 @@
-"""Whether a run fits into its share of the memory, before it takes a group or loads a weight.
+"""What fits into the learner's share of the memory: a run, its packs, and the longest input.
 
 The learner may stand beside vLLM on one card. It never asks vLLM for room: a run that would not fit
-is refused in words, and tried again later. On a GPU torch is limited to the share, so a run that
-grows fails by itself and not by taking what vLLM needs. On a CPU nothing can hold it; the estimate
-of a pack (`learner.policy.memory`) stays within the share.
-
-The estimate is of what every run needs: the weights, the adapter with its moments, and one short
-pack with its layers computed twice where the settings allow it. Longer packs are estimated when
-they are known.
+is refused in words before it takes a group or loads a weight (`check_room`), and tried again later.
+On a GPU torch is limited to the share, so a run that grows fails by itself and not by taking what
+vLLM needs. On a CPU nothing can hold it; the estimate of a pack stays within the share. Once the
+packs are known, `prepare` has the layers computed twice where that is needed. `reach` says how long
+an input can be, for `learner.pack_tokens = "auto"`. The bytes of a pack are in
+`learner.policy.costs`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -43,8 +43,6 @@ from learner.policy.logprobs import Policy, wants_autocast
 from sidecar.settings import Learner
 from sidecar.settings.training import SHORT_PACK
 
-# How much memory a pack needs, and whether its layers are computed twice to need less.
-
 Checkpointing = Literal["auto", "on", "off"]
 
 log = structlog.get_logger()
@@ -56,6 +54,23 @@ THRESHOLD_BYTES = 128 * 1024
 CGROUP = Path("/sys/fs/cgroup")
 
 
+def _ram(key: str, limit: Callable[[], int]) -> int | None:
+    """Return a line of /proc/meminfo in bytes, at most the limit of the control group."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (found,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    except (OSError, ValueError):
+        return None
+    try:
+        return min(found, max(0, limit()))
+    except (OSError, ValueError):  # no control group, or one without a limit ("max")
+        return found
+
+
+def _of_group(name: str) -> int:
+    return int((CGROUP / name).read_text())
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device, within the limit of this process's control group.
 
@@ -63,17 +78,7 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (free,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, ValueError):
-        return None
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or one without a limit ("max")
-        return free
-    return min(free, max(0, limit - used))
+    return _ram("MemAvailable", lambda: _of_group("memory.max") - _of_group("memory.current"))
 
 
 def within_share(device: torch.device, free: int | None, share: float) -> int | None:
@@ -145,7 +150,7 @@ def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, 
         cuda=cuda,
     )
     halves = next(base.parameters()).dtype != torch.float32
-    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
+    number = number_bytes(halves=halves, autocast=policy.autocast)
     copied = gathered if policy.form in ("varlen", "paths") else 0
     plain, saving = (
         pack_bytes(model, tokens, number_bytes=number, checkpointing=twice, gathered=copied)
@@ -212,30 +217,29 @@ def room_of(device: torch.device, share: float) -> Room | None:
     if device.type == "cuda":
         total: int | None = int(torch.cuda.mem_get_info(device)[1])
     else:
-        total = _total_ram()
+        total = _ram("MemTotal", lambda: _of_group("memory.max"))
     return None if free is None or total is None else Room(total=total, free=free, share=share)
 
 
-def _total_ram() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (total,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    except (OSError, ValueError):
-        return None
-    try:
-        return min(total, int((CGROUP / "memory.max").read_text()))
-    except (OSError, ValueError):  # no control group, or one without a limit ("max")
-        return total
+def number_bytes(*, halves: bool, autocast: bool) -> float:
+    """Return the bytes of a number that a pass keeps. halves: the base's weights are bf16."""
+    return KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
 
 
-def least_bytes(base: BaseSize, model: Sizes, *, rank: int, weight: float, number: float) -> int:
-    """Return what every run needs, with layers that are computed twice. Pure.
-
-    weight, number: bytes of a weight of the base, and of a number that a pass keeps.
-    """
+def fixed_bytes(base: BaseSize, *, rank: int, halves: bool) -> int:
+    """Return the bytes of the base's weights, and of the adapter with its moments. Pure."""
     adapter = rank * base.widths * 4 * (1 + MOMENTS)
+    return int(base.numbers * (BF16_BYTES if halves else FP32_BYTES)) + adapter
+
+
+def least_bytes(base: BaseSize, model: Sizes, *, rank: int, halves: bool, autocast: bool) -> int:
+    """Return what every run needs: one short pack, with layers that are computed twice. Pure.
+
+    halves, autocast: as for `number_bytes`.
+    """
+    number = number_bytes(halves=halves, autocast=autocast)
     pack = pack_bytes(model, SHORT_PACK, number_bytes=number, checkpointing=True)
-    return int(base.numbers * weight) + adapter + pack
+    return fixed_bytes(base, rank=rank, halves=halves) + pack
 
 
 def limit_torch(device: torch.device, share: float) -> None:
@@ -297,8 +301,6 @@ def _needed(base_model_path: str, settings: Learner, device: torch.device) -> in
         return None
     weights = base.weights
     autocast = wants_autocast(settings.precision, device)
-    halves = autocast and device.type == "cuda"
-    number = KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
     if settings.shard_base and device.type == "cuda":
         away = weights.in_blocks - weights.in_blocks // settings.processes
         weights = replace(weights, numbers=weights.numbers - away)
@@ -306,8 +308,8 @@ def _needed(base_model_path: str, settings: Learner, device: torch.device) -> in
         weights,
         base.sizes,
         rank=settings.rank,
-        weight=BF16_BYTES if halves else FP32_BYTES,
-        number=number,
+        halves=autocast and device.type == "cuda",
+        autocast=autocast,
     )
 
 
@@ -356,12 +358,10 @@ def longest_input(
     budget: bytes that a run may take. autocast: matrix products in bf16. answers: of a group.
     """
     halves = autocast and cuda
-    weights = int(base.numbers * (BF16_BYTES if halves else FP32_BYTES))
-    adapter = rank * base.widths * 4 * (1 + MOMENTS)
     return longest_pack(
         model,
-        int(SHARE * (budget - weights - adapter)),
-        number_bytes=KEPT_BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES,
+        int(SHARE * (budget - fixed_bytes(base, rank=rank, halves=halves))),
+        number_bytes=number_bytes(halves=halves, autocast=autocast),
         cuda=cuda,
         checkpointing=checkpointing,
         answers=answers,

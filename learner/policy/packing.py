@@ -1,4 +1,6 @@
-"""Fold rows of tokens that begin alike into a trie, and lay it out. Pure index arithmetic.
+"""Fold rows of tokens that begin alike into a trie, lay it out, and make packs of it.
+
+`pack_group` lays the answers of a group behind one copy of their prompt. Pure index arithmetic.
 
     rows      p0 p1 p2 a0 a1           tokens     p0 p1 p2 | a0 a1 | b0 | c0 c1 | d0
               p0 p1 p2 b0 c0 c1        positions   0  1  2 |  3  4 |  3 |  4  5 |  4

@@ -1,4 +1,6 @@
-"""Compare our way of computing log-probabilities with the model's own forward pass, at the start.
+"""Compare our log-probabilities with the model's own forward pass; write some for vLLM to match.
+
+`checked` runs at the start of a run, `write_probe` at its end.
 
 The config says which models can be packed, but a new architecture may say it in a way that nobody
 knew. So two short answers of drawn tokens are computed both ways: behind a short prompt, and behind

@@ -1,6 +1,6 @@
 """What a trainer tells while it works goes to the store, a tracker, the log and a terminal.
 
-`RunWatch` counts (`learner.progress.watch` calculates), and passes on a report at each change of
+`RunWatch` counts, and passes on a report at each change of
 phase and at most every few seconds. It is told from the run's own thread. A step is stored when it
 is done, so a run that fails later still has its curves. A store that is locked costs a report, and
 never the run. A terminal has a sentence for each report and each step, and not the log's event too.
@@ -179,12 +179,8 @@ class Keeper(Protocol):
         """Keep where the run is, in place of what was kept before."""
         ...
 
-    def drop_steps(self) -> None:
-        """Forget the steps that were kept."""
-        ...
-
-    def go_on(self, steps: Sequence[StepMetrics]) -> None:
-        """Keep exactly these steps, which were told before the run was killed."""
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
+        """Keep exactly these steps, which were told before the run was killed; none: it begins."""
         ...
 
     def keep_step(self, metrics: StepMetrics) -> None:
@@ -245,16 +241,12 @@ class RunWatch:
         else:
             self._tell(self._progress(), now=False)
 
-    def begin_steps(self) -> None:
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
         for keeper in self._keepers:
-            keeper.drop_steps()
-
-    def go_on(self, metrics: Sequence[StepMetrics]) -> None:
-        for keeper in self._keepers:
-            keeper.go_on(metrics)
-        parts = self._stages[0].parts if self._stages else ()
-        self._done = self._skipped = sum(part.step <= len(metrics) for part in parts)
-        if self._stages:
+            keeper.begin_steps(done)
+        if done and self._stages:
+            parts = self._stages[0].parts
+            self._done = self._skipped = sum(part.step <= len(done) for part in parts)
             self._tell(self._progress(), now=True)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -316,7 +308,7 @@ class RunWatch:
 
 
 class StoredRun:
-    """Implements `learner.progress.watch.Keeper` over the store."""
+    """Implements `Keeper` over the store."""
 
     def __init__(
         self,
@@ -348,12 +340,9 @@ class StoredRun:
             ),
         )
 
-    def drop_steps(self) -> None:
-        self.go_on(())
-
-    def go_on(self, steps: Sequence[StepMetrics]) -> None:
-        self._unwritten, self._missing = [], [self._row(one) for one in steps]
-        self._stale_after = len(steps)
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
+        self._unwritten, self._missing = [], [self._row(one) for one in done]
+        self._stale_after = len(done)
         self._write("steps", self._flush)
 
     def keep_step(self, metrics: StepMetrics) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -152,11 +153,11 @@ def take_over(
         if taken is not None or folder.read(CLAIMED) is None:
             end_dead(session, row, _why_dead(row), now=now)
             continue
-        deaths = [*_deaths(row), _death(row, folder, now).as_json()]
+        deaths = [*_deaths(row), asdict(_death(row, folder, now))]
         if (why := why_not_again(deaths)) is not None:
             end_dead(session, row, why, now=now, times=ATTEMPTS)
             continue
-        row.deaths, row.holder = deaths, holder.as_json()
+        row.deaths, row.holder = deaths, asdict(holder)
         row.heartbeat_at, row.place, row.reason = now, "", None
         taken = row
     return taken
@@ -187,7 +188,7 @@ def open_run(
             status=RUNNING,
             started_at=now,
             heartbeat_at=now,
-            holder=None if holder is None else holder.as_json(),
+            holder=None if holder is None else asdict(holder),
             place="",
             parent=parent,
             settings=dict(settings),

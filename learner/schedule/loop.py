@@ -31,7 +31,15 @@ from apscheduler.triggers.interval import IntervalTrigger
 from msgspec import structs
 from sqlalchemy.orm import Session
 
-from learner.command import learner_command
+from learner.command import (
+    HELD,
+    NO_ROOM,
+    NO_ROOM_FLAG,
+    NOTHING_TO_LEARN,
+    STOPPED,
+    TRAINED,
+    learner_command,
+)
 from learner.errors import ParentError
 from learner.progress.watch import write_missing
 from learner.runs.interrupted import GOES_ON
@@ -43,10 +51,9 @@ from learner.schedule.rule import (
     Situation,
     UserRate,
     decide,
-    forget_turns,
     hold_s,
-    keep_turns,
     requests_of_users,
+    turns_of,
     undecided_canary,
 )
 from sidecar.errors import StoreError
@@ -54,12 +61,10 @@ from sidecar.lines import flag_of
 from sidecar.processes import own_environment, tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.models import RunRow
+from sidecar.store.models import RunRow, ScheduleJobRow
 
 # What the end of the last run means for the next: how long it waits, and for what. Pure.
 
-TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 3, 4, 5, 6
-"""Exit codes of a run (`learner.once`)."""
 DONE = (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
 TRIES = 8
 """Failures in a row after which a run waits for its next scheduled time: the hold has reached its
@@ -169,8 +174,6 @@ NICENESS = 10
 STOP_TIMEOUT_S = 20.0
 STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
-NO_ROOM_FLAG = "learner_no_room"
-"""Why the last run that was refused did not fit, as `learner.once` writes it."""
 
 
 class Child(Protocol):
@@ -217,7 +220,7 @@ class ChildProcess:
 
 class Schedule:
     """Starts and watches the runs of one line of adapters. APScheduler calls `poll`, by way of
-    `InTurn`, and `turn` (see `start_clock`)."""
+    `InTurn` (see `start_clock`)."""
 
     def __init__(
         self,
@@ -227,17 +230,17 @@ class Schedule:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """settings: of the line. launch: starts the run with this id."""
+        """settings: of the line. launch: starts the run with this id.
+
+        Raises: SettingsError when `learner.cron` is no cron expression.
+        """
         self._settings = settings
         self.line = settings.line
         self._database = database
         self._launch = launch
         self._clock = clock
         self._by_groups = settings.learner.schedule == "groups"
-        self._due = False
-        self._timed = settings.learner.schedule in ("interval", "cron")
-        self._clean = self._timed
-        """False: there may be times of earlier settings in the store."""
+        self._turns = turns_of(settings.learner)
         self._users = UserRate(settings.learner.idle_window_s)
         self._child: Child | None = None
         self._run_id = ""
@@ -246,14 +249,6 @@ class Schedule:
         self._hold = Hold()
         self._logged: Decision | None = None
         self._status: ScheduleStatus | None = None
-
-    def turn(self) -> None:
-        """Mark a run as due; called at each scheduled time."""
-        self._due = True
-        try:
-            self._note_due("1")
-        except StoreError as error:  # it is due all the same, unless this process ends
-            log.warning("turn_not_stored", why=str(error))
 
     @property
     def running(self) -> bool:
@@ -274,17 +269,18 @@ class Schedule:
         Returns: the decision; None while the store is unreachable.
         """
         try:
-            self._forget_turns()
+            self._come_round()
             self._reap()
             with self._database.read() as session:
                 seen = self._situation(session, elsewhere)
             decision = decide(seen)
             if decision.start:
-                self._of_turn = self._timed and (seen.due or seen.unfinished is not None)
+                timed = self._turns is not None
+                self._of_turn = timed and (seen.due or seen.unfinished is not None)
                 self._start(decision)
-            if decision.spent and not self._by_groups:
-                self._note_due("0")
-                self._due = False
+            if decision.spent and seen.due and not self._by_groups:
+                with self._database.write(alone=False) as session:
+                    self._note_due(session, "0")
             self._tell(decision)
         except (StoreError, ParentError) as error:
             log.warning("learn_waits", kind="store", why=str(error))
@@ -301,19 +297,36 @@ class Schedule:
             self._child.stop()
             self._reap(stopped=True)
 
-    def _note_due(self, value: str) -> None:
-        due = flag_of(DUE_FLAG, self.line.name)
-        with self._database.write(alone=False) as session:
-            if (get_flag(session, due) or "0") != value:
-                set_flag(session, due, value, now=self._clock())
+    def _note_due(self, session: Session, value: str) -> None:
+        set_flag(session, flag_of(DUE_FLAG, self.line.name), value, now=self._clock())
 
-    def _forget_turns(self) -> None:
-        """Drop, once, the times of earlier settings, where the present ones have none."""
-        if not self._clean:
-            self._note_due("0")
-            with self._database.write(alone=False) as session:
-                forget_turns(session, self._settings.line.name)
-            self._clean = True
+    def _come_round(self) -> None:
+        """Mark a run as due when a scheduled time has come, and store when the next one does.
+
+        Times that were missed count as one. Those of earlier settings are dropped.
+        """
+        turns, model, now = self._turns, self.line.name, self._clock()
+        with self._database.read() as session:
+            row = session.get(ScheduleJobRow, model)
+        if turns is None:
+            if row is not None:
+                with self._database.write(alone=False) as session:
+                    self._note_due(session, "0")
+                    session.delete(row)
+            return
+        last = row.next_run_time if row is not None and turns.go_on_from(row, now) else None
+        if last is not None and now < last:
+            return
+        following = turns.after(now, last)
+        with self._database.write(alone=False) as session:
+            state = turns.state
+            session.merge(ScheduleJobRow(id=model, next_run_time=following, job_state=state))
+            if last is not None:
+                self._note_due(session, "1")
+        if last is None:
+            if row is not None:
+                log.warning("schedule_row_replaced", job=model, was=row.job_state)
+            log.info("schedule_begins", trigger=turns.words, next_at=following)
 
     def _tell(self, decision: Decision) -> None:
         """Write the decision for the other processes, when it is new or was written long ago."""
@@ -360,8 +373,8 @@ class Schedule:
             hold.begin(code, now=self._clock(), no_room=why)
             again = self._of_turn and hold.tries_again(goes_on=goes_on)
             if again:
-                set_flag(session, flag_of(DUE_FLAG, self.line.name), "1", now=self._clock())
-        self._child, self._hold, self._due = None, hold, self._due or again
+                self._note_due(session, "1")
+        self._child, self._hold = None, hold
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold.wait_s)
 
     def _say_killed(self, session: Session, code: int) -> None:
@@ -390,7 +403,7 @@ class Schedule:
             elsewhere=elsewhere,
             paused=flag(PAUSED_FLAG),
             requested=flag(REQUESTED_FLAG),
-            due=self._by_groups or self._due or flag(DUE_FLAG),
+            due=self._by_groups or flag(DUE_FLAG),
             canary=undecided_canary(session, model),
             groups=groups,
             min_groups=settings.min_groups,
@@ -433,41 +446,11 @@ class InTurn:
             schedule.stop()
 
 
-class Clock(BackgroundScheduler):  # type: ignore[misc]  # apscheduler is not typed
-    """APScheduler, which waits for its jobs when it stops. Its own wait holds the lock of the job
-    stores, and a tick that then looks for its schedule waits for that lock: neither would end."""
-
-    def shutdown(self, wait: bool = True) -> None:
-        executors = list(self._executors.values())
-        super().shutdown(wait=False)
-        for one in executors:
-            one.shutdown(wait)
-
-
-def start_clock(settings: Settings, database: Database, *schedules: Schedule) -> Clock:
-    """Start APScheduler, which calls the schedules from its own thread.
-
-    schedules: one for each line of adapters.
-    Raises: SettingsError when `learner.cron` is no cron expression.
-    """
-    clock = Clock(timezone=UTC)
-    turns = InTurn(schedules)
-    restores = [
-        keep_turns(clock, settings.of_line(one.line), database, one.turn) for one in schedules
-    ]
-
-    def restore() -> None:
-        for one in restores:
-            one()
-
-    def tick() -> None:
-        restore()
-        turns.poll()
-
-    every = IntervalTrigger(seconds=settings.learner.poll_s)
-    clock.add_job(tick, every, max_instances=1, coalesce=True)
+def start_clock(poll_s: float, poll: Callable[[], None]) -> BackgroundScheduler:
+    """Start APScheduler, which calls `poll` from its own thread every so many seconds."""
+    clock = BackgroundScheduler(timezone=UTC)
+    clock.add_job(poll, IntervalTrigger(seconds=poll_s), max_instances=1, coalesce=True)
     clock.start()
-    restore()
     return clock
 
 
@@ -479,34 +462,36 @@ def run_schedule(
     clock: Callable[[], float],
     stopping: threading.Event,
 ) -> int:
-    """Run the schedules of all lines until `stopping` is set. Returns: the exit code, 0."""
+    """Run the schedules of all lines until `stopping` is set.
+
+    Returns: the exit code, 0. Raises: SettingsError when `learner.cron` is no cron expression.
+    """
     schedules = [
         Schedule(
             settings.of_line(line),
             database,
-            partial(_launch, config=config, project=line.project),
+            partial(ChildProcess, config=config, project=line.project),
             clock=clock,
         )
         for line in settings.lines
     ]
-    ticking = start_clock(settings, database, *schedules)
+    turns = InTurn(schedules)
+    ticking = start_clock(settings.learner.poll_s, turns.poll)
     log.info("learn_ready", schedule=settings.learner.schedule, lines=len(schedules))
     tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)
-    InTurn(schedules).stop()
+    turns.stop()
     log.info("learner_stopped")
     return 0
-
-
-def _launch(run_id: str, *, config: Path | None, project: str | None) -> Child:
-    return ChildProcess(run_id, config, project)
 
 
 # Tell ingest how long an input can be trained on, beside the schedule of a learner that starts.
 
 MEASURE_S = 300.0
 """torch takes seconds to load, and minutes on a machine that is busy."""
+WATCHER = "pack-tokens"
+"""Name of the thread that waits for the process."""
 
 
 @contextmanager
@@ -531,7 +516,7 @@ def measuring(config: Path | None) -> Iterator[None]:
         if code not in (0, -signal.SIGTERM) and not stopped:
             log.warning("pack_tokens_not_measured", exit_code=code)
 
-    watcher = Thread(target=watch, name="pack-tokens")
+    watcher = Thread(target=watch, name=WATCHER)
     watcher.start()
     try:
         yield

@@ -1,57 +1,48 @@
-"""Read `learner.cron` as cron does (crontab(5) of Vixie's cron), in the zone of `learner.timezone`.
+"""When a run of the learner starts: the rule that decides it, and the times of `learner.schedule`.
 
-Five fields, each a list of numbers, names, ranges and steps; weekdays 0 and 7 are Sunday. Where day
-of month and weekday are both given, either is enough; a field that begins with `*` is not given.
+`decide` is the rule. `Turns` are the scheduled times of an interval or of a line of cron; the row
+`schedule_job` of the store has the next one, so they go on after a restart. `UserRate` counts the
+requests that `learner.idle_below` waits for.
 
-A change of the clock: a line whose minute or hour begins with `*` goes by the clock, so its times
-do not come in the hour that is left out, and come twice in the hour that is repeated. The times of
-any other line come once: one that is left out comes as much later as the clock jumps, and of one
-that is repeated the first counts. (APScheduler's own trigger counts Monday as 0, asks for both
-days, and goes back in time at the end of summer time.)
+Cron is read as crontab(5) of Vixie's cron says, in the zone of `learner.timezone`. Five fields,
+each a list of numbers, names, ranges and steps; weekdays 0 and 7 are Sunday. Where day of month and
+weekday are both given, either is enough; a field that begins with `*` is not given. A change of the
+clock: a line whose minute or hour begins with `*` goes by the clock, so its times do not come in
+the hour that is left out, and come twice in the hour that is repeated. The times of any other line
+come once: one that is left out comes as much later as the clock jumps, and of one that is repeated
+the first counts. (APScheduler's own trigger counts Monday as 0, asks for both days, and goes back
+in time at the end of summer time.)
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from itertools import islice
 from typing import Literal
 from zoneinfo import ZoneInfo
 
-import structlog
-from apscheduler.schedulers.background import BackgroundScheduler
-from apscheduler.triggers.base import BaseTrigger
-from apscheduler.triggers.interval import IntervalTrigger
-from sqlalchemy import delete, func, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from learner.schedule.job_store import TextJobStore
 from sidecar.backoff import Backoff
 from sidecar.capture.outbox import REQUESTS
 from sidecar.errors import SettingsError
-from sidecar.settings import Learner, Settings
-from sidecar.store.database import Database
+from sidecar.settings import Learner
 from sidecar.store.models import AdapterRow, CanaryRow, CounterRow, ScheduleJobRow
 from sidecar.visible import counted
 
 # Decide when a run starts or waits, and why. Pure.
 
 Kind = Literal[
-    "start",
-    "running",
-    "paused",
-    "not_due",
-    "canary",
-    "held_back",
-    "held",
-    "no_room",
-    "too_few_groups",
-    "users_busy",
-]
+    "start", "running", "paused", "not_due", "canary", "held_back", "held", "no_room",
+    "too_few_groups", "users_busy",
+]  # fmt: skip
 HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 
@@ -256,7 +247,7 @@ FIELDS = (
 )
 
 
-class Cron(BaseTrigger):  # type: ignore[misc]  # apscheduler is not typed
+class Cron:
     """The times of a line of cron."""
 
     def __init__(self, line: str, zone: tzinfo = UTC) -> None:
@@ -272,16 +263,12 @@ class Cron(BaseTrigger):  # type: ignore[misc]  # apscheduler is not typed
         self._by_clock = stars[0] or stars[1]
         self._either_day = not (stars[2] or stars[4])
 
-    def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime | None:
-        """Return the first time from `now` on and after `previous`, in UTC; None when none comes
-        within 40 years."""
-        at = now.astimezone(UTC)
-        if previous is not None:
-            at = max(at, previous.astimezone(UTC) + timedelta(seconds=1))
-        day = (at - timedelta(days=1)).astimezone(self.zone).date()
+    def after(self, moment: datetime) -> datetime | None:
+        """Return the first time after a moment, in UTC; None when none comes within 40 years."""
+        day = (moment.astimezone(UTC) - timedelta(days=1)).astimezone(self.zone).date()
         for _ in range(FARTHEST_DAYS):
             if self._is_given(day):
-                found = min((one for one in self._times_of(day) if one >= at), default=None)
+                found = min((one for one in self._times_of(day) if one > moment), default=None)
                 if found is not None:
                     return found
             if day == date.max:
@@ -312,98 +299,81 @@ def read_cron(learner: Learner) -> Cron:
     """Read `learner.cron`. Raises: SettingsError, also for a day that never comes."""
     zone = UTC if learner.timezone == "UTC" else ZoneInfo(learner.timezone)
     try:
-        trigger = Cron(learner.cron, zone)
+        cron = Cron(learner.cron, zone)
     except ValueError as error:
         raise SettingsError(
             f"setting learner.cron: {error}; give five fields: minute, hour, day, month, weekday"
         ) from error
-    if trigger.get_next_fire_time(None, datetime.now(UTC)) is None:
+    if cron.after(datetime.now(UTC)) is None:
         raise SettingsError(
             "setting learner.cron: names a day that never comes, so no run would ever start; "
             "correct day and month"
         )
-    return trigger
+    return cron
 
 
 def next_times(learner: Learner, now: datetime, count: int = 3) -> list[datetime]:
     """Return the next times of `learner.cron`, in its zone. Raises: SettingsError."""
-    trigger = read_cron(learner)
+    cron = read_cron(learner)
 
     def times() -> Iterator[datetime]:
-        at = trigger.get_next_fire_time(None, now)
+        at = cron.after(now)
         while at is not None:
-            yield at.astimezone(trigger.zone)
-            at = trigger.get_next_fire_time(at, at)
+            yield at.astimezone(cron.zone)
+            at = cron.after(at)
 
     return list(islice(times(), count))
 
 
 # The scheduled times of `learner.schedule`, which go on after a restart.
 
-log = structlog.get_logger()
-
-STORE = "store"
-"""APScheduler's name of the job store that is a table."""
+SLACK_S = 1.0
+"""A row may name a time that is later than the next one by this: both are rounded."""
 
 
-def trigger_of(learner: Learner) -> tuple[BaseTrigger, str] | None:
-    """Return the trigger of a schedule with times, and the same in words; None for others.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The scheduled times of an interval, or of a line of cron. Times in Unix seconds."""
+
+    words: str
+    """The setting in words."""
+    interval_s: float = 0.0
+    cron: Cron | None = None
+    """None: they are those of the interval."""
+
+    def after(self, now: float, last: float | None = None) -> float:
+        """Return the first time after `now`. last: an earlier time, whose rhythm an interval keeps;
+        None: it begins now."""
+        if self.cron is not None:
+            found = self.cron.after(datetime.fromtimestamp(now, UTC))
+            return math.inf if found is None else found.timestamp()
+        begun = now if last is None else last
+        return begun + ((now - begun) // self.interval_s + 1) * self.interval_s
+
+    @property
+    def state(self) -> str:
+        """Text of the column `job_state`: a row of other settings has another."""
+        return json.dumps({"does": "turn", "trigger": self.words}, separators=(",", ":"))
+
+    def go_on_from(self, row: ScheduleJobRow | None, now: float) -> bool:
+        """Return False when the times begin anew: a row is of other settings, or later than the
+        next time can be."""
+        latest = self.after(now) + SLACK_S
+        return row is not None and row.job_state == self.state and row.next_run_time <= latest
+
+
+def turns_of(learner: Learner) -> Turns | None:
+    """Return the times of a schedule that has some; None for others.
 
     Raises: SettingsError when `learner.cron` is no cron expression.
     """
     if learner.schedule == "interval":
         seconds = int(learner.interval_s)
-        return IntervalTrigger(seconds=seconds, timezone=UTC), f"every {seconds} s"
+        return Turns(words=f"every {seconds} s", interval_s=seconds)
     if learner.schedule == "cron":
         zone = "" if learner.timezone == "UTC" else f" {learner.timezone}"
-        return read_cron(learner), f"cron {learner.cron}{zone}"
+        return Turns(words=f"cron {learner.cron}{zone}", cron=read_cron(learner))
     return None
-
-
-def keep_turns(
-    clock: BackgroundScheduler, settings: Settings, database: Database, act: Callable[[], None]
-) -> Callable[[], None]:
-    """Have `act` called at each scheduled time. The clock need not run yet.
-
-    Returns: what makes the row again when it is gone; to be called again and again.
-    Raises: SettingsError, as `trigger_of`.
-    """
-    model = settings.line.name
-    found = trigger_of(settings.learner)
-    if found is None:
-        return lambda: None
-    trigger, name = found
-    # APScheduler's name of the table, as this line sees it: a job store holds one job.
-    store = STORE if settings.line.project is None else f"{STORE} {model}"
-    clock.add_jobstore(
-        TextJobStore(database.engine, job_id=model, trigger=trigger, trigger_name=name, act=act),
-        store,
-    )
-
-    def restore() -> None:
-        try:
-            if clock.get_job(model, store) is None:
-                job = clock.add_job(
-                    act,
-                    trigger,
-                    id=model,
-                    jobstore=store,
-                    replace_existing=True,
-                    misfire_grace_time=None,
-                    coalesce=True,
-                )
-                at = getattr(job, "next_run_time", None)  # none: the clock stops, nothing is stored
-                if at is not None:
-                    log.info("schedule_begins", trigger=name, next_at=at.isoformat())
-        except SQLAlchemyError as error:
-            log.warning("schedule_not_stored", why=type(error).__name__)
-
-    return restore
-
-
-def forget_turns(session: Session, model: str) -> None:
-    """Delete the next time of a schedule that has none any more."""
-    session.execute(delete(ScheduleJobRow).where(ScheduleJobRow.id == model))
 
 
 # What a run waits for, as the store has it: canaries that are not decided, and users.

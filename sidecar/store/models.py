@@ -877,10 +877,7 @@ class FlagRow(Base):
 
 
 class ScheduleJobRow(Base):
-    """When the learner's schedule comes round next: one row for each model.
-
-    The table of APScheduler's job store (`learner.schedule.job_store`), which names the columns.
-    """
+    """When the learner's schedule comes round next: one row for each model."""
 
     __tablename__ = "schedule_job"
     id: Mapped[str] = mapped_column(String(255), primary_key=True)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.records import (
     CheckedAnswers,
     Drift,
+    Parent,
     StepMetrics,
     TrainableRow,
     TrainingGroup,
@@ -28,6 +29,9 @@ from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
 from support.clock import Clock
 from support.stores import NewStore
+
+if TYPE_CHECKING:
+    from learner.policy.logprobs import Policy
 
 VOCABULARY = 48
 NOW = 1_000_000.0
@@ -87,6 +91,27 @@ def learner_settings() -> Learner:
         threads=1,
         pack_tokens=2048,
     )
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    """The tiny model with a fresh adapter, which changes nothing yet."""
+    from learner.policy.adapter_io import load_policy
+
+    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+
+def job_of(groups: Sequence[TrainingGroup], settings: Learner, **changes: Any) -> TrainingJob:
+    """A job from the base, without files."""
+    job = TrainingJob(
+        base_model_path="",
+        parent=Parent(name="base"),
+        groups=tuple(groups),
+        settings=settings,
+        folder=Path("unused"),
+        check_stop=lambda: None,
+    )
+    return replace(job, **changes)
 
 
 @pytest.fixture
@@ -241,6 +266,13 @@ def put_group(database: Database) -> PutGroup:
                 )
 
     return put
+
+
+@pytest.fixture
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
+    """Groups `a` and `b`, which a run can learn from."""
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
 
 
 def _exchange_row(group: Group) -> ExchangeRow:

@@ -36,13 +36,7 @@ from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup, PutGroup
-
-
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
+    pass
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import STOPPED, run_once, start_when_free
 from learner.policy import memory
-from learner.records import Candidate, Part, Stage, TrainingJob
+from learner.records import Candidate, Part, Stage
 from learner.resume import how_released
 from learner.runs.interrupted import GOES_ON
 from sidecar.settings import Settings
@@ -57,12 +57,6 @@ def run(
 ) -> Callable[[], int]:
     monkeypatch.setattr(once, "torch_trainer", lambda: fake_trainer)
     return lambda: run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
-
-
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -153,26 +147,6 @@ def test_a_failed_run_exits_1_with_one_line(
     assert capsys.readouterr().err == (
         "learner: /adapters/x cannot be read or written: no space left on device; free space "
         "there; the groups are given back, and the next run takes them again\n"
-    )
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_full_disk_behind_a_checkpoint_is_a_failure_that_the_next_start_goes_on_with(
-    run: Callable[[], int], fake_trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The schedule holds back after a failure, and not after a stop."""
-    fake_trainer.error = OSError(28, "No space left on device", "/adapters/x")
-
-    def keep(job: TrainingJob) -> None:
-        assert job.checkpoints is not None
-        job.checkpoints.keep(lambda folder: None)
-
-    fake_trainer.on_train = keep
-
-    assert run() == 1
-    assert capsys.readouterr().err == (
-        "learner: /adapters/x cannot be written: no space left on device; free space there; the "
-        "next start goes on with it\n"
     )
 
 
@@ -300,7 +274,6 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.checks",
             "grpo.losses",
             "grpo.optimizer",
-            "grpo.start",
             "grpo.trainer",
             "grpo.warmup",
             "policy.adapter_io",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -164,20 +163,3 @@ def test_a_url_without_its_plugin_says_what_to_install(
 ) -> None:
     with pytest.raises(SharedFolderError, match=words):
         SharedFolders(url=url, adapters_dir=tmp_path).local("a" * 64, "/not/here")
-
-
-def test_the_manifest_names_each_file_with_its_hash(
-    shared: SharedFolders, bucket: Path, tmp_path: Path
-) -> None:
-    digest = make_folder(tmp_path / "made")
-    shared.upload(tmp_path / "made", digest)
-
-    found = json.loads((bucket / digest / MANIFEST).read_text())
-
-    assert found["digest"] == digest
-    assert {one["path"]: one["size"] for one in found["files"]} == {
-        CONFIG: 2,
-        WEIGHTS: 100,
-        LINEAGE: 2,
-        CARD: 6,
-    }

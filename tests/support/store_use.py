@@ -9,11 +9,8 @@ import asyncio
 import io
 import json
 import sqlite3
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from datetime import UTC
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +19,6 @@ from unittest import mock
 import httpx
 import msgspec
 import pytest
-from apscheduler.schedulers.background import BackgroundScheduler
 from sqlalchemy import func, select, update
 
 from deploy.adapters.prune import FolderRule, Pruner, put_back
@@ -83,7 +79,6 @@ from learner.runs.runs import can_go_on, open_run
 from learner.runs.source import blame_for_death
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
-from learner.schedule.rule import keep_turns
 from sidecar.feedback import Feedback, TargetKind, encode_feedback
 from sidecar.lines import Line, lines_of
 from sidecar.records import BASE, Choice, Exchange, encode_exchange
@@ -117,7 +112,6 @@ from sidecar.store.models import (
     JudgeCallRow,
     JudgeNoiseRow,
     RescoringRow,
-    ScheduleJobRow,
 )
 from support.clock import Clock
 from support.fake_checker import FakeChecker
@@ -514,7 +508,7 @@ class _Trainer:
         (job.folder / WEIGHTS).write_bytes(b"weights")
         ones = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
         numbers: dict[str, Any] = {**ones, "left_out": {}}
-        job.watch.begin_steps()
+        job.watch.begin_steps(())
         job.watch.step(StepMetrics(**numbers))
         return TrainingOutcome(
             metrics=(StepMetrics(**numbers),), drift=None, algorithm={"loss": "none"}
@@ -529,34 +523,17 @@ class _Child:
         """It has ended."""
 
 
-def _turn(use: _Use, settings: Settings) -> None:
-    """A scheduled time that was missed, and the row of the next."""
-    turned = threading.Event()
-    for _ in range(2):
-        clock = BackgroundScheduler(timezone=UTC)
-        restore = keep_turns(clock, settings, use.database, turned.set)
-        clock.start()
-        restore()
-        clock.shutdown(wait=True)
-        with use.database.write() as session:
-            session.execute(update(ScheduleJobRow).values(next_run_time=time.time() - 1.0))
-    clock = BackgroundScheduler(timezone=UTC)
-    keep_turns(clock, settings, use.database, turned.set)
-    clock.start()
-    assert turned.wait(30)
-    clock.shutdown(wait=True)
-
-
 def _learn(use: _Use) -> None:
     _give_folder(use, CHAMPION)
-    learner = use.settings.learner.model_copy(update={"idle_below": 1e9, "schedule": "interval"})
+    learner = use.settings.learner.model_copy(
+        update={"idle_below": 1e9, "schedule": "interval", "interval_s": 3_600.0}
+    )
     timed = use.settings.model_copy(update={"learner": learner})
     for settings in (use.settings, timed):
         schedule = Schedule(settings, use.database, lambda _: _Child(), clock=use.clock)
         for _ in range(3):
             schedule.poll()
             use.clock.now += 3_600.0
-    _turn(use, timed)
     holder = present_holder()
     with use.database.write() as session:
         open_run(

@@ -91,7 +91,6 @@ LOADED = (
     "learner.once",
     "learner.replay",
     "learner.schedule.loop",
-    "learner.together",
     "learner.distributed.trainer",
     "learner.grpo.trainer",
     "transformers.models.auto.modeling_auto",

@@ -19,8 +19,8 @@ from sqlalchemy import select
 
 from learner.adapter_folder import CURVES, WEIGHTS
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
+from learner.once import follow, telemetry_of
 from learner.records import TrainingGroup
-from learner.together import follow, telemetry_of
 from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow

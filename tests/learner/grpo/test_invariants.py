@@ -17,8 +17,9 @@ from learner.grpo.trainer import accumulate, run_steps, update_rule
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
-from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
+from learner.records import Parent, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 SETTINGS = Learner(rank=4, alpha=8, precision="float32", threads=1, warmup_steps=0, steps=1)
 PROPERTY = settings(
@@ -86,17 +87,6 @@ def step(
     sums = accumulate(policy, groups, job_of(groups, chosen), objective(chosen), optimizer)
     gradient = torch.cat([one.flatten() for one in optimizer.gradient.values()])
     return sums.loss / sums.denominator, gradient
-
-
-def job_of(groups: list[TrainingGroup], chosen: Learner) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=tuple(groups),
-        settings=chosen,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-    )
 
 
 def same(found: tuple[float, torch.Tensor], expected: tuple[float, torch.Tensor]) -> None:

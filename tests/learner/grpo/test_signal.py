@@ -19,6 +19,7 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.records import Parent, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -75,24 +76,6 @@ def test_temperatures_masks_and_tokens_left_out_make_other_places(row: MakeRow) 
     assert signal([]) == 0.0
 
 
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-
-def job_of(
-    groups: list[TrainingGroup], settings: Learner, parent: Parent | None = None
-) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=parent or Parent(name="base"),
-        groups=tuple(groups),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-    )
-
-
 def groups_of(
     answers: Sequence[tuple[int, ...]],
     row: MakeRow,
@@ -144,7 +127,7 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
         used = groups_of(answers, row, group, (size, size, -size, -size))
         # As sampled by the parent itself: far from it, `grpo` clips most tokens.
         used = [replace(one, adapter=parent.name) for one in used]
-        return job_of(used, settings, parent)
+        return job_of(used, settings, parent=parent)
 
     parent = Parent(name="base")
     if from_parent:
@@ -194,7 +177,7 @@ def test_the_limit_names_the_parent_that_was_beyond_it_and_can_be_switched_off(
 ) -> None:
     parent = Parent(name="m--v3", path=tmp_path)
     learner_settings = learner_settings.model_copy(update={"kl_limit": 5.0})
-    job, far = job_of([], learner_settings, parent), BaseKl(nats=60.0, tokens=9, bounded=6.0)
+    job, far = job_of([], learner_settings, parent=parent), BaseKl(nats=60.0, tokens=9, bounded=6.0)
     with pytest.raises(ParentError, match="m--v3 is 6 nats"):
         require_near(far, job, steps=0)
     with pytest.raises(DivergedError):
@@ -206,4 +189,4 @@ def test_the_limit_names_the_parent_that_was_beyond_it_and_can_be_switched_off(
         (None, 5.0),
     ):
         settings = learner_settings.model_copy(update={"kl_limit": limit})
-        require_near(away, job_of([], settings, parent), steps=0)
+        require_near(away, job_of([], settings, parent=parent), steps=0)

@@ -15,8 +15,9 @@ from learner.grpo.trainer import run_steps
 from learner.grpo.warmup import best_answers, wanted_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Parent, Silent, Stage, TrainingGroup, TrainingJob
+from learner.records import Parent, Silent, Stage, TrainingGroup
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -25,25 +26,8 @@ GOOD, BAD = (10, 11, 12), (20, 21)
 
 
 @pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-
-@pytest.fixture
 def scored(group: MakeGroup, row: MakeRow) -> TrainingGroup:
     return group((1, 2, 3), [row(GOOD, 0.5), row(BAD, -0.5)])
-
-
-def job_of(group: TrainingGroup, settings: Learner, **changes: object) -> TrainingJob:
-    job = TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=(group,),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-    )
-    return replace(job, **changes)  # type: ignore[arg-type]
 
 
 def nats_of(policy: Policy, group: TrainingGroup) -> float:
@@ -70,7 +54,7 @@ def test_it_makes_the_best_answers_likelier_step_by_step(
     )
     before = nats_of(policy, scored)
 
-    outcome, state = run_steps(policy, job_of(scored, settings))
+    outcome, state = run_steps(policy, job_of([scored], settings))
 
     warmed = outcome.algorithm["warmup_nats"]
     assert isinstance(warmed, list)
@@ -91,7 +75,7 @@ def test_its_steps_are_as_long_as_the_learning_rate_says(
             update={"warmup": 2, "max_drift": 10.0, "learning_rate": rate, "warmup_steps": 0}
         )
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)
-        outcome, _ = run_steps(policy, job_of(scored, settings))
+        outcome, _ = run_steps(policy, job_of([scored], settings))
         warmed = outcome.algorithm["warmup_nats"]
         assert isinstance(warmed, list)
         gained.append(warmed[0] - warmed[1])
@@ -120,7 +104,7 @@ def test_its_passes_are_watched_and_count_in_the_time_left(
     settings = learner_settings.model_copy(update={"warmup": 2, "max_drift": 10.0})
     watch = Planned()
 
-    run_steps(policy, replace(job_of(scored, settings), watch=watch))
+    run_steps(policy, replace(job_of([scored], settings), watch=watch))
 
     rest = [("warming up", 1, 2), ("warming up", 2, 2), ("training", 1, 1)]
     assert watch.plans == [[("checking", 0, 0), *rest], rest, rest[2:]]
@@ -131,13 +115,13 @@ def test_it_is_off_by_default_and_never_continues_an_adapter(
     policy: Policy, scored: TrainingGroup, learner_settings: Learner, tmp_path: Path
 ) -> None:
     settings = learner_settings.model_copy(update={"max_drift": 10.0})
-    outcome, state = run_steps(policy, job_of(scored, settings))
+    outcome, state = run_steps(policy, job_of([scored], settings))
     assert outcome.algorithm["warmup_nats"] == []
     assert state.steps == 1
 
     asked = settings.model_copy(update={"warmup": 3})
-    assert wanted_steps(job_of(scored, asked)) == 3
-    assert wanted_steps(job_of(scored, asked, parent=Parent(name="m--v1", path=tmp_path))) == 0
+    assert wanted_steps(job_of([scored], asked)) == 3
+    assert wanted_steps(job_of([scored], asked, parent=Parent(name="m--v1", path=tmp_path))) == 0
 
 
 def test_a_group_that_fails_in_it_costs_itself_alone(
@@ -163,7 +147,7 @@ def test_a_group_that_fails_in_it_costs_itself_alone(
 
         with monkeypatch.context() as patch:
             patch.setattr(Policy, "logprobs", breaking)
-            outcome, _ = run_steps(policy, job_of(scored, settings, groups=groups))
+            outcome, _ = run_steps(policy, job_of([scored], settings, groups=groups))
         faults = {name: fault.reason for name, fault in outcome.faults.items()}
         return [p.detach() for p in policy.model.parameters() if p.requires_grad], faults
 

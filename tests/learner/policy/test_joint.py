@@ -10,12 +10,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from learner.grpo.start import with_start
+from learner.grpo.checks import with_start
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, joint_groups, joint_pack, parts
 from learner.policy.packing import Pack
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -36,17 +37,6 @@ def groups(group: MakeGroup, row: MakeRow) -> list[TrainingGroup]:
             group_id="turn 2",
         ),
     ]
-
-
-def job_of(groups: list[TrainingGroup], settings: Learner) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=tuple(groups),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-    )
 
 
 def test_groups_that_begin_alike_are_computed_together(groups: list[TrainingGroup]) -> None:

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-
 def test_the_temperature_divides_the_logits(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():

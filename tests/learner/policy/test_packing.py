@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.nn import functional
 
 from learner.policy.adapter_io import load_policy
 from learner.policy.attention import dense_mask
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack, Segment, fold, pack_group, packed_length
-from learner.records import Parent, TrainableRow, TrainingGroup
+from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:
@@ -141,50 +140,6 @@ def mixed_group(group: MakeGroup, row: MakeRow) -> TrainingGroup:
     return group(ids(7), rows)
 
 
-def alone(policy: Policy, prompt: tuple[int, ...], row: TrainableRow) -> torch.Tensor:
-    """The plain way: prompt and answer as one causal row, transformers' own forward."""
-    ids = torch.tensor([[*prompt, *row.token_ids]])
-    logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    logprobs = functional.log_softmax(logits.float() / row.temperature, dim=-1)
-    return logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    found = {
-        name: parameter.grad.clone()
-        for name, parameter in policy.model.named_parameters()
-        if parameter.grad is not None
-    }
-    policy.model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("max_tokens", [100, 16])
-def test_packed_equals_one_row_per_answer(
-    policy: Policy, mixed_group: TrainingGroup, max_tokens: int
-) -> None:
-    weights = torch.linspace(-1, 1, 19)
-    expected = torch.cat(
-        [alone(policy, mixed_group.prompt_token_ids, row) for row in mixed_group.rows]
-    )
-    (expected * weights).sum().backward()
-    expected_gradients = gradients(policy)
-
-    packs = pack_group(mixed_group, max_tokens=max_tokens)
-    found = torch.cat([policy.logprobs(pack)[0] for pack in packs])
-    (found * weights).sum().backward()
-    found_gradients = gradients(policy)
-
-    assert len(packs) == {100: 1, 16: 3}[max_tokens]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    # 2 layers x 7 linear layers x (A, B); the head and the embeddings have no gradient.
-    assert len(expected_gradients) == 28
-    assert found_gradients.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        assert gradient.abs().max() > 1e-4, name
-        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5, rtol=1e-5)
-
-
 def test_the_kept_tokens_have_the_values_of_the_whole_answer(
     policy: Policy, mixed_group: TrainingGroup
 ) -> None:
@@ -197,12 +152,3 @@ def test_the_kept_tokens_have_the_values_of_the_whole_answer(
         whole_N, part_N = policy.logprobs(whole)[0], policy.logprobs(part)[0]
 
     torch.testing.assert_close(part_N, whole_N[[1, 2, 4, *range(5, 19)]], atol=1e-6, rtol=0)
-
-
-def test_answers_do_not_see_each_other(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
-    first = row([4, 5, 6])
-    (one,) = pack_group(group([1, 2], [first, row([7, 8, 9])]), max_tokens=100)
-    (other,) = pack_group(group([1, 2], [first, row([30, 31, 32])]), max_tokens=100)
-
-    with torch.no_grad():
-        assert torch.equal(policy.logprobs(one)[0][:3], policy.logprobs(other)[0][:3])

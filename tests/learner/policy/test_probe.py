@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from learner.adapter_folder import PROBE, file_digest
-from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.self_test import PLACES, probe_of, write_probe
-from learner.records import Parent
-from sidecar.settings import Learner
-
-
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_model(policy: Policy) -> None:

@@ -18,12 +18,18 @@ from structlog.testing import capture_logs
 
 from learner.progress import export
 from learner.progress.export import (
+    EXPERIMENT,
+    LONGEST,
+    MOST,
+    RUN_TAG,
     ExportedRun,
+    Opening,
+    bounded,
     exported_run,
+    facts_of,
     figures_of,
     why_no_export,
 )
-from learner.progress.trackers import EXPERIMENT, LONGEST, MOST, RUN_TAG, Opening, bounded, facts_of
 from learner.records import End, Parent, StepMetrics
 from sidecar.settings import Learner, Serving, Settings
 
@@ -68,9 +74,9 @@ def test_an_attempt_that_is_given_up_is_a_run_of_its_own_and_the_end_comes_last(
 
     run = ExportedRun(make, "r1", facts={"base": "b"})
 
-    run.drop_steps()
+    run.begin_steps(())
     run.keep_step(a_step(1, loss=0.25))
-    run.drop_steps()  # the steps begin anew
+    run.begin_steps(())  # the steps begin anew
     run.keep_step(a_step(1, loss=0.75))
     run.keep_step(a_step(2, loss=1.0))
     first, second = opened
@@ -93,7 +99,7 @@ def test_a_tracker_that_fails_is_said_once_and_told_the_end_all_the_same() -> No
     run = ExportedRun(make, "r1")
 
     with capture_logs() as logs:
-        run.drop_steps()
+        run.begin_steps(())
         run.keep_step(a_step(1))
         run.keep_step(a_step(2))
         run.end("failed", "")
@@ -123,13 +129,6 @@ def test_facts_are_settings_parent_base_and_versions_and_nothing_of_the_environm
 
     cut = bounded({f"k{number}": "x" * 1_000 for number in range(2 * MOST)})
     assert (len(cut), {len(str(one)) for one in cut.values()}) == (MOST, {LONGEST})
-
-
-def test_figures_that_are_no_number_are_left_out() -> None:
-    found = figures_of(a_step(3, loss=float("nan"), kl_base=None, groups=4))
-
-    assert found["learner/groups"] == 4.0
-    assert not {"learner/loss", "learner/kl_base", "learner/step"} & found.keys()
 
 
 def test_what_a_step_left_out_is_one_number_for_each_reason() -> None:
@@ -238,7 +237,7 @@ def test_mlflow_gets_one_run_with_parameters_steps_and_its_end(
     how: End, status: str, server: Server
 ) -> None:
     run = mlflow_run("r1")
-    run.drop_steps()
+    run.begin_steps(())
     run.keep_step(a_step(2, loss=0.125))
     (kept,) = server.runs
     assert kept.info.status == "RUNNING"
@@ -252,11 +251,11 @@ def test_mlflow_gets_one_run_with_parameters_steps_and_its_end(
 
 def test_a_run_of_mlflow_that_goes_on_after_a_kill_is_the_same_run(server: Server) -> None:
     killed = mlflow_run("r1")
-    killed.drop_steps()
+    killed.begin_steps(())
     killed.keep_step(a_step(1, loss=0.5))  # and SIGKILL
 
     again = mlflow_run("r1")
-    again.go_on([a_step(1)])
+    again.begin_steps([a_step(1)])
     again.keep_step(a_step(2, loss=0.25))
     again.end("ok", "m--v1")
 
@@ -268,12 +267,12 @@ def test_a_run_of_mlflow_that_goes_on_after_a_kill_is_the_same_run(server: Serve
 def test_what_mlflow_shows_as_running_of_runs_that_are_over_is_ended(server: Server) -> None:
     for run_id in ("failed", "elsewhere", "r1"):
         killed = mlflow_run(run_id)
-        killed.drop_steps()
+        killed.begin_steps(())
         killed.keep_step(a_step(1))
 
     ends: dict[str, End] = {"failed": "failed"}
     begun_anew = mlflow_run("r1", how_ended=ends.get)
-    begun_anew.drop_steps()
+    begun_anew.begin_steps(())
     begun_anew.keep_step(a_step(1))
 
     states = [(one.info.run_name, one.info.status) for one in server.runs]
@@ -287,7 +286,7 @@ def test_what_mlflow_shows_as_running_of_runs_that_are_over_is_ended(server: Ser
 
 def test_a_run_that_another_process_goes_on_with_is_not_ended(server: Server) -> None:
     run = mlflow_run("r1")
-    run.drop_steps()
+    run.begin_steps(())
     run.keep_step(a_step(1))
     run.end(None, "")
 
@@ -315,7 +314,7 @@ def test_wandb_gets_one_run_of_the_project(
 
     run = exported_run("wandb:support", "r1", facts=lambda: {"learner.rank": 8})
     assert run is not None
-    run.drop_steps()
+    run.begin_steps(())
     run.keep_step(a_step(1, loss=0.125))
     run.end(how, "")
 
@@ -385,7 +384,7 @@ def torchs_writer(calls: list[tuple[str, dict[str, Any]]]) -> type:
 def export_two_steps(setting: str) -> None:
     run = exported_run(setting, "r1", facts=lambda: {"learner.rank": 8})
     assert run is not None
-    run.drop_steps()
+    run.begin_steps(())
     run.keep_step(a_step(1, loss=0.75))
     run.keep_step(a_step(2, loss=1.0))
     run.end("ok", "m--v1")
@@ -411,13 +410,13 @@ def test_the_real_mlflow_has_one_run_with_every_step_after_a_kill(tmp_path: Path
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for run_id in ("over", "r1"):
         killed = mlflow_run(run_id, uri)
-        killed.drop_steps()
+        killed.begin_steps(())
         killed.keep_step(a_step(1, loss=0.75))
     ends: dict[str, End] = {"over": "failed"}
 
     again = mlflow_run("r1", uri, how_ended=ends.get)
     with capture_logs() as logs:
-        again.go_on([a_step(1)])
+        again.begin_steps([a_step(1)])
         again.keep_step(a_step(2, loss=1.0))
         again.end("ok", "m--v1")
 
@@ -461,8 +460,3 @@ def test_a_setting_that_names_no_tracker_is_refused_without_being_quoted(wrong: 
         Learner(export=wrong)
 
     assert "secret" not in str(caught.value.errors(include_input=False))
-
-
-@pytest.mark.parametrize("good", ["", "tensorboard:/runs", "mlflow:sqlite:///m.db", "wandb:p"])
-def test_a_setting_that_names_a_tracker_is_taken(good: str) -> None:
-    assert Learner(export=good).export == good

@@ -34,11 +34,8 @@ class Kept:
     def keep_progress(self, found: Progress) -> None:
         self.seen.append(found)
 
-    def drop_steps(self) -> None:
-        self.steps.clear()
-
-    def go_on(self, steps: Sequence[StepMetrics]) -> None:
-        self.steps[:] = [one.step for one in steps]
+    def begin_steps(self, done: Sequence[StepMetrics]) -> None:
+        self.steps[:] = [one.step for one in done]
 
     def keep_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics.step)
@@ -97,9 +94,9 @@ def test_steps_of_an_attempt_that_was_given_up_do_not_count() -> None:
     kept = Kept()
     watch = RunWatch([kept])
 
-    watch.begin_steps()
+    watch.begin_steps(())
     watch.step(a_step(1))
-    watch.begin_steps()
+    watch.begin_steps(())
     watch.step(a_step(1))
     watch.step(a_step(2))
 
@@ -144,10 +141,10 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
     kept = StoredRun(database, "r1", clock=clock)
 
     kept.keep_progress(Progress(phase="checking", answers_done=1, answers=4))
-    kept.drop_steps()
+    kept.begin_steps(())
     kept.keep_step(a_step(1, loss=float("nan"), reward_mean=0.5))
     kept.keep_step(a_step(2))
-    kept.drop_steps()
+    kept.begin_steps(())
     kept.keep_step(a_step(1, reward_mean=0.75))
 
     with database.read() as session:
@@ -159,17 +156,6 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
         (step,) = session.scalars(select(RunStepRow)).all()
         assert (step.step, step.at) == (1, clock.now)
         assert (step.body["reward_mean"], step.body["loss"]) == (0.75, 0.0)
-
-
-def test_what_a_step_left_out_is_stored_with_it(database: Database, clock: Clock) -> None:
-    a_run(database)
-    left_out = {"answers.top_p": 2, "groups.drift": 1}
-
-    StoredRun(database, "r1", clock=clock).keep_step(a_step(1, left_out=left_out))
-
-    with database.read() as session:
-        (body,) = session.scalars(select(RunStepRow.body)).all()
-    assert body["left_out"] == left_out
 
 
 def test_a_figure_that_is_no_number_is_null(database: Database, clock: Clock) -> None:
@@ -208,7 +194,7 @@ def test_a_run_that_is_another_process_s_by_now_keeps_its_steps_and_progress(
     held = False
 
     with capture_logs() as logs:
-        first.drop_steps()
+        first.begin_steps(())
         first.keep_step(a_step(1, loss=0.25))
         first.keep_progress(Progress(phase="training"))
 

@@ -37,10 +37,9 @@ import learner.runs.material
 import learner.runs.publish
 import learner.runs.train
 from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
-from learner.once import run_once
+from learner.once import as_launched, follow, lead, run_once
 from learner.policy.attention import takes_grouped_heads
 from learner.records import TrainingGroup
-from learner.together import as_launched, follow, lead
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.checkpoint import HEAD, TENSORS
-from learner.resume import STATE, WorkFolder, present_holder, resumed_words
+from learner.resume import WorkFolder, present_holder, resumed_words
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -237,24 +237,6 @@ def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
     assert resumed_words(row.deaths) == "resumed before its first step"
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [STATE, TENSORS])
-def test_a_pipe_in_a_checkpoint_costs_its_steps_and_no_more(
-    start: Start, world: World, name: str
-) -> None:
-    whole, settings = world("whole"), world("one")
-    start(whole, "r1")
-    start(settings, "r1", kill_at=("step", 2))
-    checkpoint = WorkFolder(settings.learner.adapters_dir, "r1").newest()
-    assert checkpoint is not None
-    (checkpoint / name).unlink()
-    os.mkfifo(checkpoint / name)
-
-    assert start(settings, "r2")["code"] == 0
-
-    assert left_by(settings) == left_by(whole)
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -333,18 +315,3 @@ def take(session: Session, settings: Settings, *, now: float) -> RunRow | None:
     return take_over(
         session, model="m", adapters_dir=adapters_dir, holder=present_holder(), now=now
     )
-
-
-def test_the_steps_of_a_killed_run_are_not_stored_twice(start: Start, world: World) -> None:
-    """The third step was stored, and its checkpoint was not written."""
-    settings = world("one")
-    start(settings, "r1", kill_at=("checkpoint begins", 5))
-    database = Database(settings.store.url)
-    with database.read() as session:
-        assert sorted(session.scalars(select(RunStepRow.step))) == [1, 2, 3]
-    database.close()
-
-    start(settings, "r2")
-
-    assert left_by(settings).steps == [1, 2, 3]
-    assert len(runs(settings)[0].metrics) == 3

@@ -204,28 +204,6 @@ def test_what_cannot_be_replayed_says_why(
     assert len(said) == (1 if in_store else 2), "a lineage that was changed is told first"
 
 
-def test_a_parent_whose_folder_is_gone(trained: Trained, tmp_path: Path) -> None:
-    with trained.database.write() as session:
-        session.add(
-            AdapterRow(
-                name="m--v9-x",
-                model="m",
-                version=9,
-                digest="d",
-                path=str(tmp_path / "gone"),
-                parent="base",
-                state="retired",
-                created_at=1.0,
-            )
-        )
-    trained.change_lineage(parent={**trained.lineage["parent"], "name": "m--v9-x"})
-
-    code, said = trained.replay()
-
-    assert code == 1
-    assert said[-1].startswith(f"not possible: parent m--v9-x: {tmp_path / 'gone'}")
-
-
 @pytest.mark.parametrize("reference", ["v7", "nowhere", "9" * 30, ""])
 def test_a_run_that_is_not_there(trained: Trained, reference: str) -> None:
     code, said = trained.replay(reference)

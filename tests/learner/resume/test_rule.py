@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from learner.resume import Death, resumed_words, why_not_again
 
 
 def death(checkpoint: int = 0, place: str | None = "", step: int = 0) -> dict[str, Any]:
-    return Death(at=1.0, checkpoint=checkpoint, step=step, steps=4, place=place).as_json()
+    return asdict(Death(at=1.0, checkpoint=checkpoint, step=step, steps=4, place=place))
 
 
 def test_a_run_that_dies_in_the_same_group_three_times_is_given_up() -> None:

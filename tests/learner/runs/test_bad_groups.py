@@ -312,19 +312,6 @@ def test_a_damaged_row_costs_its_own_group(
     assert counted(database) == {"trained": GROUPS - 1, **reasons}
 
 
-def test_a_prompt_past_the_bases_positions_is_told_with_them(
-    train: Train, put: Put, database: Database
-) -> None:
-    put(range(GROUPS))
-    stored(ExchangeRow, prompt_token_ids=pack_ids([1] * 127))(database)
-
-    train()
-
-    assert row_of(database, BAD).detail == (
-        "its prompt has 127 tokens and its longest answer 3; the base has 128 positions"
-    )
-
-
 def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
     train: Train, put: Put, database: Database
 ) -> None:
@@ -361,19 +348,6 @@ def test_a_group_that_is_trained_loses_what_an_earlier_run_said_of_it(
     train()
 
     assert row_of(database, BAD).detail is None
-
-
-def test_a_dropped_group_says_in_words_why(train: Train, put: Put, database: Database) -> None:
-    put(range(GROUPS - 1))
-    put([GROUPS - 1], second(token_ids=(20, 4800)))
-
-    train()
-
-    found = row_of(database, BAD).detail
-    assert found == (
-        "1 of 2 answers are left out; answer 1: "
-        "token id 4800 is outside the base's vocabulary of 48"
-    )
 
 
 def breaking(
@@ -549,27 +523,6 @@ def test_most_groups_that_drift_end_the_run_and_none_is_dropped(
     assert counted(database)["trained"] == FEW
 
 
-def test_groups_that_drift_are_given_up_after_some_runs_and_learning_goes_on(
-    train: Train, put: Put, database: Database
-) -> None:
-    put(range(2))
-    put(range(2, 8), shifted(0.437))
-    settings = {"min_groups": 2, "max_groups": 8}
-    for number in range(30):
-        try:
-            train(f"r{number}", **settings)
-        except (DriftError, LookupError):
-            continue
-
-    outcome = outcomes(database)
-    assert [outcome[str(n)] for n in range(2)] == [("trained", None)] * 2
-    given_up = [outcome[str(n)] for n in range(2, 8)]
-    # The last one alone is fewer than min_groups, and waits for others.
-    assert given_up.count(("dropped", "drift")) >= 5
-    with database.read() as session:
-        assert count_pending(session, {"base"}) == 0
-
-
 def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
     train: Train, put: Put, database: Database
 ) -> None:
@@ -579,17 +532,6 @@ def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
         train(learning_rate=1e30)
 
     assert set(outcomes(database).values()) == {("scored", None)}
-
-
-def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
-    train: Train, put: Put, database: Database
-) -> None:
-    put(range(GROUPS), adapter="m--v9-gone")
-
-    with pytest.raises(LookupError):
-        train()
-
-    assert {reason for _, reason in outcomes(database).values()} == {"unknown_adapter"}
 
 
 def test_a_gpu_that_fails_names_the_group_that_it_computed(

@@ -14,12 +14,11 @@ from sqlalchemy import select
 from ingest.intake.choose import count_pending
 from learner.errors import (
     DeviceError,
-    FaultyGroupsError,
     NothingToLearnError,
     OutOfMemoryError,
     ParentError,
 )
-from learner.records import Fault, TrainingJob
+from learner.records import TrainingJob
 from learner.runs.runs import LEASE_S, report_place
 from learner.runs.source import FAILED_RUNS
 from learner.runs.train import Run
@@ -218,21 +217,6 @@ def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
     assert sum(status == "trained" for status in statuses(database).values()) >= 16
 
 
-@pytest.mark.usefixtures("sixteen")
-def test_groups_of_failed_runs_do_not_keep_new_exchanges_from_being_chosen(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
-) -> None:
-    with database.read() as session:
-        assert count_pending(session, {"base"}) == 16
-    fake_trainer.error = ZeroDivisionError("somewhere")
-
-    with pytest.raises(ZeroDivisionError):
-        new_run("r1", fake_trainer).start()
-
-    with database.read() as session:
-        assert count_pending(session, {"base"}) == 0
-
-
 ENVIRONMENT = [
     OutOfMemoryError("16 of 16"),
     MemoryError(),
@@ -257,30 +241,6 @@ def test_what_the_environment_does_counts_against_no_group(
 
     assert attempts(database) == {}
     assert set(statuses(database).values()) == {"scored"}
-
-
-@pytest.mark.usefixtures("sixteen")
-def test_a_named_group_is_blamed_alone_and_dropped_the_second_time(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
-) -> None:
-    fake_trainer.error = FaultyGroupsError("it", {"3": Fault("computation_failed", "what it said")})
-
-    for run_id in ("r1", "r2", "r3"):
-        with pytest.raises(FaultyGroupsError):
-            new_run(run_id, fake_trainer, min_groups=1, max_groups=64).start()
-        fake_trainer.error = FaultyGroupsError(
-            "it", {"3": Fault("computation_failed", "what it said")}
-        )
-        with database.write() as session:
-            session.get_one(RunRow, run_id).status = "finished"  # the next one takes it again
-
-    row = rows(database)["3"]
-    assert (row.status, row.reason, row.detail) == (
-        "dropped",
-        "computation_failed",
-        "what it said",
-    )
-    assert attempts(database) == {"3": 2}
 
 
 class Child:

@@ -15,7 +15,6 @@ from sqlalchemy import select, text, update
 from structlog.testing import capture_logs
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
-from learner.records import Parent
 from learner.resume import CLAIMED, WorkFolder, present_holder
 from learner.runs import source
 from learner.runs.runs import (
@@ -42,7 +41,7 @@ from learner.runs.source import (
 )
 from sidecar.lines import Line
 from sidecar.store.database import Database
-from sidecar.store.models import AliasRow, AnswerRow, CounterRow, GroupRow, RunRow
+from sidecar.store.models import AnswerRow, CounterRow, GroupRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
@@ -63,30 +62,6 @@ def counters(database: Database) -> dict[tuple[str, str], int]:
 def begin(database: Database, run_id: str, now: float, model: str = "m") -> None:
     with database.write() as session:
         open_run(session, run_id=run_id, model=model, parent="base", settings={}, now=now)
-
-
-def test_the_first_run_starts_from_the_base(database: Database) -> None:
-    with database.read() as session:
-        assert find_parent(session, "m") == Parent(name="base")
-
-
-def test_a_run_starts_from_the_champion(
-    database: Database, put_version: PutVersion, tmp_path: Path
-) -> None:
-    name = put_version(3, champion=True)
-
-    with database.read() as session:
-        parent = find_parent(session, "m")
-
-    assert (parent.name, parent.version, parent.path) == (name, 3, tmp_path / "adapter-3")
-
-
-def test_a_champion_that_nobody_registered_is_refused(database: Database) -> None:
-    with database.write() as session:
-        session.add(AliasRow(model="m", alias="champion", adapter="ghost", generation=1))
-
-    with database.read() as session, pytest.raises(ParentError, match="ghost"):
-        find_parent(session, "m")
 
 
 @pytest.mark.parametrize("value", ["'soon'", "9e999", "-9e999", "132.0", "1e15"])

@@ -21,7 +21,6 @@ from learner.errors import (
     NothingToLearnError,
     ParentError,
     RankLostError,
-    RunInProgressError,
     RunStoppedError,
     UnpublishedError,
 )
@@ -75,12 +74,6 @@ def new_run(
         )
 
     return make
-
-
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
 
 
 def run_row(database: Database, run_id: str = "r1") -> RunRow:
@@ -356,22 +349,6 @@ def test_a_parent_behind_a_link_is_not_trained_on(
     assert fake_trainer.jobs == []
 
 
-def test_the_newest_groups_are_taken_and_the_others_wait(
-    new_run: NewRun,
-    database: Database,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-    fake_trainer: FakeTrainer,
-) -> None:
-    for number in range(5):
-        put_group(scored_group([0.0, 1.0], group_id=str(number)))
-
-    new_run(max_groups=3).start()
-
-    assert [group.group_id for group in fake_trainer.jobs[0].groups] == ["4", "3", "2"]
-    assert statuses(database)["0"] == ("scored", None)
-
-
 def test_stale_groups_are_dropped_and_counted(
     new_run: NewRun,
     database: Database,
@@ -546,26 +523,6 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_run_that_is_asked_to_stop_keeps_its_groups_and_its_work_folder(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, settings: Settings
-) -> None:
-    run = new_run()
-
-    def be_asked_to_stop(job: TrainingJob) -> None:
-        run.stop()
-        job.check_stop()
-
-    fake_trainer.on_train = be_asked_to_stop
-
-    with pytest.raises(RunStoppedError, match="asked to stop"):
-        run.start()
-
-    assert (run_row(database).status, run.left) == ("running", "stopped")
-    assert statuses(database) == {"a": ("claimed", None), "b": ("claimed", None)}
-    assert WorkFolder(settings.learner.adapters_dir, run.run_id).read(CLAIMED) is not None
-
-
-@pytest.mark.usefixtures("two_groups")
 def test_a_run_that_is_asked_to_stop_and_has_nothing_to_go_on_with_fails(
     new_run: NewRun, database: Database, fake_trainer: FakeTrainer, settings: Settings
 ) -> None:
@@ -629,26 +586,6 @@ def test_a_run_that_lost_its_lease_registers_nothing(
     assert run_row(database).reason == "taken over"
     assert versions(database) == []
     assert adapter_folders(settings) == []
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_second_run_does_not_start(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
-) -> None:
-    refused: list[Exception] = []
-
-    def start_another(_job: TrainingJob) -> None:
-        try:
-            new_run("r2").start()
-        except RunInProgressError as error:
-            refused.append(error)
-
-    fake_trainer.on_train = start_another
-    new_run().start()
-
-    assert len(refused) == 1
-    with database.read() as session:
-        assert session.get(RunRow, "r2") is None
 
 
 def test_the_same_weights_are_not_registered_twice(
@@ -786,19 +723,6 @@ def locked(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_finished_run_waits_for_a_store_that_is_locked(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked(3, monkeypatch)
-
-    candidate = new_run().start()
-
-    assert [row.name for row in versions(database)] == [candidate.adapter]
-    assert run_row(database).status == "finished"
-    assert len(fake_trainer.jobs) == 1
-
-
-@pytest.mark.usefixtures("two_groups")
 def test_a_store_that_stays_locked_leaves_the_run_to_be_resumed(
     new_run: NewRun,
     database: Database,
@@ -885,24 +809,6 @@ def test_a_run_that_waits_for_the_store_can_be_stopped(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_others_write_while_the_adapter_is_hashed_and_synced(
-    new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hashing a large adapter takes seconds. A writer that had to wait would give up."""
-
-    def seal(folder: Path) -> publish.Sealed:
-        with database.write() as session:
-            set_flag(session, "written_meanwhile", "1", now=1.0)
-        return publish.seal(folder)
-
-    monkeypatch.setattr(train, "seal", seal)
-
-    new_run("r1").start()
-
-    assert len(versions(database)) == 1
-
-
-@pytest.mark.usefixtures("two_groups")
 def test_leftovers_of_killed_runs_are_removed(new_run: NewRun, settings: Settings) -> None:
     (settings.learner.adapters_dir / ".run-dead").mkdir(parents=True)
 
@@ -942,7 +848,7 @@ def test_a_process_that_lost_its_run_changes_nothing_that_the_run_has_stored(
             for step in (1, 2):
                 session.add(RunStepRow(run_id="r1", step=step, at=7.0, body={}))
         job.watch.phase("checking")
-        job.watch.begin_steps()
+        job.watch.begin_steps(())
         job.report("a")
         numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__, 9)
         job.watch.step(StepMetrics(**{**numbers, "step": 1, "left_out": {}}))

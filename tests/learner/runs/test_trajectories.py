@@ -11,7 +11,6 @@ import torch
 from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows
 from learner.errors import GroupTooSmallError
 from learner.grpo.trainer import run_steps
-from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
@@ -62,11 +61,6 @@ def logprobs_of(
     (pack,) = pack_group(group, max_tokens=1000)
     with torch.no_grad():
         return tuple(policy.logprobs(pack)[0].tolist())
-
-
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
 def groups_of(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from learner import once
+from learner.command import NO_ROOM_FLAG
 from learner.progress.watch import Missing, read_missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
 from learner.schedule.loop import (
     DUE_FLAG,
-    NO_ROOM,
-    NO_ROOM_FLAG,
     PAUSED_FLAG,
     REQUESTED_FLAG,
     SCHEDULE_FLAG,
@@ -36,7 +33,6 @@ from learner.schedule.loop import (
     read_schedule_status,
     start_clock,
 )
-from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.models import AdapterRow, CanaryRow, RunRow, ScheduleJobRow
@@ -78,6 +74,10 @@ class World:
         assert decision is not None
         return decision.kind
 
+    def turn(self) -> None:
+        """A scheduled time comes round."""
+        self.flag(DUE_FLAG, "1")
+
     def flag(self, name: str, value: str) -> None:
         with self.database.write() as session:
             set_flag(session, name, value, now=self.clock.now)
@@ -88,19 +88,14 @@ MakeWorld = Callable[..., World]
 
 @pytest.fixture
 def world(settings: Settings, database: Database, clock: Clock) -> MakeWorld:
-    """world(**learner settings)."""
+    """world(**learner settings). By themselves no scheduled times come while a test lasts."""
 
     def make(**changes: Any) -> World:
-        learner = settings.learner.model_copy(update=changes)
+        seldom = {"interval_s": 1e8, "cron": "0 0 1 1 *"}
+        learner = settings.learner.model_copy(update={**seldom, **changes})
         return World(settings.model_copy(update={"learner": learner}), database, clock)
 
     return make
-
-
-@pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
 
 
 def test_groups_start_a_run_as_soon_as_enough_wait(
@@ -122,18 +117,18 @@ def test_an_interval_has_one_run_a_turn(world: MakeWorld) -> None:
     here = world(schedule="interval")
     assert here.poll() == "not_due"
 
-    here.schedule.turn()
+    here.turn()
     assert here.poll() == "start"
     here.children[0].code = 0
 
     assert here.poll() == "not_due"
-    here.schedule.turn()
+    here.turn()
     assert here.poll() == "start"
 
 
 def test_a_turn_with_too_few_groups_is_skipped(world: MakeWorld) -> None:
     here = world(schedule="cron")
-    here.schedule.turn()
+    here.turn()
 
     assert here.poll() == "too_few_groups"
     assert here.poll() == "not_due"
@@ -145,7 +140,7 @@ def test_a_turn_that_waits_for_a_canary_is_kept_over_a_restart(
 ) -> None:
     name = put_version(1, state="registered")
     before = world(schedule="cron")
-    before.schedule.turn()
+    before.turn()
     assert before.poll() == "canary"
 
     after = world(schedule="cron")
@@ -160,15 +155,15 @@ def test_a_turn_that_waits_for_a_canary_is_kept_over_a_restart(
 
 
 def test_a_turn_of_other_settings_is_forgotten(world: MakeWorld, database: Database) -> None:
-    world(schedule="cron").schedule.turn()
+    world(schedule="cron").turn()
     with database.write() as session:
         session.add(ScheduleJobRow(id="m", next_run_time=1.0, job_state="{}"))
 
     assert world(schedule="manual").poll() == "not_due"
 
-    assert world(schedule="cron").poll() == "not_due"
     with database.read() as session:
         assert session.get(ScheduleJobRow, "m") is None
+    assert world(schedule="cron").poll() == "not_due"
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -193,7 +188,7 @@ def test_a_run_without_room_waits_ten_minutes_and_says_why(
     world: MakeWorld, database: Database, clock: Clock, schedule: str
 ) -> None:
     here = world(schedule=schedule)
-    here.schedule.turn()
+    here.turn()
     assert here.poll() == "start"
     assert here.poll() == "running"
     here.flag(NO_ROOM_FLAG, "a run needs about 16.4 GB on cuda:0")
@@ -214,8 +209,6 @@ def test_a_run_without_room_waits_ten_minutes_and_says_why(
     here.flag(DUE_FLAG, "1")
     clock.now += 1.0
     assert here.poll() == "start"
-    assert NO_ROOM_FLAG == once.NO_ROOM_FLAG
-    assert NO_ROOM == once.NO_ROOM
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -224,7 +217,7 @@ def test_a_turn_whose_run_fails_is_tried_again_until_it_has_failed_too_often(
     world: MakeWorld, clock: Clock, schedule: str
 ) -> None:
     here = world(schedule=schedule)
-    here.schedule.turn()
+    here.turn()
     for failures in range(1, TRIES + 1):
         assert here.poll() == "start"
         here.children[-1].code = 1
@@ -243,12 +236,12 @@ def test_a_turn_whose_run_fails_is_tried_again_until_it_has_failed_too_often(
 
     clock.now += 86_400.0
     assert here.poll() == "not_due"
-    here.schedule.turn()
+    here.turn()
     assert here.poll() == "start"
     here.children[-1].code = 1
     assert here.poll() == "not_due"
     clock.now += 86_400.0
-    here.schedule.turn()
+    here.turn()
     assert here.poll() == "start"
     here.children[-1].code = 0
     assert here.poll() == "not_due"
@@ -294,14 +287,6 @@ def test_a_run_that_was_only_asked_for_is_not_tried_again(
     assert words in decision.why
     clock.now += 3600.0
     assert here.poll() == decision.kind
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_request_does_not_wait_for_idle_users(world: MakeWorld) -> None:
-    here = world(idle_below=5.0)
-    here.flag(REQUESTED_FLAG, "1")
-
-    assert here.poll() == "start"
 
 
 def test_the_decision_is_told_when_it_changes_and_each_minute(
@@ -413,25 +398,6 @@ def test_a_clock_that_is_set_back_lengthens_no_hold(world: MakeWorld, clock: Clo
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: MakeWorld, clock: Clock) -> None:
-    here = world()
-    here.poll()
-    here.children[-1].code = 1
-    assert here.poll() == "held_back"
-    clock.now += 29.9
-    assert here.poll() == "held_back"
-    clock.now += 0.1
-    assert here.poll() == "start"
-    here.children[-1].code = 1
-    assert here.poll() == "held_back"
-    clock.now += 60.0
-    assert here.poll() == "start"
-    here.children[-1].code = 3
-
-    assert here.poll() == "start"
-
-
-@pytest.mark.usefixtures("two_groups")
 def test_a_killed_child_gives_up_its_lease_at_once(
     world: MakeWorld, database: Database, clock: Clock
 ) -> None:
@@ -455,7 +421,7 @@ def test_a_killed_run_that_goes_on_says_so_at_once(
     world: MakeWorld, database: Database, clock: Clock, tmp_path: Path, schedule: str
 ) -> None:
     here = world(schedule=schedule, adapters_dir=tmp_path)
-    here.schedule.turn()
+    here.turn()
     here.poll()
     run_id = here.children[0].run_id
     work = WorkFolder(tmp_path, run_id)
@@ -501,46 +467,29 @@ def test_a_store_that_is_away_is_waited_for(world: MakeWorld, database: Database
     assert [entry["kind"] for entry in logs] == ["store"]
 
 
-def test_the_clock_of_apscheduler_looks_again_and_again(
-    world: MakeWorld, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = threading.Semaphore(0)
-    here = world()
-    monkeypatch.setattr(here.schedule, "poll", lambda _: looked.release())
-    learner = settings.learner.model_copy(update={"poll_s": 0.02})
+def test_the_clock_of_apscheduler_polls_again_and_again() -> None:
+    polled = threading.Semaphore(0)
 
-    ticking = start_clock(settings.model_copy(update={"learner": learner}), database, here.schedule)
+    ticking = start_clock(0.02, polled.release)
 
-    assert all(looked.acquire(timeout=60) for _ in range(2))
+    assert all(polled.acquire(timeout=60) for _ in range(2))
     ticking.shutdown(wait=True)
-
-
-def test_a_cron_expression_that_is_none_is_refused(
-    world: MakeWorld, settings: Settings, database: Database
-) -> None:
-    learner = settings.learner.model_copy(update={"schedule": "cron", "cron": "every day"})
-
-    with pytest.raises(SettingsError, match=r"learner\.cron"):
-        start_clock(settings.model_copy(update={"learner": learner}), database, world().schedule)
 
 
 def test_a_child_is_asked_before_it_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A child that ignores TERM; the shim stands where Python would start the learner."""
-    ready = tmp_path / "ready"
     shim = tmp_path / "python"
-    shim.write_text(
-        f"#!/bin/sh\ntrap '' TERM\n: > {ready}\nwhile :; do read x < {tmp_path}/fifo; done\n"
-    )
+    loop = f"while :; do read x < {tmp_path}/fifo; done"
+    shim.write_text(f"#!/bin/sh\ntrap '' TERM\n: > {tmp_path}/ready\n{loop}\n")
     shim.chmod(0o755)
-    os.mkfifo(tmp_path / "fifo")
+    for name in ("ready", "fifo"):
+        os.mkfifo(tmp_path / name)
     monkeypatch.setattr(sys, "executable", str(shim))
     monkeypatch.setattr(schedule_module, "STOP_TIMEOUT_S", 0.1)
     child = ChildProcess("r", None)
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert time.monotonic() < deadline
+    (tmp_path / "ready").read_text()  # it waits until the shim has written
     assert child.exit_code() is None
 
     child.stop()
@@ -549,14 +498,16 @@ def test_a_child_is_asked_before_it_is_killed(
 
 
 PARENT = """
-import sys, threading, time
+import sys, threading
 from learner import command
 from learner.schedule import loop as schedule
 command.own_python = lambda *_: (sys.executable, "-c", {program!r})
-thread = threading.Thread(target=lambda: (schedule.ChildProcess("r", None), time.sleep(600)))
+thread = threading.Thread(
+    target=lambda: (schedule.ChildProcess("r", None), threading.Event().wait())
+)
 thread.start()
 """
-RUN = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+RUN = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
 def test_a_run_ends_with_a_schedule_that_is_killed() -> None:

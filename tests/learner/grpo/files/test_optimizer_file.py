@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from torch.nn import Parameter
 
 from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest
-from learner.errors import OptimizerStateError
+from learner.errors import CheckpointError
 from learner.grpo.checkpoint import HEAD, load_state, parents_state, save_state
 from learner.grpo.optimizer import OptimizerState
 from learner.records import Parent
@@ -131,7 +131,7 @@ def test_damage_is_named(
     elif damage == "text":
         path.write_bytes(b"<html>" * 50)
 
-    with pytest.raises(OptimizerStateError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         load_state(tmp_path, parameters)
 
 
