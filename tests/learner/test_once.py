@@ -17,8 +17,9 @@ from sqlalchemy import select
 
 from learner import once
 from learner.__main__ import main
+from learner.command import NO_ROOM_FLAG, STOPPED
 from learner.errors import RunInProgressError
-from learner.once import STOPPED, run_once, start_when_free
+from learner.once import run_once, start_when_free
 from learner.policy import memory
 from learner.records import Candidate, Part, Stage
 from learner.resume import how_released
@@ -111,7 +112,7 @@ def test_a_run_that_would_not_fit_exits_5_takes_nothing_and_tells_the_schedule(
     with database.read() as session:
         assert session.scalars(select(RunRow)).all() == []
         assert set(session.scalars(select(GroupRow.status))) == {"scored"}
-        told = get_flag(session, once.NO_ROOM_FLAG)
+        told = get_flag(session, NO_ROOM_FLAG)
     assert told is not None
     assert told.startswith("a run needs about ")
 

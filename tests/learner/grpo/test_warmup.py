@@ -147,7 +147,7 @@ def test_a_group_that_fails_in_it_costs_itself_alone(
 
         with monkeypatch.context() as patch:
             patch.setattr(Policy, "logprobs", breaking)
-            outcome, _ = run_steps(policy, job_of([scored], settings, groups=groups))
+            outcome, _ = run_steps(policy, job_of(groups, settings))
         faults = {name: fault.reason for name, fault in outcome.faults.items()}
         return [p.detach() for p in policy.model.parameters() if p.requires_grad], faults
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.once import FAILED, STOPPED
+from learner.command import FAILED, STOPPED
 from tests.learner.resume.test_killed import left_by, runs
 
 if TYPE_CHECKING:

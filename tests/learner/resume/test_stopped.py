@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.once import STOPPED
+from learner.command import STOPPED
 from tests.learner.resume.test_killed import left_by, runs
 
 if TYPE_CHECKING:
