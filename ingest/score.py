@@ -85,9 +85,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     import structlog
 
     from ingest.best_of import BestOfJudge, BestOfServer
+    from ingest.judge_noise import NoiseWatch, add_judgement
     from ingest.judges.build import ProcessJudges
-    from ingest.noise.windows import Choosing
-    from ingest.noise.worker import RescoringWorker
     from ingest.privacy.screen import Screen
     from ingest.privacy.texts import JudgeView
     from ingest.ruler.judging import JudgingWorker
@@ -135,10 +134,10 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         view=JudgeView(settings.privacy),
         announce=report.say,
         rewarding=rewarding,
-        on_scored=Choosing(settings.judge).note,
+        on_scored=add_judgement,
         draw_seed=judges.draw_seed,
     )
-    rescoring = RescoringWorker(
+    noise = NoiseWatch(
         database,
         judges.patient,
         settings.judge,
@@ -157,7 +156,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
                 workers.create_task(rewarding.begin())
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
-            workers.create_task(rescoring.run(stop))
+            workers.create_task(noise.run(stop))
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from benchmarks.learning.engine import sample, serve, vllm
 from benchmarks.learning.tasks import Message, Prompt, Task
 from demo.stack import MODEL, MODEL_FOLDER
-from ingest.noise.worker import MeasuredNoise
+from ingest.judge_noise import MeasuredNoise
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.vllm.sampler import SampledAnswer
 from learner.records import Parent, StepMetrics, TrainingJob
@@ -220,7 +220,7 @@ def random_scores(number: int, key: str) -> tuple[float, ...]:
 
 
 def _noise(seed: int, number: int, plan: Plan) -> Noise:
-    """Measure the random judge as rescoring does: sd(difference of two scorings) / sqrt(2)."""
+    """Measure the random judge: sd(difference of two scorings) / sqrt(2)."""
     squares = [
         (one - other) ** 2
         for at in range(plan.groups)
@@ -236,10 +236,7 @@ def _noise(seed: int, number: int, plan: Plan) -> Noise:
         judge_model=model,
         rubric_hash=rubric,
         passes=passes,
-        measured_passes=passes,
-        window=0,
         groups=plan.groups,
-        at=0.0,
         sd=sd,
         pass_sd=sd * math.sqrt(passes),
     )

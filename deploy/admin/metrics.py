@@ -26,7 +26,7 @@ from deploy.registry import canaries, routing_writer
 from deploy.registry import switches as learner_switches
 from deploy.supervise import LoopView
 from ingest.intake.bus import read_state
-from ingest.noise.windows import read_noise_state
+from ingest.judge_noise import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import stored_profile
 from ingest.reward_watch.traits import DamagedProfileError
@@ -258,8 +258,8 @@ def _judge_noise(session: Session) -> Iterator[Metric]:
     figures = (
         ("noise_sd", "Standard deviation of the noise of a judge's score, 0..1.", "sd"),
         ("position_slope", "Score of the last position shown above the first.", "slope"),
-        ("flips", "Share of pairs that two scorings put in opposite order, 0..1.", "flips"),
-        ("noise_groups", "Groups scored twice that the judge's noise comes from.", "groups"),
+        ("flips", "Share of pairs that two passes put in opposite order, 0..1.", "flips"),
+        ("noise_groups", "Scored groups that the judge's noise comes from.", "groups"),
     )
     for name, help_text, field in figures:
         family = GaugeMetricFamily(f"sidecar_judge_{name}", help_text)

@@ -178,7 +178,7 @@ class GateJudgeOut(Out):
 
 
 class JudgeNoiseOut(Out):
-    """The judge's noise, as groups that were scored twice show it. Score units; null: unknown."""
+    """The judge's noise, as the passes over each group show it. Score units; null: unknown."""
 
     at: float  # when score last wrote this, unix seconds
     judge_model: str
@@ -186,18 +186,13 @@ class JudgeNoiseOut(Out):
     project: str  # whose rubric it is; empty: judge.rubric
     passes: int
     groups: int
-    """Groups of the window that the figures come from."""
-    whole: bool
+    """Groups that the figures come from: the newest."""
     sd: float | None
-    """Standard deviation of an answer's score from one scoring to another."""
-    sd_low: float | None
-    sd_high: float | None
+    """Standard deviation of the noise of an answer's score, the mean over `passes`."""
     slope: float | None
     """What the last position shown gets above the first."""
-    slope_low: float | None
-    slope_high: float | None
     flips: float | None
-    """Share of the pairs of answers that the two scorings put in opposite order."""
+    """Share of the pairs of answers that two passes put in opposite order."""
     drift: str
     """How the judge differs from what it was; empty: it does not."""
     drift_at: float | None

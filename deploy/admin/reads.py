@@ -75,9 +75,9 @@ from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
+from ingest.judge_noise import read_noise_state
 from ingest.judge_watch import NANO, newest_scored, read_judge_state
 from ingest.judges.spending import read_spending
-from ingest.noise.windows import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import ask
 from ingest.sampling.round import read_usage

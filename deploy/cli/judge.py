@@ -337,9 +337,6 @@ def judge_noise(
     accept: Annotated[
         bool, typer.Option("--accept", help="take the judge as it is now for the one to be")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="a folder for the table, the figures and a plot")
-    ] = None,
     project: Annotated[
         str, typer.Option(help="the rubric of this project; default judge.rubric")
     ] = "",
@@ -349,55 +346,51 @@ def judge_noise(
     from contextlib import closing
     from time import time
 
-    from ingest.noise.worker import accept_now, as_dict, read_noise, table_lines
+    from ingest.judge_noise import (
+        accept_now,
+        days_as_json,
+        noise_by_day,
+        read_noise_state,
+        table_lines,
+    )
+    from ingest.ruler.prompt import hash_of
     from sidecar.store.database import Database
 
     judge = (settings := settings_of(context)).judge
-    _of_project(judge, project)
+    hashed = hash_of(_of_project(judge, project))
     require_store(settings.store.url)
-    if out is not None:
-        _make(out)
     with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()
         if accept:
-            window = accept_now(database, judge, now=time(), project=project)
-            if window is None:
-                note("there is no whole window yet: nothing to accept")
+            at = accept_now(database, judge, now=time())
+            if at is None:
+                note("the judge has not been checked yet: nothing to accept")
                 raise typer.Exit(1)
-            note(f"later windows are compared with window {window}")
-        found = read_noise(database, judge, project)
-    rubric, wait = found.rubric_hash[:12], counted(found.waiting, "group waits", "groups wait")
-    lines = [
-        f"{judge.model}, rubric {rubric}: {wait} to be scored again "
-        f"({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",
-        "in brackets 95% intervals; +: not whole; *: later windows are compared with it",
-        "",
-        *table_lines(found.windows),
-    ]
-    if not found.windows:
-        lines = [*lines[:1], "nothing is known yet: no group has been scored twice"]
-    figures = {
-        "judge_model": judge.model,
-        "rubric_hash": found.rubric_hash,
-        "waiting": found.waiting,
-        "windows": [as_dict(row) for row in found.windows],
-    }
+            note(f"later checks are compared with that of {shown_time(at, time())}")
+        with database.read() as session:
+            days = noise_by_day(session, judge.model, hashed)
+            state = read_noise_state(session)
+    drift = state.drift if state is not None and state.judge_model == judge.model else ""
     if output == "json":
-        say_json(figures)
-    else:
-        for line in lines:
-            say(line)
-    if out is not None:
-        from ingest.noise.worker import draw
-
-        oldest_first = found.windows[::-1]
-        _write(
-            out,
-            "noise",
-            lines,
-            figures,
-            lambda path: draw(oldest_first, path, min_spread=settings.learner.min_spread),
+        say_json(
+            {
+                "judge_model": judge.model,
+                "rubric_hash": hashed,
+                "passes": judge.passes,
+                "drift": drift,
+                "days": days_as_json(days, passes=judge.passes),
+            }
         )
+        return
+    of = counted(judge.passes, "pass", "passes")
+    say(f"{judge.model}, rubric {hashed[:12]}: noise of a score over {of}")
+    if drift:
+        say(f"the judge is NOT AS IT WAS: {drift}")
+    if not days:
+        say("nothing is known yet: no group has been scored in two passes")
+    else:
+        for line in ("", *table_lines(days, passes=judge.passes)):
+            say(line)
 
 
 # The lines of `sidecar status` about judges: who scores, what it costs, the noise. Pure.
@@ -436,11 +429,8 @@ class JudgeNoise(msgspec.Struct):
     groups: int
     passes: int
     sd: float | None
-    sd_low: float | None
-    sd_high: float | None
     drift: str
     drift_at: float | None
-    project: str = ""
 
 
 def judge_lines(judge: JudgeState | None, noise: JudgeNoise | None, now: float) -> Iterator[str]:
@@ -524,10 +514,8 @@ def gate_judge_lines(judge: GateJudge | None) -> Iterator[str]:
 def _noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
     if noise is None or noise.sd is None:
         return
-    between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
-    of = counted(noise.groups, "group")
-    yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
+    of, passes = counted(noise.groups, "group"), counted(noise.passes, "pass", "passes")
+    yield f"  Noise of a score: sd {noise.sd:.3f}, from the {passes} over {of}."
     if noise.drift:
         since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
-        of = f" --project {noise.project}" if noise.project else ""
-        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise{of}`"
+        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise`"

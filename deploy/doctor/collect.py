@@ -37,8 +37,9 @@ from deploy.registry import canaries
 from deploy.registry.candidates import sessions_a_day
 from deploy.registry.tallies import fields_refused
 from ingest.intake.bus import BusState, read_state
+from ingest.judge_noise import NoiseState, read_noise_state
 from ingest.judge_watch import JudgeState, read_judge_state
-from ingest.noise.windows import NoiseState, each_series, read_noise_state
+from ingest.ruler.prompt import hash_of
 from ingest.sampling.round import Spent, first_spent, read_usage
 from ingest.store.groups import SET_ASIDE
 from ingest.verifiers.state import VerifierSeen, read_verifiers, waiting_for
@@ -419,7 +420,7 @@ def _noise(session: Session, judge: Judge) -> NoiseState | None:
     found = read_noise_state(session)
     if found is None or found.judge_model != judge.model:
         return None
-    asked = {one.rubric_hash for one in each_series(judge)}
+    asked = {hash_of(judge.of(project)) for project in ("", *judge.projects)}
     return found if found.rubric_hash in asked else None
 
 

@@ -518,14 +518,13 @@ def _judge_drift(store: StoreFacts) -> Iterator[Diagnosis]:
     """Yield that the judge is not the one it was. Records go on, by scores of another meaning."""
     noise = store.noise
     if noise is not None and noise.drift:
-        command = f"sidecar judge noise{f' --project {noise.project}' if noise.project else ''}"
         yield Diagnosis(
             stage="judging",
             cause="judge_drift",
             text=f"the judge {noise.judge_model} is not as it was: {noise.drift}",
             to_do="ask its provider whether another model answers to this name, or name a dated "
-            f"model; `{command}` has the figures, and `{command} --accept` "
-            "takes the judge as it is now",
+            "model; `sidecar judge noise` has the figures, and with `--accept` takes the judge as "
+            "it is now",
         )
 
 

@@ -91,7 +91,7 @@ class Provider:
         self._limits = Limits(
             requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
         )
-        self._queue: list[list[float]] = []
+        self._queue: dict[object, float] = {}
         """The tokens of each call that waits, in their order."""
         self._refused = 0
         """Those of them that were made before and refused: they go first."""
@@ -192,11 +192,9 @@ class Provider:
     def note_failure(self, error: JudgeUnavailableError, *, opens: bool = False) -> None:
         """Note a judgement without an answer. opens: the next judge is asked from now on."""
         self._reason, self._error = error.reason, str(error)
-        failures = OPENS_AFTER if opens else 1
-        for _ in range(failures):
-            self.waiting = self.waiting.failed(
-                self.clock(), longest_s=LONGEST_FAILING_S, opens_after=OPENS_AFTER
-            )
+        self.waiting = self.waiting.failed(
+            self.clock(), longest_s=LONGEST_FAILING_S, opens_after=OPENS_AFTER, opens=opens
+        )
 
     @property
     def is_limited_for_long(self) -> bool:
@@ -253,10 +251,10 @@ class Provider:
         refused: it was made before, so it does not queue again.
         Raises: JudgeLimitedError, JudgeBusyError: that takes longer than `until`, as it looks now.
         """
-        need = [tokens]
-        ahead = [tokens] if refused else [*(units for (units,) in self._queue), tokens]
+        call = object()
+        ahead = [tokens] if refused else [*self._queue.values(), tokens]
         self._check(*self.waiting.free_after(ahead, self.clock(), self._limits), until)
-        self._queue.append(need)
+        self._queue[call] = tokens
         self._refused += refused
         try:
             async with nullcontext() if refused else self._turn:
@@ -270,7 +268,7 @@ class Provider:
                     await asyncio.sleep(min(wait_s, LOOK_AGAIN_S))
         finally:
             self._refused -= refused
-            self._queue = [one for one in self._queue if one is not need]
+            del self._queue[call]
 
     def _free_at(self, tokens: float) -> tuple[float, Reason]:
         return self.waiting.free_at(self.clock(), tokens, self._limits, trying=True)

@@ -37,7 +37,6 @@ from sidecar.store.models import (
     GroupRow,
     JudgeCallRow,
     JudgeReplyRow,
-    RescoringRow,
     RunRow,
     SignalRow,
     WatchedAnswerRow,
@@ -274,7 +273,6 @@ def _delete_groups(session: Session, group_ids: Sequence[str], exchange_ids: Seq
     session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
     if group_ids:
         session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(group_ids)))
-        session.execute(delete(RescoringRow).where(RescoringRow.group_id.in_(group_ids)))
         session.execute(delete(GroupRow).where(GroupRow.group_id.in_(group_ids)))
 
 

@@ -20,19 +20,16 @@ def save_judge_calls(
     *,
     rubric_hash: str,
     now: float,
-    again: bool = False,
 ) -> None:
     """Store the calls of one judgement, and count them.
 
     subject: id of the judged group or gate comparison.
-    again: the group has its scores, and the calls measure the judge's noise.
     """
     keyring = keyring_of(session)
     for call in calls:
         session.add(
             JudgeCallRow(
                 group_id=subject,
-                again=again,
                 at=now,
                 judge_model=call.judge_model,
                 rubric_hash=rubric_hash,

@@ -87,8 +87,8 @@ LONGEST_LIMIT_S = 120.0
 _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
 """Errors of reading a damaged group."""
 
-OnScored = Callable[[Session, str, Judgement, str, float], None]
-"""(session, group id, judgement, rubric hash, Unix seconds)"""
+OnScored = Callable[[Session, Judgement, str, float], None]
+"""(session, judgement, rubric hash, Unix seconds)"""
 
 log = structlog.get_logger()
 
@@ -264,7 +264,7 @@ class Judgements:
                 passes=len(outcome.judgement.passes),
             )
             if marked and self._on_scored is not None:
-                self._on_scored(session, group_id, outcome.judgement, rubric_hash, now)
+                self._on_scored(session, outcome.judgement, rubric_hash, now)
             return marked
         return False
 

@@ -207,15 +207,17 @@ class Waiting:
         longest_s: float = LAST_DELAY_S,
         retry_after_s: float = 0.0,
         opens_after: int = 1,
+        opens: bool = False,
     ) -> Waiting:
         """Nothing was answered. The wait doubles once per wait, not once per call: calls in flight
         together fail together.
 
         longest_s: upper limit of the wait. opens_after: failures in a row that make an outage.
+        opens: this one makes it.
         """
         state = replace(
             self,
-            failures=self.failures + 1,
+            failures=self.failures + (opens_after if opens else 1),
             failing_since=now if self.failing_since is None else self.failing_since,
         )
         if state.failures < opens_after:

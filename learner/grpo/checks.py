@@ -1,7 +1,5 @@
 """Check every group before the first step, and leave out what cannot be trained on.
 
-`check_groups` compares what was recorded, `from_start` computes what some losses read besides.
-
 Each group goes once through the model with the adapter that sampled it: the parent, the base, or
 another registered version, whose folder is loaded for this. So answers of an ancestor are checked
 as exactly as the parent's own. `learner.grpo.answers` decides about each answer. A group whose

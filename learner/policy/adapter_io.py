@@ -246,14 +246,7 @@ def _switch_dropout_off(model: Any) -> None:  # Any: as above
 def _require_plain(what: str, path: Path) -> None:
     """Refuse, before its weights are read, an adapter that is more than the two matrices of each
     layer: such a version could be trained on, and neither saved nor served."""
-    if not path.is_file():
-        raise ParentError(f"{what}: {path} is missing")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ParentError(
-            f"{what}: {path} holds no JSON object; restore the folder, or roll back "
-            "to a version whose folder is whole"
-        )
+    config = _read_object(what, path)
     found = not_plain_lora(config)
     if found is not None:
         value = one_line(ValueError(visible(str(config.get(found.member)))))
@@ -295,6 +288,18 @@ def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # A
                 f"adapter keeps the {name} that it started with: set learner.{name} = {found}, or "
                 "roll back to the base to start anew"
             )
+
+
+def _read_object(what: str, path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ParentError(f"{what}: {path} is missing")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ParentError(
+            f"{what}: {path} holds no JSON object; restore the folder, or roll back "
+            "to a version whose folder is whole"
+        )
+    return found
 
 
 @contextmanager

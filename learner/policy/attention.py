@@ -1,4 +1,4 @@
-"""Attention over the segments of a pack, without a mask of all its tokens; the form for a device.
+"""Attention over the segments of a pack, without a mask of all its tokens.
 
 A pack is a trie of segments in pre-order (`learner.policy.packing`). Four forms compute it:
 

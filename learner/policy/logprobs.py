@@ -1,6 +1,4 @@
-"""Log-probabilities of a pack's targets under a model, as vLLM would report them: `Policy`.
-
-`packs_of` makes the packs of a group, `joint_groups` those of several groups that begin alike.
+"""Log-probabilities of a pack's targets under a model, as vLLM would report them.
 
 The decoder runs once over the pack; the head only where a trainable token is predicted. Logits are
 fp32 and divided by the temperature of their own answer. `learner.policy.architecture` says what

@@ -1,12 +1,10 @@
-"""A run that ends before its time and leaves what it has done to the next start, or may not begin.
+"""A run that ends before its time and leaves what it has done to the next start.
 
-`check_hold` asks the reward watch before a run takes groups.
-
-Three ways lead to a run that is left. It was asked to stop (TERM: a deployment, a machine that is
-drained): nothing is at fault, and it counts towards no limit. Or another of its processes is gone:
-to the run that is what SIGKILL is to a run of one process, so it counts as a death
-(`learner.resume`). Or it is trained, and the store could not be written for ten minutes or failed
-as it published, or the disk is full behind a step that is kept: that is no fault of it either.
+Three ways lead there. It was asked to stop (TERM: a deployment, a machine that is drained): nothing
+is at fault, and it counts towards no limit. Or another of its processes is gone: to the run that is
+what SIGKILL is to a run of one process, so it counts as a death (`learner.resume`).
+Or it is trained, and the store could not be written for ten minutes or failed as it published, or
+the disk is full behind a step that is kept: that is no fault of it either.
 
 The row stays `running`, its holder gives the lease back, and the groups stay claimed. What such
 runs have on disk is removed once they will not go on.

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.noise.worker import MeasuredNoise, measured_noise
+from ingest.judge_noise import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED

@@ -1,9 +1,5 @@
 """Select the scored groups to train on, and the reason why others are dropped. Pure.
 
-`select_groups` is what a run does with the groups that it has. `spread_gate` says how much their
-rewards must differ, `trajectory_groups` makes groups of whole trajectories, and `runs_between` says
-how old a group's adapter is.
-
 A bad group is dropped for its reason and never affects the others. A group that is too long is
 dropped and not cut, because leaving out its longest answers would teach that length costs nothing.
 Single answers that are not exact, are damaged, or have no sound score are masked: they have no part
@@ -24,7 +20,7 @@ from statistics import fmean
 from typing import Literal
 
 from ingest.grouping.request import RAISED_BELOW
-from ingest.noise.worker import JudgedBy, MeasuredNoise
+from ingest.judge_noise import JudgedBy, MeasuredNoise
 from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
 from ingest.sessions.rows import RowAnswer, TokenRow
 from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key

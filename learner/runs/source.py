@@ -1,8 +1,5 @@
 """Scored groups in the store, for the learner: claim, load, mark as trained, drop, give back.
 
-`blame` counts a failed run against the groups that may have caused it, and `choose` keeps such
-groups from failing the next run too.
-
 Functions work in the caller's transaction. A claimed group carries the run's id, so no group is
 used by two runs; the groups of a dead run are given back (`give_back`).
 """

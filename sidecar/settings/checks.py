@@ -193,12 +193,6 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
             )
     yield from _reply_limits(settings)
     yield from _projects_nobody_has(settings)
-    if judge.rescore_share == 0 and is_changed(judge, "rescore_after_s"):
-        yield (
-            ("judge", "rescore_after_s"),
-            "is set and judge.rescore_share is 0, so nothing is scored again; raise that, or leave "
-            "this out",
-        )
     if judge.cache_bytes == 0 and is_changed(judge, "cache_days"):
         yield (
             ("judge", "cache_days"),

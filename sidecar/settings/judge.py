@@ -21,7 +21,6 @@ from sidecar.settings.kinds import (
     Price,
     Project,
     Section,
-    Share,
     Text,
     Timeout,
     WebUrl,
@@ -79,14 +78,6 @@ class Judge(Section):
     order of the first, so that what a judge gives to a position cancels out."""
     concurrency: Parallel = 8
     """Groups judged at once."""
-    rescore_share: Share = 0.05
-    """Share of the scored groups, by hash of their id, that are scored a second time later, to
-    measure the judge's noise; each costs as many calls as the first time. 0: none."""
-    rescore_after_s: Annotated[
-        float, Between(0, 2_592_000, "up to a month, before groups are deleted by age", "s")
-    ] = 21_600.0
-    """How long after its scores such a group is scored again, at the earliest. A model that a
-    provider puts behind the same name meanwhile is compared with the one before it."""
     timeout_s: Timeout = 60.0
     """Longest time of one call."""
     json_schema: Literal["auto", "on", "off"] = "auto"

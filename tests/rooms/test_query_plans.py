@@ -66,7 +66,6 @@ SCANS = {
     "deploy/doctor/collect.py:read_recent": NEWEST,
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/best_of.py:any_scores": "one row",
-    "ingest/noise/windows.py:count_waiting": "what waits, by an index of that alone, with a limit",
     "ingest/best_of.py:oldest_scores": "in the order of an index, with a limit",
     "ingest/judges/replies.py:ReplyStore._keep": "one row, the first of an index",
     "ingest/store/listing.py:newest_scored_groups": LISTING,

@@ -78,10 +78,6 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         "other_ids": pack_ids((5, 7, 2)),
         "logprobs": pack_floats((-0.5, -0.25, -1.0)),
     }
-    noise: dict[str, object] = {
-        "rubric": rubric_hash(RUBRIC),
-        "shown": json.dumps([[[0, 0.1], [1, 0.9]], [[1, 0.8], [0, 0.2]]]),
-    }
     return [
         (_EXCHANGE, {"last": exchanges, "filler": body_bytes, **body}),
         (_CHOICE, body),
@@ -89,8 +85,7 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         (_ANSWER, body),
         (_JUDGE_CALL, {}),
         (_JUDGE_REPLY, {}),
-        (_RESCORING, noise),
-        (_JUDGE_NOISE, {"last": max(1, exchanges // 50), "rubric": noise["rubric"]}),
+        (_JUDGE_NOISE, {"last": max(1, exchanges // 50), "rubric": rubric_hash(RUBRIC)}),
         (_VERSIONS, {"last": versions}),
         (_RUNS, {"last": versions}),
         (_CANARIES, {"last": versions, "step": NOW - 3_600.0}),
@@ -196,29 +191,12 @@ SELECT group_id, created_at, 'judge', 'rubric', n.i, 1, '{}', 0.5
 FROM answer_group, (SELECT 0 AS i UNION SELECT 1) AS n WHERE status <> 'sampling'
 """
 
-# One group in twenty was scored twice, the newest of these wait for it.
-_RESCORING = """
-INSERT INTO rescoring (group_id, chosen_at, due_at, attempts, judge_model, rubric_hash, passes,
-  first, again, at, window_number)
-SELECT group_id, scored_at, scored_at + 21600.0, 1, 'scripted', :rubric, 2, :shown,
-  iif(waits, NULL, :shown), iif(waits, NULL, scored_at + 21600.0), iif(waits, NULL, seq / 1000)
-FROM (
-  SELECT *, seq > 0.8 * (SELECT max(seq) FROM answer_group) AS waits FROM answer_group
-  WHERE scored_at IS NOT NULL AND seq % 20 = 0
-)
-"""
-
-# Far more windows than the groups above fill: years of them.
+# Far more days than the groups above fill: years of them.
 _JUDGE_NOISE = f"""
 {_NUMBERS}
-INSERT INTO judge_noise (rubric_hash, judge_model, passes, window_number, at, whole, reference,
-  groups, answers, sd, sd_error, sd_low, sd_high, pass_sd, slope, slope_error, slope_low,
-  slope_high, first_minus_last, first_minus_last_error, first_minus_last_low,
-  first_minus_last_high, shift, shift_error, shift_low, shift_high, flips, flips_error, flips_low,
-  flips_high)
-SELECT :rubric, 'scripted', 2, i, {_AT}, i < :last, i = 1, 50, 400, 0.05, 0.005, 0.04, 0.06, 0.07,
-  0.0, 0.01, -0.02, 0.02, 0.0, 0.01, -0.02, 0.02, 0.0, 0.01, -0.02, 0.02, 0.1, 0.01, 0.08, 0.12
-FROM n
+INSERT INTO judge_noise_day (rubric_hash, judge_model, day, groups, freedom, squares, by_position,
+  of_position, flips)
+SELECT :rubric, 'scripted', i, 50, 350, 1.0, 0.0, 90.0, 5.0 FROM n
 """
 
 _JUDGE_REPLY = """

@@ -50,14 +50,14 @@ from ingest.errors import (
 from ingest.feedback.deriving import derive_session
 from ingest.grouping.request import EngineFacts
 from ingest.intake.loop import Intake
+from ingest.judge_noise import DAY_S, NoiseWatch, accept_now, add_judgement, measured_noise
 from ingest.judge_watch import JudgeState, why_sampling_holds, write_judge_state
 from ingest.judges.replies import CachedJudge, ContentSeeds, KeptReplies, ReplyStore
 from ingest.judges.spending import Amount, Ledger
-from ingest.noise.windows import Choosing
-from ingest.noise.worker import RescoringWorker, accept_now, measured_noise, read_noise
 from ingest.retention.sweep import Sweeper
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from ingest.ruler.judging import JudgingWorker
+from ingest.ruler.prompt import hash_of
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_rows
@@ -110,8 +110,6 @@ from sidecar.store.models import (
     FeedbackRow,
     GroupRow,
     JudgeCallRow,
-    JudgeNoiseRow,
-    RescoringRow,
 )
 from support.clock import Clock
 from support.fake_checker import FakeChecker
@@ -152,7 +150,7 @@ class _Use:
                 max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
-            judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4, rescore_share=1.0),
+            judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4),
             learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
         )
 
@@ -394,7 +392,7 @@ async def _score(use: _Use) -> None:
             use.settings.judge,
             clock=use.clock,
             draw_seed=ContentSeeds(kept.store),
-            on_scored=Choosing(use.settings.judge).note,
+            on_scored=add_judgement,
         )
         if script == (scores,):
             await worker.begin()
@@ -409,7 +407,7 @@ async def _score(use: _Use) -> None:
         use.database, judge, use.settings.judge, clock=use.clock, rewarding=rewarding
     )
     await verifying.step()
-    await _rescore(use)
+    await _watch_noise(use)
     with use.database.write() as session:
         name = session.scalars(select(GroupRow.group_id).where(GroupRow.status == "scored")).first()
         assert name is not None
@@ -430,47 +428,17 @@ async def _score(use: _Use) -> None:
     await _best_of(use)
 
 
-async def _rescore(use: _Use) -> None:
-    """Fill a window of a series that has thousands; each way out of the queue is taken."""
-    use.change(GroupRow, {"lease_until": use.clock.now + 1e9}, GroupRow.status == "sampled")
+async def _watch_noise(use: _Use) -> None:
     with use.database.write() as session:
         write_judge_state(session, JudgeState(state="works", since=NOW), now=NOW)
-        waiting = select(RescoringRow).where(RescoringRow.window_number.is_(None))
-        first, *others = session.scalars(waiting.order_by(RescoringRow.due_at)).all()
-        first.first = ["?"]
-        for row in others:
-            row.chosen_at = row.due_at = use.clock.now
-    scripts: list[tuple[Reply, ...]] = [
-        (score_by_content({}, otherwise=0.5),),
-        (JudgeUnavailableError("away"),),
-        ("rubbish",),
-    ]
-    for script in scripts:
-        worker = RescoringWorker(
-            use.database,
-            FakeJudge(*script, model="scripted"),
-            use.settings.judge,
-            clock=use.clock,
-        )
-        stop = asyncio.Event()
-        stop.set()
-        await worker.run(stop)
-        worker.begin()
-        for _ in range(60 if script == scripts[0] else 1):
-            await worker.step()
-        stopping = asyncio.create_task(stop.wait())
-        await stopping
-        await worker.step(stopping)
+    judge, settings = FakeJudge(model="scripted"), use.settings.judge
+    watch = NoiseWatch(use.database, judge, settings, clock=use.clock)
+    for _ in range(2):
+        await watch.step()
+        use.clock.now += DAY_S
+    assert accept_now(use.database, settings, now=use.clock.now) is not None
     with use.database.read() as session:
-        newest = session.scalars(
-            select(JudgeNoiseRow.whole).order_by(JudgeNoiseRow.window_number.desc()).limit(1)
-        ).one()
-    assert newest is False, "one window was filled, and the next one has begun"
-    accept_now(use.database, use.settings.judge, now=use.clock.now)
-    known = read_noise(use.database, use.settings.judge)
-    judge_model, passes = use.settings.judge.model, use.settings.judge.passes
-    with use.database.read() as session:
-        assert measured_noise(session, [(judge_model, known.rubric_hash, passes)])
+        assert measured_noise(session, [("scripted", hash_of(settings), settings.passes)])
 
 
 async def _best_of(use: _Use) -> None:

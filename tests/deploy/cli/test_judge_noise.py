@@ -1,40 +1,32 @@
-"""`sidecar judge noise`: what is shown, drawn and accepted."""
+"""`sidecar judge noise`: what is shown, and accepted."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.cli.main import main
-from ingest.noise.estimate import encode_passes
-from ingest.noise.windows import WINDOW, Series, read_noise_state, refresh
+from ingest.judge_noise import (
+    CHECKS,
+    Check,
+    Checks,
+    NoiseState,
+    read_noise_state,
+    write_noise_state,
+)
 from ingest.ruler.prompt import rubric_hash
-from sidecar.store.database import Database
-from sidecar.store.models import RescoringRow
+from sidecar.store.database import Database, set_flag
+from sidecar.store.models import JudgeNoiseDayRow
 from support.migrated_store import open_migrated
-from support.simulated_judge import SimulatedJudge, scored_twice
+from support.simulated_judge import SimulatedJudge, sums
 
 HASH = rubric_hash("Be good.")
-SERIES = Series(rubric_hash=HASH, judge_model="openai/judge", passes=2)
-
-
-def fill(database: Database, window: int, judge: SimulatedJudge, groups: int = WINDOW) -> None:
-    with database.write() as session:
-        for number, one in enumerate(scored_twice(judge, groups=groups, seed=window)):
-            session.add(
-                RescoringRow(
-                    group_id=f"g-{window}-{number}", chosen_at=1.0, due_at=2.0, attempts=1,
-                    judge_model="openai/judge", rubric_hash=HASH, passes=2,
-                    first=encode_passes(one.first), again=encode_passes(one.again), at=3.0,
-                    window_number=window,
-                )
-            )  # fmt: skip
-        session.flush()
-        assert refresh(session, SERIES, window, now=1_772_357_400.0 + 60 * window) is not None
 
 
 @pytest.fixture
@@ -47,65 +39,63 @@ def database(tmp_path: Path) -> Iterator[Database]:
         yield opened
 
 
-def command(folder: Path, *words: str, code: int | None = None) -> None:
-    assert main(["--config", str(folder / "sidecar.toml"), "judge", "noise", *words]) == (code or 0)
+def command(folder: Path, *words: str, code: int = 0) -> None:
+    assert main(["--config", str(folder / "sidecar.toml"), "judge", "noise", *words]) == code
 
 
-STEADY = SimulatedJudge(noise=0.03, step=0.01)
-NOISY = SimulatedJudge(noise=0.1, slope=0.3, step=0.01)
+def fill(database: Database, day: int, judge: SimulatedJudge) -> None:
+    found = asdict(sums(judge, groups=50))
+    with database.write() as session:
+        session.add(
+            JudgeNoiseDayRow(rubric_hash=HASH, judge_model="openai/judge", day=day, **found)
+        )
 
 
-def test_the_windows_are_shown_and_drawn(
-    tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(database, 0, STEADY)
-    fill(database, 1, NOISY)
-    fill(database, 2, NOISY, groups=7)
-
-    command(tmp_path, "--out", str(tmp_path / "out"))
-
-    said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert lines[0].startswith(
-        f"openai/judge, rubric {HASH[:12]}: 0 groups wait to be scored again"
-    )
-    assert lines[3].split()[:2] == ["window", "until"]
-    assert [line.split()[0] for line in lines[4:]] == ["2+", "1", "0*"]
-    assert "noise sd 0.0" in lines[5]
-    assert "position slope +0.2" in lines[5]
-    assert (tmp_path / "out" / "noise.txt").read_text() == said
-    assert (tmp_path / "out" / "noise.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((tmp_path / "out" / "noise.json").read_text())
-    assert [one["window_number"] for one in found["windows"]] == [2, 1, 0]
-    command(tmp_path, "-o", "json")
-    assert json.loads(capsys.readouterr().out) == found
-
-
-def test_without_groups_it_says_so_and_nothing_can_be_accepted(
+def test_the_days_are_shown(
     tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(tmp_path)
     assert "nothing is known yet" in capsys.readouterr().out
-    fill(database, 0, STEADY, groups=3)
+    fill(database, 20_000, SimulatedJudge(noise=0.03))
+    fill(database, 20_001, SimulatedJudge(noise=0.1, slope=0.3))
 
-    command(tmp_path, "--accept", code=1)
+    command(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    command(tmp_path, "-o", "json")
+    found = json.loads(capsys.readouterr().out)
 
-    assert "there is no whole window yet" in capsys.readouterr().err
+    assert lines[0] == f"openai/judge, rubric {HASH[:12]}: noise of a score over 2 passes"
+    assert lines[2].split()[:2] == ["day", "(UTC)"]
+    assert [line.split()[0] for line in lines[3:]] == ["2024-10-05", "2024-10-04"]
+    newest, oldest = found["days"]
+    assert newest["pass_sd"] == pytest.approx(0.1, rel=0.15)
+    assert newest["slope"] == pytest.approx(0.3, abs=0.06)
+    assert oldest["sd"] == pytest.approx(0.03 / 2**0.5, rel=0.15)
 
 
 def test_the_judge_as_it_is_now_can_be_accepted(
     tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fill(database, 0, STEADY)
-    fill(database, 1, NOISY)
+    command(tmp_path, "--accept", code=1)
+    assert "has not been checked yet" in capsys.readouterr().err
+    drift = {"drift": "noise sd 0.1", "drift_at": 4.0}
+    checks = Checks(
+        judge_model="openai/judge", rubric_hash=HASH, due_at=9.0, **drift,  # type: ignore[arg-type]
+        last=Check(at=5.0, scores=[[0.1, 0.9]], variance=0.0),
+    )  # fmt: skip
+    state = NoiseState(
+        at=5.0, judge_model="openai/judge", rubric_hash=HASH, passes=2, **drift,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with database.write() as session:
+        set_flag(session, CHECKS, msgspec.json.encode(checks).decode(), now=5.0)
+        write_noise_state(session, state)
+    command(tmp_path)
+    assert "the judge is NOT AS IT WAS: noise sd 0.1" in capsys.readouterr().out
 
     command(tmp_path, "--accept")
 
-    assert "later windows are compared with window 1" in capsys.readouterr().err
+    assert "later checks are compared with that of" in capsys.readouterr().err
     with database.read() as session:
-        state = read_noise_state(session)
-    assert state is not None
-    assert (state.drift, state.groups) == ("", WINDOW)
-    fill(database, 2, NOISY)
-    command(tmp_path)
-    assert capsys.readouterr().out.splitlines()[4].rstrip().endswith("]")  # no drift
+        after = read_noise_state(session)
+    assert after is not None
+    assert after.drift == ""

@@ -350,16 +350,14 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
 def noise(**changes: Any) -> JudgeNoiseOut:
     fields: dict[str, Any] = {
         "at": NOW, "judge_model": "j", "rubric_hash": "r", "passes": 2, "groups": 50,
-        "whole": True, "sd": 0.0414, "sd_low": 0.035, "sd_high": 0.049, "slope": 0.0,
-        "slope_low": -0.01, "slope_high": 0.01, "flips": 0.1, "drift": "", "drift_at": None,
-        "project": "",
+        "sd": 0.0414, "slope": 0.0, "flips": 0.1, "drift": "", "drift_at": None, "project": "",
     }  # fmt: skip
     return JudgeNoiseOut(**{**fields, **changes})
 
 
 def test_the_noise_of_the_judge_has_a_line_and_its_drift_one_more() -> None:
     known = status_lines(status(judge_noise=noise()), NOW)
-    drifted = noise(drift="noise sd 0.107, the window before 0.037", drift_at=NOW - 60)
+    drifted = noise(drift="changed by 0.107", drift_at=NOW - 60)
     changed = status_lines(status(judge_noise=drifted), NOW)
     nothing = status_lines(status(judge_noise=noise(sd=None, groups=0)), NOW)
 
@@ -368,12 +366,12 @@ def test_the_noise_of_the_judge_has_a_line_and_its_drift_one_more() -> None:
     quiet = status_lines(status(), NOW)
     assert quiet is not None
     assert nothing == quiet
-    line = "  Noise of a score: sd 0.041 (0.035 to 0.049), from 50 groups scored twice."
+    line = "  Noise of a score: sd 0.041, from the 2 passes over 50 groups."
     assert [one for one in known if one not in quiet] == [line]
     assert [one for one in changed if one not in quiet] == [
         line,
-        f"  The judge is NOT AS IT WAS since {shown_time(NOW - 60, NOW)}: noise sd 0.107, the "
-        "window before 0.037; see `sidecar judge noise`",
+        f"  The judge is NOT AS IT WAS since {shown_time(NOW - 60, NOW)}: changed by "
+        "0.107; see `sidecar judge noise`",
     ]
 
 

@@ -27,8 +27,8 @@ from deploy.registry.tallies import MENDED
 from ingest.grouping.request import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
+from ingest.judge_noise import NoiseState, write_noise_state
 from ingest.judge_watch import JudgeState, write_judge_state
-from ingest.noise.windows import NoiseState, write_noise_state
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.worker import SamplingWorker
@@ -612,7 +612,7 @@ def test_a_judge_that_is_not_as_it_was(
     sidecar.score(1.0, 0.0)
     known = NoiseState(
         at=5.0, judge_model="openai/judge", rubric_hash=rubric_hash(sidecar.settings.judge.rubric),
-        passes=2, groups=50, whole=True, sd=0.04, drift="noise sd 0.040, the window before 0.020",
+        passes=2, groups=50, sd=0.04, drift="changed by 0.107",
     )  # fmt: skip
     with closing(sidecar.open()) as database, database.write() as session:
         write_noise_state(session, known)
@@ -623,8 +623,8 @@ def test_a_judge_that_is_not_as_it_was(
 
     assert stop_of(drifted) == (1, "judging", "judge_drift")
     (found,) = drifted[1]["diagnoses"]
-    assert "noise sd 0.040, the window before 0.020" in found["text"]
-    assert "sidecar judge noise --accept" in found["to_do"]
+    assert "changed by 0.107" in found["text"]
+    assert "`sidecar judge noise` has the figures, and with `--accept`" in found["to_do"]
     assert another[1]["diagnoses"] == []
 
 

@@ -155,8 +155,8 @@ def fork() -> Iterator[Fork]:
     with forking(
         "ingest.score",
         "ingest.best_of",
+        "ingest.judge_noise",
         "ingest.judges.build",
-        "ingest.noise.worker",
         "ingest.sampling.worker",
         "ingest.verifiers.rewarding",
         "ingest.vllm.sampler",

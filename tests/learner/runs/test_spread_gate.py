@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ingest.noise.estimate import estimate
-from ingest.noise.worker import JudgedBy, MeasuredNoise
+from ingest.judge_noise import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded
 from ingest.verifiers.records import Checked, Finding
 from ingest.verifiers.rewarding import Rule, combine
@@ -25,7 +24,7 @@ from learner.runs.selection import (
     select_groups,
     spread_gate,
 )
-from support.simulated_judge import SimulatedJudge, scored_twice
+from support.simulated_judge import SimulatedJudge, sums
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeScoredGroup
@@ -35,8 +34,7 @@ TRIED = 4_000
 
 def measured(sd: float, passes: int = 1) -> dict[JudgedBy, MeasuredNoise]:
     one = MeasuredNoise(
-        judge_model="judge", rubric_hash="rubric", passes=passes, measured_passes=passes, window=3,
-        groups=50, at=1.0, sd=sd, pass_sd=sd,
+        judge_model="judge", rubric_hash="rubric", passes=passes, groups=50, sd=sd, pass_sd=sd,
     )  # fmt: skip
     return {("judge", "rubric", passes): one}
 
@@ -113,8 +111,7 @@ def test_ties_of_a_judge_that_rounds_let_no_more_noise_pass() -> None:
 def test_a_measured_judge_keeps_pure_noise_out_from_end_to_end() -> None:
     """Measure a judge on 50 groups, then apply the gate to groups of equal answers."""
     judge = SimulatedJudge(noise=0.08, slope=-0.1, common=0.1)
-    found = estimate(scored_twice(judge, groups=50, seed=11, passes=2))
-    assert found is not None
+    found = sums(judge, groups=50, seed=11)
     rng = random.Random(12)
     means = []
     for number in range(2_000):
@@ -123,7 +120,7 @@ def test_a_measured_judge_keeps_pure_noise_out_from_end_to_end() -> None:
             [fmean(column) for column in zip(*(one.scores for one in rounds), strict=True)]
         )
 
-    share = passing(means, found.sd.value)
+    share = passing(means, found.sd(2))
 
     assert 0.01 < share < 0.12  # the sd is known to some 5%
 

@@ -37,7 +37,7 @@ from sidecar.store.models import (
     AnswerRow,
     CounterRow,
     GroupRow,
-    JudgeNoiseRow,
+    JudgeNoiseDayRow,
     RunRow,
     RunStepRow,
 )
@@ -204,18 +204,12 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: NewRun, tiny_base: Pat
 
 
 def put_noise(database: Database, sd: float) -> None:
-    """The judge's noise as score stores it: one whole window."""
-    figures = {
-        f"{name}{part}": 0.0
-        for name in ("slope", "first_minus_last", "shift", "flips")
-        for part in ("", "_error", "_low", "_high")
-    }
+    """The judge's noise as score stores it: sd of a pass, from 50 groups."""
     with database.write() as session:
         session.add(
-            JudgeNoiseRow(
-                rubric_hash="rubric", judge_model="judge", passes=2, window_number=4, at=5.0,
-                whole=True, reference=True, groups=50, answers=400, sd=sd, sd_error=0.0, sd_low=sd,
-                sd_high=sd, pass_sd=sd, **figures,
+            JudgeNoiseDayRow(
+                rubric_hash="rubric", judge_model="judge", day=4, groups=50, freedom=201,
+                squares=200 * sd**2, by_position=0.0, of_position=1.0, flips=0.0,
             )
         )  # fmt: skip
 
@@ -239,9 +233,9 @@ def test_a_group_within_the_judges_noise_is_left_out_and_the_lineage_has_the_fig
     assert [one["least_spread"] for one in lineage["groups"]] == pytest.approx(
         [0.0693] * 2, abs=1e-4
     )
-    assert [one["noise_sd"] for one in lineage["groups"]] == [0.05, 0.05]
+    assert [one["noise_sd"] for one in lineage["groups"]] == pytest.approx([0.05, 0.05])
     (noise,) = lineage["judge_noise"]
-    assert (noise["sd"], noise["groups"], noise["window"], noise["at"]) == (0.05, 50, 4, 5.0)
+    assert (noise["sd"], noise["groups"], noise["passes"]) == (pytest.approx(0.05), 50, 1)
     assert (noise["judge_model"], noise["rubric_hash"]) == ("judge", "rubric")
 
 

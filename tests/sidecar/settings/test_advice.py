@@ -57,11 +57,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "gate_judge.params",
             "scores of 4 answers take about 240 tokens",
         ),
-        (
-            f"{JUDGE}rescore_share = 0\nrescore_after_s = 60",
-            "judge.rescore_after_s",
-            "nothing is scored again",
-        ),
         (f"{JUDGE}cache_bytes = 0\ncache_days = 2", "judge.cache_days", "no reply is kept"),
         (f"{JUDGE}budget = 5\nbudget_per_hour = 5", "judge.budget_per_hour", "never reached first"),
         (

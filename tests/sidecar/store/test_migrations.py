@@ -36,6 +36,10 @@ from support.stores import NewStore
 pytestmark = pytest.mark.both_stores
 
 
+DROPPED = {"rescoring", "judge_noise", "judge_call.again"}
+"""Tables and columns that later migrations dropped."""
+
+
 @contextmanager
 def alembic(database: Database) -> Iterator[tuple[Config, Connection]]:
     config = Config()
@@ -62,15 +66,16 @@ def test_a_store_of_the_baseline_keeps_its_rows_and_has_the_schema_of_a_new_one(
             frozen = Path(__file__).with_name(f"baseline_{connection.dialect.name}.sql")
             for statement in frozen.read_text("utf-8").splitlines():
                 connection.exec_driver_sql(statement)
-            tables = add_rows(connection, 1)
-            before = [connection.execute(select(one)).all() for one in tables]
+            tables = [one for one in add_rows(connection, 1) if one.name not in DROPPED]
+            kept = [[one for one in table.c if str(one) not in DROPPED] for table in tables]
+            before = [connection.execute(select(*columns)).all() for columns in kept]
 
         database.upgrade()
 
         with alembic(database) as (config, connection):
-            assert [connection.execute(select(one)).all() for one in tables] == before
+            assert [connection.execute(select(*columns)).all() for columns in kept] == before
             add_rows(connection, 2)
-            assert all(len(connection.execute(select(one)).all()) == 2 for one in tables)
+            assert all(len(connection.execute(select(*one)).all()) == 2 for one in kept)
             command.check(config)
         assert schema(database) == schema(new_store())
 
