@@ -86,15 +86,8 @@ class RollbackOut(Out):
 
     @classmethod
     def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:
-        return cls(
-            source=result.before,
-            to=result.after,
-            changed=result.changed,
-            ended_canary=result.ended_canary,
-            banned=list(result.banned),
-            learner_paused=result.learner_paused,
-            generation=result.generation,
-            note=note,
+        return cls.of_record(
+            result, source=result.before, to=result.after, banned=list(result.banned), note=note
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -61,7 +61,7 @@ class AdminClient:
         path: parts of the path; all but the first are user input and are percent-encoded.
         Raises: AdminApiError.
         """
-        return self.ask(*path, **params)[0]
+        return self.ask(*path, params=params)[0]
 
     def ask(
         self,
@@ -71,7 +71,7 @@ class AdminClient:
         etag: str | None = None,
         text: bool = False,
         columns: int | None = None,
-        **params: str | int,
+        params: Mapping[str, str | int] | None = None,
     ) -> tuple[Any, list[str]]:  # Any: JSON, or text
         """Read a resource, change one or perform an action.
 
@@ -84,7 +84,7 @@ class AdminClient:
             headers["accept"] = "text/plain"
         if columns is not None:
             headers["x-sidecar-columns"] = str(columns)
-        reply = self._request(method, path, params, body, headers)
+        reply = self._request(method, path, params or {}, body, headers)
         notes = json.loads(reply.headers.get("x-sidecar-notes", "[]"))
         return (_text(reply) if text else _read(reply)), [str(one) for one in notes]
 
@@ -96,7 +96,7 @@ class AdminClient:
         self,
         method: str,
         path: tuple[str, ...],
-        params: dict[str, str | int],
+        params: Mapping[str, str | int],
         body: dict[str, Any] | None,
         headers: dict[str, str],
     ) -> httpx.Response:

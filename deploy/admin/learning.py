@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -10,16 +10,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.admin.context import AdminContext
-from deploy.admin.models import LearnerOut, Page, RunDetailOut, RunStepOut, ScheduleOut
+from deploy.admin.models import LearnerOut, RunDetailOut, RunOut, RunStepOut, ScheduleOut
 from deploy.admin.paging import (
-    DEFAULT_LIMIT,
-    Cursor,
-    Limit,
     encode_cursor,
     new_router,
-    newest_first,
 )
-from deploy.admin.records import damaged, naming, page_of, run_out
+from deploy.admin.records import damaged, naming, page_of
 from deploy.errors import UnknownRecordError
 from deploy.registry import switches as learner_switches
 from learner.progress.watch import read_missing
@@ -45,16 +41,12 @@ def read_learner(session: Session, model: str) -> LearnerOut:
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
-        last_run=None if row is None else shown(f"run {row.run_id}", lambda: run_out(row)),
+        last_run=None if row is None else shown(f"run {row.run_id}", lambda: RunOut.of_record(row)),
         allowed_actions=learner_switches.allowed_actions(switches),
         next_run_at=session.scalar(
             select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
         ),
-        schedule=None
-        if schedule is None
-        else ScheduleOut(
-            kind=schedule.kind, why=schedule.why, at=schedule.at, again_at=schedule.again_at
-        ),
+        schedule=None if schedule is None else ScheduleOut.of_record(schedule),
         lacks=read_missing(session),
     )
 
@@ -69,6 +61,10 @@ def shown(name: str, make: Callable[[], OutT]) -> OutT | None:
         return None
 
 
+MOST_STEPS = 2_000
+"""Steps of a run that are shown."""
+
+
 def run_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for one run."""
     router = new_router()
@@ -76,36 +72,21 @@ def run_router(context: AdminContext) -> APIRouter:
 
     @router.get("/runs/{run_id}")
     def run(run_id: str) -> RunDetailOut:
-        """One run, with all its steps."""
-        steps = select(RunStepRow).where(RunStepRow.run_id == run_id).order_by(RunStepRow.step)
+        """One run, with its steps."""
+        steps = select(RunStepRow).where(RunStepRow.run_id == run_id)
+        steps = steps.order_by(RunStepRow.step.desc()).limit(MOST_STEPS)
         with database.read() as session, naming(f"run {run_id}"):
             row = _find(session, model, run_id)
-            page = steps_of(session.scalars(steps).all(), run_id)
-            return RunDetailOut(**run_out(row).model_dump(), steps=page.items, damaged=page.damaged)
-
-    @router.get("/runs/{run_id}/steps")
-    def steps(run_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunStepOut]:
-        """The steps that are done, the newest first; of a run that failed, those before it did."""
-        statement = select(RunStepRow).where(RunStepRow.run_id == run_id)
-        statement = newest_first(
-            statement, "steps", limit=limit, cursor=cursor, key={RunStepRow.step: int}
-        )
-        with database.read() as session:
-            _find(session, model, run_id)
-            return steps_of(session.scalars(statement).all(), run_id, limit)
+            page = page_of(
+                rows := session.scalars(steps).all()[::-1],
+                len(rows),
+                show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
+                name=lambda row: f"step {row.step} of run {run_id}",
+                cursor=lambda row: encode_cursor("steps", row.step),
+            )
+            return RunDetailOut.of_record(row, steps=page.items, damaged=page.damaged)
 
     return router
-
-
-def steps_of(rows: Sequence[RunStepRow], run_id: str, limit: int | None = None) -> Page[RunStepOut]:
-    """Return a page of the steps of a run; all of them without a limit."""
-    return page_of(
-        rows,
-        len(rows) if limit is None else limit,
-        show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
-        name=lambda row: f"step {row.step} of run {run_id}",
-        cursor=lambda row: encode_cursor("steps", row.step),
-    )
 
 
 def _find(session: Session, model: str, run_id: str) -> RunRow:

@@ -26,6 +26,7 @@ from deploy.admin.out import (
     SignalOut,
     TroubleOut,
     VerifierOut,
+    columns,
 )
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
@@ -33,7 +34,7 @@ from deploy.registry import transitions
 from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.models import AuditRow
+from sidecar.store.models import AuditRow, ExchangeRow, GroupRow, RunRow
 
 # What the status says of vLLM: the adapters of all lines that its replicas have loaded.
 
@@ -115,18 +116,8 @@ class AdapterOut(Out):
         banned: Mapping[str, str],
     ) -> AdapterOut:
         """banned: digest -> why."""
-        return cls(
-            name=version.name,
-            version=version.version,
-            state=version.state,
-            reason=version.reason,
-            digest=version.digest,
-            path=version.path,
-            parent=version.parent,
-            run_id=version.run_id,
-            created_at=version.created_at,
-            forgotten_at=version.forgotten_at,
-            removed_at=version.removed_at,
+        return cls.of_record(
+            version,
             aliases=sorted(alias for alias, name in aliases.items() if name == version.name),
             banned=banned.get(version.digest),
             loaded=None if loaded is None else version.name in loaded,
@@ -170,21 +161,11 @@ class CanaryOut(Out):
         running = canary.phase == "ramping" and canary.stopped_at is None
         least_s = 0.0 if canary.step_waived else step_least_s(rules)
         earliest = canary.step_started_at + canary.stopped_s + least_s
-        return cls(
-            canary_id=canary.canary_id,
-            candidate=canary.candidate,
-            champion=canary.champion,
+        return cls.of_record(
+            canary,
             state=canary.phase,
-            paused=canary.paused,
-            reason=canary.reason,
-            step=canary.step,
             steps=list(canary.steps),
-            weight_bp=canary.weight_bp,
-            created_at=canary.created_at,
-            step_started_at=canary.step_started_at,
             next_step_earliest_at=earliest if running else None,
-            ended_at=canary.ended_at,
-            step_waived=canary.step_waived,
             approval=None
             if canary.approval is None
             else ApprovalOut.model_validate(canary.approval),
@@ -194,34 +175,20 @@ class CanaryOut(Out):
                 if (shown := MetricOut.of(name, state)) is not None
             ],
             gate_judges=list(canary.gate_judges),
-            judge_gives_reward=canary.judge_gives_reward,
-            generation=canary.generation,
             allowed_actions=transitions.allowed_actions(canary),
         )
 
 
-class GroupOut(Out):
-    group_id: str
-    exchange_id: str
-    session_key: str
-    session_id: str
-    project: str | None
-    """Null in groups of older versions."""
-    adapter: str
-    status: str
-    reason: str | None
-    detail: str | None
-    judge_attempts: int
-    learn_attempts: int
-    created_at: float
-    scored_at: float | None
-    judge_model: str | None
-    rubric_hash: str | None
-    disagreement: float | None
-    """How far the judge's passes differ, mean over the answers; null after a single pass."""
-    flipped_pairs: float | None
-    """Share of the pairs of answers that two passes put in opposite order."""
-    run_id: str | None
+class GroupOut(
+    columns(  # type: ignore[misc]
+        GroupRow,
+        "group_id exchange_id session_key session_id project adapter status reason detail "
+        "judge_attempts learn_attempts created_at scored_at judge_model rubric_hash "
+        "disagreement flipped_pairs run_id",
+    ),
+    Out,
+):
+    pass
 
 
 class AnswerOut(Out):
@@ -256,25 +223,15 @@ class GroupDetailOut(GroupOut):
     """What was asked; null: its exchange is not stored any more, or cannot be read."""
 
 
-class RunOut(Out):
-    run_id: str
-    status: str
-    reason: str | None
-    started_at: float
-    heartbeat_at: float
-    ended_at: float | None
-    parent: str
-    adapter: str | None
-    settings: dict[str, Any]
-    counts: dict[str, Any]
-    metrics: list[Any]
-    held: dict[str, Any] | None
-    """What the reward watch found, when it held the run: `findings` with their figures, and
-    `checks`, how often it was asked; else null."""
-    deaths: list[Any] | None
-    """One object for each time that it was killed and resumed; null: never."""
-    progress: dict[str, Any] | None
-    """Where it is or was last, `at` that time; null before its trainer said so."""
+class RunOut(
+    columns(  # type: ignore[misc]
+        RunRow,
+        "run_id status reason started_at heartbeat_at ended_at parent adapter settings counts "
+        "metrics held deaths progress",
+    ),
+    Out,
+):
+    pass
 
 
 class RunStepOut(Out):
@@ -289,7 +246,7 @@ class RunStepOut(Out):
 
 class RunDetailOut(RunOut):
     steps: list[RunStepOut]
-    """The steps that are done; of a run that failed, those before it did."""
+    """The steps that are done, the newest 2,000; of a run that failed, those before it did."""
     damaged: list[str]
     """Steps that cannot be shown."""
 
@@ -301,41 +258,17 @@ class ChoiceOut(Out):
     tokens: int
 
 
-class ExchangeOut(Out):
-    exchange_id: str
-    started_at: float
-    surface: str
-    adapter: str
-    arm: str
-    propensity: float
-    replica: str
-    session_key: str
-    session_id: str
-    parent_id: str | None
-    turn: int
-    branch: int
-    segment: int
-    placed_by: str
-    held_out: bool
-    selection: str
-    status: int
-    outcome: str
-    stream: bool
-    untrainable_reason: str | None
+class ExchangeOut(
+    columns(  # type: ignore[misc]
+        ExchangeRow,
+        "exchange_id started_at surface adapter arm propensity replica session_key session_id "
+        "parent_id turn branch segment placed_by held_out selection status outcome stream "
+        "untrainable_reason completion_tokens returned_index sampling timings trace_id project "
+        "key_id turn_id retry_count request_bytes reply_bytes fallback_from",
+    ),
+    Out,
+):
     prompt_tokens: int
-    completion_tokens: int | None
-    returned_index: int
-    sampling: dict[str, Any]
-    timings: dict[str, Any]
-    trace_id: str
-    project: str
-    key_id: str
-    turn_id: str
-    retry_count: int
-    request_bytes: int
-    reply_bytes: int
-    fallback_from: str
-    """Adapter that vLLM did not know, when another one answered instead; else empty."""
     group_id: str | None
     feedback: list[FeedbackOut]
     """Feedback on the exchange, its trace and its session."""
@@ -345,29 +278,20 @@ class ExchangeOut(Out):
     choices: list[ChoiceOut]
 
 
-class AuditOut(Out):
-    seq: int
-    at: float
-    actor: str
-    source: str
-    """Source address of the request; empty when no request caused the change."""
-    request_id: str
-    """`x-request-id` of the reply to it; empty when no request caused the change."""
-    action: str
-    subject: str
+class AuditOut(
+    columns(  # type: ignore[misc]
+        AuditRow, "seq at actor source request_id action subject before after reason"
+    ),
+    Out,
+):
     project: str | None = None
     """Whose line of adapters it is about; null: the default line, or none."""
     candidate: str | None = None
     """The adapter that the canary tries; null: it is about no canary."""
-    before: dict[str, Any]
-    after: dict[str, Any]
-    reason: str
 
     @classmethod
     def of(cls, row: AuditRow, about: Subject) -> AuditOut:
-        return cls.model_validate(row).model_copy(
-            update={"project": about.project, "candidate": about.candidate}
-        )
+        return cls.of_record(row, project=about.project, candidate=about.candidate)
 
 
 class ScheduleOut(Out):

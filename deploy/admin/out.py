@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from sqlalchemy.orm import Session
 
 from deploy.evidence.live import Answer as ApprovalAnswer
@@ -17,6 +17,7 @@ from deploy.registry import canaries, switches, versions
 from ingest.reward_watch.store import Answer
 from ingest.reward_watch.traits import Profile
 from sidecar.lines import Line
+from sidecar.store.models import Base, ExchangeRow, GateComparisonRow
 
 
 class Out(BaseModel):
@@ -24,6 +25,19 @@ class Out(BaseModel):
     JSON has no infinity: a number without end is damaged."""
 
     model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
+
+    @classmethod
+    def of_record(cls, record: Any, **more: Any) -> Self:
+        """Make one of the fields of a record and of `more`, which has the others."""
+        fields = {one: getattr(record, one) for one in cls.model_fields if one not in more}
+        return cls(**fields, **more)
+
+
+def columns(row: type[Base], names: str) -> type[Out]:
+    """Return the base of a reply that has these columns of a row. names: a space between two."""
+    hints = get_type_hints(row)  # Mapped[...]
+    fields: dict[str, Any] = {one: (get_args(hints[one])[0], ...) for one in names.split()}
+    return create_model(f"{row.__name__}Columns", __base__=Out, **fields)
 
 
 class FeedbackOut(Out):
@@ -80,21 +94,15 @@ class VerifierOut(Out):
     """Groups that wait for it."""
 
 
-class TurnOut(Out):
+class TurnOut(
+    columns(  # type: ignore[misc]
+        ExchangeRow,
+        "exchange_id started_at parent_id turn branch segment placed_by held_out adapter status "
+        "outcome selection",
+    ),
+    Out,
+):
     """One exchange of a session."""
-
-    exchange_id: str
-    started_at: float
-    parent_id: str | None
-    turn: int
-    branch: int
-    segment: int
-    placed_by: str
-    held_out: bool
-    adapter: str
-    status: int
-    outcome: str
-    selection: str
 
 
 class SessionOut(Out):
@@ -361,12 +369,7 @@ class WatchOut(Out):
             champion=answer.verdict.champion,
             held=bool(answer.holding),
             findings=[
-                FindingOut(
-                    check=one.check,
-                    reference=one.reference,
-                    text=one.text,
-                    figures=dict(one.figures),
-                )
+                FindingOut.of_record(one, figures=dict(one.figures))
                 for one in answer.verdict.findings
             ],
             waived=sorted(answer.verdict.checks - holding),
@@ -411,20 +414,8 @@ class MetricOut(Out):
         last = state.last
         if last is None:
             return None
-        return cls(
-            name=name,
-            mode=state.mode,
-            outcome=last.outcome,
-            value=last.value,
-            min=state.min,
-            max=state.max,
-            at=last.at,
-            why=last.why,
-            failures=state.failures,
-            fails_at=state.fails_at,
-            errors=state.errors,
-            errs_at=state.errs_at,
-        )
+        of_last = {one: getattr(last, one) for one in ("outcome", "value", "at", "why")}
+        return cls.of_record(state, name=name, **of_last)
 
 
 class ApprovalOut(Out):
@@ -457,36 +448,19 @@ class HookOut(Out):
 
     @classmethod
     def of(cls, name: str, state: HookState) -> HookOut:
-        return cls(
-            name=name,
-            tries=state.tries,
-            next_at=state.next_at or None,
-            delivered=state.delivered,
-            dead=state.dead,
-            told_at=state.told_at,
-            error=state.error,
-        )
+        return cls.of_record(state, name=name, next_at=state.next_at or None)
 
 
-class ComparisonOut(Out):
+class ComparisonOut(
+    columns(  # type: ignore[misc]
+        GateComparisonRow,
+        "comparison_id exchange_id status difference judge_model rubric_hash disagreement "
+        "flipped_pairs place anchor_difference fault",
+    ),
+    Out,
+):
     """One judged prompt of a canary."""
 
-    comparison_id: str
-    exchange_id: str
-    status: str
-    difference: float | None
-    judge_model: str | None
-    """Null when the judge was not asked, and in comparisons of older versions."""
-    rubric_hash: str | None
-    disagreement: float | None
-    """How far the judge's passes differ, mean over the answers; null after a single pass."""
-    flipped_pairs: float | None
-    """Share of the pairs of answers that two passes put in opposite order."""
-    place: int | None
-    """Its number in the order in which it counts; null in comparisons of older versions."""
-    anchor_difference: float | None
-    fault: str | None
-    """Whose answers kept the judge from scoring it: candidate, champion or unknown."""
     answers: list[dict[str, Any]]
 
 

@@ -331,20 +331,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                     evidence=canaries.evidence_of(row),
                     comparisons_made=every,
                     comparisons=[
-                        ComparisonOut(
-                            comparison_id=one.comparison_id,
-                            exchange_id=one.exchange_id,
-                            status=one.status,
-                            difference=one.difference,
-                            judge_model=one.judge_model,
-                            rubric_hash=one.rubric_hash,
-                            disagreement=one.disagreement,
-                            flipped_pairs=one.flipped_pairs,
-                            place=one.place,
-                            anchor_difference=one.anchor_difference,
-                            fault=one.fault,
-                            answers=opened_answers(session, one),
-                        )
+                        ComparisonOut.of_record(one, answers=opened_answers(session, one))
                         for one in made
                     ],
                 )

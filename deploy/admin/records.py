@@ -53,10 +53,6 @@ from sidecar.store.tables import of_line
 log = structlog.get_logger()
 Row = TypeVar("Row")
 Out = TypeVar("Out")
-_MADE = frozenset(
-    {"prompt_tokens", "group_id", "request", "choices", "feedback", "outcomes", "signals"}
-)
-"""Fields of an exchange's reply that are no column of its row."""
 
 
 def record_router(context: AdminContext) -> APIRouter:
@@ -99,7 +95,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         return page_of(
             rows,
             limit,
-            show=lambda row: GroupOut(**_group(row)),
+            show=GroupOut.of_record,
             name=lambda row: f"group {row.group_id}",
             cursor=lambda row: encode_cursor("groups", row.seq),
         )
@@ -114,10 +110,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
             with naming(f"group {group_id}"):
-                return GroupDetailOut(
-                    **_group(row),
+                return GroupDetailOut.of_record(
+                    row,
                     reward_rule=read_rule(row),
-                    propensity=row.propensity,
                     chosen_because=load_choice(row.chosen_because),
                     answers=[_answer(session, one) for one in answers],
                     request=_asked(session, row.exchange_id),
@@ -139,7 +134,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         return page_of(
             rows,
             limit,
-            show=run_out,
+            show=RunOut.of_record,
             name=lambda row: f"run {row.run_id}",
             cursor=lambda row: encode_cursor("runs", row.started_at, row.run_id),
         )
@@ -212,11 +207,6 @@ def _told(told: Told) -> dict[str, Any]:
     }
 
 
-def run_out(row: RunRow) -> RunOut:
-    """Convert a run's row to its reply."""
-    return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
-
-
 def page_of(
     rows: Sequence[Row],
     limit: int,
@@ -258,10 +248,6 @@ def damaged(name: str, error: Exception) -> DamagedRecordError:
     return DamagedRecordError(f"{name} is damaged in the store: {why}")
 
 
-def _group(row: GroupRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in GroupOut.model_fields}
-
-
 def _asked(session: Session, exchange_id: str) -> dict[str, Any] | None:
     """Return the request of a group, which may be deleted, or damaged, before the group is."""
     try:
@@ -273,21 +259,20 @@ def _asked(session: Session, exchange_id: str) -> dict[str, Any] | None:
 
 
 def _answer(session: Session, row: AnswerRow) -> AnswerOut:
-    return AnswerOut(
-        index=row.index,
-        origin=row.origin,
-        message=read_stored(decompress(opened_reply(session, row, "message_body"))),
-        finish_reason=row.finish_reason,
-        tokens=len(unpack_ids(opened_reply(session, row, "token_ids"))),
-        temperature=row.temperature,
-        untrainable_reason=row.untrainable_reason,
-        score=row.score,
-        disagreement=row.disagreement,
+    return AnswerOut.of_record(
+        row,
+        **_reply(session, row),
         explanation=opened_explanation(session, row) or None,
-        independent_reward=row.independent_reward,
-        reward=row.reward,
         checks=[dict(one) for one in opened_checks(session, row)],
     )
+
+
+def _reply(session: Session, row: AnswerRow | ChoiceRow) -> dict[str, Any]:
+    """Return the message of a reply, and the number of its tokens."""
+    return {
+        "message": read_stored(decompress(opened_reply(session, row, "message_body"))),
+        "tokens": len(unpack_ids(opened_reply(session, row, "token_ids"))),
+    }
 
 
 def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
@@ -298,21 +283,12 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         select(ChoiceRow).where(ChoiceRow.exchange_id == exchange_id).order_by(ChoiceRow.index)
     )
     group = select(GroupRow.group_id).where(GroupRow.exchange_id == exchange_id)
-    plain = {name: getattr(row, name) for name in ExchangeOut.model_fields if name not in _MADE}
     content = load_contents(session, [exchange_id])[exchange_id]
-    return ExchangeOut(
-        **plain,
+    return ExchangeOut.of_record(
+        row,
         prompt_tokens=len(unpack_ids(content.prompt_ids)),
         group_id=session.scalar(group),
         **_told(told_of(session, [exchange_id]).get(exchange_id, Told())),
         request=read_stored(content.request),
-        choices=[
-            ChoiceOut(
-                index=choice.index,
-                message=read_stored(decompress(opened_reply(session, choice, "message_body"))),
-                finish_reason=choice.finish_reason,
-                tokens=len(unpack_ids(opened_reply(session, choice, "token_ids"))),
-            )
-            for choice in choices
-        ],
+        choices=[ChoiceOut.of_record(one, **_reply(session, one)) for one in choices],
     )

@@ -166,7 +166,7 @@ EVERY_SCOPE: frozenset[AdminScope] = IMPLIED["admin"]
 _READS = (
     "/status", "/funnel", "/watch", "/learner", "/adapters", "/adapters/{version}", "/aliases",
     "/canaries", "/canaries/{canary_id}", "/groups", "/runs", "/runs/{run_id}",
-    "/runs/{run_id}/steps", "/audit",
+    "/audit",
 )  # fmt: skip
 _CONTENT = (
     "/canaries/{canary_id}/evidence", "/groups/{group_id}", "/exchanges/{exchange_id}",
@@ -339,7 +339,11 @@ class TextRoute(APIRoute):
         return answer_as_asked
 
     def _as_asked(self, request: Request, reply: Response) -> Response:
-        path, found, now = self.path.removeprefix(PREFIX), json.loads(reply.body), time.time()
+        path, found, now = (
+            self.path.removeprefix(PREFIX),
+            json.loads(bytes(reply.body)),
+            time.time(),
+        )
         notes = list(reply_notes(path, found, now, {**request.query_params, **request.path_params}))
         if "text/plain" in request.headers.get("accept", ""):
             columns = request.headers.get(COLUMNS, "")

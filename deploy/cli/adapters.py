@@ -14,14 +14,20 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from deploy.cli.context import Project, admin_client, settings_of, show
+from deploy.cli.context import (
+    Project,
+    admin_client,
+    open_store,
+    settings_of,
+    show,
+)
 from deploy.cli.output import (
     GivenReason,
     Output,
@@ -29,9 +35,7 @@ from deploy.cli.output import (
     note,
     print_found,
     refuse_unknown,
-    require_store,
-    say,
-    say_json,
+    say_either,
 )
 from deploy.records import AdapterState
 from sidecar.visible import counted
@@ -65,11 +69,9 @@ def adapters_diff(
     from deploy.adapters import diff as differences
     from deploy.errors import UnknownAdapterError
     from deploy.registry.lineage import trace_lineage
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database, database.read() as session:
+    with open_store(settings, upgrade=False) as database, database.read() as session:
         first, second = (trace_lineage(session, settings.line.name, one) for one in (a, b))
     for one, reference in ((first, a), (second, b)):
         if not one.steps:
@@ -90,11 +92,7 @@ def adapters_diff(
         modules=tuple(modules),
         not_compared=why,
     )
-    if output == "json":
-        say_json(asdict(found))
-        return
-    for line in differences.render(found).split("\n"):
-        say(line)
+    say_either(output, asdict(found), differences.render(found).split("\n"))
 
 
 def _compared(a: AdapterVersion, b: AdapterVersion) -> tuple[list[ModuleChange], str]:
@@ -143,11 +141,9 @@ def adapters_export(
 ) -> None:
     """Write a version as a standard PEFT folder, or a tar of one, whose digest is checked."""
     from deploy.adapters.export import ExportError, export_version, version_in_files
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database, database.read() as session:
+    with open_store(settings, upgrade=False) as database, database.read() as session:
         found = version_in_files(session, settings.line.name, version)
     try:
         files = export_version(found, target, with_optimizer=with_optimizer)
@@ -177,16 +173,13 @@ def adapters_prune(
     Lineage and events stay for ever. The settings `[adapters]` say when."""
     from deploy.adapters.prune import FolderRule, Pruner
     from learner.shared_folders import shared_folders
-    from sidecar.store.database import Database
 
     settings = settings_of(context)
-    require_store(settings.store.url)
     rule = FolderRule(
         folder_days=settings.adapters.folder_days, keep_champions=settings.adapters.keep_champions
     )
     folders = settings.learner.adapters_dir
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade_if_behind()
+    with open_store(settings) as database:
         pruner = Pruner(
             database=database,
             adapters_dir=folders,
@@ -195,11 +188,7 @@ def adapters_prune(
         )
         now = time.time()
         found = pruner.plan(now=now) if dry_run else pruner.prune(now=now, actor=PRUNE_ACTOR)
-    if output == "json":
-        say_json(_as_json(found, dry_run))
-        return
-    for line in _lines(found, dry_run):
-        say(line)
+    say_either(output, _as_json(found, dry_run), _lines(found, dry_run))
 
 
 def _as_json(found: Pruned, dry_run: bool) -> dict[str, Any]:
@@ -260,11 +249,9 @@ def adapters_push(
     from deploy.adapters.export import export_version, open_mirror, push_version, version_in_files
     from deploy.registry import audit, versions
     from sidecar.hiding import hide_in_url
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database:
+    with open_store(settings, upgrade=False) as database:
         with database.read() as session:
             found = version_in_files(session, settings.line.name, version)
             kept = versions.aliases_of(session, found.model)
@@ -309,12 +296,9 @@ def adapters_import(
     output: Output = "text",
 ) -> None:
     """Make a LoRA that was trained elsewhere a version; it goes through a canary as others do."""
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade_if_behind()
+    with open_store(settings) as database:
         made = import_adapter(settings, database, folder, reason=reason, now=time.time())
     config = _import_config(made.path)
     print_found({"adapter": made.adapter, "version": made.version, "path": str(made.path)}, output)
@@ -580,11 +564,13 @@ def adapters_ls(
 
     `adapters show VERSION` has its name in vLLM, its digest and its folder."""
     if at:
-        show(admin_client(context, project), output, "/aliases", at=str(_seconds(at)))
+        show(admin_client(context, project), output, "/aliases", params={"at": str(_seconds(at))})
         return
     refuse_unknown("--state", state, get_args(AdapterState))
-    given = {"state": state} if state else {}
-    show(admin_client(context, project), output, "/adapters", limit=EVERY_VERSION, **given)
+    given: dict[str, str | int] = {"limit": EVERY_VERSION}
+    if state:
+        given["state"] = state
+    show(admin_client(context, project), output, "/adapters", params=given)
 
 
 def _seconds(at: str) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,13 @@ from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions
-from deploy.cli.context import Project, admin_client, settings_of, show
+from deploy.cli.context import (
+    Project,
+    admin_client,
+    open_store,
+    settings_of,
+    show,
+)
 from deploy.cli.doctor import doctor
 from deploy.cli.hooks import hooks_app
 from deploy.cli.judge import judge_app
@@ -33,9 +39,8 @@ from deploy.cli.output import (
     completed_by,
     note,
     print_found,
-    require_store,
     say,
-    say_json,
+    say_either,
 )
 from deploy.cli.store import audit_app, store_app
 from deploy.supervisor_rules import MODULES
@@ -416,12 +421,9 @@ def _roll_back_offline(
     from deploy.admin.text import paused_words
     from deploy.registry.rollback import rollback as roll_back
     from sidecar.records import BASE
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade_if_behind()  # control, which does it otherwise, may never have started
+    with open_store(settings) as database:
         done = roll_back(
             database,
             settings.line.name,
@@ -450,17 +452,11 @@ def lineage(
     from dataclasses import asdict
 
     from deploy.registry.lineage import render_lineage, trace_lineage
-    from sidecar.store.database import Database
 
     settings = settings_of(context, project)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database, database.read() as session:
+    with open_store(settings, upgrade=False) as database, database.read() as session:
         traced = trace_lineage(session, settings.line.name, adapter)
-    if output == "json":
-        say_json(asdict(traced))
-        return
-    for line in render_lineage(traced).split("\n"):
-        say(line)
+    say_either(output, asdict(traced), render_lineage(traced).split("\n"))
 
 
 app.command()(doctor)

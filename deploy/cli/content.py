@@ -9,13 +9,18 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from deploy.cli.context import admin_client, settings_of, show
+from deploy.cli.context import (
+    admin_client,
+    open_store,
+    settings_of,
+    show,
+)
 from deploy.cli.files import new_file
 from deploy.cli.output import (
     Output,
@@ -23,8 +28,8 @@ from deploy.cli.output import (
     note,
     read_length,
     refuse_unknown,
-    require_store,
     say,
+    say_either,
     say_json,
 )
 from deploy.text import shown_time
@@ -72,7 +77,7 @@ def exchanges_ls(
     from ingest.export import exchange_object
     from ingest.store.listing import newest_exchanges
 
-    with _store(context) as database:
+    with open_store(settings_of(context), contents=True) as database:
         wanted = _wanted(session, user, adapter, since)
         records = list(newest_exchanges(database, wanted, limit=limit))
         whole = output == "json"  # a line of text tells nothing of feedback
@@ -104,7 +109,7 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
     from ingest.feedback.store import Told, told_of
     from ingest.store.exchanges import load_exchange
 
-    with _store(context) as database, database.read() as session:
+    with open_store(settings_of(context), contents=True) as database, database.read() as session:
         try:
             stored = load_exchange(session, exchange_id)
         except UnreadableExchangesError as error:
@@ -164,7 +169,7 @@ def exchanges_export(
 
     refuse_unknown("--form", form, FORMS)
     written: Counter[str] = Counter()
-    with _store(context) as database, _lines(out) as file:
+    with open_store(settings_of(context), contents=True) as database, _lines(out) as file:
         wanted = _wanted(session, user, adapter, since, held_out=None if held_out else False)
         if form in ("jsonl", "trl-sft"):
             write = forms.exchange_object if form == "jsonl" else forms.prompt_completion
@@ -258,21 +263,6 @@ def _lines(out: Path | None) -> Iterator[TextIO]:
         raise typer.Exit(1) from None
 
 
-@contextmanager
-def _store(context: typer.Context) -> Iterator[Any]:
-    from sidecar.settings import open_keyring
-    from sidecar.store.database import Database
-
-    store = settings_of(context).store
-    require_store(store.url)
-    database = Database(store.url, open_keyring(store))
-    try:
-        database.upgrade_if_behind()
-        yield database
-    finally:
-        database.close()
-
-
 def _wanted(
     session: str, user: str, adapter: str, since: str, *, held_out: bool | None = None
 ) -> Any:
@@ -345,14 +335,10 @@ def forget(
     """
     from deploy.forgetting import forget as forget_target
     from sidecar.errors import OutboxError
-    from sidecar.settings import open_keyring
-    from sidecar.store.database import Database
 
     target = _target(user=user, session=session, exchange=exchange)
     settings = settings_of(context)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
-        database.upgrade_if_behind()
+    with open_store(settings, contents=True) as database:
         if target.kind == "session" and not all_callers:
             _refuse_shared(database, target)
         if not yes:
@@ -364,11 +350,7 @@ def forget(
         except (OutboxError, OSError) as error:
             note(f"not finished: {error}; run the command again, it does what is left")
             raise typer.Exit(1) from None
-    if output == "json":
-        say_json(report.as_json())
-    else:
-        for line in _forget_lines(report, target, retire=retire):
-            say(line)
+    say_either(output, report.as_json(), _forget_lines(report, target, retire=retire))
     if report.traces:
         raise typer.Exit(1)
 
@@ -516,12 +498,8 @@ def _load(settings: Settings, names: Sequence[str]) -> list[RecordedTrajectory]:
     from ingest.errors import UnreadableExchangesError
     from ingest.trajectories.recorded import load_trajectory
     from ingest.trajectories.records import TrajectoriesError
-    from sidecar.settings import open_keyring
-    from sidecar.store.database import Database
 
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
-        database.upgrade_if_behind()
+    with open_store(settings, contents=True) as database:
         found = []
         for name in names:
             try:
@@ -628,9 +606,9 @@ def groups_ls(
     """The newest groups, one line each; `groups show` has one with all that is known of it."""
     if status:
         refuse_unknown("--status", status, _statuses())
-    wanted = {"status": status, "reason": reason}
+    wanted: dict[str, str | int] = {"status": status, "reason": reason, "limit": limit}
     given = {name: value for name, value in wanted.items() if value}
-    show(admin_client(context, project), output, "/groups", limit=limit, **given)
+    show(admin_client(context, project), output, "/groups", params=given)
 
 
 @groups_app.command("show")

@@ -10,7 +10,13 @@ import msgspec
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, note, say, say_json
+from deploy.cli.output import (
+    Output,
+    note,
+    say,
+    say_either,
+    say_json,
+)
 from deploy.text import shown_time
 from sidecar.visible import counted
 
@@ -53,11 +59,9 @@ def hooks_ls(context: typer.Context, output: Output = "text") -> None:
     if output == "text" and not found:
         say("there is no hook; [notify.hooks.NAME] in the settings makes one")
         return
-    if output == "json":
-        say_json({"items": found})
-        return
-    for line in hook_lines(msgspec.convert(found, list[HookTold]), time.time()):
-        say(line)
+    say_either(
+        output, {"items": found}, hook_lines(msgspec.convert(found, list[HookTold]), time.time())
+    )
 
 
 @hooks_app.command("test")

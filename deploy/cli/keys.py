@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import settings_of
+from deploy.cli.context import (
+    open_store,
+    settings_of,
+)
 from deploy.cli.output import GivenReason, Output, note, print_found, read_length, require_store
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
 from sidecar.errors import InvalidKeyError, StoreError
@@ -88,13 +91,10 @@ def keys_create(
 def keys_ls(context: typer.Context, output: Output = "text") -> None:
     """Every key, also expired and revoked ones, without its secret."""
     from deploy.registry import api_keys
-    from sidecar.store.database import Database
 
     settings = settings_of(context)
-    require_store(settings.store.url)
     now = time.time()
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade()
+    with open_store(settings) as database:
         found, damaged = api_keys.all_keys(database)
     items = [
         {
@@ -117,14 +117,11 @@ def keys_revoke(
 ) -> None:
     """Revoke a key for good: proxies refuse it from their next poll of the store."""
     from deploy.registry import api_keys
-    from sidecar.store.database import Database
 
     settings = settings_of(context)
-    require_store(settings.store.url)
     if key_id.startswith(PREFIX):
         key_id = key_id.removeprefix(PREFIX).partition("-")[0]
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade()
+    with open_store(settings) as database:
         revoked_at = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
     print_found({"key_id": key_id, "revoked_at": revoked_at}, output)
 

@@ -33,7 +33,7 @@ def runs_ls(
     output: Output = "text",
 ) -> None:
     """The newest runs, one line each; `runs show` has one with its counts and steps."""
-    show(admin_client(context, project), output, "/runs", limit=limit)
+    show(admin_client(context, project), output, "/runs", params={"limit": limit})
 
 
 @runs_app.command("show")

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,6 +125,15 @@ def _print_json(value: Any, *, indent: int | None) -> None:
     print(text.replace("\x7f", "\\u007f"), flush=True)
 
 
+def say_either(output: str, found: Any, lines: Iterable[str]) -> None:  # Any: JSON
+    """Print JSON, or these lines. output: `text` or `json`."""
+    if output == "json":
+        say_json(found)
+        return
+    for line in lines:
+        say(line)
+
+
 def note(text: str) -> None:
     """Print one line on stderr: it is for the person, not for a program that reads the output."""
     print(f"sidecar: {visible(text)}", file=sys.stderr)
@@ -143,12 +152,8 @@ def note_usage(error: Any) -> None:  # Any: a `USAGE_ERROR`
 def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API, or like it
     """Print what a command found in the store: one record, or the `items` of a listing, whose
     damaged rows are named on stderr. output: `text` or `json`."""
-    if output == "json":
-        say_json(found)
-        return
-    for line in found_lines(found, time.time()):
-        say(line)
-    for damaged in found.get("damaged", ()):
+    say_either(output, found, found_lines(found, time.time()))
+    for damaged in found.get("damaged", ()) if output == "text" else ():
         note(damaged)
 
 

@@ -11,7 +11,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.context import admin_client, settings_of, show
+from deploy.cli.context import (
+    admin_client,
+    open_store,
+    settings_of,
+    show,
+)
 from deploy.cli.files import alone, replace_file
 from deploy.cli.output import Output, note, print_found, require_store, say
 from sidecar.store.keyring import KEY_BYTES, read_keys
@@ -32,7 +37,7 @@ def audit(
     after."""
     if context.invoked_subcommand is not None:
         return
-    show(admin_client(context), output, "/audit", limit=limit)
+    show(admin_client(context), output, "/audit", params={"limit": limit})
 
 
 @audit_app.command("verify")
@@ -44,11 +49,9 @@ def audit_verify(context: typer.Context, output: Output = "text") -> None:
     from dataclasses import asdict
 
     from deploy.registry.aliases import verify
-    from sidecar.store.database import Database
 
     settings = settings_of(context)
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database, database.read() as session:
+    with open_store(settings, upgrade=False) as database, database.read() as session:
         found = verify(session)
     print_found({**asdict(found), "broken": list(found.broken)}, output)
     if found.broken:

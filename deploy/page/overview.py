@@ -9,7 +9,6 @@ from typing import Any, Final
 from starlette.responses import RedirectResponse, Response
 
 from deploy.admin.auth import Grant
-from deploy.admin.learning import RunStepOut
 from deploy.admin.models import (
     AdapterOut,
     AuditOut,
@@ -18,6 +17,7 @@ from deploy.admin.models import (
     GroupDetailOut,
     GroupOut,
     Page,
+    RunDetailOut,
     RunOut,
     StatusOut,
 )
@@ -177,8 +177,6 @@ def _remember(response: Response, looked: Looked) -> None:
 
 SHOWN = 50
 """Rows of a listing."""
-MOST_STEPS = 2_000
-"""Steps of a run that are read for its curves."""
 
 
 def record_views(server: PageServer) -> dict[str, View]:
@@ -248,9 +246,8 @@ def record_views(server: PageServer) -> dict[str, View]:
         )
 
     async def run(asked: Asked) -> Response:
-        run_id = asked.part("run_id")
-        found = await asked.ask.get(RunOut, "runs", run_id)
-        steps = await _steps(asked, run_id)
+        found = await asked.ask.get(RunDetailOut, "runs", asked.part("run_id"))
+        steps = [{**one.figures, "step": one.step} for one in found.steps]
         return server.html(asked, "run.html", run=found, charts=run_charts(steps), steps=steps)
 
     async def adapters(asked: Asked) -> Response:
@@ -278,18 +275,3 @@ async def _page(asked: Asked, kind: Any, name: str, **query: str) -> Any:
     """One page of a listing, from the cursor of the query."""
     cursor = asked.query.get("cursor", "")
     return await asked.ask.get(Page[kind], name, limit=SHOWN, cursor=cursor, **query)
-
-
-async def _steps(asked: Asked, run_id: str) -> list[dict[str, Any]]:
-    """The figures of a run's steps, the first first: of a long run the newest."""
-    found: list[RunStepOut] = []
-    cursor = ""
-    while len(found) < MOST_STEPS:
-        page = await asked.ask.get(
-            Page[RunStepOut], "runs", run_id, "steps", limit=200, cursor=cursor
-        )
-        found += page.items
-        if page.next_cursor is None:
-            break
-        cursor = page.next_cursor
-    return [{**one.figures, "step": one.step} for one in reversed(found)]

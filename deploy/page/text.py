@@ -435,7 +435,7 @@ def is_of_line(row: AuditOut, line: Line, candidates: Mapping[str, str]) -> bool
 
     candidates: canary id -> its candidate, of the line.
     """
-    subject = row.subject
+    subject: str = row.subject
     if row.action.startswith("canary."):
         return subject in candidates
     if row.action.startswith("adapter."):

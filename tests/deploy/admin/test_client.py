@@ -209,7 +209,7 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
 
 @pytest.mark.usefixtures("_token")
 def test_text_is_asked_for_and_comes_with_its_notes() -> None:
-    headers = {"content-type": "text/plain", "x-sidecar-notes": '["more"]'}
+    headers: Any = {"content-type": "text/plain", "x-sidecar-notes": '["more"]'}
     with server(body=b"none\n", **headers) as (port, _):
         assert client(port).ask("/adapters", text=True) == ("none\n", ["more"])
     with server() as (port, _), pytest.raises(AdminApiError, match="did not answer with text"):

@@ -72,22 +72,6 @@ def test_an_absent_admin_api_is_one_line_with_what_to_do(
     assert "is `sidecar up` running?" in error
 
 
-def test_a_wait_without_an_answer_is_told_from_a_canary_that_was_rolled_back(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--config", str(config), "canary", "wait"]) == 4
-
-    assert "is `sidecar up` running?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["ls", "--reason", "judge_rejected"], ["show", "g-1"]])
-def test_groups_are_asked_of_the_admin_api(
-    config: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    assert main(["--config", str(config), "groups", *words]) == 1
-    assert "is `sidecar up` running?" in capsys.readouterr().err
-
-
 def test_rollback_offline_needs_the_store_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,17 +328,6 @@ def test_rollback_to_an_unknown_version_exits_1(
 
     assert code == 1
     assert "v7" in capsys.readouterr().err
-
-
-def test_lineage_reads_the_store_alone(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store_with_adapter(tmp_path).close()
-
-    code = main(["--config", str(config), "lineage", "v1"])
-
-    assert code == 0
-    assert "m--v1-0a0b0c0d0e0f" in capsys.readouterr().out
 
 
 def store_with_champion(folder: Path) -> Database:
