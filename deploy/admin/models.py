@@ -34,7 +34,7 @@ from deploy.registry import transitions
 from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.models import AuditRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RunRow
 
 # What the status says of vLLM: the adapters of all lines that its replicas have loaded.
 
@@ -191,22 +191,17 @@ class GroupOut(
     pass
 
 
-class AnswerOut(Out):
-    index: int
-    origin: str
+class AnswerOut(
+    columns(  # type: ignore[misc]
+        AnswerRow,
+        "index origin finish_reason temperature untrainable_reason score disagreement "
+        "independent_reward reward",
+    ),
+    Out,
+):
     message: dict[str, Any]
-    finish_reason: str | None
     tokens: int
-    temperature: float
-    untrainable_reason: str | None
-    score: float | None
-    disagreement: float | None
-    """Mean absolute difference between two passes' scores."""
     explanation: str | None
-    independent_reward: float | None
-    """Weighted mean of the verifiers' scores; null: no verifier counts in this group."""
-    reward: float | None
-    """What is learned from; null: the score."""
     checks: list[dict[str, Any]]
     """What each verifier found: name, version, score, why, error."""
 

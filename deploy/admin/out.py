@@ -17,7 +17,7 @@ from deploy.registry import canaries, switches, versions
 from ingest.reward_watch.store import Answer
 from ingest.reward_watch.traits import Profile
 from sidecar.lines import Line
-from sidecar.store.models import Base, ExchangeRow, GateComparisonRow
+from sidecar.store.models import Base, ExchangeRow, FeedbackRow, GateComparisonRow, SignalRow
 
 
 class Out(BaseModel):
@@ -40,33 +40,26 @@ def columns(row: type[Base], names: str) -> type[Out]:
     return create_model(f"{row.__name__}Columns", __base__=Out, **fields)
 
 
-class FeedbackOut(Out):
+class FeedbackOut(
+    columns(  # type: ignore[misc]
+        FeedbackRow,
+        "feedback_id target_kind target source received_at score success reward cost label comment",
+    ),
+    Out,
+):
     """One piece of feedback, or one outcome."""
 
-    feedback_id: str
-    target_kind: str
-    target: str
-    source: str
-    received_at: float
-    score: float | None
-    success: bool | None
-    reward: float | None
-    cost: float | None
-    label: str
-    comment: str
     counts: bool
     """It is the newest of its source on this target."""
 
 
-class SignalOut(Out):
+class SignalOut(
+    columns(  # type: ignore[misc]
+        SignalRow, "kind exchange_id by_id at evidence"
+    ),
+    Out,
+):
     """What the traffic itself tells of an answer."""
-
-    kind: str
-    exchange_id: str
-    by_id: str | None
-    """The exchange that shows it; null: that none came shows it."""
-    at: float
-    evidence: dict[str, Any]
 
 
 class LoopOut(Out):
