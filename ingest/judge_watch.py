@@ -20,9 +20,9 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.store.groups import SAMPLED
-from ingest.store.listing import MAX_WHY
+from sidecar import conditions
 from sidecar.errors import StoreError
-from sidecar.store.database import Database, count, get_flag, set_flag
+from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
 
 # What an operator has to do when the judge gives no scores, in one sentence for each reason. Pure.
@@ -92,10 +92,10 @@ def bucket_of(stage: str, amount: int) -> str:
     return f"le_{bounds[place]}" if place < len(bounds) else LAST
 
 
-# What the scoring process last saw of the judge: a row of the `flag` table.
+# What the scoring process last saw of the judge: a condition.
 
 JUDGE = "judge"
-"""Name of the flag."""
+"""Kind of the condition."""
 HELD_WHILE_AWAY = 16
 """Complete groups that may wait for a judge that does not answer; beyond, sampling holds. They keep
 it busy when it is back: it is asked about 8 at once."""
@@ -118,8 +118,8 @@ class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Kind of its last error, such as `judge_rejected`."""
     error: str = ""
-    """Its last error. In the flag this is `reason`: the provider's words may quote a prompt, and
-    `sidecar forget` does not reach the flag."""
+    """Its last error. In the condition this is `reason`: the provider's words may quote a
+    prompt, and `sidecar forget` does not reach it."""
     without: tuple[str, ...] = ()
     """Parts of requests that it turned out not to take (`ingest.ruler.judge`)."""
 
@@ -168,23 +168,63 @@ class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
 
     def erred(self, now: float, error: str) -> JudgeState:
         """Note an error that says nothing about the judge as a whole."""
-        return msgspec.structs.replace(self, error_at=now, error=error[:MAX_WHY])
+        return msgspec.structs.replace(
+            self, error_at=now, error=error[: conditions.MOST_CHARACTERS]
+        )
 
 
 def write_judge_state(session: Session, state: JudgeState, *, now: float) -> None:
-    set_flag(session, JUDGE, msgspec.json.encode(state).decode(), now=now)
+    """Write the judge's condition; with fallbacks, also one for each judge."""
+    code, passes, message = _SEEN[state.state]
+    found = conditions.Condition(
+        kind=JUDGE,
+        state="ok" if state.state in ("works", "unknown") else "act",
+        code=code,
+        message=message.format(state.error),
+        to_do=f"{advice_on(state.error)}{passes}" if passes is not None else _SPENT_TO_DO,
+        since=state.since,
+        until=state.until,
+        data=msgspec.to_builtins(state),
+    )
+    conditions.write(session, found, now=now)
+    for place, one in enumerate(state.judges if len(state.judges) > 1 else ()):
+        _write_one(session, place, one, now=now)
+
+
+def _write_one(session: Session, place: int, one: JudgeSeen, *, now: float) -> None:
+    """Write the condition of one judge of several. place: in the order in which they are asked."""
+    fails, role = one.since is not None, f"fallback {place}" if place else "the first judge"
+    found = conditions.Condition(
+        kind=f"{JUDGE} {place}",
+        state="look" if fails else "ok",
+        code=f"judge_{one.breaker}",
+        message=f"{one.model} ({role}) fails: {one.error}" if fails else f"{one.model} ({role})",
+        since=one.since or 0.0,
+        until=one.until,
+    )
+    conditions.write(session, found, now=now)
+
+
+_SPENT_TO_DO: Final = "wait, or raise the budget that is named and restart score and control"
+_SEEN: Final[Mapping[str, tuple[str, str | None, str]]] = {
+    "unknown": ("judge_unknown", "", "the judge is asked whether it works"),
+    "works": ("judge_works", "", "the judge gives scores"),
+    "away": (
+        "judge_away",
+        "; it is asked again by itself",
+        "the judge gives no scores: {}",
+    ),
+    "rejected": ("judge_rejects", "", "the judge rejects every question: {}"),
+    "no_credit": ("judge_no_credit", "", "the judge's account has no credit: {}"),
+    "spent": ("judge_spent", None, "the judge is not asked: {}"),
+}
+"""State -> code, what follows the advice (None: it is that of a budget), message."""
 
 
 def read_judge_state(session: Session) -> JudgeState | None:
-    """Return what is known of the judge; None when none was ever asked, or the row is damaged."""
-    text = get_flag(session, JUDGE)
-    if not text:
-        return None
-    try:
-        return msgspec.json.decode(text, type=JudgeState)
-    except msgspec.MsgspecError:
-        log.warning("judge_state_unreadable")
-        return None
+    """Return what is known of the judge; None when none was ever asked."""
+    found = conditions.read(session, JUDGE)
+    return None if found is None else msgspec.convert(found.data, JudgeState)
 
 
 def newest_scored(session: Session) -> tuple[str, float] | None:

@@ -94,6 +94,8 @@ class ReadyOut(Out):
     """`ok`, or why no vLLM is reachable."""
     loops: dict[str, str] | None = None
     """Loop of control -> `ok`, or how often it failed in a row."""
+    conditions: list[str] | None = None
+    """Codes of the conditions that a person has to act on."""
 
 
 def _readiness(found: ReadyOut) -> JSONResponse:
@@ -110,6 +112,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         loops=context.loops,
         judge=context.judge,
         lines=context.lines,
+        conditions=lambda session: context.conditions(session, context.model, context.clock()),
     )
 
     @app.get("/healthz")
@@ -129,6 +132,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
                 table = session.scalar(
                     select(RoutingRow.generation).where(RoutingRow.model == context.model)
                 )
+                found = context.conditions(session, context.model, context.clock())
         except StoreError as error:
             return _readiness(ReadyOut(status="not ready", reason=str(error)))
         ready = table is not None
@@ -142,6 +146,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
                 reason=None if ready else NO_TABLE,
                 engine=context.engine.away or "ok",
                 loops=loops,
+                conditions=sorted({one.code for one in found if one.state == "act"}),
             )
         )
 

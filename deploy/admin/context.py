@@ -6,12 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from sqlalchemy.orm import Session
+
 from deploy.admin.paging import SHOWN
 from deploy.admin.reception import Refusals
+from deploy.conditions import control_conditions, in_order, read_conditions
 from deploy.engine.reconcile import EngineView, Fleet
 from deploy.errors import UnknownProjectError
 from deploy.examiner import Examiner
+from deploy.funnel import read_funnel
+from deploy.registry import versions
 from deploy.supervise import LoopView
+from sidecar.conditions import Condition
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Groups, Watch
@@ -78,6 +84,24 @@ class AdminContext:
     def line_names(self) -> list[str]:
         """The names of all lines, the default one first."""
         return [line.name for line in self.lines] or [self.model]
+
+    def conditions(self, session: Session, line: str, now: float) -> list[Condition]:
+        """Return every condition, what needs a person first. line: its name; now: Unix seconds."""
+        lines = self.lines or (Line(name=self.model),)
+        funnel = read_funnel(session, *self.line_names)
+        stored = read_conditions(
+            session, lines, funnel, watch=self.watch, most_pending=self.most_pending_groups, now=now
+        )
+        own = control_conditions(
+            session,
+            engine=self.engine,
+            loops=self.loops(),
+            lease=self.lease(),
+            examiner=self.examiner,
+            hooks=self.hooks,
+            champion=versions.champion(session, line),
+        )
+        return in_order([*stored, *own])
 
     @property
     def engine(self) -> EngineView:

@@ -18,8 +18,8 @@ from deploy.admin.paging import (
 from deploy.admin.records import damaged, naming, page_of
 from deploy.errors import UnknownRecordError
 from deploy.registry import switches as learner_switches
-from learner.progress.watch import read_missing
-from learner.schedule.loop import read_schedule_status
+from learner.schedule.loop import SCHEDULE
+from sidecar import conditions
 from sidecar.lines import public_model
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RunRow, RunStepRow, ScheduleJobRow
@@ -37,7 +37,7 @@ def read_learner(session: Session, model: str) -> LearnerOut:
     switches = learner_switches.read(session, model)
     newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
     row = session.scalars(newest.limit(1)).first()
-    schedule = read_schedule_status(session, model)
+    schedule = conditions.read(session, SCHEDULE, model)
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
@@ -46,8 +46,11 @@ def read_learner(session: Session, model: str) -> LearnerOut:
         next_run_at=session.scalar(
             select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
         ),
-        schedule=None if schedule is None else ScheduleOut.of_record(schedule),
-        lacks=read_missing(session),
+        schedule=None
+        if schedule is None
+        else ScheduleOut(
+            kind=schedule.code, why=schedule.message, at=schedule.at, again_at=schedule.until
+        ),
     )
 
 

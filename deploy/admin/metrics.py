@@ -25,12 +25,14 @@ from deploy.judging import judge_metrics
 from deploy.registry import canaries, routing_writer
 from deploy.registry import switches as learner_switches
 from deploy.supervise import LoopView
-from ingest.intake.bus import read_state
+from ingest.intake.bus import KIND as BUS
 from ingest.judge_noise import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import stored_profile
 from ingest.reward_watch.traits import DamagedProfileError
-from sidecar.lines import Line
+from sidecar import conditions
+from sidecar.conditions import Condition
+from sidecar.lines import Line, project_of
 from sidecar.records import BASE
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -55,10 +57,13 @@ class StoreCollector(Collector):
         loops: Callable[[], Mapping[str, LoopView]] = dict,
         judge: JudgeSettings | None = None,
         lines: Sequence[Line] = (),
+        conditions: Callable[[Session], Sequence[Condition]] = lambda session: (),
     ) -> None:
         """lines: of adapters; those of projects have metrics of their own.
         admin_refused: refused requests of the admin API by reason; read at each scrape.
-        loops: returns the state of control's loops, by name. judge: has the budgets."""
+        loops: returns the state of control's loops, by name. judge: has the budgets.
+        conditions: reads all conditions."""
+        self._conditions = conditions
         self._judge = judge or JudgeSettings()
         self._database = database
         self._model = model
@@ -75,6 +80,7 @@ class StoreCollector(Collector):
             yield from _funnel(found.stages)
             yield from self._singles(session)
             yield from _of_projects(session, self._own)
+            yield _needy(self._conditions(session))
             yield from _bus(session)
             yield _counters(found.counters)
             yield from _store(session)
@@ -221,8 +227,20 @@ def _of_projects(session: Session, own: Mapping[str, str]) -> Iterator[Metric]:
     yield from families.values()
 
 
+def _needy(found: Sequence[Condition]) -> Metric:
+    family = GaugeMetricFamily(
+        "sidecar_condition",
+        "Conditions that a person should know of (state look) or has to act on (act): 1 each.",
+        labels=["kind", "code", "state", "project"],
+    )
+    for one in found:
+        if one.state != "ok":
+            family.add_metric([one.kind, one.code, one.state, project_of(one.line) or ""], 1.0)
+    return family
+
+
 def _bus(session: Session) -> Iterator[Metric]:
-    state = read_state(session)
+    state = conditions.read(session, BUS)
     lag = GaugeMetricFamily("sidecar_bus_lag", "Records on the bus that wait to be stored.")
     reachable = GaugeMetricFamily(
         "sidecar_bus_reachable", "Whether ingest reaches the bus (1) or not (0)."
@@ -231,10 +249,10 @@ def _bus(session: Session) -> Iterator[Metric]:
         "sidecar_bus_reported_timestamp_seconds", "When ingest last looked at the bus."
     )
     if state is not None:
-        reachable.add_metric([], float(not state.error))
+        reachable.add_metric([], float(state.state == "ok"))
         at.add_metric([], state.at)
-        if state.lag is not None:
-            lag.add_metric([], state.lag)
+        if "lag" in state.data:
+            lag.add_metric([], state.data["lag"])
     yield from (lag, reachable, at)
 
 

@@ -10,22 +10,17 @@ from pydantic import BaseModel, Field
 from deploy.admin.out import (
     ApprovalOut,
     BudgetOut,
-    BusOut,
+    ConditionOut,
     FeedbackOut,
     GateJudgeOut,
     HookOut,
     JudgeNoiseOut,
-    JudgeOut,
     LineOut,
-    LoopOut,
     MetricOut,
     Out,
-    PileUpOut,
     RetentionOut,
     RoutingOut,
     SignalOut,
-    TroubleOut,
-    VerifierOut,
     columns,
 )
 from deploy.engine.reconcile import EngineView
@@ -305,8 +300,6 @@ class LearnerOut(Out):
     allowed_actions: list[str]
     next_run_at: float | None = None  # null where the schedule has no times
     schedule: ScheduleOut | None = None  # null until the learner has decided
-    lacks: list[str] = Field(default_factory=list)
-    """What runs lack on the learner's machine, found at its start; a run that trains empties it."""
 
 
 class StatusOut(Out):
@@ -329,16 +322,8 @@ class StatusOut(Out):
     """How far the champion is from the best so far, the anchor; empty while the base is both."""
     learner: LearnerOut
     engine: EngineOut
-    fields_refused: dict[str, int] = Field(default_factory=dict)
-    """vLLM by base URL -> how many of the newest 200 exchanges it answered without token ids and
-    log-probabilities, because it fails when it is asked for them."""
-    control: dict[str, LoopOut]
-    """Loops of control by name: its lease (`lease`), the canary's (`tick`), the champion's
-    (`guard`) and one for each vLLM (`reconcile URL`)."""
-    acts: bool = True
-    """False: another process of control on this store steers canaries and adapters."""
-    acts_instead: str = ""
-    """Its machine and process; empty: this one acts, or nobody does yet."""
+    conditions: list[ConditionOut] = Field(default_factory=list)
+    """The state of every part, what needs a person first."""
     adapters: dict[str, int]
     """Number of versions by state."""
     groups: dict[str, int]
@@ -348,26 +333,13 @@ class StatusOut(Out):
     """Feedback and outcomes: what became of them, as the counter of this stage."""
     signals: dict[str, int]
     """Implicit signals by kind."""
-    bus: BusOut | None
     retention: RetentionOut | None = None
-    judge: JudgeOut | None = None
-    """The judge; null when no score process with a judge has run."""
     gate_judge: GateJudgeOut | None = None
     judge_noise: JudgeNoiseOut | None = None
     """How far the judge's scores can be trusted; null when no score process has run."""
-    verifiers: list[VerifierOut] = Field(default_factory=list)
-    """Empty when the settings of the scoring process name none."""
     hooks: list[HookOut] = Field(default_factory=list)
     """Empty when the settings name none."""
-    sampling: TroubleOut | None = None
-    """Why no candidates are sampled; null when they are."""
-    watch_holds: str | None = None
-    """What the reward watch would hold a run for that began now; null: nothing."""
-    pile_up: PileUpOut | None = None
-    """Why no new group begins; null while there is room."""
     budgets: list[BudgetOut] = Field(default_factory=list)
     """The budgets of sampling and of judges, by the settings of control."""
-    dead_letters: int = 0
-    """Number of records that could not be stored, since the store was made."""
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""

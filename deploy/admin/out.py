@@ -10,13 +10,13 @@ from sqlalchemy.orm import Session
 
 from deploy.evidence.live import Answer as ApprovalAnswer
 from deploy.evidence.live import MetricState, Mode, Outcome, Stage
-from deploy.funnel import PileUp, said, to_do
 from deploy.outside.telling import HookState
 from deploy.records import Phase
 from deploy.registry import canaries, switches, versions
 from ingest.reward_watch.store import Answer
 from ingest.reward_watch.traits import Profile
-from sidecar.lines import Line
+from sidecar.conditions import Condition
+from sidecar.lines import Line, project_of
 from sidecar.store.models import Base, ExchangeRow, FeedbackRow, GateComparisonRow, SignalRow
 
 
@@ -62,31 +62,6 @@ class SignalOut(
     """What the traffic itself tells of an answer."""
 
 
-class LoopOut(Out):
-    """One loop of the control process."""
-
-    failures: int
-    """Consecutive failed iterations; 0 when the last one succeeded."""
-    error: str | None
-    """Error of the last failed iteration, if the loop fails now."""
-
-
-class VerifierOut(Out):
-    """A verifier, as the scoring process last saw it."""
-
-    name: str
-    kind: str
-    fails: bool
-    """The last attempt gave no finding of any answer."""
-    good_at: float | None
-    """When it was last loaded or found something."""
-    error_at: float | None
-    error: str
-    """Its last failure, also one over a single answer."""
-    waiting: int
-    """Groups that wait for it."""
-
-
 class TurnOut(
     columns(  # type: ignore[misc]
         ExchangeRow,
@@ -118,49 +93,6 @@ class AliasOut(Out):
     adapter: str | None
     """Adapter name or "base"; null: it points nowhere."""
     generation: int
-
-
-class OneJudgeOut(Out):
-    """One of the judges that may be asked, as score last saw it."""
-
-    model: str
-    breaker: Literal["closed", "open", "half_open"]
-    """`closed`: it is asked. `open`: it failed, and is left alone until `until`; then one group
-    tries it (`half_open`). A judge without fallbacks is asked whatever this says."""
-    since: float | None
-    """When it began to fail, Unix seconds; null when it does not."""
-    until: float | None
-    error: str
-    """Its last error."""
-    without: list[str] = []
-    """Parts of requests that it turned out not to take, such as `max_tokens`: it is asked without
-    them."""
-
-
-class JudgeOut(Out):
-    """The judge, as score last saw it."""
-
-    state: Literal["unknown", "works", "away", "rejected", "no_credit", "spent"]
-    """`unknown`: it is being asked since score started. `away`: no answer, a rate limit, or scores
-    for no group: that may pass. `rejected`: it answers without scores: an operator has to act.
-    `no_credit`: its account is used up. `spent`: a budget is, until `until`."""
-    since: float
-    """Unix seconds, as the times below."""
-    good_at: float | None
-    """When it last answered as it should: a question of score, or a group."""
-    error_at: float | None
-    error: str
-    """Its last error; also of one group while it works for others."""
-    until: float | None
-    """When it is asked again, at the earliest; null when it works."""
-    waiting: int
-    """Complete groups that wait for it."""
-    judges: list[OneJudgeOut] = []
-    """Each judge, in the order in which they are asked."""
-    spent_usd_today: float = 0.0
-    """What all judges have cost since midnight UTC, with what calls in flight may cost."""
-    tokens_today: int = 0
-    """Prompt and reply tokens of all judges since midnight UTC."""
 
 
 class GateJudgeOut(Out):
@@ -197,27 +129,6 @@ class JudgeNoiseOut(Out):
     drift: str
     """How the judge differs from what it was; empty: it does not."""
     drift_at: float | None
-
-
-class TroubleOut(Out):
-    """Why sampling waits."""
-
-    since: float
-    """Unix seconds."""
-    why: str
-    until: float | None
-    """When it ends by itself, unix seconds; null when that is not known."""
-
-
-class BusOut(Out):
-    """The bus between proxy and ingest, as ingest last saw it."""
-
-    lag: int | None
-    """Records that wait to be stored; null when the bus could not be reached."""
-    error: str
-    """Why it could not be reached; empty when it could."""
-    at: float
-    """When that was, unix seconds."""
 
 
 class StageOut(Out):
@@ -466,34 +377,42 @@ class EvidenceOut(Out):
     comparisons: list[ComparisonOut]
 
 
-# Reply bodies of the status about learning: the pile-up of groups, and the budgets.
+# Reply bodies of the status: the conditions, and the budgets.
 
 
-class PileUpOut(Out):
-    """No new group begins, because enough wait."""
+class ConditionOut(Out):
+    """The state of one part of the system: what needs a person first."""
 
-    most: int
-    """Groups that may wait: `groups.max_pending_groups`, or `learner.max_groups` where that is
-    0."""
-    sampling: int
-    judging: int
-    learning: int
-    """Groups that wait for the learner or are in a run."""
-    exchanges: int
-    """Suitable exchanges that are not chosen for it."""
-    why: str
+    kind: str
+    """What it is about: `judge`, `bus`, `verifier policy`."""
+    project: str | None
+    """Whose line of adapters it is about; null: the default line's, or all."""
+    state: Literal["ok", "look", "act"]
+    """`look`: it goes on, and a person should know; `act`: something is stopped or lost."""
+    code: str
+    message: str
     to_do: str
+    since: float | None
+    until: float | None
+    """When it ends, or is tried again, by itself; null: not known."""
+    at: float | None
+    """When the process that observes it last wrote it; null: control found it just now."""
+    data: dict[str, Any]
+    """Figures and names."""
 
     @classmethod
-    def of(cls, pile: PileUp) -> PileUpOut:
+    def of(cls, one: Condition) -> ConditionOut:
         return cls(
-            most=pile.most,
-            sampling=pile.sampling,
-            judging=pile.judging,
-            learning=pile.learning,
-            exchanges=pile.exchanges,
-            why=said(pile),
-            to_do=to_do(pile.where),
+            kind=one.kind,
+            project=project_of(one.line),
+            state=one.state,
+            code=one.code,
+            message=one.message,
+            to_do=one.to_do,
+            since=one.since or None,
+            until=one.until,
+            at=one.at or None,
+            data=dict(one.data),
         )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 from fastapi import APIRouter, Response
 from sqlalchemy import func, select
@@ -23,21 +21,16 @@ from deploy.admin.models import (
 )
 from deploy.admin.out import (
     BudgetOut,
-    BusOut,
     ComparisonOut,
+    ConditionOut,
     EvidenceOut,
     FunnelOut,
     GateJudgeOut,
     HookOut,
     JudgeNoiseOut,
-    JudgeOut,
-    LoopOut,
-    PileUpOut,
     RetentionOut,
     RoutingOut,
     StageOut,
-    TroubleOut,
-    VerifierOut,
     WatchOut,
     line_out,
 )
@@ -56,13 +49,11 @@ from deploy.admin.paging import (
 from deploy.admin.records import naming, page_of
 from deploy.errors import UnknownAdapterError
 from deploy.funnel import (
-    Funnel,
     budgets_of,
     exchanges_by_selection,
     groups_by_reason,
     groups_by_status,
     read_funnel,
-    read_pile_up,
 )
 from deploy.outside.telling import read_states
 from deploy.records import Canary
@@ -72,37 +63,21 @@ from deploy.registry import switches as learner_switches
 from deploy.registry.candidates import best_so_far, pace, sessions_a_day
 from ingest.feedback.deriving import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
-from ingest.intake.bus import read_state
-from ingest.intake.consume import POISON
-from ingest.intake.consume import STAGE as CONSUMED
 from ingest.judge_noise import read_noise_state
-from ingest.judge_watch import NANO, newest_scored, read_judge_state
 from ingest.judges.spending import read_spending
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import ask
 from ingest.sampling.round import read_usage
 from ingest.store.exchanges import opened_answers
-from ingest.store.groups import SAMPLED
-from ingest.store.listing import SAMPLING_WAITS, read_trouble
 from ingest.tokens import FLAG as TOKEN_CHECK
-from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
 from sidecar.records import BASE
 from sidecar.store.database import get_flag
 from sidecar.store.models import (
     AdapterRow,
     CanaryRow,
-    CounterRow,
     GateComparisonRow,
     RunRow,
 )
-
-# Read what limits learning, for the status: the pile-up of groups, and the budgets.
-
-
-def pile_up(session: Session, context: AdminContext, funnel: Funnel) -> PileUpOut | None:
-    """Return why no new group begins; None while there is room."""
-    found = read_pile_up(session, context.line_names, funnel, most=context.most_pending_groups)
-    return None if found is None else PileUpOut.of(found)
 
 
 def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetOut]:
@@ -142,7 +117,6 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             table = routing_writer.current(session, model)
             canary, queued = canaries.active(session, model), canaries.queued(session, model)
             funnel, now = read_funnel(session, model), context.clock()
-            groups = groups_by_status(funnel.stages)
             return StatusOut(
                 model=context.model,
                 project=project,
@@ -176,34 +150,22 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     asked=context.rules.promote_on != "quick",
                 ),
                 learner=read_learner(session, model),
-                watch_holds=ask(session, model, context.watch).reason or None,
                 engine=EngineOut.of(context.engine),
-                fields_refused=tallies.fields_refused(session),
-                control={
-                    name: LoopOut.model_validate(view) for name, view in context.loops().items()
-                },
-                acts=context.lease()[0],
-                acts_instead=context.lease()[1],
+                conditions=list(map(ConditionOut.of, context.conditions(session, model, now))),
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
-                groups=groups,
+                groups=groups_by_status(funnel.stages),
                 exchanges=tallies.exchanges(session),
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
-                bus=_bus(session),
-                judge=_judge(session, _for_the_judge(session, groups), now),
                 gate_judge=None
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
                 judge_noise=_judge_noise(session),
-                verifiers=_verifiers(session),
                 hooks=[
                     HookOut.of(name, state)
                     for name, state in read_states(session, context.hooks).items()
                 ],
-                sampling=_sampling(session, now),
-                pile_up=pile_up(session, context, funnel),
                 budgets=budgets(session, context, now),
-                dead_letters=_dead_letters(session),
                 retention=_retention(session),
                 token_check=_token_check(session),
             )
@@ -357,59 +319,9 @@ def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     return {str(value): number for value, number in rows}
 
 
-def _for_the_judge(session: Session, groups: Mapping[str, int]) -> int:
-    """Count the complete groups that wait for the judge, and not for a verifier."""
-    return max(0, groups.get(SAMPLED, 0) - held_groups(session))
-
-
-def _judge(session: Session, waiting: int, now: float) -> JudgeOut | None:
-    found, newest = read_judge_state(session), newest_scored(session)
-    if found is None:
-        return None
-    times = (found.good_at, newest[1] if newest is not None else None)
-    good_at = max((at for at in times if isinstance(at, float)), default=None)
-    spending = read_spending(session, now=now)
-    return JudgeOut.model_validate(
-        {
-            **msgspec.to_builtins(found),
-            "good_at": good_at,
-            "waiting": waiting,
-            "spent_usd_today": spending.nano_usd_today / NANO,
-            "tokens_today": spending.tokens_today,
-        }
-    )
-
-
 def _judge_noise(session: Session) -> JudgeNoiseOut | None:
     found = read_noise_state(session)
     return None if found is None else JudgeNoiseOut.model_validate(found)
-
-
-def _verifiers(session: Session) -> list[VerifierOut]:
-    waiting = waiting_for(session)
-    return [
-        VerifierOut.model_validate(
-            {**msgspec.to_builtins(one), "waiting": waiting.get(one.name, 0)}
-        )
-        for one in read_verifiers(session)
-    ]
-
-
-def _sampling(session: Session, now: float) -> TroubleOut | None:
-    found = read_trouble(session, SAMPLING_WAITS, now=now)
-    if found is None:
-        return None
-    return TroubleOut(since=found.since, why=found.why, until=found.until)
-
-
-def _dead_letters(session: Session) -> int:
-    row = session.get(CounterRow, (CONSUMED, POISON))
-    return row.count if row is not None and isinstance(row.count, int) else 0
-
-
-def _bus(session: Session) -> BusOut | None:
-    state = read_state(session)
-    return None if state is None else BusOut.model_validate(state)
 
 
 def _retention(session: Session) -> RetentionOut | None:

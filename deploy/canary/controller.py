@@ -162,7 +162,8 @@ def with_approval(
         forget = isinstance(decision, Hold) and known is not None and not canary.paused
         return Asked(decision=decision, facts={"approval": {}} if forget else {})
     found = verdict(known, stage, holds_s=settings.every_s, max_wait_s=settings.max_wait_s, now=now)
-    waits = Hold(reason=described(known, stage), stops_clock=True)
+    hears = known is not None and known.before == stage and known.answer in ("wait", "error")
+    waits = Hold(reason=described(known, stage), stops_clock=True, needs="act" if hears else "look")
     if found == "begin":
         return Asked(decision=waits, facts={"approval": asdict(Approval(before=stage, since=now))})
     if found == "wait" or known is None:

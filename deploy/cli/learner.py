@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from deploy.cli.context import Project, admin_client, show
 from deploy.cli.output import GivenReason, Output, Reason, note, say
-from deploy.text import shown_time
-from sidecar.records import BASE
-from sidecar.visible import counted
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -124,96 +119,3 @@ def learner_override(
 def learner_watch(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What the reward watch says of the champion, with the figures of each adapter."""
     show(admin_client(context, project), output, "/watch")
-
-
-# The line of `sidecar status` about budgets: what is used of each limit. Pure.
-
-DOLLARS = "US dollars"
-
-
-class Budget(msgspec.Struct):
-    setting: str
-    what: str
-    used: float
-    limit: float
-    period: str
-
-
-def budget_lines(budgets: Sequence[Budget]) -> Iterator[str]:
-    """Yield what is used of the budgets that are set; nothing where none is."""
-    shown = [
-        f"{_of(one)} {'today' if one.period == 'day' else 'this hour'} ({one.setting})"
-        for one in budgets
-    ]
-    if shown:
-        yield f"Budgets (UTC): {'; '.join(shown)}."
-
-
-def _of(one: Budget) -> str:
-    if one.what != DOLLARS:
-        return f"{one.used:,.0f} of {one.limit:,.0f} {one.what}"
-    used = "under $0.01" if 0 < one.used < 0.01 else f"${one.used:,.2f}"
-    limit = f"${one.limit:,.2f}" if one.limit >= 0.01 else f"${one.limit:g}"
-    return f"{used} of {limit} for judges"
-
-
-# The sentences of `sidecar status` about the other lines of adapters. Pure.
-
-
-class OneLine(msgspec.Struct):
-    project: str | None
-    champion: str
-    canary: str | None
-    canary_weight_bp: int
-    learner_paused: bool
-
-
-def other_lines(lines: Sequence[OneLine], project: str | None) -> Iterator[str]:
-    """Say of each line of adapters but that of `project` what answers it."""
-    for one in lines:
-        if one.project == project:
-            continue
-        whose = "All other projects" if one.project is None else f"Project {one.project}"
-        text = f"{whose}: {name_of(one.champion)}"
-        if one.canary is not None:
-            text += f", and the canary {one.canary} for {percent(one.canary_weight_bp)}"
-        paused = "; its learner is paused" if one.learner_paused else ""
-        more = "" if one.project is None else f" (`sidecar status --project {one.project}`)"
-        yield f"{text}{paused}{more}."
-
-
-def name_of(adapter: str) -> str:
-    return "the base model" if adapter == BASE else adapter
-
-
-def percent(basis_points: int) -> str:
-    return f"{basis_points / 100:g}%"
-
-
-# The lines of `sidecar status` about verifiers: last good, last error, who waits. Pure.
-
-
-class Verifier(msgspec.Struct):
-    """One of `verifiers` of `GET /admin/v1/status`."""
-
-    name: str
-    kind: str
-    fails: bool
-    good_at: float | None
-    error_at: float | None
-    error: str
-    waiting: int
-
-
-def verifier_lines(verifiers: Sequence[Verifier], now: float) -> Iterator[str]:
-    """Yield a line for each verifier. now: Unix seconds."""
-    for one in verifiers:
-        good = "never" if one.good_at is None else shown_time(one.good_at, now)
-        said = f"FAILS: {one.error}" if one.fails else "works"
-        if one.good_at is None and one.error_at is None:
-            said = "has not been tried yet"
-        groups = counted(one.waiting, "group waits", "groups wait")
-        waits = f" {groups} for it." if one.waiting else ""
-        yield f"Verifier {one.name} ({one.kind}): {said}. Last good: {good}.{waits}"
-        if one.error_at is not None and not one.fails:
-            yield f"  Last error {shown_time(one.error_at, now)}: {one.error}"

@@ -22,9 +22,9 @@ import httpx
 from sqlalchemy import make_url, select
 from sqlalchemy.orm import Session
 
-from deploy.funnel import Funnel, Name, PileUp, read_funnel, read_pile_up
+from deploy.conditions import read_conditions
+from deploy.funnel import Funnel, Name, read_funnel
 from deploy.preflight.peers import (
-    CAUSE,
     NO_JUDGE,
     Finding,
     check_judges,
@@ -35,26 +35,18 @@ from deploy.preflight.peers import (
 from deploy.preflight.settings import LOCKS, check_bus, check_places, check_store, learner_findings
 from deploy.registry import canaries
 from deploy.registry.candidates import sessions_a_day
-from deploy.registry.tallies import fields_refused
-from ingest.intake.bus import BusState, read_state
-from ingest.judge_noise import NoiseState, read_noise_state
-from ingest.judge_watch import JudgeState, read_judge_state
-from ingest.ruler.prompt import hash_of
-from ingest.sampling.round import Spent, first_spent, read_usage
 from ingest.store.groups import SET_ASIDE
-from ingest.verifiers.state import VerifierSeen, read_verifiers, waiting_for
 from learner.ready import EMPTY
 from learner.runs.source import DROPPED
-from learner.schedule.loop import PAUSED_FLAG
 from learner.schedule.rule import read_cron
+from sidecar.conditions import Condition
 from sidecar.errors import SettingsError, StoreError
-from sidecar.lines import Line, flag_of
+from sidecar.lines import Line
 from sidecar.processes import holder
-from sidecar.settings import Judge, Settings
+from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
-from sidecar.store.database import Database, get_flag, newest_revision
-from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow, RunRow
-from sidecar.visible import counted
+from sidecar.store.database import Database, newest_revision
+from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow
 
 # What the doctor looks at, as records. `collect` fills them, `rules` judges them.
 
@@ -74,18 +66,8 @@ class Recent:
     """Number of the newest groups by status; of those that ended without an adapter by reason."""
     detail: str = ""
     """What the newest group that ended says in words."""
-    fields_refused: Mapping[str, int] = field(default_factory=dict)
-    """vLLM by base URL -> number of the newest exchanges that came without token ids and
-    log-probabilities, because it fails when it is asked for them."""
     started_ahead_s: float = 0.0
     """Least number of seconds by which the newest exchanges began after they were stored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastRun:
-    status: str
-    reason: str
-    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +75,6 @@ class LineFacts:
     """What the store says of one line of adapters."""
 
     line: Line
-    learner_paused: bool = False
-    run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None
     """Name, state and reason of the newest adapter."""
     canary: str = ""
@@ -108,19 +88,8 @@ class StoreFacts:
     """What the store says."""
 
     funnel: Funnel
-    bus: BusState | None = None
-    spent: Spent | None = None
-    """The budget of sampling that is spent."""
-    judge: JudgeState | None = None
-    """The judge, as score last saw it."""
-    noise: NoiseState | None = None
-    """The noise of the judge that the settings name."""
-    verifiers: tuple[VerifierSeen, ...] = ()
-    """Verifiers, as score last saw them."""
-    waiting_for_verifiers: Mapping[str, int] = field(default_factory=dict)
-    """Groups that wait for a verifier, by its name."""
-    pile_up: PileUp | None = None
-    """Why no new group begins; None while there is room."""
+    conditions: tuple[Condition, ...] = ()
+    """Every condition that the store tells of."""
     lines: tuple[LineFacts, ...] = ()
     """The lines of adapters, the default one first."""
     recent: Recent = Recent()
@@ -155,7 +124,7 @@ class Facts:
     """Checks that gave no result in time, in words."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """A stage at which records stop, and the likely cause."""
 
@@ -212,19 +181,8 @@ def read_recent(session: Session) -> Recent:
             str(one.reason if one.status in (SET_ASIDE, DROPPED) else one.status) for one in groups
         ),
         detail=str(ended[0].detail or "") if ended else "",
-        fields_refused=fields_refused(session),
         started_ahead_s=max(0.0, min(ahead, default=0.0)),
     )
-
-
-def newest_run(session: Session, model: str) -> LastRun | None:
-    row = session.execute(
-        select(RunRow.status, RunRow.reason, RunRow.started_at)
-        .where(RunRow.model == model)
-        .order_by(RunRow.started_at.desc())
-        .limit(1)
-    ).first()
-    return None if row is None else LastRun(status=str(row[0]), reason=str(row[1] or ""), at=row[2])
 
 
 def newest_adapter(session: Session, model: str) -> tuple[str, str, str] | None:
@@ -387,16 +345,17 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
         with database.read() as session:
             lines = [line.name for line in settings.lines]
             funnel = read_funnel(session, *lines)
-            most = settings.most_pending_groups
+            found = read_conditions(
+                session,
+                settings.lines,
+                funnel,
+                watch=settings.watch,
+                most_pending=settings.most_pending_groups,
+                now=now,
+            )
             return StoreFacts(
                 funnel=funnel,
-                pile_up=read_pile_up(session, lines, funnel, most=most),
-                bus=read_state(session),
-                spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
-                judge=read_judge_state(session) if settings.judge.model else None,
-                noise=_noise(session, settings.judge),
-                verifiers=read_verifiers(session),
-                waiting_for_verifiers=waiting_for(session),
+                conditions=tuple(found),
                 lines=tuple(_line(session, line, now) for line in settings.lines),
                 recent=read_recent(session),
             )
@@ -406,22 +365,10 @@ def _line(session: Session, line: Line, now: float) -> LineFacts:
     canary = canaries.active(session, line.name)
     return LineFacts(
         line=line,
-        learner_paused=get_flag(session, flag_of(PAUSED_FLAG, line.name)) == "1",
-        run=newest_run(session, line.name),
         adapter=newest_adapter(session, line.name),
         canary=(canary.reason or "") if canary is not None else "",
         sessions_a_day=sessions_a_day(session, line, now),
     )
-
-
-def _noise(session: Session, judge: Judge) -> NoiseState | None:
-    """Return what is known of the noise of this judge; None when that is of another, or of a rubric
-    that no project has."""
-    found = read_noise_state(session)
-    if found is None or found.judge_model != judge.model:
-        return None
-    asked = {hash_of(judge.of(project)) for project in ("", *judge.projects)}
-    return found if found.rubric_hash in asked else None
 
 
 def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:
@@ -469,35 +416,3 @@ def _date(url: str) -> float | None:
 
 def _held(folder: Path, name: str) -> bool:
     return (folder / f"{name}.lock").exists() and holder(folder, name) is not None
-
-
-# Say which verifiers fail: as they were tried just now, else as score last saw them. Pure.
-
-
-def failing_verifiers(facts: Facts) -> Iterator[Diagnosis]:
-    """Yield one diagnosis for all verifiers that fail. Groups go on without those that none waits
-    for, by rewards of another meaning."""
-    named = facts.settings.reward.verifiers
-    store = facts.store
-    tried = [one for one in facts.findings if one.cause == CAUSE]
-    seen = {one.name: one for one in store.verifiers} if store is not None else {}
-    waiting = store.waiting_for_verifiers if store is not None else {}
-    if facts.verifiers_tried:
-        texts = [f"{one.setting}: {one.text.rpartition('; ')[0]}" for one in tried]
-    else:
-        texts = [
-            f"reward.verifiers.{name}: {seen[name].error}"
-            for name in named
-            if name in seen and seen[name].fails
-        ]
-    if not texts:
-        return
-    held = sum(waiting.get(name, 0) for name in named)
-    waits = f" ({counted(held, 'group waits', 'groups wait')} for a verifier)" if held else ""
-    yield Diagnosis(
-        stage="judging",
-        cause="verifier_fails",
-        text="; ".join(texts) + waits,
-        to_do="start the service or install the package, or take the verifier out of [reward]; "
-        "`sidecar config check --online` tries each once",
-    )

@@ -7,18 +7,19 @@ first: nothing reaches the later stages before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from deploy.doctor.collect import Diagnosis, Facts, LineFacts, Recent, StoreFacts, failing_verifiers
-from deploy.funnel import STAGES, Name, PileUp, Stage, said, to_do
+from deploy.doctor.collect import Diagnosis, Facts, LineFacts, Recent, StoreFacts
+from deploy.funnel import STAGES, Name, Stage
 from deploy.preflight.peers import CAUSE as VERIFIER
 from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
 from deploy.registry.candidates import DAY_S, steps_days
 from ingest.grouping.selection import HELD_OUT, NEAR_CAP, PROJECT_CAP, SESSION_CAP
-from ingest.judge_watch import advice, advice_on
-from sidecar.lines import line_of_adapter
+from ingest.judge_watch import advice
+from sidecar.conditions import Condition
+from sidecar.lines import line_of_adapter, project_of
 from sidecar.settings import Canary as CanarySettings
 from sidecar.visible import counted
 
@@ -52,6 +53,20 @@ OF_SETTINGS: Final[Mapping[str, tuple[Name, str]]] = {
     "learner": ("learning", "learner_not_ready"),
 }
 """Setting, or section, of a finding without such a cause."""
+OF_CONDITIONS: Final[Mapping[str, Name]] = {
+    "bus": "bus",
+    "selection": "selection",
+    "fields": "selection",
+    "sampling": "sampling",
+    "judge": "judging",
+    "drift": "judging",
+    "verifier": "judging",
+    "learner": "learning",
+    "run": "learning",
+}
+"""First word of a condition's kind -> the stage that it stops."""
+PILE_UP, SPENT = "pile_up", "judge_spent"
+"""Codes of conditions that have a rule of their own."""
 REFUSED: Final[Mapping[str, str]] = {
     "refused_unknown_model": "have agents name `serving.model` as their `model`",
 }
@@ -179,40 +194,8 @@ def of_lines(
             if line_of_adapter(adapter) == facts.line.name
             or (at == 0 and line_of_adapter(adapter) not in names)
         }
-        yield from _learner(facts)
         yield from _serving(facts, refused)
         yield from _slow(facts, rules)
-
-
-def _learner(facts: LineFacts) -> Iterator[Diagnosis]:
-    run, project = facts.run, facts.line.project
-    of, option = _words(project)
-    if run is not None and run.status == "failed":
-        yield Diagnosis(
-            stage="learning",
-            cause="run_failed",
-            text=f"the newest training run{of} failed: {run.reason}",
-            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
-            project=project,
-        )
-    if run is not None and run.status == "held":
-        yield Diagnosis(
-            stage="learning",
-            cause="held",
-            text=f"the reward watch holds the learner{of}: {run.reason}",
-            to_do="see `held` among the symptoms in docs/runbook.md: roll back, mend the judge's "
-            f"rubric, or `sidecar learner override{option} --reason TEXT`; its groups wait",
-            project=project,
-        )
-    if facts.learner_paused:
-        query = "" if project is None else f"?project={project}"
-        yield Diagnosis(
-            stage="learning",
-            cause="paused",
-            text=f"an operator paused the learner{of}, so no run starts",
-            to_do=f"resume it: POST /admin/v1/learner/resume{query}",
-            project=project,
-        )
 
 
 def _not_loaded(facts: LineFacts) -> Iterator[tuple[str, str]]:
@@ -301,16 +284,8 @@ NEARLY_ALL = 0.9
 """Share of the served answers that are masked for one reason, from which on it is named."""
 SKEW_S = 30.0
 """Clocks may differ by less: a lease of a training run lasts so long."""
-LATE_S = 60.0
-"""A report of ingest that is older was not followed by the next six."""
 FAR_S = 8 * 86_400.0
 """A schedule that is due later than a week from now is taken for a mistake."""
-JUDGE_FAILS: Final[Mapping[str, str]] = {
-    "away": "judge_away",
-    "rejected": "judge_rejects",
-    "no_credit": "judge_no_credit",
-}
-"""State of the judge, as score saw it, in which no group is scored -> cause of the diagnosis."""
 CAPS: Final = (SESSION_CAP, PROJECT_CAP, NEAR_CAP)
 NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "retried_turn", *CAPS)
 """Selections that are no fault while they are few: others of the same traffic are chosen."""
@@ -320,15 +295,17 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
     """Return every place at which records stop, the first stage first."""
     found = [
         *_of_checks(facts),
-        *failing_verifiers(facts),
         *_clocks(facts),
         *(_of_store(facts, facts.store) if facts.store is not None else ()),
         *_schedule(facts),
     ]
-    found += _pile_up(facts, {one.stage for one in found})
-    first: dict[tuple[str, str, str | None], Diagnosis] = {}
+    stopped = {one.stage for one in found if one.cause != PILE_UP}
+    first: dict[tuple[str, str, str | None, str], Diagnosis] = {}
     for one in found:
-        first.setdefault((one.stage, one.cause, one.project), one)
+        if one.cause == PILE_UP and (pile := _pile_up(facts)) and pile.data["where"] in stopped:
+            continue  # what the waiting groups wait for is named already
+        several = one.text if one.cause in (VERIFIER, "verifier_fails", FIELDS_REFUSED) else ""
+        first.setdefault((one.stage, one.cause, one.project, several), one)
     return sorted(first.values(), key=lambda one: STAGES.index(one.stage))
 
 
@@ -336,7 +313,7 @@ def waits_for(facts: Facts) -> str:
     """Say what a system without a fault waits for; empty when records reach an adapter."""
     if (pile := _planned(facts)) is not None and facts.next_run_at is not None:
         at = datetime.fromtimestamp(facts.next_run_at, UTC)
-        return f"the run at {at:%Y-%m-%d %H:%M} UTC, which makes room: {said(pile)}"
+        return f"the run at {at:%Y-%m-%d %H:%M} UTC, which makes room: {pile.message}"
     if facts.store is None or not facts.store.funnel.stage("bus").passed:
         if "proxy" not in facts.answering:
             return "the proxy: start it with `sidecar up`"
@@ -364,9 +341,7 @@ def waits_for(facts: Facts) -> str:
 
 def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
     for finding in facts.findings:
-        if finding.cause == VERIFIER:
-            continue  # `deploy.doctor.collect` names all of them together
-        if finding.level != "error" and finding.cause != "no_judge":
+        if finding.level != "error" and finding.cause not in ("no_judge", VERIFIER):
             continue  # it runs, with less: `sidecar config check --online` tells
         section = finding.setting.partition(".")[0]
         stage, cause = (
@@ -386,8 +361,8 @@ def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
 def _clocks(facts: Facts) -> Iterator[Diagnosis]:
     ahead = dict(facts.ahead_s)
     store = facts.store
-    if store is not None and store.bus is not None and store.bus.at > facts.now:
-        ahead["ingest"] = store.bus.at - facts.now
+    if (bus := _known(facts, "bus")) is not None and bus.at > facts.now:
+        ahead["ingest"] = bus.at - facts.now
     if store is not None:
         ahead["the proxy (against ingest)"] = store.recent.started_ahead_s
     for who, seconds in ahead.items():
@@ -406,37 +381,67 @@ def _clocks(facts: Facts) -> Iterator[Diagnosis]:
 def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     stages = {stage.name: stage for stage in store.funnel.stages}
     yield from _captures(stages["requests"])
-    yield from _bus(facts, store, stages["bus"])
-    yield from _fields(store.recent.fields_refused)
+    yield from _conditions(facts, store, stages)
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
     yield from _kept_out(store.recent)
-    yield from _budget(store, stages["sampling"])
-    yield from _judge(facts, store)
-    yield from _judge_drift(store)
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
     yield from of_lines(store.lines, facts.loads_refused, facts.settings.canary)
 
 
-def _pile_up(facts: Facts, stopped: Collection[str]) -> Iterator[Diagnosis]:
-    """Yield that no new group begins, unless what the waiting groups wait for is named already."""
-    pile = facts.store.pile_up if facts.store is not None else None
-    if pile is not None and pile.where not in stopped and _planned(facts) is None:
-        yield Diagnosis(
-            stage="selection", cause="pile_up", text=said(pile), to_do=to_do(pile.where)
-        )
+def _pile_up(facts: Facts) -> Condition | None:
+    return next((one for one in _every(facts) if one.code == PILE_UP), None)
 
 
-def _planned(facts: Facts) -> PileUp | None:
+def _planned(facts: Facts) -> Condition | None:
     """Return the pile-up that the schedule's next run ends. No fault: the groups of a night wait.
 
     None also when no learner runs here, when no run is due within days, and when the groups wait
     for something else.
     """
-    pile = facts.store.pile_up if facts.store is not None else None
+    pile = _pile_up(facts)
     due = facts.next_run_at is not None and 0.0 <= facts.next_run_at - facts.now <= FAR_S
     learns = due and "learn" in facts.running
-    return pile if pile is not None and pile.where == "learning" and learns else None
+    return pile if pile is not None and pile.data["where"] == "learning" and learns else None
+
+
+def _every(facts: Facts) -> tuple[Condition, ...]:
+    return facts.store.conditions if facts.store is not None else ()
+
+
+def _known(facts: Facts, kind: str) -> Condition | None:
+    return next((one for one in _every(facts) if one.kind == kind), None)
+
+
+def _conditions(
+    facts: Facts, store: StoreFacts, stages: Mapping[Name, Stage]
+) -> Iterator[Diagnosis]:
+    """Yield the conditions that stop records, but for what was asked just now."""
+    asked, model = {one.cause for one in facts.findings}, facts.settings.judge.model
+    for one in store.conditions:
+        kind = one.kind.partition(" ")[0]
+        stage = OF_CONDITIONS.get(kind)
+        judge_asked = not model or asked & {"judge", "judge_key"}
+        if (
+            stage is None
+            or one.state == "ok"
+            or (kind == "judge" and (" " in one.kind or (judge_asked and one.code != SPENT)))
+            or one.data.get("judge_model", model) != model
+            or (kind == "verifier" and facts.verifiers_tried)
+            or (kind == "fields" and one.data["exchanges"] < FEW)
+            or (one.code == PILE_UP and _planned(facts) is not None)
+            or (one.code == "ingest_down" and not _waits_for_ingest(facts, stages["bus"]))
+        ):
+            continue
+        until = ""
+        if one.until is not None and one.until > facts.now:
+            until = f"; again at {datetime.fromtimestamp(one.until, UTC):%Y-%m-%d %H:%M} UTC"
+        project = project_of(one.line)
+        yield Diagnosis(stage, one.code, one.message + until, one.to_do, project)
+
+
+def _waits_for_ingest(facts: Facts, stage: Stage) -> bool:
+    return "ingest" not in facts.running and sum(stage.waiting.values()) > 0
 
 
 def _captures(stage: Stage) -> Iterator[Diagnosis]:
@@ -452,93 +457,6 @@ def _captures(stage: Stage) -> Iterator[Diagnosis]:
             or "see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
             "reason that begins with skipped_ (the [capture] settings)",
         )
-
-
-def _bus(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
-    bus = store.bus
-    if bus is not None and bus.error:
-        yield Diagnosis(
-            stage="bus",
-            cause="bus_away",
-            text=f"ingest cannot read the bus: {bus.error}",
-            to_do="start the brokers or make the file readable; records wait and are not lost",
-        )
-    late = bus is None or facts.now - bus.at > LATE_S
-    waiting = sum(stage.waiting.values())
-    if late and waiting and "ingest" not in facts.running:
-        held = counted(waiting, "captured exchange waits", "captured exchanges wait")
-        yield Diagnosis(
-            stage="bus",
-            cause="ingest_down",
-            text=f"{held}, and ingest does not run on this machine",
-            to_do="start `sidecar ingest`, or `sidecar up`; its log says why it ended",
-        )
-
-
-def _budget(store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
-    spent = store.spent
-    if spent is not None:
-        waiting = counted(sum(stage.waiting.values()), "group waits", "groups wait")
-        end = f"{spent.until:%Y-%m-%d %H:%M} UTC" if spent.until else "users are served more"
-        yield Diagnosis(
-            stage="sampling",
-            cause="budget_spent",
-            text=f"{spent.why}; {waiting} until {end}",
-            to_do=f"wait, or raise {spent.setting} and restart score",
-        )
-
-
-def _judge(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
-    """Yield what score saw of the judge, unless the judge was asked just now."""
-    judge = store.judge
-    asked = any(one.cause in ("judge", "judge_key") for one in facts.findings)
-    if judge is not None and judge.state == "spent":
-        yield Diagnosis(
-            stage="judging",
-            cause="judge_spent",
-            text=f"the judge is not asked: {judge.error}",
-            to_do="wait, or raise judge.budget and its likes, and restart score and control",
-        )
-    if asked or judge is None or judge.state not in JUDGE_FAILS:
-        return
-    passes = judge.state == "away"
-    until = ""
-    if judge.until is not None and judge.until > facts.now:
-        until = f"; it is asked again at {datetime.fromtimestamp(judge.until, UTC):%H:%M:%S} UTC"
-    yield Diagnosis(
-        stage="judging",
-        cause=JUDGE_FAILS[judge.state],
-        text=f"the judge gives no scores: {judge.error}{until}",
-        to_do=f"{advice_on(judge.error)}; "
-        + ("score asks it again and again" if passes else "no candidates are sampled meanwhile"),
-    )
-
-
-def _judge_drift(store: StoreFacts) -> Iterator[Diagnosis]:
-    """Yield that the judge is not the one it was. Records go on, by scores of another meaning."""
-    noise = store.noise
-    if noise is not None and noise.drift:
-        yield Diagnosis(
-            stage="judging",
-            cause="judge_drift",
-            text=f"the judge {noise.judge_model} is not as it was: {noise.drift}",
-            to_do="ask its provider whether another model answers to this name, or name a dated "
-            "model; `sidecar judge noise` has the figures, and with `--accept` takes the judge as "
-            "it is now",
-        )
-
-
-def _fields(refused: Mapping[str, int]) -> Iterator[Diagnosis]:
-    if sum(refused.values()) < FEW:
-        return
-    who = ", ".join(f"{url} ({number:,})" for url, number in refused.items())
-    yield Diagnosis(
-        stage="selection",
-        cause=FIELDS_REFUSED,
-        text="of the newest exchanges these came without token ids and log-probabilities, because "
-        f"their vLLM fails when it is asked for them: {who}; users are served all the same",
-        to_do=SELECTIONS[f"untrainable:{FIELDS_REFUSED}"],
-    )
 
 
 def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:

@@ -39,10 +39,10 @@ from deploy.registry.candidates import record_altered, record_restored
 from deploy.registry.leases import keep_since, lines_behind
 from deploy.registry.rollback import roll_back_in
 from deploy.text import iso
+from sidecar import conditions
 from sidecar.errors import StoreError
-from sidecar.lines import flag_of
 from sidecar.records import BASE
-from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.database import Database
 
 # Which adapters of all lines the store wants loaded, and what that changes in one vLLM.
 
@@ -539,8 +539,8 @@ class Fleet:
 MISSING_S = 30.0
 """As long as an operator's restored folder takes to be looked at again (`ALTERED_RETRY_S`)."""
 CHECK_S = 2.0
-FLAG = "champion_missing"
-"""Row of the table `flag`: since when nobody serves the champion, and its name; else empty."""
+MISSING = "champion"
+"""Kind of the condition that says since when no vLLM can serve the champion."""
 
 
 class ChampionGuard:
@@ -561,7 +561,6 @@ class ChampionGuard:
         self._view = view
         self._on_change = on_change
         self._clock = clock
-        self._flag = flag_of(FLAG, model)
 
     async def check(self) -> bool:
         """Check once. Returns: True when it rolled back. Raises: StoreError."""
@@ -601,25 +600,28 @@ class ChampionGuard:
         and again counts on. champion: the base: all is well. Returns: Unix seconds; None: all is
         well."""
         with self._database.read() as session:
-            kept = get_flag(session, self._flag) or ""
-        at, _, name = kept.partition(" ")
-        if champion == BASE and not kept:
+            kept = conditions.read(session, MISSING, self._model)
+        if champion == BASE and kept is None:
             return None
-        if champion == name and champion != BASE:
-            since = _number(at)
-            if since is not None and since <= now:  # else damaged, or the clock was set back
-                return since
+        same = kept is not None and kept.data.get("adapter") == champion
+        if kept is not None and same and kept.since <= now:  # else the clock was set back
+            return kept.since
         with self._database.write() as session:
-            told = "" if champion == BASE else f"{now} {champion}"
-            set_flag(session, self._flag, told, now=now)
-        return None if champion == BASE else now
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+            if champion == BASE:
+                conditions.clear(session, MISSING, self._model)
+                return None
+            found = conditions.Condition(
+                kind=MISSING,
+                line=self._model,
+                state="act",
+                code="champion_missing",
+                message=f"no vLLM can serve the champion {champion}: the base model answers",
+                to_do="correct vLLM's flags or the adapter, or roll back",
+                since=now,
+                data={"adapter": champion},
+            )
+            conditions.write(session, found, now=now)
+        return now
 
 
 def _nobody_serves(view: EngineView, champion: str) -> bool:

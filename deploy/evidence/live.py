@@ -297,12 +297,12 @@ def standing(metrics: Mapping[str, MetricState]) -> str | None:
     return None
 
 
-def away(metrics: Mapping[str, MetricState]) -> str | None:
-    """Return in words which metric cannot be asked, or None. It holds, and proves nothing."""
+def away(metrics: Mapping[str, MetricState]) -> tuple[str, str] | None:
+    """Return the metric that cannot be asked, and that in words. It holds, and proves nothing."""
     for name, state in metrics.items():
         if state.mode != "dry_run" and state.is_away and state.last is not None:
             tries = counted(state.errors, "time")
-            return f"metric {name} gave no answer {tries} in a row: {state.last.why}"
+            return name, f"metric {name} gave no answer {tries} in a row: {state.last.why}"
     return None
 
 

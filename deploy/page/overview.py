@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,10 +22,9 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import EvidenceOut, FunnelOut
+from deploy.admin.out import ConditionOut, EvidenceOut, FunnelOut
 from deploy.admin.paging import GROUP_STATUSES
 from deploy.admin.wire import EVERY_SCOPE
-from deploy.page.attention import Need, needs
 from deploy.page.sessions import Asked, PageServer, View
 from deploy.page.text import (
     KEPT_S,
@@ -34,6 +34,7 @@ from deploy.page.text import (
     Looked,
     Sight,
     arm_rows,
+    capital,
     changes,
     difference_chart,
     evidence_rows,
@@ -47,15 +48,72 @@ from deploy.page.text import (
     sights,
     waits_for,
 )
+from sidecar.conditions import Condition
 from sidecar.routing.table import is_adapter_name
+from sidecar.visible import counted
 
 LOOKED: Final = "sidecar_admin_looked"
 """Cookie of the last visit."""
-PAUSE: Final = "learner.pause"
 NEWEST = 200
 """Audit rows and canaries that are read."""
 LIVE_S = 5
 """Seconds after which an open page asks for its live part, told of a change or not."""
+
+
+LINKS: Final = {
+    "paused": "/runs",
+    "learner_away": "/runs",
+    "adapter_refused": "/adapters",
+    "pile_up": "/funnel",
+    "captures_lost": "/funnel",
+    "dead_letters": "/funnel",
+}
+"""Code of a condition -> the page with more; one of a canary or a run names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A condition that a person should look at."""
+
+    of: ConditionOut
+    key: str
+    """Stays while the same thing needs somebody: the browser finds the card again by it."""
+    what: str
+    to_do: str
+    link: str
+    """Empty: no page has more."""
+
+
+def cards(status: StatusOut, *, lost: int) -> list[Card]:
+    """Return the conditions of the line at hand, of no line, and those that stop another line.
+
+    lost: captures lost since the visitor looked.
+    """
+    found = [
+        one
+        for one in status.conditions
+        if one.state == "act" or (one.state == "look" and one.project in (None, status.project))
+    ]
+    if lost > 0:
+        words = f"{counted(lost, 'capture')} lost since you last looked; agents got their answers"
+        gone = Condition(kind="captures", state="look", code="captures_lost", message=words)
+        found.append(ConditionOut.of(gone))
+    return [_card(one) for one in found]
+
+
+def _card(one: ConditionOut) -> Card:
+    link, prefix = LINKS.get(one.code, ""), f"/project/{one.project}" if one.project else ""
+    for name, page in (("canary_id", "/canaries/"), ("run_id", "/runs/")):
+        if name in one.data:
+            link = page + str(one.data[name])
+    key = hashlib.sha256(f"{one.project}\n{one.kind}".encode(errors="replace")).hexdigest()[:12]
+    return Card(
+        of=one,
+        key=key,
+        what=capital(one.message),
+        to_do=f"{capital(one.to_do)}." if one.to_do else "",
+        link=prefix + link if link else "",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +128,7 @@ class Overview:
     changes: list[Change]
     more_changes: bool
     """Older ones than the rows that were read happened since the last visit too."""
-    needs: list[Need]
+    needs: list[Card]
     sights: list[Sight]
     arms: list[ArmRow]
     fresh: bool
@@ -124,13 +182,11 @@ async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
     funnel = await ask.get(FunnelOut, "funnel")
     canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
     evidence = await read_figures(server, asked, status.canary)
+    waits = waits_for(status)
     lost = lost_captures(funnel)
     looked = read_looked(asked.request.cookies.get(LOOKED), now)
     looked = looked.again(now, lost) if looks or looked.last <= 0.0 else looked
     candidates = {one.canary_id: one.candidate for one in canaries.items}
-    waits = ""
-    if status.canary is not None:
-        waits = waits_for(status.canary, evidence, server.context.rules)
     lost_now = max(0, lost - looked.lost_before)
     rows = [row for row in audit.items if is_of_line(row, asked.line, candidates)]
     return Overview(
@@ -146,13 +202,7 @@ async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
         looked=looked,
         changes=changes(rows, candidates, looked.before),
         more_changes=len(audit.items) == NEWEST and audit.items[-1].at > looked.before,
-        needs=needs(
-            status,
-            next((one for one in canaries.items if one.state not in ("queued", "withdrawn")), None),
-            lost=lost_now,
-            now=now,
-            paused=next((row for row in rows if row.action == PAUSE), None),
-        ),
+        needs=cards(status, lost=lost_now),
         sights=sights(funnel, status, now, lost=lost_now),
         arms=arm_rows(status.canary, evidence),
         fresh=not status.exchanges and not status.adapters,
@@ -177,6 +227,8 @@ def _remember(response: Response, looked: Looked) -> None:
 
 SHOWN = 50
 """Rows of a listing."""
+MISSING: Final = ("learner_cannot_run", "learner_lacks")
+"""Codes of what the learner's machine lacks."""
 
 
 def record_views(server: PageServer) -> dict[str, View]:
@@ -242,6 +294,7 @@ def record_views(server: PageServer) -> dict[str, View]:
             found=found,
             learner=status.learner,
             by_hand=server.context.by_hand,
+            missing=[one for one in status.conditions if one.code in MISSING],
             etag=etag,
         )
 

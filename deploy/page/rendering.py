@@ -25,7 +25,17 @@ from deploy.admin.auth import TooLargeError, TooSlowError
 from deploy.admin.client import is_of_a_line
 from deploy.admin.wire import UnreadableError, check_text
 from deploy.errors import DeployError
-from deploy.page.text import clock, differences, iso, length, percent, share, short, short_length
+from deploy.page.text import (
+    capital,
+    clock,
+    differences,
+    iso,
+    length,
+    percent,
+    share,
+    short,
+    short_length,
+)
 from deploy.records import LOADS, comes_next
 from deploy.registry import audit
 from ingest.verifiers.records import check_words
@@ -99,6 +109,7 @@ class Templates:
             text=message_text,
             check=check_words,
             commands=commands_as_code,
+            capital=capital,
         )
         self._environment.globals.update(static=self._static, comes_next=comes_next, loads=LOADS)
 

@@ -11,13 +11,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
-from deploy.admin.out import FunnelOut, StageOut
+from deploy.admin.out import ConditionOut, FunnelOut, StageOut
 from deploy.evidence.quality import CHART_LEVEL, EMPTY, bounds, observe
-from deploy.records import LOADS, comes_next, nobody_has, version_of
+from deploy.records import comes_next, nobody_has, version_of
 from deploy.registry.audit import CONTROL
 from sidecar.lines import Line, learner_of, line_of_adapter
 from sidecar.records import BASE
-from sidecar.settings import Canary as CanarySettings
 from sidecar.visible import counted
 
 # Figures as charts: series for the browser, and the same numbers for a table beside it. Pure.
@@ -235,15 +234,6 @@ def short_length(seconds: float) -> str:
 
 # The first screen in words: what serves, what the candidate has, and what it waits for. Pure.
 
-STANDS = re.compile(r"step [0-9]+ stands\b")
-"""How the reason of a ramp begins that something holds (`deploy.registry.canary_rule`)."""
-APPROVAL = "waits for the approval service"
-_SAYS_WHAT_IT_WAITS_FOR = re.compile(
-    rf"step [0-9]+ (stands|waits)\b|the evidence waits|{APPROVAL}|"
-    r"(the one step|all [0-9]+ steps) passed; waits|try [0-9]+ of"
-)
-"""How a canary's reason begins that says what the ramp waits for; others say how it got there."""
-
 
 def short(adapter: object) -> str:
     """`v12` of `<model>--v12-<digest>`; "the base model"; another name as it is."""
@@ -276,6 +266,17 @@ def champion_of(status: StatusOut) -> tuple[str, bool]:
     return champion, nobody_has(champion, (None if one.away else one.loaded for one in replicas))
 
 
+def waits_for(status: StatusOut) -> str:
+    """Return what the canary waits for, in a headline's words; empty: nothing but the clock."""
+    canary_id = "" if status.canary is None else status.canary.canary_id
+    holds = (one for one in status.conditions if one.kind == "canary")
+    return next((one.data["brief"] for one in holds if is_hold(one, canary_id)), "")
+
+
+def is_hold(one: ConditionOut, canary_id: str) -> bool:
+    return one.data.get("canary_id") == canary_id and "brief" in one.data
+
+
 def headline(
     status: StatusOut, since: float | None, waits: str, now: float, next_step_at: float | None
 ) -> str:
@@ -283,11 +284,15 @@ def headline(
     champion, missing = champion_of(status)
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
-    if missing:
+    if status.engine.away is not None:
+        first = f"No vLLM can be reached, so nobody may answer; {short(champion)} is to serve"
+    elif missing:
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
     canary = status.canary
     waiting = status.queued
     after = "" if waiting is None else f" {_upper(short(waiting.candidate))} waits in the queue."
+    silent = (one for one in status.conditions if one.code in SILENT)
+    after += "".join(f" {capital(one.message)}." for one in silent)
     if canary is None:
         return f"{first}. No candidate is being tried.{after}"
     return f"{first}; {_candidate(canary, waits, now, next_step_at)}.{after}"
@@ -313,44 +318,13 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
     return ", ".join(parts)
 
 
-def waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
-    """Say what a canary waits for, but the clock: its own reason, as short as a headline has to be,
-    or what its step has not seen yet. Empty: nothing that is known."""
-    reason = canary.reason or ""
-    if canary.state == "loading":
-        return "" if reason in ("", LOADS) else _first_part(reason)
-    if canary.state == "gating":
-        if not reason.startswith(("gate", APPROVAL, "try ")):
-            return ""  # how it came to the gate
-        told = _first_part(reason.removeprefix("gate: "))
-        return f"the {told}" if told.startswith("gate ") else told
-    if canary.state == "ramping" and _SAYS_WHAT_IT_WAITS_FOR.match(reason):
-        return _first_part(reason.replace(" passed; waits", " passed, waits", 1))
-    left = _step_lacks(canary, evidence, rules)
-    return f"waits for {left}" if left else ""
+SILENT = ("ingest_down", "learner_away")
+"""Codes of processes that have not been heard of: what the page says of the rest may be old."""
 
 
-def _first_part(reason: str) -> str:
-    return reason.partition("; ")[0]
-
-
-def _step_lacks(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
-    """Say how many replies, and sessions where the settings ask for them, the step still needs."""
-    if canary.state != "ramping" or canary.step_waived:
-        return ""
-    step = evidence.get(f"step_{canary.step + 1}")
-    step = step if isinstance(step, dict) else {}
-    arm = step.get("candidate")
-    replies = arm.get("replies") if isinstance(arm, dict) else None
-    found = []
-    sessions = getattr(rules, "step_min_sessions", None)
-    if isinstance(sessions, int):
-        seen = step.get("sessions")
-        left = sessions - (seen if isinstance(seen, int) else 0)
-        found += [counted(left, "session")] if left > 0 else []
-    left = rules.step_min_exchanges - (replies if isinstance(replies, int) else 0)
-    found += [counted(left, "reply", "replies")] if left > 0 else []
-    return " and ".join(found)
+def capital(text: str) -> str:
+    """A condition's words as a sentence begins; a name such as `vLLM` stays."""
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
 
 
 def _upper(text: str) -> str:
@@ -705,18 +679,11 @@ def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:
 
 
 def _ingest(status: StatusOut, now: float) -> Sight:
-    bus = status.bus
+    bus = next((one for one in status.conditions if one.kind == "bus"), None)
     if bus is None:
         return Sight(what="Ingest", figure="not heard of yet", good=None, note="")
-    late = now - bus.at > 60.0
-    if bus.lag is None:
-        return Sight(what="Ingest", figure="cannot read the bus", good=False, note=bus.error)
-    return Sight(
-        what="Ingest",
-        figure=f"{counted(bus.lag, 'record')} behind",
-        good=not late,
-        note=f"{length(now - bus.at)} ago" if late else "",
-    )
+    ago = "" if bus.at is None or bus.state == "ok" else f"{length(now - bus.at)} ago"
+    return Sight(what="Ingest", figure=bus.message, good=bus.state == "ok", note=ago)
 
 
 def arm_rows(canary: CanaryOut | None, evidence: Mapping[str, Any]) -> list[ArmRow]:

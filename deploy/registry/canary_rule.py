@@ -43,6 +43,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from deploy.evidence import live
 from deploy.evidence.live import GuardState, MetricState
@@ -263,6 +264,12 @@ class Hold:
     reason: str
     stops_clock: bool = False
     """True when the candidate is not the cause of the wait."""
+    needs: Literal["ok", "look", "act"] = "ok"
+    """State of the canary's condition: whether a person should know, or has to act."""
+    brief: str | None = None
+    """The reason in a headline's words; None: as it is; empty: nothing but time."""
+    metric: str = ""
+    """The metric that is the reason, because it gives no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,7 +468,11 @@ def _after_gating(
     if rules.promote_on != "quick" and (harm := proof_rule.harm(quality, rules)) is not None:
         return _reject(f"gate: {harm}")
     if evidence.away is not None:
-        return Hold(reason=f"gate waits: {evidence.away}", stops_clock=True)
+        return Hold(
+            reason=f"gate waits: {evidence.away}",
+            stops_clock=True,
+            brief=f"the gate waits: {evidence.away}",
+        )
     judged = verdict.scored if rules.promote_on == "quick" else quality.groups
     enough = judged >= rules.gate_min_prompts
     if enough and (judged >= wanted or evidence.pending == 0 or timed_out):
@@ -471,6 +482,7 @@ def _after_gating(
             reason=f"gate waits for held-out prompts: {evidence.prompts} of the "
             f"{rules.gate_min_prompts} it needs",
             stops_clock=True,
+            brief="the gate waits for held-out prompts",
         )
     if timed_out:
         return _inconclusive(
@@ -479,7 +491,8 @@ def _after_gating(
         )
     more = proof_rule.gate_doubt(quality, rules) if judged >= rules.gate_prompts else None
     why = "" if more is None else f"; more than usual: {more}"
-    return Hold(reason=f"gate: {judged} of {counted(wanted, 'prompt')} judged{why}")
+    progress = f"{judged} of {counted(wanted, 'prompt')} judged"
+    return Hold(reason=f"gate: {progress}{why}", brief=progress)
 
 
 def _gate_counts(evidence: GateEvidence, rules: CanarySettings) -> str:
@@ -523,7 +536,8 @@ def _after_ramping(
         split = f"{step} stands: sessions are not split by the weight"
         if spent_s >= rules.step_max_s:
             return _inconclusive(split)
-        return Hold(reason=f"{split}; look for a proxy that routes by another table")
+        why = f"{split}; look for a proxy that routes by another table"
+        return Hold(reason=why, needs="act", brief=split)
     if evidence.in_both_arms > max(1, MOST_IN_BOTH_ARMS * evidence.conversations):
         both = (
             f"{step} stands: {evidence.in_both_arms} of "
@@ -531,13 +545,15 @@ def _after_ramping(
         )
         if spent_s >= rules.step_max_s:
             return _inconclusive(both)
-        return Hold(reason=f"{both}; send x-sidecar-session (docs/sessions.md)")
+        why = f"{both}; send x-sidecar-session (docs/sessions.md)"
+        return Hold(reason=why, needs="act", brief=both)
     if (unasked := live.away(evidence.metrics)) is not None:
-        return Hold(reason=f"{step} stands: {unasked}", stops_clock=True)
+        metric, words = unasked
+        return Hold(reason=f"{step} stands: {words}", stops_clock=True, needs="act", metric=metric)
     if (signal := live.standing(evidence.metrics)) is not None:
         if spent_s >= rules.step_max_s:
             return _inconclusive(f"{step}: {signal}")
-        return Hold(reason=f"{step} stands until it recovers: {signal}")
+        return Hold(reason=f"{step} stands until it recovers: {signal}", needs="act")
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
     enough = (
         seen >= rules.step_min_exchanges
@@ -559,12 +575,23 @@ def _after_ramping(
         # Good replies from before must not end the step while vLLM does not know the adapter.
         return Hold(
             reason=f"{step} stands: vLLM did not know the adapter for its last "
-            f"{counted(evidence.missing_in_a_row, 'request')}"
+            f"{counted(evidence.missing_in_a_row, 'request')}",
+            needs="act",
         )
+    left = "" if canary.step_waived else _left(evidence, rules, seen)
     return Hold(
         reason=f"{step} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
-        f"{_seen(evidence, rules, ', ', seen=seen)}"
+        f"{_seen(evidence, rules, ', ', seen=seen)}",
+        brief=f"waits for {left}" if left else "",
     )
+
+
+def _left(evidence: RampEvidence, rules: CanarySettings, seen: int) -> str:
+    """Say what the step has not seen yet of what it asks for."""
+    sessions = rules.step_min_sessions - evidence.sessions
+    replies = rules.step_min_exchanges - seen
+    found = [counted(sessions, "session")] if sessions > 0 else []
+    return " and ".join([*found, *([counted(replies, "reply", "replies")] if replies > 0 else [])])
 
 
 def _proven_early(
@@ -632,7 +659,9 @@ def _after_step(
         return _inconclusive(f"the proof is still missing: {waits}")
     if evidence.away is not None:
         return Hold(reason=f"the evidence waits: {evidence.away}", stops_clock=True)
-    return Hold(reason=f"{steps} passed; waits for {waits}")
+    return Hold(
+        reason=f"{steps} passed; waits for {waits}", brief=f"{steps} passed, waits for {lacking}"
+    )
 
 
 def _reject(reason: str, *, bans: bool = True) -> Move:

@@ -16,10 +16,12 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase
+from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase, version_of
 from deploy.registry import aliases, audit, canaries, proof_rule, routing_writer, versions
 from deploy.registry import canaries as waiting
 from deploy.registry.canary_rule import Hold, Move
+from sidecar import conditions
+from sidecar.lines import project_of
 from sidecar.records import BASE
 from sidecar.routing.breaker_rule import FEW_CALLERS
 from sidecar.store.database import count
@@ -91,7 +93,7 @@ def apply(
         return False  # the breaker tripped during the decision; the next tick rolls back
     canaries.add_evidence(row, **evidence)
     if isinstance(decision, Hold):
-        _hold(row, decision, now)
+        _hold(session, row, decision, now)
     else:
         _move(session, row, decision, now=now, actor=actor, ban=ban)
     return True
@@ -275,7 +277,29 @@ def allowed_actions(canary: Canary) -> list[str]:
     return [*actions, "promote", *skips]
 
 
-def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
+def _hold(session: Session, row: CanaryRow, hold: Hold, now: float) -> None:
+    canary = canaries.to_canary(row)
+    project = project_of(canary.model)
+    of = "" if project is None else f" of {project}"
+    found = conditions.Condition(
+        kind="canary",
+        line=canary.model,
+        state=hold.needs,
+        code="canary_waits" if hold.needs == "ok" else "canary_held",
+        message=f"the trial of {version_of(canary.candidate)}{of} is held at "
+        f"{canary.weight_bp / 100:g}%: {hold.reason}"
+        if hold.needs != "ok"
+        else f"the trial of {version_of(canary.candidate)}{of}: {hold.reason}",
+        to_do="it goes on when that is over; abort it if users should not have it meanwhile"
+        if hold.needs != "ok"
+        else "",
+        data={
+            "canary_id": canary.canary_id,
+            "brief": hold.reason if hold.brief is None else hold.brief,
+            "metric": hold.metric,
+        },
+    )
+    conditions.write(session, found, now=now)
     # A hold is no transition: with a new generation or an audit row, every tick would make an
     # operator's If-Match stale.
     row.reason = hold.reason
@@ -289,6 +313,7 @@ def _move(
     session: Session, row: CanaryRow, move: Move, *, now: float, actor: str, ban: bool = True
 ) -> None:
     before = canaries.to_canary(row)
+    conditions.clear(session, "canary", before.model)
     ended: tuple[Phase, ...] = ("promoted", "rolled_back", "inconclusive")
     row.state = move.to
     row.step = move.step if move.to not in ended else row.step

@@ -15,13 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 from kafka import ConsumerRebalanceListener
-from sqlalchemy.orm import Session
 
 from ingest.errors import BusError
 from sidecar.capture.outbox import OutboxReader
+from sidecar.conditions import Condition, write
 from sidecar.errors import OutboxError, SettingsError, StoreError
 from sidecar.forwarding.sender import (
     REQUEST_TIMEOUT_MS,
@@ -31,7 +30,8 @@ from sidecar.forwarding.sender import (
     without,
 )
 from sidecar.settings import Kafka, KafkaUrl, OutboxUrl, read_bus_url
-from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.database import Database
+from sidecar.visible import counted
 
 # The bus as ingest needs it: read a batch, store it, then commit its position.
 
@@ -88,42 +88,16 @@ class BusReader(Protocol):
         """Close the bus; uncommitted records stay."""
 
 
-# The state of the bus as ingest sees it: a row of the `flag` table, for status and metrics.
+# The state of the bus as ingest sees it: a condition.
 
 log = structlog.get_logger()
-FLAG = "bus"
+KIND = "bus"
 INTERVAL_S = 10.0
 """Seconds between two reports; one asks Kafka for the offsets of every partition."""
 
 
-class BusState(msgspec.Struct, frozen=True, kw_only=True):
-    """What ingest last saw of the bus."""
-
-    at: float
-    """Unix seconds."""
-    lag: int | None
-    """Records that wait to be stored; None when the bus could not say."""
-    error: str = ""
-    """Why the bus cannot be reached; empty when it can."""
-
-
-_encoder = msgspec.json.Encoder()
-
-
-def read_state(session: Session) -> BusState | None:
-    """Return what ingest last wrote; None when it has not run, or the row is damaged."""
-    text = get_flag(session, FLAG)
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=BusState)
-    except msgspec.MsgspecError:
-        log.warning("bus_state_unreadable")
-        return None
-
-
 class BusReport:
-    """Writes the row. For one thread."""
+    """Writes the condition. For one thread."""
 
     def __init__(self, bus: BusReader, database: Database) -> None:
         self._bus, self._database = bus, database
@@ -133,19 +107,36 @@ class BusReport:
         """Write the state if it is due. Raises: BusError or StoreError."""
         if now >= self._due:
             self._due = now + INTERVAL_S
-            self._write(BusState(at=now, lag=self._bus.lag()))
+            lag = self._bus.lag()
+            waiting = counted(lag, "record waits", "records wait")
+            self._write(
+                Condition(
+                    kind=KIND, code="bus_read", message=f"{waiting} on the bus", data={"lag": lag}
+                ),
+                now,
+            )
 
     def failed(self, error: BusError, now: float) -> None:
         """Write why the bus cannot be reached, as far as the store can be."""
         self._due = 0.0  # the next success is told at once
         try:
-            self._write(BusState(at=now, lag=None, error=str(error)))
+            self._write(
+                Condition(
+                    kind=KIND,
+                    state="act",
+                    code="bus_away",
+                    message=f"ingest cannot read the bus: {error}",
+                    to_do="start the brokers or make the file readable; records wait, and are "
+                    "not lost",
+                ),
+                now,
+            )
         except StoreError as second:
             log.warning("bus_state_not_stored", why=str(second))
 
-    def _write(self, state: BusState) -> None:
+    def _write(self, one: Condition, now: float) -> None:
         with self._database.write() as session:
-            set_flag(session, FLAG, _encoder.encode(state).decode(), now=state.at)
+            write(session, one, now=now)
 
 
 POLL_MS = 100

@@ -38,8 +38,9 @@ from ingest.sampling.round import (
     store_round,
 )
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
-from ingest.store.listing import MAX_WHY, SAMPLING_WAITS, Trouble, patiently, write_trouble
+from ingest.store.listing import patiently
 from ingest.vllm.sampler import Room, Sampler
+from sidecar import conditions
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.settings import Groups, SamplingField
@@ -336,14 +337,22 @@ class SamplingWorker:
         now = self._now()
         log.warning("sampling_stopped", reason=reason, why=why, until=until)
         count(session, WAITING, reason)
-        write_trouble(
-            session, SAMPLING_WAITS, Trouble(since=now, why=why[:MAX_WHY], until=until), now=now
+        spent = reason.startswith("groups.")
+        found = conditions.Condition(
+            kind="sampling",
+            state="look",
+            code="budget_spent" if spent else reason,
+            message=f"no candidates are sampled: {why[: conditions.MOST_CHARACTERS]}",
+            to_do=f"wait, or raise {reason} and restart score" if spent else "",
+            since=now,
+            until=until,
         )
+        conditions.write(session, found, now=now)
         self._told = reason, until
 
     def _say_going(self, session: Session) -> None:
         if self._told is not None:
-            write_trouble(session, SAMPLING_WAITS, None, now=self._now())
+            conditions.clear(session, "sampling")
             self._told = None
 
 

@@ -10,8 +10,6 @@ from datetime import UTC, datetime, timedelta
 from time import monotonic
 from typing import TypeVar
 
-import msgspec
-import structlog
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
@@ -22,7 +20,7 @@ from ingest.store.groups import load_scored_group
 from ingest.store.sessions import stored_name
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
-from sidecar.store.database import DAMAGE, Database, get_flag, set_flag
+from sidecar.store.database import DAMAGE, Database
 from sidecar.store.models import ExchangeRow, GroupRow
 
 PAGE = 64
@@ -200,47 +198,6 @@ def is_count(stored: object) -> bool:
 
 def _utc(now: float) -> datetime:
     return datetime.fromtimestamp(now, UTC)
-
-
-# Why sampling waits: a row of the `flag` table, for `sidecar status`.
-
-log = structlog.get_logger()
-SAMPLING_WAITS = "trouble_sampling"
-MAX_WHY = 500
-"""Characters of a reason that are kept."""
-
-
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Why sampling waits, as it last wrote it."""
-
-    since: float
-    """Unix seconds."""
-    why: str
-    until: float | None = None
-    """When it ends by itself; None: not known."""
-
-
-_encoder = msgspec.json.Encoder()
-
-
-def write_trouble(session: Session, name: str, trouble: Trouble | None, *, now: float) -> None:
-    """Write why a worker waits, or that it does not. Writes nothing when that is known."""
-    text = "" if trouble is None else _encoder.encode(trouble).decode()
-    if (get_flag(session, name) or "") != text:
-        set_flag(session, name, text, now=now)
-
-
-def read_trouble(session: Session, name: str, *, now: float) -> Trouble | None:
-    """Return why a worker waits; None when it does not, or the row is damaged."""
-    text = get_flag(session, name)
-    if not text:
-        return None
-    try:
-        trouble = msgspec.json.decode(text, type=Trouble)
-    except msgspec.MsgspecError:
-        log.warning("trouble_unreadable", name=name)
-        return None
-    return None if trouble.until is not None and trouble.until <= now else trouble
 
 
 # Repeat a transaction while the store is locked or away, since what it stores has cost money.

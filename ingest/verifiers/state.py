@@ -1,6 +1,6 @@
-"""What the scoring process last saw of each verifier: a row of the `flag` table.
+"""What the scoring process last saw of each verifier: a condition each.
 
-Several scoring processes share the row, and the last one to write it is believed: they have the
+Several scoring processes share them, and the last one to write it is believed: they have the
 same verifiers. Which groups wait for a verifier, the groups themselves say.
 """
 
@@ -12,26 +12,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from ingest.records import Answer
 from ingest.store.groups import SAMPLED
-from ingest.store.listing import MAX_WHY
 from ingest.verifiers.records import OF_THE_GROUP, UNVERIFIED, Failure, Finding
-from sidecar.store.database import get_flag, set_flag
+from sidecar import conditions
 from sidecar.store.models import GroupRow
 
-FLAG = "verifiers"
+KIND = "verifier "
+"""How the kind of the condition begins; the verifier's name follows."""
 WRITE_AGAIN_S = 60.0
 """The time of the last finding is written this often, and a change at once."""
 MOST_WAITING = 1_000
 """Waiting groups that are looked at; by default 256 may wait (`groups.max_pending_groups`)."""
 QUIET = frozenset({"error", "bad_finding"})
 """Failures whose words may quote the answer: only the reason is kept."""
-
-log = structlog.get_logger()
 
 
 class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +51,7 @@ class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
         """Note a failure. whole: no other answer got a finding, so it may not work at all."""
         fails = self.fails or (whole and failure.reason not in OF_THE_GROUP)
         return msgspec.structs.replace(
-            self, fails=fails, error_at=now, error=said_of(failure)[:MAX_WHY]
+            self, fails=fails, error_at=now, error=said_of(failure)[: conditions.MOST_CHARACTERS]
         )
 
     def is_news(self, told: VerifierSeen | None) -> bool:
@@ -72,17 +69,29 @@ def said_of(failure: Failure) -> str:
 
 
 def write_verifiers(session: Session, seen: Iterable[VerifierSeen], *, now: float) -> None:
-    set_flag(session, FLAG, msgspec.json.encode(list(seen)).decode(), now=now)
-
-
-def read_verifiers(session: Session) -> tuple[VerifierSeen, ...]:
-    """Return what is known of the verifiers; empty when there are none, or the row is damaged."""
-    text = get_flag(session, FLAG)
-    try:
-        return msgspec.json.decode(text, type=tuple[VerifierSeen, ...]) if text else ()
-    except msgspec.MsgspecError:
-        log.warning("verifiers_unreadable")
-        return ()
+    """Write a condition for each verifier, and remove those of others."""
+    written = set()
+    for one in seen:
+        told = f": {one.error}" if one.error else ""
+        found = conditions.Condition(
+            kind=KIND + one.name,
+            state="act" if one.fails else "ok",
+            code="verifier_fails" if one.fails else "verifier_works",
+            message=f"the verifier {one.name} fails{told}"
+            if one.fails
+            else f"the verifier {one.name} works"
+            + (f", but for its last error{told}" if told else ""),
+            to_do="start the service or install the package, or take the verifier out of [reward]; "
+            "`sidecar config check --online` tries each once"
+            if one.fails
+            else "",
+            data=msgspec.to_builtins(one),
+        )
+        conditions.write(session, found, now=now)
+        written.add(found.kind)
+    for known in conditions.read_all(session):
+        if known.kind.startswith(KIND) and known.kind not in written:
+            conditions.clear(session, known.kind)
 
 
 def waiting_for(session: Session) -> Mapping[str, int]:

@@ -19,9 +19,10 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from learner.records import End, Part, Phase, Stage, StageName, StepMetrics, TrainingGroup
+from sidecar import conditions
 from sidecar.errors import StoreError
 from sidecar.logs import IN_WORDS
-from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.database import Database
 from sidecar.store.models import RunRow, RunStepRow
 
 # How much of a run is done, and how long the rest will take. Pure.
@@ -406,8 +407,8 @@ ENDS: dict[str, End] = {"finished": "ok", "skipped": "ok", "failed": "failed"}
 
 # What runs need and the learner's machine does not have. The next successful run clears it.
 
-MISSING_FLAG = "learner_lacks"
-"""A line for each; empty: nothing is known to be lacking."""
+MISSING = "missing "
+"""How the kind of the condition begins; the setting follows."""
 
 
 class Missing(NamedTuple):
@@ -434,11 +435,16 @@ def note_missing(lacks: Sequence[Missing], database: Database, *, now: float) ->
 
 def write_missing(session: Session, lacks: Sequence[Missing], *, now: float) -> None:
     """Store what runs lack; nothing: none is known to lack any more."""
-    text = "\n".join(" ".join(f"{one.setting}: {one.why}".split()) for one in lacks)
-    if (get_flag(session, MISSING_FLAG) or "") != text:
-        set_flag(session, MISSING_FLAG, text, now=now)
-
-
-def read_missing(session: Session) -> list[str]:
-    """Return what runs lack, a sentence each, with the setting in front."""
-    return (get_flag(session, MISSING_FLAG) or "").splitlines()
+    for known in conditions.read_all(session):
+        if known.kind.startswith(MISSING):
+            conditions.clear(session, known.kind)
+    for one in lacks:
+        found = conditions.Condition(
+            kind=MISSING + one.setting,
+            state="act" if one.level == "error" else "look",
+            code="learner_cannot_run" if one.level == "error" else "learner_lacks",
+            message="the learner found at its start: "
+            + " ".join(f"{one.setting}: {one.why}".split()),
+            since=now,
+        )
+        conditions.write(session, found, now=now)

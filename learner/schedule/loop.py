@@ -2,7 +2,7 @@
 
 Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
-`learner_run_requested` ("1" or "0"). Its newest decision is in a flag too (`ScheduleStatus`). A
+`learner_run_requested` ("1" or "0"). Its newest decision is a condition (`SCHEDULE`). A
 scheduled time that came round stays due, also over a restart, until a run starts or too few groups
 wait; it is due again when that run failed or found no room (`hold`).
 """
@@ -24,11 +24,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Protocol
 
-import msgspec
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
-from msgspec import structs
 from sqlalchemy.orm import Session
 
 from learner.command import (
@@ -56,6 +54,7 @@ from learner.schedule.rule import (
     turns_of,
     undecided_canary,
 )
+from sidecar.conditions import Condition, write
 from sidecar.errors import StoreError
 from sidecar.lines import flag_of
 from sidecar.processes import own_environment, tell_ready
@@ -131,39 +130,9 @@ def ended_words(code: int) -> str:
     return f"was killed ({name})"
 
 
-# The schedule's newest decision, published in a flag of the store for status and the page.
-
-SCHEDULE_FLAG = "learner_schedule"
-
-
-class ScheduleStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest decision of the schedule."""
-
-    kind: str
-    """`learner.schedule.rule.Kind`"""
-    why: str
-    at: float
-    """Unix seconds; it is written at least every minute while the learner lives."""
-    again_at: float | None = None
-    """Unix seconds when the hold after the last run ends; None: none holds."""
-
-
-def write_schedule_status(session: Session, status: ScheduleStatus, line: str) -> None:
-    """line: name of the line of adapters whose schedule it is."""
-    set_flag(
-        session, flag_of(SCHEDULE_FLAG, line), msgspec.json.encode(status).decode(), now=status.at
-    )
-
-
-def read_schedule_status(session: Session, line: str) -> ScheduleStatus | None:
-    """Return the newest decision of a line; None before the first, and for a damaged one."""
-    found = get_flag(session, flag_of(SCHEDULE_FLAG, line))
-    try:
-        return msgspec.json.decode(found or "null", type=ScheduleStatus | None)
-    except msgspec.MsgspecError:
-        return None
-
-
+SCHEDULE = "schedule"
+"""Kind of the condition that has the schedule's newest decision in a line: its code is the kind of
+the decision (`learner.schedule.rule.Kind`)."""
 log = structlog.get_logger()
 
 PAUSED_FLAG = "learner_paused"
@@ -248,7 +217,8 @@ class Schedule:
         """True when the child process was started for a scheduled time, not only on request."""
         self._hold = Hold()
         self._logged: Decision | None = None
-        self._status: ScheduleStatus | None = None
+        self._told: Condition | None = None
+        self._told_at = 0.0
 
     @property
     def running(self) -> bool:
@@ -330,19 +300,19 @@ class Schedule:
 
     def _tell(self, decision: Decision) -> None:
         """Write the decision for the other processes, when it is new or was written long ago."""
-        now, status = self._clock(), self._status
-        new = ScheduleStatus(
-            kind=decision.kind, why=decision.why, at=now, again_at=decision.again_at
+        now = self._clock()
+        new = Condition(
+            kind=SCHEDULE,
+            line=self.line.name,
+            code=decision.kind,
+            message=decision.why,
+            until=decision.again_at,
         )
-        if (
-            status is not None
-            and 0 <= now - status.at < STATUS_S
-            and structs.replace(new, at=status.at) == status
-        ):
+        if new == self._told and 0 <= now - self._told_at < STATUS_S:
             return
-        self._status = new
         with self._database.write(alone=False) as session:
-            write_schedule_status(session, self._status, self.line.name)
+            write(session, new, now=now)
+        self._told, self._told_at = new, now
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex

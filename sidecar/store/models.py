@@ -807,12 +807,30 @@ class CounterRow(Base):
 
 
 class FlagRow(Base):
-    """Operator's switches that survive restarts: learner_paused, learner_run_requested, …"""
+    """Operator's switches, and places and marks of processes, that survive restarts."""
 
     __tablename__ = "flag"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     value: Mapped[str] = mapped_column(Text)
     updated_at: Mapped[float]
+
+
+class ConditionRow(Base):
+    """The state of one part of the system, as the process that observes it last wrote it
+    (`sidecar.conditions`)."""
+
+    __tablename__ = "condition"
+    line: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """Name of the line of adapters; empty: of all."""
+    kind: Mapped[str] = mapped_column(String(128), primary_key=True)
+    state: Mapped[str] = mapped_column(String(8))
+    code: Mapped[str] = mapped_column(String(64))
+    message: Mapped[str] = mapped_column(Text)
+    to_do: Mapped[str] = mapped_column(Text)
+    since: Mapped[float]
+    until: Mapped[float | None]
+    at: Mapped[float]
+    data: Mapped[dict[str, Any]]
 
 
 class ScheduleJobRow(Base):
@@ -876,6 +894,7 @@ __all__ = [
     "BreakerTripRow",
     "CanaryRow",
     "ChoiceRow",
+    "ConditionRow",
     "CounterRow",
     "DeadLetterRow",
     "ExchangeRow",

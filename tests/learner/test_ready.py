@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 
 from learner import ready
 from learner.__main__ import main
-from learner.progress.watch import read_missing
 from learner.schedule import loop
 from learner.schedule import loop as measuring
+from sidecar.conditions import read_all
 from sidecar.store.database import Database
 
 WHAT = (
@@ -116,7 +116,7 @@ def test_what_runs_lack_is_said_at_the_start_and_stored_until_one_trains(
 
     def lacks() -> list[str]:
         with store.read() as session:
-            return read_missing(session)
+            return sorted(one.message.split(": ", 1)[1] for one in read_all(session))
 
     def measure(base: str, more: str) -> list[tuple[str, str]]:
         text = f'{kept}{more}\n[serving]\nmodel = "m"\nbase_model_path = "{base}"\n'
@@ -124,7 +124,7 @@ def test_what_runs_lack_is_said_at_the_start_and_stored_until_one_trains(
         with capture_logs() as logs:
             assert main([*words, "--measure"]) == 0
         found = [one for one in logs if one["event"].startswith("learner_")]
-        assert [f"{one['setting']}: {one['why']}" for one in found] == lacks()
+        assert sorted(f"{one['setting']}: {one['why']}" for one in found) == lacks()
         return [(one["event"], one["setting"]) for one in found]
 
     kept = file.read_text()

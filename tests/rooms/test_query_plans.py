@@ -28,6 +28,7 @@ SMALL = {
     "alias",
     "api_key",
     "breaker_trip",
+    "condition",  # a row for each part of the system
     "counter",  # a row for each stage and reason, and one a day
     "flag",
     "routing_table",
@@ -123,6 +124,7 @@ NOT_RUN = {
     "ingest/store/rotation.py:_rotate_rows": ROTATION,
     "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/admin/changes.py:_etag_in": "one row by its key",
+    "deploy/conditions.py:_paused": "one row by its index, while a learner is paused",
     "deploy/admin/reads.py:_pace": "one row by its key, while a canary runs",
     "deploy/registry/aliases.py:last_before": "the moves of one alias, when an anchor is "
     "rolled back",

@@ -10,15 +10,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
-from ingest.intake.bus import FLAG, BusState
 from ingest.judge_watch import JudgeState, write_judge_state
+from sidecar.conditions import Condition, write
 from sidecar.store.codec import pack_ids
-from sidecar.store.database import compress, count, set_flag
+from sidecar.store.database import compress, count
 from sidecar.store.models import AnswerRow, CanaryRow, GroupRow, RunStepRow
 from support.finished_run import finished_run
 
@@ -95,13 +93,20 @@ def tell(world: World, mark: Callable[[str], str] = lambda text: text) -> None:
         assert row is not None
         canaries.add_evidence(row, gate={**GATE, "reason": mark("better")}, step_1=STEP, **PROOF)
         row.reason = mark("step 1 of 2 at 20%: 13 of 20 exchanges")
-        bus = BusState(at=clock.now - 2.0, lag=3)
         judge = JudgeState(since=clock.now - 900.0).works(clock.now - 900.0)
         judge = judge.fails(
             clock.now - 300.0, mark("503 from the judge"), until=clock.now + 5.0, state="away"
         )
         write_judge_state(session, judge, now=clock.now)
-        set_flag(session, FLAG, msgspec.json.encode(bus).decode(), now=clock.now)
+        bus = Condition(
+            kind="bus", code="bus_read", message="3 records wait on the bus", data={"lag": 3}
+        )
+        write(session, bus, now=clock.now - 2.0)
+        data = {"canary_id": row.canary_id, "brief": "waits for 7 replies", "metric": ""}
+        hold = Condition(
+            kind="canary", line="m", code="canary_waits", message=row.reason, data=data
+        )
+        write(session, hold, now=clock.now)
 
 
 def roll_back(world: World, reason: str) -> None:

@@ -27,9 +27,6 @@ from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.judge_noise import NoiseState, write_noise_state
-from ingest.judge_watch import JudgeState, write_judge_state
-from ingest.store.listing import SAMPLING_WAITS, Trouble, write_trouble
-from ingest.verifiers.state import VerifierSeen, write_verifiers
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run
@@ -72,57 +69,6 @@ def assert_problem(reply: httpx.Response, status: int, slug: str) -> dict[str, A
     assert body["type"] == f"urn:learning-sidecar:problem:{slug}"
     assert body["status"] == status
     return body
-
-
-async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
-    world: World, api: Api
-) -> None:
-    quiet = (await api.get("/status")).json()
-    with world.database.write() as session:
-        now = world.clock()
-        judge = (
-            JudgeState(since=now)
-            .works(now)
-            .fails(now + 5.0, "judge_rejected: 401", until=now + 6.0, state="rejected")
-        )
-        write_judge_state(session, judge, now=now)
-        over = Trouble(since=now - 9.0, why="spent", until=now)
-        write_trouble(session, SAMPLING_WAITS, over, now=now)
-        count(session, "consume", "poison", 2)
-        dead = VerifierSeen(
-            name="policy", kind="http", fails=True, error_at=now, error="unreachable: ConnectError"
-        )
-        write_verifiers(session, [dead], now=now)
-
-    found = (await api.get("/status")).json()
-
-    assert (quiet["judge"], quiet["sampling"], quiet["dead_letters"]) == (None, None, 0)
-    assert without_iso(found["judge"]) == {
-        "state": "rejected",
-        "since": now + 5.0,
-        "good_at": now,
-        "error_at": now + 5.0,
-        "error": "judge_rejected: 401",
-        "until": now + 6.0,
-        "waiting": 0,
-        "judges": [],
-        "spent_usd_today": 0.0,
-        "tokens_today": 0,
-    }
-    assert quiet["verifiers"] == []
-    assert [without_iso(one) for one in found["verifiers"]] == [
-        {
-            "name": "policy",
-            "kind": "http",
-            "fails": True,
-            "good_at": None,
-            "error_at": now,
-            "error": "unreachable: ConnectError",
-            "waiting": 0,
-        }
-    ]
-    assert found["sampling"] is None, "it is over"
-    assert found["dead_letters"] == 2
 
 
 async def test_a_listing_refuses_a_query_that_it_would_not_obey(api: Api) -> None:
@@ -914,7 +860,8 @@ async def test_a_loop_that_fails_is_shown_and_does_not_take_the_admin_api_away(a
 
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["loops"] == {"tick": "failed 3 times in a row"}
-    assert status["control"] == {"tick": {"failures": 3, "error": "TypeError: a list"}}
+    (loop,) = [one for one in status["conditions"] if one["code"] == "loop_fails"]
+    assert loop["message"] == "control's loop tick failed 3 times in a row: TypeError: a list"
     assert 'sidecar_control_loop_failures{loop="tick"} 3.0' in text
 
 

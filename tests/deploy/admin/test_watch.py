@@ -130,7 +130,8 @@ async def test_the_command_shows_it_in_lines(api: Api) -> None:
     assert "clarifying  invalid_call  repetition" in heads
     assert len(heads) - len("adapter") == len(row) - len(CHAMPION)  # one column
     status = (await api.get("/status")).json()
-    assert status["watch_holds"].startswith("20.0% of the champion's answers are refusals")
+    (one,) = [one for one in status["conditions"] if one["code"] == "would_hold"]
+    assert "20.0% of the champion's answers are refusals" in one["message"]
     assert any(line.startswith("Not checked: length: ") for line in lines)
 
 

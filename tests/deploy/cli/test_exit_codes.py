@@ -15,7 +15,7 @@ from deploy.engine.reconcile import Fleet
 from deploy.examiner import examiner_of
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
-from learner.schedule.loop import ScheduleStatus, write_schedule_status
+from sidecar.conditions import Condition, write
 from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history
@@ -236,9 +236,10 @@ def test_learn_takes_once_or_replay_not_both(capsys: pytest.CaptureFixture[str])
 def test_a_switch_does_not_print_what_the_schedule_said_before_it(
     run: Run, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = ScheduleStatus(kind="not_due", why="the schedule has not come round", at=world.clock())
+    why = "the schedule has not come round"
+    told = Condition(kind="schedule", line="m", code="not_due", message=why)
     with world.database.write() as session:
-        write_schedule_status(session, told, "m")
+        write(session, told, now=world.clock())
 
     assert run("learner", "pause", "--reason", "x") == 0
     printed = capsys.readouterr().out

@@ -336,7 +336,7 @@ def test_a_fault_of_a_projects_line_is_told_with_the_project(
     told = [(one["cause"], one["project"]) for one in found["diagnoses"]]
     assert (code, told) == (1, [("paused", "support"), ("adapter_refused", "support")])
     assert "the learner of support" in found["diagnoses"][0]["text"]
-    assert "?project=support" in found["diagnoses"][0]["to_do"]
+    assert "--project support" in found["diagnoses"][0]["to_do"]
     serving = next(one for one in found["stages"] if one["name"] == "serving")
     assert serving["ended"] == {"rejected": 1}, "the adapters of all lines"
 
@@ -429,7 +429,8 @@ def test_exchanges_without_our_fields_show_in_the_store_by_their_vllm(
     texts = [one["text"] for one in found["diagnoses"] if one["cause"] == "fields_refused"]
     assert len(texts) == stops
     if stops:
-        assert f": http://one:8000 ({refused});" in texts[0]
+        assert "vLLM at http://one:8000 fails" in texts[0]
+        assert f"; {refused} of the newest 200 exchanges" in texts[0]
         assert stop_of((code, found))[:2] == (1, "selection")
 
 
@@ -594,15 +595,14 @@ def test_what_score_saw_of_a_verifier_is_told_without_asking_it(
 ) -> None:
     sidecar.configure(**{"reward.verifiers.policy": HOOK})
     sidecar.score(1.0, 0.0)
-    lost = VerifierSeen(name="gone", kind="http", fails=True, error="no longer in the settings")
     dead = VerifierSeen(name="policy", kind="http", fails=True, error="refused: status 500")
     with closing(Database(sidecar.settings.store.url)) as store, store.write() as session:
-        write_verifiers(session, [lost, dead], now=time.time())
+        write_verifiers(session, [dead], now=time.time())
 
     found = sidecar.doctor(capsys, "--offline")
 
     assert stop_of(found) == (1, "judging", "verifier_fails")
-    assert found[1]["diagnoses"][0]["text"] == "reward.verifiers.policy: refused: status 500"
+    assert found[1]["diagnoses"][0]["text"] == "the verifier policy fails: refused: status 500"
 
 
 def test_a_judge_that_is_not_as_it_was(

@@ -12,7 +12,7 @@ import pytest
 from deploy.page.rendering import FOLDER, HEADERS, POLICY, commands_as_code
 from deploy.registry import transitions
 from learner.progress.watch import Missing, write_missing
-from learner.schedule.loop import ScheduleStatus, write_schedule_status
+from sidecar.conditions import Condition, write
 from sidecar.errors import StoreError
 from sidecar.store.models import CanaryRow
 from support import page_history
@@ -71,11 +71,12 @@ async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
     follows = words_of((await browser.get("/runs")).text)
     object.__setattr__(browser.context, "by_hand", True)
     now = world.clock()
-    told = ScheduleStatus(
-        kind="no_room", why="a run needs about 16.4 GB", at=now, again_at=now + 600.0
-    )
+    told = Condition(
+        kind="schedule", line="m", code="no_room", message="a run needs about 16.4 GB",
+        until=now + 600.0,
+    )  # fmt: skip
     with world.database.write() as session:
-        write_schedule_status(session, told, "m")
+        write(session, told, now=now)
         write_missing(session, [Missing("learner.device", "it cannot be used")], now=now)
 
     by_hand = words_of((await browser.get("/runs")).text)
@@ -84,7 +85,7 @@ async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
     assert "No run now" not in follows
     assert "The learner runs when it is asked to." in by_hand
     assert "No run now: a run needs about 16.4 GB. It is tried again" in by_hand
-    assert "It found at its start: learner.device: it cannot be used." in by_hand
+    assert "The learner found at its start: learner.device: it cannot be used." in by_hand
 
 
 async def test_the_first_screen_says_in_words_what_users_get(
@@ -104,10 +105,11 @@ async def test_the_first_screen_says_in_words_what_users_get(
     assert "v4 was rolled back at 20% : 9% of the canary's 210 replies failed, 1% before" in found
     assert "v2 was rejected : worse than the champion on 12 prompts: -0.081" in found
     assert "v3 was promoted" in found
-    assert "The judge gives no scores since 03:14 UTC 503 from the judge" in found
-    assert "300 groups wait for it." in found
+    assert "The judge gives no scores: 503 from the judge" in found
+    assert "Since 03:14 UTC; again at" in found
+    assert "; 300 groups wait for it" in found
     assert "99.9% of 96,134 requests 14 lost, 0 left out on purpose" in found
-    assert "3 records behind" in found
+    assert "3 records wait on the bus" in found
     assert "cut by the client 1 (7.7%) 2 (3.3%)" in found
     assert "answers; 3 adapters loaded" in found
 

@@ -14,12 +14,9 @@ from deploy.admin.models import (
     EngineOut,
     LearnerOut,
     ReplicaOut,
-    ScheduleOut,
     StatusOut,
 )
-from deploy.admin.out import FunnelOut, PileUpOut, StageOut
-from deploy.funnel import PileUp
-from deploy.page.attention import needs
+from deploy.admin.out import ConditionOut, FunnelOut, StageOut
 from deploy.page.text import (
     AWAY_S,
     MOST_POINTS,
@@ -41,9 +38,8 @@ from deploy.page.text import (
     short,
     short_length,
     sights,
-    waits_for,
 )
-from sidecar.settings import Canary as CanarySettings
+from sidecar.conditions import Condition
 
 NOON = 1_767_268_800.0
 """2026-01-01 12:00 UTC."""
@@ -82,13 +78,11 @@ def status(**changed: Any) -> StatusOut:
         "canary": None,
         "learner": learner,
         "engine": engine,
-        "control": {},
         "adapters": {},
         "groups": {},
         "exchanges": 0,
         "feedback": {},
         "signals": {},
-        "bus": None,
         "token_check": "on",
     }
     return StatusOut.model_validate({**fields, **changed})
@@ -183,35 +177,20 @@ def test_the_headline_says_when_no_vllm_has_the_champion() -> None:
     assert said(a=replica(away="gone")).startswith("v2 serves")
 
 
-def test_a_refused_champion_that_nobody_has_is_not_said_to_be_answered_by_another_version() -> None:
-    def said(*loaded: str) -> str:
-        refusing = ReplicaOut(away=None, loaded=list(loaded), refused={V2: "rank 64 is over 16"})
-        engine = EngineOut(away=None, loaded=[], refused={}, replicas={"a": refusing, "b": other})
-        return next(one.to_do for one in needs(status(engine=engine), None, lost=0, now=NOON))
+def test_the_headline_says_when_nobody_answers_or_is_heard_of() -> None:
+    away = EngineOut(away="refused", loaded=[], refused={}, replicas={})
+    late = Condition(kind="bus", state="act", code="ingest_down", message="ingest is not heard of")
 
-    other = ReplicaOut(away=None, loaded=[V3], refused={})
-    assert said(V3).endswith("or roll back: users get the base model.")
-    other = ReplicaOut(away=None, loaded=[V2], refused={})
-    assert said(V3).endswith("another version answers meanwhile.")
+    found = headline(status(engine=away, conditions=[ConditionOut.of(late)]), None, "", NOON, None)
+
+    assert found.startswith("No vLLM can be reached, so nobody may answer")
+    assert found.endswith("Ingest is not heard of.")
 
 
 def test_names_are_short_where_they_are_of_our_form() -> None:
     names = (V2, "base", "shop--v2-0123456789AB", "", 7)
 
     assert [short(one) for one in names] == ["v2", "the base model", *map(str, names[2:])]
-
-
-def test_a_step_waits_for_the_replies_that_it_lacks() -> None:
-    rules = CanarySettings(step_min_exchanges=20)
-    evidence = {"step_1": {"candidate": {"replies": 13}, "sessions": 500}}
-    whole = {"step_1": {"candidate": {"replies": 20}, "sessions": 500}}
-    sessions = getattr(rules, "step_min_sessions", None)
-    also = "" if sessions is None else f"{sessions} sessions and "
-
-    assert waits_for(canary(), evidence, rules) == "waits for 7 replies"
-    assert waits_for(canary(), whole, rules) == ""
-    assert waits_for(canary(), {"step_1": "damaged"}, rules) == f"waits for {also}20 replies"
-    assert waits_for(canary(state="gating"), evidence, rules) == ""
 
 
 def test_a_visit_ends_when_its_visitor_was_away() -> None:
@@ -403,35 +382,3 @@ def test_curves_leave_out_what_no_step_has_and_thin_out_what_is_long() -> None:
     assert charts[0].series == {"mean reward": (0.1, 0.2, 0.3, 0.4)}
     assert charts[0].rows()[0] == ("1", "0.1")
     assert len(long[0].x) == MOST_POINTS
-
-
-def test_a_paused_learner_and_one_that_is_away_need_somebody() -> None:
-    pause = audit("learner.pause", actor="token:86f65e28", reason="a sale begins")
-    told = ScheduleOut(kind="waits", why="not due", at=NOON - 600.0)
-    fields: dict[str, Any] = {"run_requested": False, "last_run": None, "allowed_actions": []}
-    paused = status(learner=LearnerOut(paused=True, **fields))
-    away = status(learner=LearnerOut(paused=False, schedule=told, **fields))
-
-    known, unknown = (
-        next(one.why for one in needs(paused, None, lost=0, now=NOON, paused=row) if one.why)
-        for row in (pause, None)
-    )
-    silent = needs(away, None, lost=0, now=NOON)
-    heard = needs(away, None, lost=0, now=NOON - 500.0)
-
-    assert known == "since 12:00 UTC, by token:86f65e28: a sale begins"
-    assert unknown == "an operator paused it, or a rollback did"
-    assert [one.what for one in silent] == ["The learner has not been heard of for 10 minutes"]
-    assert heard == []
-
-
-def test_a_pile_up_of_groups_is_shown_with_what_to_do() -> None:
-    pile = PileUp(most=256, sampling=0, judging=0, learning=256, exchanges=1)
-
-    found = needs(status(pile_up=PileUpOut.of(pile)), None, lost=0, now=NOON)
-
-    (card,) = [one for one in found if one.what == "No new group begins"]
-    assert (card.level, card.link) == ("look", "/funnel")
-    assert "256 wait (256 for the learner)" in card.why
-    assert "1 suitable exchange is not chosen" in card.why
-    assert card.to_do.startswith("Nothing, if this many groups a run are enough")

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from deploy.admin.out import ConditionOut
 from deploy.canary.controller import with_approval
 from deploy.cli.status import status_lines
 from deploy.evidence.live import Approval, Check, MetricState, add_check
 from deploy.evidence.quality import Group, Quality, add_group
-from deploy.page.attention import Need, needs
 from deploy.page.text import headline, waits_for
-from deploy.records import LOADS, Canary
+from deploy.records import Canary
 from deploy.registry import transitions
-from deploy.registry.canary_rule import ArmCounts, Decision, Move, RampEvidence, decide
+from deploy.registry.canary_rule import ArmCounts, Hold, Move, RampEvidence, decide
 from deploy.registry.proof_rule import limits_of
+from sidecar.conditions import Condition
 from sidecar.settings import Approval as ApprovalSettings
 from sidecar.settings import Canary as CanarySettings
 from support.made_canary import made_canary
 from tests.deploy.page.test_pages import words_of
-from tests.deploy.page.test_shown import NOON, V3, canary, status
+from tests.deploy.page.test_shown import NOON, canary, status
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -33,12 +34,14 @@ RAMPING = replace(made_canary(), step_started_at=NOON - 3_600.0, ramp_began_at=N
 SEEN = ArmCounts(replies=60, errors=0, short=0)
 
 
-def held(quality: Quality, metrics: Mapping[str, MetricState] | None = None) -> Decision:
+def held(quality: Quality, metrics: Mapping[str, MetricState] | None = None) -> Hold:
     """What the rule decides of a ramp whose only step has lasted and seen enough."""
     evidence = RampEvidence(
         candidate=SEEN, champion=SEEN, sessions=60, quality=quality, metrics=metrics or {}
     )
-    return decide(RAMPING, evidence, RULES, NOON)
+    found = decide(RAMPING, evidence, RULES, NOON)
+    assert isinstance(found, Hold)
+    return found
 
 
 def judged(*differences: float) -> Quality:
@@ -57,76 +60,43 @@ def checked(mode: str, *values: float | None) -> MetricState:
     return state
 
 
-def said(reason: str, **changed: object) -> str:
-    one = canary(
-        reason=reason, step=1, weight_bp=5_000, next_step_earliest_at=NOON - 1.0, **changed
-    )
-    seen = {"step_2": {"candidate": {"replies": 60}, "sessions": 60}}
-    return headline(status(canary=one), None, waits_for(one, seen, RULES), NOON, None)
-
-
-def cards(reason: str, **changed: object) -> list[Need]:
-    one = canary(reason=reason, step=1, weight_bp=5_000, **changed)
-    return needs(status(canary=one), None, lost=0, now=NOON)
+def said(hold: Hold) -> str:
+    """The headline of a canary that control holds so."""
+    one = canary(reason=hold.reason, step=1, weight_bp=5_000, next_step_earliest_at=NOON - 1.0)
+    brief = hold.reason if hold.brief is None else hold.brief
+    data = {"canary_id": "c1", "brief": brief, "metric": hold.metric}
+    known = Condition(kind="canary", line="m", code="canary_waits", data=data)
+    found = status(canary=one, conditions=[ConditionOut.of(known)])
+    return headline(found, None, waits_for(found), NOON, None)
 
 
 def test_the_headline_says_which_proof_the_ramp_waits_for() -> None:
-    reason = held(judged(*[0.1] * 8)).reason
+    hold = held(judged(*[0.1] * 8))
 
-    assert "passed; waits for proof" in reason
-    assert said(reason) == (
+    assert "passed; waits for proof" in hold.reason
+    assert said(hold).startswith(
         "v2 serves; v3 gets 50%, the one step passed, waits for proof that it is no worse than "
-        f"the champion: evidence {evidence_in(reason)} of 20."
+        "the champion: evidence "
     )
-    assert cards(reason) == [], "more groups settle it, and nobody has to do anything"
-
-
-def evidence_in(reason: str) -> str:
-    return reason.partition("evidence ")[2].partition(" of 20")[0]
+    assert hold.needs == "ok", "more groups settle it, and nobody has to do anything"
 
 
 def test_a_ramp_that_stands_is_in_the_headline_and_needs_somebody() -> None:
-    reason = held(judged(), {"errors": checked("signal", 0.5)}).reason
+    hold = held(judged(), {"errors": checked("signal", 0.5)})
 
-    (card,) = cards(reason)
-
-    assert said(reason).endswith(
-        "v3 gets 50%, step 1 stands until it recovers: signal errors: "
-        + reason.partition("signal errors: ")[2]
-        + "."
-    )
-    assert (card.level, card.link) == ("act", "/canaries/c1")
-    assert card.what == "The ramp of v3 stands at 50%"
-    assert card.why == reason
+    assert hold.needs == "act"
+    assert "v3 gets 50%, step 1 stands until it recovers: signal errors: " in said(hold)
 
 
-def test_what_stands_comes_before_what_the_step_has_not_seen() -> None:
-    one = canary(reason="step 1 stands: sessions are not split by the weight; look for a proxy")
+def test_a_metric_without_an_answer_is_named_by_the_ramp_that_stands_for_it() -> None:
+    hold = held(judged(), {"errors": checked("signal", None)})
 
-    assert waits_for(one, {}, RULES) == "step 1 stands: sessions are not split by the weight"
-
-
-def test_a_metric_without_an_answer_has_one_card() -> None:
-    state = checked("signal", None)
-    reason = held(judged(), {"errors": state}).reason
-    metric = {
-        "name": "errors", "mode": "signal", "outcome": "error", "value": None, "min": None,
-        "max": 0.1, "at": NOON, "why": "503", "failures": 0, "fails_at": 1, "errors": 1,
-        "errs_at": 1,
-    }  # fmt: skip
-
-    found = cards(reason, metrics=[metric])
-
-    assert reason.startswith("step 1 stands: metric errors gave no answer")
-    assert [one.what for one in found] == ["The metric errors gives no answer"]
-    assert "stands: metric errors gave no answer" in said(reason, metrics=[metric])
-    split = "step 1 stands: sessions are not split by the weight; look for a proxy"
-    both = {one.what for one in cards(split, metrics=[metric])}
-    assert both == {"The metric errors gives no answer", "The ramp of v3 stands at 50%"}
+    assert hold.reason.startswith("step 1 stands: metric errors gave no answer")
+    assert (hold.needs, hold.metric) == ("act", "errors")
 
 
 @pytest.mark.parametrize(
-    ("answer", "level", "says"),
+    ("answer", "needs", "says"),
     [
         ("asked", "look", "it is being asked"),
         ("wait", "act", "it says wait (the owner sleeps)"),
@@ -134,8 +104,8 @@ def test_a_metric_without_an_answer_has_one_card() -> None:
     ],
 )
 @pytest.mark.parametrize(("stage", "state"), [("ramp", "gating"), ("promotion", "ramping")])
-def test_a_move_that_waits_for_its_approval_is_in_the_headline_and_among_the_needs(
-    answer: str, level: str, says: str, stage: str, state: str
+def test_a_move_that_waits_for_its_approval_is_in_the_headline_and_needs_somebody(
+    answer: str, needs: str, says: str, stage: str, state: str
 ) -> None:
     known = Approval(
         before=stage,  # type: ignore[arg-type]
@@ -144,48 +114,36 @@ def test_a_move_that_waits_for_its_approval_is_in_the_headline_and_among_the_nee
         reason="the owner sleeps",
         at=NOON,
     )
-    reason = held_back(replace(RAMPING, phase=state, approval=known))  # type: ignore[arg-type]
-    told = {"before": stage, "since": NOON, "answer": answer, "reason": "x", "at": NOON, "asked": 1}
 
-    (card,) = cards(reason, state=state, approval=told)
+    hold = held_back(replace(RAMPING, phase=state, approval=known))  # type: ignore[arg-type]
 
-    assert f"waits for the approval service before the {stage}: {says}." in said(
-        reason, state=state, approval=told
-    )
-    assert (card.what, card.level) == (f"The {stage} of v3 waits for the approval service", level)
-    assert card.why == reason
+    assert hold.needs == needs
+    assert f"waits for the approval service before the {stage}: {says}." in said(hold)
 
 
-def held_back(one: Canary) -> str:
-    """The reason of a canary whose next move waits for the approval service."""
+def held_back(one: Canary) -> Hold:
+    """The hold of a canary whose next move waits for the approval service."""
     move = Move(to="ramping", candidate_state="ramping", reason="gate: no harm shown")
     if one.phase == "ramping":
         move = Move(to="promoted", candidate_state="champion", reason="passed the one step")
     asks = ApprovalSettings(url="http://127.0.0.1:1/", before=("ramp", "promotion"))
-    return with_approval(one, move, asks, NOON).decision.reason
+    found = with_approval(one, move, asks, NOON).decision
+    assert isinstance(found, Hold)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "waits"),
-    [
-        ("gating", "gate: 3 of 40 prompts judged", "3 of 40 prompts judged"),
-        ("gating", "gate waits: the judge is away", "the gate waits: the judge is away"),
-        ("gating", "loaded and live", ""),
-        ("ramping", "gate: no harm shown on 12 prompts; approved: it waits for nobody", ""),
-        ("ramping", "step 1 of 2 passed with 20 exchanges", ""),
-        ("ramping", "the evidence waits: it is away", "the evidence waits: it is away"),
-        ("ramping", "try 2 of 8: ValueError: x", "try 2 of 8: ValueError: x"),
-        ("loading", LOADS, ""),
-        ("loading", "waiting for vLLM: no route", "waiting for vLLM: no route"),
-        ("queued", "x", ""),
-    ],
-)  # fmt: skip
-def test_a_reason_that_says_how_it_got_there_is_none_to_wait_for(
-    state: str, reason: str, waits: str
-) -> None:
-    seen = {"step_1": {"candidate": {"replies": 60}, "sessions": 60}}
+def test_a_step_waits_for_the_replies_and_sessions_that_it_lacks() -> None:
+    few = ArmCounts(replies=13, errors=0, short=0)
+    evidence = RampEvidence(candidate=few, champion=few, sessions=500)
+    rules = RULES.model_copy(update={"step_min_exchanges": 20})
 
-    assert waits_for(canary(state=state, reason=reason), seen, RULES) == waits
+    replies = decide(RAMPING, evidence, rules, NOON)
+    both = decide(RAMPING, replace(evidence, sessions=RULES.step_min_sessions - 1), rules, NOON)
+
+    assert (replies.brief, both.brief) == (  # type: ignore[union-attr]
+        "waits for 7 replies",
+        "waits for 1 session and 7 replies",
+    )
 
 
 async def test_while_vllm_loads_a_candidate_its_canary_says_so_and_since_when(
@@ -211,17 +169,3 @@ async def test_while_vllm_loads_a_candidate_its_canary_says_so_and_since_when(
     assert told is not None
     place = next(i for i, line in enumerate(told) if f"{name} is loading since" in line)
     assert told[place + 1] == "  Reason: vLLM loads it"
-
-
-def test_a_card_is_the_same_one_when_only_its_numbers_change() -> None:
-    def key(what: str) -> str:
-        return Need(level="act", what=what, why="", to_do="").key
-
-    assert key("Ingest has not been heard of for 59 seconds") == key(
-        "Ingest has not been heard of for 1 minute"
-    )
-    assert key("1,412 records could not be stored") == key("1 record could not be stored")
-    assert key("vLLM at http://a:8000 does not answer") != key(
-        "vLLM at http://a:8001 does not answer"
-    )
-    assert key(f"vLLM at http://a refuses {V3}") != key("vLLM at http://a refuses v2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ingest.errors import BusError
-from ingest.intake.bus import BusState, read_state
 from ingest.intake.loop import Intake
+from sidecar.conditions import read
 from sidecar.records import encode_exchange
 from sidecar.settings import Groups, Serving, Settings
 from support.ingest_kit import Kit, MemoryBus
@@ -31,9 +31,10 @@ def intake(kit: Kit, bus: MemoryBus, now: Callable[[], float]) -> Intake:
     return Intake(bus, kit.database, SETTINGS, now=now)
 
 
-def state(kit: Kit) -> BusState | None:
+def state(kit: Kit) -> tuple[str, float, object, str] | None:
     with kit.database.read() as session:
-        return read_state(session)
+        one = read(session, "bus")
+    return None if one is None else (one.code, one.at, one.data.get("lag"), one.message)
 
 
 def test_the_lag_is_written_every_ten_seconds(kit: Kit) -> None:
@@ -43,11 +44,11 @@ def test_the_lag_is_written_every_ten_seconds(kit: Kit) -> None:
     assert state(kit) is None
 
     worker.step()
-    assert state(kit) == BusState(at=100.0, lag=1)
+    assert state(kit) == ("bus_read", 100.0, 1, "1 record waits on the bus")
     worker.step()
-    assert state(kit) == BusState(at=100.0, lag=1)
+    assert state(kit) == ("bus_read", 100.0, 1, "1 record waits on the bus")
     worker.step()
-    assert state(kit) == BusState(at=110.0, lag=0)
+    assert state(kit) == ("bus_read", 110.0, 0, "0 records wait on the bus")
 
 
 def test_a_bus_that_is_away_is_written_and_so_is_its_return(kit: Kit) -> None:
@@ -56,11 +57,11 @@ def test_a_bus_that_is_away_is_written_and_so_is_its_return(kit: Kit) -> None:
     bus.away = True
 
     worker.attempt()
-    assert state(kit) == BusState(at=100.0, lag=None, error=str(AWAY))
+    assert state(kit) == ("bus_away", 100.0, None, f"ingest cannot read the bus: {AWAY}")
 
     bus.away = False
     worker.attempt()
-    assert state(kit) == BusState(at=100.0, lag=0)
+    assert state(kit) == ("bus_read", 100.0, 0, "0 records wait on the bus")
 
 
 def test_records_of_another_reader_make_it_read_the_sessions_from_the_store(kit: Kit) -> None:

@@ -22,10 +22,10 @@ from ingest.records import Group
 from ingest.sampling.round import count_served, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
-from ingest.store.listing import SAMPLING_WAITS, Trouble, read_trouble
 from ingest.vllm.load import EngineLoad, LoadLimits
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from ingest.vllm.watch import ReplicaSampler
+from sidecar.conditions import Condition, read
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
@@ -486,22 +486,25 @@ async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
 
     assert sampler.requests == []
     with kit.database.read() as session:
-        told = read_trouble(session, SAMPLING_WAITS, now=clock.now)
+        told = read(session, "sampling")
     assert told is not None
-    assert (told.since, told.why) == (NOON, "the load of vLLM is not known: no metrics")
+    assert (told.since, told.message) == (
+        NOON,
+        "no candidates are sampled: the load of vLLM is not known: no metrics",
+    )
     assert kit.counts("sampling_waits") == {"load_unknown": 1}
     load.users = [99]  # known, and no room: that is no trouble
     assert await worker.step() == 0
     with kit.database.read() as session:
-        assert read_trouble(session, SAMPLING_WAITS, now=clock.now) is None
+        assert read(session, "sampling") is None
 
 
 async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
-    def told() -> Trouble | None:
+    def told() -> Condition | None:
         with kit.database.read() as session:
-            return read_trouble(session, SAMPLING_WAITS, now=clock.now)
+            return read(session, "sampling")
 
     load, sampler = kit.ScriptedLoad(99), kit.FakeSampler()
     worker = make_worker(sampler, load, probe_interval_s=0.0)
@@ -515,7 +518,7 @@ async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
 
     trouble = told()
     assert trouble is not None
-    assert "users have left no room for candidates in 10 min" in trouble.why
+    assert "users have left no room for candidates in 10 min" in trouble.message
     assert kit.counts("sampling_waits") == {"no_room": 1}
     load.users = [0]
     while not sampler.requests:  # the gate opens after a few measurements
@@ -558,16 +561,17 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
     restarted = make_worker(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
     with kit.database.read() as session:
-        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+        told = read(session, "sampling")
     assert told is not None
     assert (told.since, told.until) == (NOON, NOON + 12 * 3600)
-    assert told.why == "groups.tokens_per_day is spent: 15 candidate tokens today"
+    assert told.code == "budget_spent"
+    assert told.message.endswith(": groups.tokens_per_day is spent: 15 candidate tokens today")
     clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
     clock.now = NOON + 12 * 3600
     assert await restarted.step() == 1
     with kit.database.read() as session:
-        assert read_trouble(session, SAMPLING_WAITS, now=NOON) is None
+        assert read(session, "sampling") is None
 
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
 
@@ -590,9 +594,10 @@ async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
     restarted = make_worker(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
     with kit.database.read() as session:
-        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+        told = read(session, "sampling")
     assert told is not None
-    assert (told.why, told.until) == (f"groups.{setting} is spent: {why}", NOON + 3600)
+    assert told.until == NOON + 3600
+    assert told.message.endswith(f": groups.{setting} is spent: {why}")
     clock.now = NOON + 3599
     assert await restarted.step() == 0
     clock.now = NOON + 3600
@@ -616,10 +621,10 @@ async def test_a_share_of_what_users_are_served_waits_for_more_of_it(
 
     assert await worker.step() == 0
     with kit.database.read() as session:
-        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+        told = read(session, "sampling")
     assert told is not None
     assert told.until is None
-    assert told.why.endswith("15 candidate tokens today, 30 tokens of answers to users")
+    assert told.message.endswith("15 candidate tokens today, 30 tokens of answers to users")
     with kit.database.write() as session:
         count_served(session, 1, now=NOON)
     assert await worker.step() == 1
@@ -644,15 +649,15 @@ async def test_nothing_is_sampled_for_a_judge_with_a_wrong_key(
 
     assert sampler.requests == []
     with kit.database.read() as session:
-        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+        told = read(session, "sampling")
     assert told is not None
-    assert told.why == "the judge rejects every question: judge_rejected: 401"
+    assert told.message.endswith(": the judge rejects every question: judge_rejected: 401")
     assert kit.counts("sampling_waits") == {"judge_rejected": 1}
 
     judge_is(kit, "works")
     assert await sampling.step() == 1
     with kit.database.read() as session:
-        assert read_trouble(session, SAMPLING_WAITS, now=NOON) is None
+        assert read(session, "sampling") is None
     judge_is(kit, "rejected")
     assert await sampling.step() == 0
     assert kit.counts("sampling_waits") == {"judge_rejected": 2}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -15,7 +16,8 @@ from ingest.ruler.blame import Failed
 from ingest.ruler.judging import Judgements
 from ingest.verifiers.records import UNVERIFIED, Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
-from ingest.verifiers.state import VerifierSeen, held_groups, read_verifiers, waiting_for
+from ingest.verifiers.state import VerifierSeen, held_groups, waiting_for
+from sidecar.conditions import read_all
 from sidecar.settings import HttpVerifier, Reward, Settings
 from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
@@ -59,7 +61,8 @@ def hook() -> Iterator[str]:
 
 def seen(database: Database) -> dict[str, VerifierSeen]:
     with database.read() as session:
-        return {one.name: one for one in read_verifiers(session)}
+        found = [msgspec.convert(one.data, VerifierSeen) for one in read_all(session)]
+    return {one.name: one for one in found}
 
 
 async def begin(database: Database, url: str, told: list[str]) -> None:

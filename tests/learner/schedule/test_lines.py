@@ -19,8 +19,8 @@ from learner.schedule.loop import (
     REQUESTED_FLAG,
     InTurn,
     Schedule,
-    read_schedule_status,
 )
+from sidecar.conditions import read
 from sidecar.lines import flag_of
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -76,9 +76,9 @@ class Device:
 
     def told(self, line: str) -> str:
         with self.database.read() as session:
-            told = read_schedule_status(session, line)
+            told = read(session, "schedule", line)
         assert told is not None
-        return f"{told.kind}: {told.why}"
+        return f"{told.code}: {told.message}"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from learner.command import NO_ROOM_FLAG
-from learner.progress.watch import Missing, read_missing, write_missing
+from learner.progress.watch import Missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
@@ -25,14 +25,12 @@ from learner.schedule.loop import (
     DUE_FLAG,
     PAUSED_FLAG,
     REQUESTED_FLAG,
-    SCHEDULE_FLAG,
     TRIES,
     ChildProcess,
     Schedule,
-    ScheduleStatus,
-    read_schedule_status,
     start_clock,
 )
+from sidecar.conditions import read, read_all
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.models import AdapterRow, CanaryRow, RunRow, ScheduleJobRow
@@ -200,9 +198,9 @@ def test_a_run_without_room_waits_ten_minutes_and_says_why(
     assert decision is not None
     assert (decision.kind, decision.why) == ("no_room", "a run needs about 16.4 GB on cuda:0")
     with database.read() as session:
-        told = read_schedule_status(session, "m")
+        told = read(session, "schedule", "m")
     assert told is not None
-    assert (told.kind, told.why, told.again_at) == (decision.kind, decision.why, again_at)
+    assert (told.code, told.message, told.until) == (decision.kind, decision.why, again_at)
     clock.now += 599.0
     assert here.poll() == "no_room"
     assert world(schedule=schedule).poll() == "start", "a restart keeps the turn"
@@ -262,9 +260,10 @@ def test_a_run_that_trains_ends_what_was_found_lacking(
         here.children[-1].code = code
         here.poll()
         with database.read() as session:
-            found.append(read_missing(session))
+            found.append([one.message for one in read_all(session) if one.kind != "schedule"])
 
-    assert found == [["learner.device: it cannot be used"], []]
+    said = "the learner found at its start: learner.device: it cannot be used"
+    assert found == [[said], []]
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -292,27 +291,26 @@ def test_a_run_that_was_only_asked_for_is_not_tried_again(
 def test_the_decision_is_told_when_it_changes_and_each_minute(
     world: MakeWorld, database: Database, clock: Clock
 ) -> None:
-    def told() -> ScheduleStatus | None:
+    def told() -> tuple[str, str, float] | None:
         with database.read() as session:
-            return read_schedule_status(session, "m")
+            one = read(session, "schedule", "m")
+        return None if one is None else (one.code, one.message, one.at)
 
     here = world(schedule="manual")
     assert told() is None
 
     here.poll()
-    first = ScheduleStatus(kind="not_due", why="the schedule has not come round", at=clock.now)
+    first = ("not_due", "the schedule has not come round", clock.now)
     assert told() == first
     clock.now += 59.0
     here.poll()
     assert told() == first
     clock.now += 1.0
     here.poll()
-    assert told() == ScheduleStatus(kind=first.kind, why=first.why, at=clock.now)
+    assert told() == (*first[:2], clock.now)
     here.flag(PAUSED_FLAG, "1")
     here.poll()
-    assert told() == ScheduleStatus(kind="paused", why="paused by the operator", at=clock.now)
-    here.flag(SCHEDULE_FLAG, "{")
-    assert told() is None
+    assert told() == ("paused", "paused by the operator", clock.now)
 
 
 @pytest.mark.usefixtures("two_groups")
