@@ -20,7 +20,7 @@ from deploy.registry.versions import lines_in
 from ingest.grouping.selection import group_id_of
 from ingest.retention.deletion import chunks, delete_exchanges
 from ingest.retention.sweep import BYTES, ROWS
-from ingest.ruler.probe import SUBJECT
+from ingest.ruler.group import SUBJECT
 from ingest.store.sessions import SKEW_S, name_digest, save_forgotten
 from learner.runs.runs import abandon
 from sidecar.capture.outbox import outbox_path, remove_records

@@ -512,31 +512,13 @@ def _calibration_groups() -> list[KnownGroup]:
     return read_groups(PATH.read_text("utf-8"), PATH.name)[::CHECKED_EVERY]
 
 
-# What `sidecar judge noise` prints. Pure.
-
-HEAD = ("day (UTC)", "groups", "noise sd", "of a pass", "position slope", "flips")
-
-
-def table_lines(days: Sequence[tuple[int, Sums]], *, passes: int) -> list[str]:
-    """Return the lines of a table, one day a line, in the order given."""
-    cells = [HEAD, *((*map(str, one.values()),) for one in days_as_json(days, passes=passes))]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-
-
-def days_as_json(days: Sequence[tuple[int, Sums]], *, passes: int) -> list[dict[str, object]]:
-    """Return the figures of each day. passes: of the scores that `sd` is of."""
-    return [
-        {
-            "day": f"{datetime.fromtimestamp(day * DAY_S, UTC):%Y-%m-%d}",
-            "groups": one.groups,
-            "sd": round(one.sd(passes), 4),
-            "pass_sd": round(math.sqrt(one.pass_variance), 4),
-            "slope": round(one.slope, 4),
-            "flips": round(one.flips / one.groups, 4),
-        }
-        for day, one in days
-    ]
+def figures_of(day: int, sums: Sums, passes: int) -> dict[str, object]:
+    """Return what `sidecar judge noise` prints of a day. passes: of the scores that `sd` is of."""
+    return {
+        "day": f"{datetime.fromtimestamp(day * DAY_S, UTC):%Y-%m-%d}",
+        "groups": sums.groups,
+        "sd": round(sums.sd(passes), 4),
+        "pass_sd": round(math.sqrt(sums.pass_variance), 4),
+        "slope": round(sums.slope, 4),
+        "flips": round(sums.flips / sums.groups, 4),
+    }

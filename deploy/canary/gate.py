@@ -61,9 +61,8 @@ from ingest.errors import (
 from ingest.privacy.screen import Screen, default_screen
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.calls import count_call, save_judge_calls
-from ingest.ruler.group import NOT_REDACTED, TOO_LONG, Scored, refusal_of
+from ingest.ruler.group import NOT_REDACTED, SUBJECT, TOO_LONG, Scored, ask_probe, refusal_of
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
 from ingest.store.listing import patiently

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, require_store, say, say_json
+from deploy.cli.context import open_store, settings_of
+from deploy.cli.output import Output, note, say, say_json
 from deploy.text import shown_time
 from sidecar.visible import counted
 
@@ -342,24 +342,15 @@ def judge_noise(
     output: Output = "text",
 ) -> None:
     """Show the measured noise, position bias and drift of judge.model with a rubric."""
-    from contextlib import closing
     from time import time
 
-    from ingest.judge_noise import (
-        accept_now,
-        days_as_json,
-        noise_by_day,
-        read_noise_state,
-        table_lines,
-    )
+    from deploy.text import table_lines
+    from ingest.judge_noise import accept_now, figures_of, noise_by_day, read_noise_state
     from ingest.ruler.prompt import hash_of
-    from sidecar.store.database import Database
 
     judge = (settings := settings_of(context)).judge
     hashed = hash_of(_of_project(judge, project))
-    require_store(settings.store.url)
-    with closing(Database(settings.store.url)) as database:
-        database.upgrade_if_behind()
+    with open_store(settings) as database:
         if accept:
             at = accept_now(database, judge, now=time())
             if at is None:
@@ -370,16 +361,10 @@ def judge_noise(
             days = noise_by_day(session, judge.model, hashed)
             state = read_noise_state(session)
     drift = state.drift if state is not None and state.judge_model == judge.model else ""
+    found = [figures_of(day, sums, judge.passes) for day, sums in days]
     if output == "json":
-        say_json(
-            {
-                "judge_model": judge.model,
-                "rubric_hash": hashed,
-                "passes": judge.passes,
-                "drift": drift,
-                "days": days_as_json(days, passes=judge.passes),
-            }
-        )
+        of_judge = {"judge_model": judge.model, "rubric_hash": hashed, "passes": judge.passes}
+        say_json({**of_judge, "drift": drift, "days": found})
         return
     of = counted(judge.passes, "pass", "passes")
     say(f"{judge.model}, rubric {hashed[:12]}: noise of a score over {of}")
@@ -388,5 +373,6 @@ def judge_noise(
     if not days:
         say("nothing is known yet: no group has been scored in two passes")
     else:
-        for line in ("", *table_lines(days, passes=judge.passes)):
+        heads = ("day (UTC)", "groups", "noise sd", "of a pass", "position slope", "flips")
+        for line in ("", *table_lines(heads, [[*map(str, one.values())] for one in found])):
             say(line)

@@ -24,9 +24,8 @@ from ingest.errors import (
 )
 from ingest.judge_watch import advice
 from ingest.judges.build import each_judge
-from ingest.ruler.group import SetAside, Unanswered
+from ingest.ruler.group import SetAside, Unanswered, ask_probe
 from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.probe import ask_probe
 from ingest.verifiers.hook import prove_all
 from ingest.verifiers.records import Failure
 from ingest.verifiers.rewarding import BECOMES, close_checkers, kind_of, open_checkers

@@ -6,7 +6,7 @@ held until there is evidence, of three kinds:
 
 - A real group is scored afterwards: the failure was the held group's own and counts as an attempt.
   When nothing else is in flight, the caller judges a group again that was scored before.
-- The judge fails on that group and on the sum question (`ingest.ruler.probe`) too: an outage.
+- The judge fails on that group and on the sum question (`ingest.ruler.group`) too: an outage.
   Nothing counts.
 - The judge answers the sum question only. That proves nothing about real groups: each failure
   counts as unproven, and a group may have many of these, over days. When many groups in a row fail

@@ -7,6 +7,7 @@ that a worker can write both together.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,8 @@ from ingest.errors import (
     JudgeWithheldError,
 )
 from ingest.privacy.texts import JudgeView, NotRedactedError
-from ingest.records import Group, Rewarded, ScoredGroup
-from ingest.ruler.judge import Judge
+from ingest.records import Answer, Group, Rewarded, ScoredGroup
+from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.prompt import (
     UnreadableGroupError,
     read_material,
@@ -40,6 +41,10 @@ NOT_REDACTED = "not_redacted"
 """The search for what the judge must not see failed."""
 EVEN = 0.5
 """Score of answers that the judge need not be asked about: they look alike to it."""
+
+
+SUBJECT = "probe"
+"""Subject of the probe's calls in the store, in place of a group's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +216,47 @@ def failure_of(outcome: GroupOutcome | None) -> str | None:
     if isinstance(outcome, Unanswered) or (isinstance(outcome, SetAside) and outcome.asked):
         return outcome.reason
     return None
+
+
+# A probe: does the judge work at all? A group of our own choice, or one that was scored before.
+
+
+async def ask_probe(
+    judge: Judge,
+    settings: JudgeSettings,
+    *,
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+    group: Group | None = None,
+    view: JudgeView | None = None,
+) -> GroupOutcome:
+    """Send the probe, in one pass.
+
+    group: a group that was scored before; None: the sum question.
+    """
+    one_pass = settings.model_copy(update={"passes": 1})
+    with replies_kept_for(None):  # a kept reply would not tell whether the judge works
+        return await judge_group(
+            group or _sum(), judge, one_pass, seed=seed, on_call=on_call, view=view
+        )
+
+
+def _sum() -> Group:
+    request = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+    answers = ("2 + 3 = 5", "2 + 3 = 6")
+    return Group(
+        group_id=SUBJECT,
+        exchange_id=SUBJECT,
+        session_key="",
+        adapter="",
+        request=json.dumps(request).encode(),
+        prompt_token_ids=(),
+        answers=tuple(
+            Answer(
+                index=index,
+                origin="served",
+                message=json.dumps({"role": "assistant", "content": text}).encode(),
+            )
+            for index, text in enumerate(answers)
+        ),
+    )

@@ -51,16 +51,17 @@ from ingest.ruler.blame import (
 )
 from ingest.ruler.calls import count_call, save_judge_calls
 from ingest.ruler.group import (
+    SUBJECT,
     GroupOutcome,
     Held,
     Scored,
     SetAside,
     Unanswered,
+    ask_probe,
     failure_of,
     verify_and_judge,
 )
 from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for, storable
-from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall, Judgement
 from ingest.ruler.waiting import (

@@ -27,9 +27,8 @@ from ingest.judges.replies import (
     keyed_digest,
 )
 from ingest.retention.deletion import delete_exchanges
-from ingest.ruler.group import judge_group
+from ingest.ruler.group import ask_probe, judge_group
 from ingest.ruler.judge import Judge, JudgeReply, replies_kept_for
-from ingest.ruler.probe import ask_probe
 from ingest.ruler.prompt import reply_schema
 from ingest.store.groups import load_group
 from ingest.store.rotation import rotate

@@ -8,8 +8,8 @@ import pytest
 
 from ingest.errors import JudgeRejectedError
 from ingest.judges.replies import CachedJudge, ContentSeeds, KeptReplies, ReplyStore
+from ingest.ruler.group import SUBJECT
 from ingest.ruler.judging import JudgingWorker
-from ingest.ruler.probe import SUBJECT
 from ingest.ruler.prompt import rubric_hash
 from ingest.store.groups import load_group
 from sidecar.settings import Judge, ProjectRubric
