@@ -112,7 +112,7 @@ def build_all(settings: Settings, folder: Path) -> None:
             return None
 
     schedule = StandStill(settings, database, lambda _: pytest.fail("a run"), clock=lambda: 0.0)
-    start_clock(settings, database, schedule).shutdown()
+    start_clock(settings.learner.poll_s, schedule.poll).shutdown()
     configure_tracing(settings.telemetry, "test").shutdown()
     bus.close()
     database.close()

@@ -79,7 +79,8 @@ def test_a_provider_without_an_answer_never_rolls_back(outcome: Outcome) -> None
 def test_errors_hold_at_their_limit_and_say_what_to_do() -> None:
     assert away({"m": after("error")}) is None
     assert away({"m": after("error", "error")}) == (
-        "metric m gave no answer 2 times in a row: it is down; start it"
+        "m",
+        "metric m gave no answer 2 times in a row: it is down; start it",
     )
     assert away({"m": after("error", "error", "no_data")}) is None
 
