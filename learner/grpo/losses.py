@@ -28,6 +28,8 @@ Mean = Literal["token", "answer", "length"]
 """What a step's loss is the mean of. `token`: all trainable tokens of the step alike. `answer`: the
 mean over the tokens of each answer, then over the answers. `length`: the sum over the tokens of an
 answer, divided by a constant length, then the mean over the answers."""
+LOSS_LENGTH = 256
+"""Tokens that `dr_grpo` divides the sum of an answer by."""
 MAX_LOG_RATIO = 60.0
 """nats; exp(60) is finite in fp32, exp(89) is not. A ratio beyond it has no gradient."""
 
@@ -50,7 +52,7 @@ class LossRule:
     negative_bound: float = 3.0
     """Largest ratio of a token with a negative advantage. Source: verl's dual clip, c = 3, after
     arXiv:1912.09729."""
-    length: int = 256
+    length: int = LOSS_LENGTH
     """Tokens that `dr_grpo` divides an answer's sum by."""
 
 
@@ -342,15 +344,16 @@ def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
 
 def objective(settings: Learner) -> Objective:
     """Return the objective that the settings name."""
+    chosen = settings.advanced
     return Objective(
         loss=LOSSES[settings.loss],
         rule=LossRule(
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            tv_limit=settings.tv_limit,
-            negative_bound=settings.negative_bound,
-            length=settings.loss_length,
+            clip_low=chosen.clip_low,
+            clip_high=chosen.clip_high,
+            tv_limit=chosen.tv_limit,
+            negative_bound=chosen.negative_bound,
+            length=LOSS_LENGTH,
         ),
-        correction=CorrectionRule(tis_cap=settings.tis_cap, stale_limit=settings.stale_limit),
-        geometric_limit=settings.geometric_limit,
+        correction=CorrectionRule(tis_cap=chosen.tis_cap, stale_limit=chosen.stale_limit),
+        geometric_limit=chosen.geometric_limit,
     )

@@ -31,7 +31,7 @@ from sidecar.settings.sections import (
     Telemetry,
 )
 from sidecar.settings.store import Kafka, Privacy, ProjectPrivacy, Store, open_keyring
-from sidecar.settings.training import Learner
+from sidecar.settings.training import Advanced, Learner
 
 __all__ = [
     "DEFAULT_FILE",
@@ -40,6 +40,7 @@ __all__ = [
     "NOT_SETTINGS",
     "Access",
     "Admin",
+    "Advanced",
     "Approval",
     "BestOf",
     "Bus",

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from sidecar.settings.judge import Judge
     from sidecar.settings.kinds import Fallback, Price
     from sidecar.settings.sections import Settings
-    from sidecar.settings.training import Learner
 
 
 # What a check yields, and the check that a table can be sent as JSON. Pure.
@@ -787,7 +786,6 @@ LOSSES_OF: Mapping[str, tuple[str, ...]] = {
     "tv_limit": ("dppo_tv",),
     "clip_low": CLIPPED,
     "clip_high": CLIPPED,
-    "loss_length": ("dr_grpo",),
 }
 """A constant -> the losses that read it (`learner.grpo.losses`)."""
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
@@ -805,20 +803,19 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
                 f'that to "{schedule}", or leave this out',
             )
-    if is_given(rules, "idle_window_s") and not rules.idle_below:
-        yield (
-            ("learner", "idle_window_s"),
-            "is set and learner.idle_below is 0, so no run waits for quiet users; raise that, or "
-            "leave this out",
-        )
     for name, losses in LOSSES_OF.items():
-        if is_given(rules, name) and rules.loss not in losses:
+        if is_given(rules.advanced, name) and rules.loss not in losses:
             yield (
-                ("learner", name),
+                ("learner", "advanced", name),
                 f'is set and learner.loss is "{rules.loss}", which does not read it; leave it out '
                 f"(it is for {', '.join(losses)})",
             )
-    yield from _useless_distance(rules)
+    if is_given(rules.advanced, "kl_budget") and not rules.advanced.kl_coef:
+        yield (
+            ("learner", "advanced", "kl_budget"),
+            "is set and kl_coef is 0, so nothing draws a step that is over it back; raise that, or "
+            "leave this out",
+        )
     if 0 < rules.pack_tokens < SHORT_PACK:
         yield (
             ("learner", "pack_tokens"),
@@ -840,22 +837,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                     "is set and learner.processes is 1, so nothing is shared and nobody is waited "
                     "for, but in a run that torchrun starts; raise that, or leave this out",
                 )
-
-
-def _useless_distance(rules: Learner) -> Iterator[Problem]:
-    if is_given(rules, "kl_budget") and not rules.kl_coef:
-        yield (
-            ("learner", "kl_budget"),
-            "is set and learner.kl_coef is 0, so nothing draws a step that is over it back; raise "
-            "that, or leave this out",
-        )
-    if rules.kl_coef and 0 < rules.kl_limit <= rules.kl_budget:
-        yield (
-            ("learner", "kl_coef"),
-            f"is set, and a run fails at learner.kl_limit = {rules.kl_limit:g} before it is over "
-            f"learner.kl_budget = {rules.kl_budget:g}, where the term begins; give a smaller "
-            "budget",
-        )
 
 
 # Check settings that contradict each other, or the disk, or that do nothing.

@@ -39,6 +39,7 @@ from sidecar.settings.kinds import (
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
 from sidecar.settings.outside import Approval, Notify
+from sidecar.settings.removed import without_removed
 from sidecar.settings.store import Kafka, Privacy, Store
 from sidecar.settings.training import Adapters, Learner
 
@@ -385,4 +386,8 @@ class Settings(BaseSettings):
         cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
     ):
         """The environment wins over the file, which arrives as init arguments."""
-        return env_settings, init_settings
+
+        def environment():  # type: ignore[no-untyped-def]
+            return without_removed(env_settings())
+
+        return environment, init_settings
