@@ -30,7 +30,7 @@ from sidecar.relay.server import RelayServer
 from sidecar.relay.upstream import Endpoint, endpoint
 from sidecar.relay.watch import ReplicaWatch
 from sidecar.routing.source import FollowedLines
-from sidecar.scoring import Picker, SocketPicker, socket_path
+from sidecar.scoring import CONCURRENCY, MAX_WAITING, Picker, SocketPicker, socket_path
 from sidecar.settings import Settings, open_keyring
 from sidecar.tracing.spans import Propagation, request_spans
 from sidecar.tracing.telemetry import Tracing
@@ -255,6 +255,6 @@ def _picker(settings: Settings) -> Picker | None:
         return None
     return SocketPicker(
         socket_path(settings.state_dir),
-        concurrency=settings.best_of.concurrency,
-        max_waiting=settings.best_of.max_waiting,
+        concurrency=CONCURRENCY,
+        max_waiting=MAX_WAITING,
     )

@@ -33,6 +33,7 @@ from deploy.errors import error_line
 from deploy.evidence.betting import Bets
 from deploy.evidence.live import Approval, GuardState, Live, Stage, described, verdict
 from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
+from deploy.outside.approval import APPROVAL_EVERY_S
 from deploy.records import AdapterState, AdapterVersion, Canary
 from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
@@ -161,7 +162,7 @@ def with_approval(
         # A move that is no longer due waits for nothing; when it is due again, it asks anew.
         forget = isinstance(decision, Hold) and known is not None and not canary.paused
         return Asked(decision=decision, facts={"approval": {}} if forget else {})
-    found = verdict(known, stage, holds_s=settings.every_s, max_wait_s=settings.max_wait_s, now=now)
+    found = verdict(known, stage, holds_s=APPROVAL_EVERY_S, max_wait_s=settings.max_wait_s, now=now)
     waits = Hold(reason=described(known, stage), stops_clock=True)
     if found == "begin":
         return Asked(decision=waits, facts={"approval": asdict(Approval(before=stage, since=now))})

@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from ingest.errors import BusError
-from ingest.feedback.store import PAGE, find_abandoned
+from ingest.feedback.store import ABANDONED_AFTER_S, PAGE, find_abandoned
 from ingest.grouping import request
 from ingest.grouping.selection import rules_of
 from ingest.intake.bus import BusReader, BusReport
@@ -68,10 +68,9 @@ class Intake:
         self._rules = rules_of(settings)
         self._screen = Screen(settings.privacy)
         self._sweeper = Sweeper(database, settings.retention)
-        self._watch = AnswerWatch(database, settings.watch, settings.lines)
+        self._watch = AnswerWatch(database, settings.lines)
         self._now = now
         self._backlog_due = 0.0
-        self._abandoned_after_s = settings.feedback.abandoned_after_s
         self._abandoned_due = 0.0
         self._prepared = False
         self._restored: int | None = None
@@ -161,7 +160,7 @@ class Intake:
                 decided=consumed.decided,
             )
         if now >= self._abandoned_due:
-            seen = find_abandoned(self._database, after_s=self._abandoned_after_s, now=now)
+            seen = find_abandoned(self._database, after_s=ABANDONED_AFTER_S, now=now)
             self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
         self._watch.step(now)
         swept = sum(1 for _ in range(SWEEPS) if self._sweeper.step(now))

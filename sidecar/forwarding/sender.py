@@ -21,6 +21,8 @@ from sidecar.settings import Kafka, KafkaUrl
 # Records that Kafka does not take, kept whole in a file of their own beside the outbox.
 
 log = structlog.get_logger()
+DEAD_LETTERS_DAYS = 30.0
+"""Days that records stay which Kafka did not take, or which could not be stored."""
 FILE = "dead-letters.db"
 MAX_BYTES = 256 * 2**20
 """Payloads that are kept: six of the largest that a proxy captures by default."""

@@ -141,7 +141,7 @@ def judges(settings: Settings) -> Iterator[Problem]:
             if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
                 yield where, "has no rubric, or two; give rubric or rubric_file"
     if not own.model:
-        for name in ("api_base", "api_key", "json_schema", "context_tokens", "params", "price"):
+        for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):
                 yield (
                     ("gate_judge", name),
@@ -174,7 +174,7 @@ def _asks_for_stream(params: dict[str, Any]) -> bool:
 
 def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of judges that have no effect, or that no judge could work with."""
-    judge, gate = settings.judge, settings.gate_judge
+    judge = settings.judge
     if not judge.model:
         unused = [f"judge.{name}" for name in WITHOUT_MODEL if is_changed(judge, name)]
         if unused:
@@ -183,20 +183,14 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
                 f"is empty, so {', '.join(unused)} would not be used and nothing is learned; name "
                 "a LiteLLM model",
             )
-    for section, limit_s in (("judge", judge.timeout_s), ("gate_judge", gate.timeout_s)):
-        if 0 < limit_s < FAST_S:
-            yield (
-                (section, "timeout_s"),
-                f"is {limit_s:g} s, and a judge takes longer to read a group, so every call would "
-                "end without a score; give 60 s",
-            )
+    if judge.timeout_s < FAST_S:
+        yield (
+            ("judge", "timeout_s"),
+            f"is {judge.timeout_s:g} s, and a judge takes longer to read a group, so every call "
+            "would end without a score; give 60 s",
+        )
     yield from _reply_limits(settings)
     yield from _projects_nobody_has(settings)
-    if judge.cache_bytes == 0 and is_changed(judge, "cache_days"):
-        yield (
-            ("judge", "cache_days"),
-            "is set and judge.cache_bytes is 0, so no reply is kept; raise that, or leave this out",
-        )
     yield from _budgets(judge)
 
 
@@ -365,7 +359,7 @@ def useless_best_of_settings(settings: Settings) -> Iterator[Problem]:
             "is true and judge.model is empty, so nobody chooses among the answers and each user "
             "gets the first; name a judge",
         )
-    for name in ("max_n", "timeout_s", "concurrency", "max_waiting"):
+    for name in ("max_n", "timeout_s"):
         if not best_of.enabled and is_changed(best_of, name):
             yield (
                 ("best_of", name),
@@ -487,7 +481,7 @@ def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the reward that have no effect."""
     reward = settings.reward
     if not reward.verifiers:
-        for name in ("judge_weight", "processes", "memory_bytes", "cache_findings"):
+        for name in ("judge_weight", "processes"):
             if is_changed(reward, name):
                 yield (
                     ("reward", name),
@@ -495,14 +489,12 @@ def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
                     "whatever it says; add [reward.verifiers.NAME], or leave it out",
                 )
         return
-    if all(isinstance(one, HttpVerifier) for one in reward.verifiers.values()):
-        for name in ("processes", "memory_bytes"):
-            if is_changed(reward, name):
-                yield (
-                    ("reward", name),
-                    'is set and every verifier is of kind "http", which needs no process; leave '
-                    "it out",
-                )
+    of_http = all(isinstance(one, HttpVerifier) for one in reward.verifiers.values())
+    if of_http and is_changed(reward, "processes"):
+        yield (
+            ("reward", "processes"),
+            'is set and every verifier is of kind "http", which needs no process; leave it out',
+        )
     for key, one in reward.verifiers.items():
         yield from _useless_verifier(settings, ("reward", "verifiers", key), one)
 

@@ -112,7 +112,7 @@ class Groups(Section):
 
 
 class BestOf(Section):
-    """Best of N at serving time. `concurrency` and `max_waiting` count requests of one proxy."""
+    """Best of N at serving time."""
 
     enabled: bool = False
     """When off, a request that asks for it is answered with 400."""
@@ -120,13 +120,6 @@ class BestOf(Section):
     """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
     """Longest wait for the judge, in seconds; then the client gets the first answer."""
-    concurrency: Parallel = 8
-    """Requests that score judges at once (beyond: `busy`), and questions of one proxy at once."""
-    max_waiting: Annotated[
-        int, Between(0, 1_000_000, "0 lets none wait; each holds a user's request")
-    ] = 32
-    """Requests of one proxy that wait for the judge; beyond, they are relayed without best of N
-    (`not_ready`)."""
 
 
 MOST_WEIGHT = 9_000
@@ -242,44 +235,7 @@ class Canary(Section):
 
 class Watch(Section):
     """When the learner is held because a reward is earned without better answers
-    (docs/reward-watch.md, with the share of false holds that these defaults have)."""
+    (docs/reward-watch.md)."""
 
     hold: bool = True
     """Whether a finding holds the learner; false only shows it."""
-    window: Annotated[
-        int, Between(200, 5_000, "fewer tell nothing, and more are not read at once")
-    ] = 2_000
-    """Newest served answers of an adapter that are looked at."""
-    min_answers: Annotated[
-        int, Between(50, 5_000, "a few answers show no share of a few percent")
-    ] = 200
-    """Answers of an adapter from which on it is compared. With 200 a rise from 2% to 12% is seen
-    in about two of three checks."""
-    min_groups: Annotated[int, Between(10, 200, "200 of the newest groups are looked at")] = 30
-    """Scored groups of the champion, and answers with feedback, from which on they count."""
-    max_rise: Annotated[float, Between(0, 1, "shares differ by 1 at most", below_high=True)] = 0.02
-    """A kind of answer (refusals, empty ones, ...) may become more frequent by this share of the
-    answers. The learner is held when the rise is surely more."""
-    max_length_correlation: Annotated[
-        float, Between(0, 1, "a correlation is 1 at most", below_high=True)
-    ] = 0.3
-    """Correlation of score and length within groups that is taken for a taste for length, together
-    with answers that grow: a medium effect (Cohen 1988, 3.2)."""
-    max_length_growth: Annotated[
-        float, Between(1, 100, "answers of the same length have a growth of 1")
-    ] = 1.25
-    """Answers may become so many times as long as those of the base, by their geometric mean."""
-    judge_gain: Share = 0.05
-    """Gain in the judge's scores over the last versions from which on users should gain too."""
-    users_gain: Annotated[
-        float, Between(0, 0.5, "at 0 nothing that users do could be a gain", above_low=True)
-    ] = 0.02
-    """Smallest gain of users that counts: a fall of corrections and repeated questions by this
-    share of the answers, or a rise of feedback by twice as much."""
-    versions: Annotated[int, Between(1, 20, "older versions answered other users")] = 3
-    """Promotions over which the judge's gains are summed up."""
-    false_holds: Annotated[
-        float, Between(0.0001, 0.2, "at 0 nothing is ever held", below_high=True)
-    ] = 0.01
-    """Chance that one check finds something where nothing has changed; the kinds of answers share
-    it (Bonferroni)."""

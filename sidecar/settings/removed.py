@@ -20,6 +20,18 @@ ADVANCED = (
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
 
 REMOVED: Mapping[str, str] = {
+    "adapters.keep_champions": "KEEP_CHAMPIONS in deploy.adapters.prune is 10",
+    "approval.every_s": "APPROVAL_EVERY_S in deploy.outside.approval is 30.0",
+    "approval.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
+    "best_of.concurrency": "CONCURRENCY in sidecar.scoring is 8",
+    "best_of.max_waiting": "MAX_WAITING in sidecar.scoring is 32",
+    "feedback.abandoned_after_s": "ABANDONED_AFTER_S in ingest.feedback.store is 1800.0",
+    "gate_judge.context_tokens": "num_ctx in gate_judge.params, or what LiteLLM knows, holds",
+    "gate_judge.json_schema": "the schema is sent unless that judge takes none",
+    "gate_judge.passes": "judge.passes holds",
+    "gate_judge.timeout_s": "judge.timeout_s holds",
+    "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
+    "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
     "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
     "learner.loss_length": "LOSS_LENGTH in learner.grpo.losses is 256",
@@ -27,7 +39,26 @@ REMOVED: Mapping[str, str] = {
     "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
-}
+    "notify.max_age_s": "MAX_AGE_S in deploy.outside.telling is 86400.0",
+    "notify.retries": "RETRIES in deploy.outside.telling is 12",
+    "notify.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
+    "privacy.max_bytes": "SEARCHED_BYTES in ingest.privacy.texts is 16777216",
+    "retention.dead_letters_days": "DEAD_LETTERS_DAYS in sidecar.forwarding.sender is 30.0",
+    "retention.feedback_days": "retention.exchanges_days holds",
+    "retention.judge_calls_days": "retention.groups_days holds",
+    "retention.runs_days": "RUNS_DAYS in ingest.retention.sweep is 365.0",
+    "reward.cache_findings": "CACHE_FINDINGS in ingest.verifiers.rewarding is 10000",
+    "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
+    "telemetry.semantic_conventions": "the newest names are used",
+    **{
+        f"watch.{name}": f"Limits.{name} in ingest.reward_watch.rules is {value}"
+        for name, value in {
+            "false_holds": 0.01, "judge_gain": 0.05, "max_length_correlation": 0.3,
+            "max_length_growth": 1.25, "max_rise": 0.02, "min_answers": 200, "min_groups": 30,
+            "users_gain": 0.02, "versions": 3, "window": 2000,
+        }.items()
+    },
+}  # fmt: skip
 """Key -> the constant that took its place, or what holds now."""
 
 

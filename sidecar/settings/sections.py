@@ -203,16 +203,6 @@ class Bus(Section):
     """Records in one transaction of ingest."""
 
 
-class Feedback(Section):
-    """What the traffic itself tells of answers (docs/feedback.md)."""
-
-    abandoned_after_s: Annotated[
-        float, Between(1, 604_800, "a session that pauses for longer has ended anyway", "s")
-    ] = 1_800.0
-    """A session that was left in the middle counts as abandoned when nothing followed for so long,
-    in seconds."""
-
-
 Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]
 
 
@@ -221,17 +211,9 @@ class Retention(Section):
     lineage of adapters needs of them stays as digests. 0: they stay for good."""
 
     exchanges_days: Days = 90.0
-    """Exchanges that have no group, with their replies."""
+    """Exchanges that have no group, with their replies, and feedback that is joined to none."""
     groups_days: Days = 90.0
-    """Exchanges that have a group, with the group, its answers and scores."""
-    judge_calls_days: Days = 90.0
-    """Replies of the judge."""
-    feedback_days: Days = 90.0
-    """Feedback and outcomes that are joined to no exchange; others go with theirs."""
-    dead_letters_days: Days = 30.0
-    """Records of the bus that could not be stored, and those that Kafka did not take."""
-    runs_days: Days = 365.0
-    """Training runs that made no adapter."""
+    """Exchanges that have a group, with the group, its answers and scores; replies of the judge."""
     max_bytes: Annotated[int, Between(0, 10**15, "0 sets no limit; no disk is larger")] = 0
     """Size of the store; beyond it the oldest exchanges go, whatever their age. 0: no limit."""
 
@@ -261,8 +243,6 @@ class Telemetry(Section):
     """Share of the traces beginning at the proxy that are sampled; a client decides for its own."""
     content: bool = False
     """Put what was said into the spans."""
-    semantic_conventions: Literal["latest", "1.41"] = "latest"
-    """Which names the GenAI metrics have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_json: bool = False
@@ -289,7 +269,6 @@ class Settings(BaseSettings):
     capture: Capture = Capture()
     bus: Bus = Bus()
     kafka: Kafka = Kafka()
-    feedback: Feedback = Feedback()
     store: Store = Store()
     privacy: Privacy = Privacy()
     retention: Retention = Retention()
@@ -359,8 +338,6 @@ class Settings(BaseSettings):
             "rubric": own.rubric if own.rubric.strip() else judge.rubric,
             # A rubric of the gate's own is another exam, also for projects with a reward's rubric.
             "projects": {**({} if own.rubric.strip() else judge.projects), **own.projects},
-            "passes": own.passes or judge.passes,
-            "timeout_s": own.timeout_s or judge.timeout_s,
         }
         if not own.model:
             return judge.model_copy(update=shared)
@@ -370,8 +347,8 @@ class Settings(BaseSettings):
                 "model": own.model,
                 "api_base": own.api_base,
                 "api_key": own.api_key,
-                "json_schema": own.json_schema,
-                "context_tokens": own.context_tokens,
+                "json_schema": "auto",
+                "context_tokens": 0,
                 "params": own.params,
                 "price": own.price,
                 # Those of the other judge; and a fallback to it would mark its own exam.

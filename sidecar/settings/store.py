@@ -219,10 +219,6 @@ class Privacy(Section):
     """Replace what `hide` names before an exchange is stored. It is then not learned from."""
     patterns: Mapping[Kind, Annotated[str, AfterValidator(_pattern)]] = Field(default_factory=dict)
     """Further kinds, each by a pattern of RE2."""
-    max_bytes: Annotated[
-        int, Between(1_000, 1_000_000_000, "a text of a sentence is longer; more is no limit")
-    ] = 16 * 2**20
-    """Bytes of an exchange that are searched. One with more counts as flagged, unseen."""
     projects: Mapping[str, ProjectPrivacy] = Field(default_factory=dict)
     """Other rules for single projects, by name."""
 

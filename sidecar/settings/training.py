@@ -31,10 +31,6 @@ class Adapters(Section):
 
     folder_days: Annotated[float, Between(0, 36_500, "0 keeps them for good")] = 30.0
     """Days without use after which the folder of a version that nothing needs goes. 0: never."""
-    keep_champions: Annotated[
-        int, Between(1, 10_000, "one at least must be there to return to")
-    ] = 10
-    """Newest champions whose folders stay, however long ago they served."""
     url: Annotated[str, AfterValidator(_shared)] = ""
     """Where folders are shared by machines that have no disk in common: a URL of fsspec, such as
     s3://bucket/adapters (`pip install s3fs`). Empty: `learner.adapters_dir` is seen by all."""

@@ -46,18 +46,12 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
         ("[judge]\nbudget = 5", "judge.model", "so judge.budget would not be used"),
         ('[judge]\nrubric = "Be kind."', "judge.model", "so judge.rubric would not be used"),
         (f"{JUDGE}timeout_s = 0.2", "judge.timeout_s", "end without a score; give 60 s"),
-        (
-            f'{JUDGE}[gate_judge]\nmodel = "m"\ntimeout_s = 0.2',
-            "gate_judge.timeout_s",
-            "end without a score",
-        ),
         (f"{JUDGE}params = {{max_tokens = 100}}", "judge.params", "about 480 tokens"),
         (
             f'{JUDGE}[gate_judge]\nmodel = "m"\nparams = {{max_completion_tokens = 100}}',
             "gate_judge.params",
             "scores of 4 answers take about 240 tokens",
         ),
-        (f"{JUDGE}cache_bytes = 0\ncache_days = 2", "judge.cache_days", "no reply is kept"),
         (f"{JUDGE}budget = 5\nbudget_per_hour = 5", "judge.budget_per_hour", "never reached first"),
         (
             f"{JUDGE}budget = 5\nprice = {{input = 0, output = 0}}",
