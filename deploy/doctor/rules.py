@@ -479,7 +479,7 @@ def _budget(store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
     spent = store.spent
     if spent is not None:
         waiting = counted(sum(stage.waiting.values()), "group waits", "groups wait")
-        end = f"{spent.until:%Y-%m-%d %H:%M} UTC" if spent.until else "users are served more"
+        end = f"{spent.until:%Y-%m-%d %H:%M} UTC"
         yield Diagnosis(
             stage="sampling",
             cause="budget_spent",

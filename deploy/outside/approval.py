@@ -32,6 +32,8 @@ EVERY_S = 1.0
 APPROVAL_EVERY_S = 30.0
 """Seconds between two calls while it says `wait` or does not answer, and how long an answer
 holds."""
+APPROVAL_MAX_WAIT_S = 86_400.0
+"""A canary that got no answer by then ends inconclusive: the champion stays."""
 STAGE = "approval"
 """Durable counter of answers."""
 MAX_REASON = 500

@@ -31,6 +31,8 @@ from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
+POLL_INTERVAL_S = 0.2
+"""Pause when the bus is empty."""
 BACKLOG_INTERVAL_S = 2.0
 ABANDONED_INTERVAL_S = 10.0
 """Seconds between two looks for abandoned sessions, once the pass has caught up."""
@@ -105,7 +107,7 @@ class Intake:
         if self._failures:
             log.warning("intake_goes_on", failures=self._failures)
         self._failures = 0
-        return 0.0 if taken else self._bus_settings.poll_interval_s
+        return 0.0 if taken else POLL_INTERVAL_S
 
     def step(self) -> int:
         """Consume a batch and decide new exchanges.

@@ -521,17 +521,6 @@ def _useless_verifier(
             f'traffic is of that project, so it would check nothing; add "{DEFAULT_PROJECT}", or '
             'set access.mode = "keys"',
         )
-    if (
-        isinstance(one, JsonSchemaVerifier)
-        and one.json_schema is None
-        and settings.groups.structured_output == "off"
-    ):
-        yield (
-            where,
-            'has no json_schema, and with groups.structured_output = "off" requests with a '
-            "response_format of JSON become no groups, so it would check nothing; give a "
-            'json_schema, or set groups.structured_output = "free_tokens"',
-        )
     if isinstance(one, RegexVerifier) and is_found_everywhere(one.pattern):
         same = "right" if one.must == "match" else "wrong"
         yield (

@@ -103,10 +103,6 @@ class Approval(Section):
     """Where control posts the evidence and asks; empty: nobody is asked."""
     before: tuple[Literal["ramp", "promotion"], ...] = ("promotion",)
     """What waits for its answer: `ramp`, `promotion`, or both."""
-    max_wait_s: Annotated[
-        float, Between(1, 31_536_000, "a shorter one asks nobody, a longer one never ends", "s")
-    ] = 86_400.0
-    """A canary that got no answer by then ends inconclusive: the champion stays."""
     token_env: EnvName = ""
     """Environment variable of control with a bearer token; empty: none is sent."""
 

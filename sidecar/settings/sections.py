@@ -195,8 +195,6 @@ class Bus(Section):
     """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
     """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
-    poll_interval_s: Interval = 0.2
-    """Pause of ingest when the bus is empty."""
     batch: Annotated[
         int, Between(1, 10_000, "each batch is one transaction, which others wait for")
     ] = 200

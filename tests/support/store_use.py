@@ -146,7 +146,6 @@ class _Use:
                 rate=1.0,
                 max_pending_groups=150,
                 choose="prefer",
-                uniform_share=1.0,
                 max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
