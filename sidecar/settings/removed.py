@@ -72,7 +72,7 @@ REMOVED: Mapping[str, str] = {
     "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
     "telemetry.semantic_conventions": "the newest names are used",
     **{
-        f"watch.{name}": f"Limits.{name} in ingest.reward_watch.rules is {value}"
+        f"watch.{name}": f"LIMITS.{name} in ingest.reward_watch.rules is {value}"
         for name, value in {
             "false_holds": 0.01, "judge_gain": 0.05, "max_length_correlation": 0.3,
             "max_length_growth": 1.25, "max_rise": 0.02, "min_answers": 200, "min_groups": 30,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from sidecar.settings.removed import ADVANCED, REMOVED
 def test_what_is_said_of_a_removed_key_is_true(key: str) -> None:
     section, _, name = key.partition(".")
     assert name not in known(section)
-    for constant, module, value in re.findall(r"([A-Z_]+) in (\S+) is (\S+)$", REMOVED[key]):
-        assert str(getattr(importlib.import_module(module), constant)) == value
-    for section, name in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b(?!\.)", REMOVED[key]):
-        assert section not in Settings.model_fields or name in known(section)
+    constant = re.fullmatch(r"([A-Za-z_.]+) in ([a-z_.]+) is (\S+)", REMOVED[key])
+    if constant is not None:
+        path, module, value = constant.groups()
+        assert str(attrgetter(path)(importlib.import_module(module))) == value
+        return
+    for other, name in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", REMOVED[key]):
+        assert other not in Settings.model_fields or name in known(other)
 
 
 def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
