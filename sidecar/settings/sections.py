@@ -117,8 +117,6 @@ class Proxy(Section):
     ] = 256 * 2**20
     """Bytes of request bodies in memory, per worker: coming in, or in flight. Bodies up to 64 KiB
     are not counted; one that does not fit is answered 503 with `Retry-After`."""
-    connect_timeout_s: Timeout = 5.0
-    """Longest time to connect to one vLLM; then the next replica is asked."""
     max_connections: Count = 4096
     """Client connections at once, per worker, if the limit of open files has room for them; for a
     further one the idlest is closed."""
@@ -126,17 +124,8 @@ class Proxy(Section):
     """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     idle_timeout_s: Timeout = 75.0
     """An idle client connection is closed after this long."""
-    head_timeout_s: Timeout = 10.0
-    """From a request's first byte to the end of its headers."""
-    body_timeout_s: Timeout = 30.0
-    """Longest stand-still of a request's body; it must also come at 1 kB/s, and what came faster
-    before is credited for this long at most."""
-    write_timeout_s: Timeout = 60.0
-    """A client that takes nothing of its reply for this long is cut off."""
     upstream_timeout_s: Timeout = 600.0
     """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
-    health_interval_s: Interval = 2.0
-    """How often each vLLM is asked for its health and its adapters."""
     drain_timeout_s: Annotated[
         float, Between(0, 86_400, "0 closes connections immediately; at most one day", "s")
     ] = 20.0
@@ -149,8 +138,6 @@ class Proxy(Section):
         float, Between(0.001, 60, "a rollback and a revoked key wait for it", "s")
     ] = 0.2
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
-    slow_first_byte_s: Timeout = 10.0
-    """While a canary runs, a reply whose first byte comes later counts as slow in the breaker."""
     allow_remote_without_keys: bool = False
     """Allows a `host` that is reachable from outside with `access.mode = "open"`: for a gateway of
     yours that authenticates agents."""
