@@ -7,7 +7,7 @@ packs. An answer is never split over two packs, so a loss may use its tokens tog
 
 Conventions. mu: the behaviour policy, whose log-probabilities vLLM recorded. pi: the policy.
 pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age; with
-`learner.tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
+`tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
 A: the advantage. sg: no gradient. Shapes end in _N (tokens) or _A (answers).
 """
 
@@ -156,7 +156,7 @@ def cispo(tokens: Tokens, rule: LossRule) -> TokenLoss:
 def ppo_decoupled(tokens: Tokens, rule: LossRule) -> TokenLoss:
     """The clipped surrogate around pi_0: pi / pi_0 in the place of r.
 
-    The step multiplies it by pi_0 / mu, bounded by `learner.tis_cap` (`learner.grpo.losses`),
+    The step multiplies it by pi_0 / mu, bounded by `tis_cap` (`learner.grpo.losses`),
     so that together they are exact for answers of any age.
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298.
     """

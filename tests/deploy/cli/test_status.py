@@ -330,7 +330,7 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
     apart = Settings.model_validate(
         {
             "judge": {"model": "openai/a"},
-            "gate_judge": {"model": "openai/b", "rubric": "is it right?", "passes": 1},
+            "gate_judge": {"model": "openai/b", "rubric": "is it right?"},
         }
     )
 
@@ -344,7 +344,7 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
         "  WARNING: openai/a gives the reward and decides the gate, by one rubric: an adapter that "
         "learned to please this judge passes for better; name another model in gate_judge.model.",
     ]
-    assert said(apart) == ["Gate: judged by openai/b, 1 pass, by a rubric of its own."]
+    assert said(apart) == ["Gate: judged by openai/b, 2 passes, by a rubric of its own."]
 
 
 def noise(**changes: Any) -> JudgeNoiseOut:

@@ -80,11 +80,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "reward.verifiers.v.projects",
             'all traffic is of that project, so it would check nothing; add "default"',
         ),
-        (
-            '[groups]\nstructured_output = "off"\n[reward.verifiers.v]\nkind = "json_schema"',
-            "reward.verifiers.v",
-            "requests with a response_format of JSON become no groups",
-        ),
         ("[learner]\npack_tokens = 10", "learner.pack_tokens", "left out (too_long)"),
         (f'{REGEX}pattern = ""', "reward.verifiers.v.pattern", "every answer is right"),
         (
