@@ -17,7 +17,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from deploy.adapters.prune import FolderRule, Pruner
+from deploy.adapters.prune import KEEP_CHAMPIONS, FolderRule, Pruner
 from deploy.admin.context import AdminContext
 from deploy.admin.wire import MOST, AdminConnection
 from deploy.engine.reconcile import Fleet, Reconciler
@@ -215,7 +215,7 @@ async def _run(
         if await asyncio.to_thread(lease.beat) and not acted:
             on_change()
 
-    sender = Sender(model, outside, timeout_s=settings.notify.timeout_s)
+    sender = Sender(model, outside)
     hooks = Hooks(database, settings.notify, sender)
     pruner = make_pruner(settings, database)
 
@@ -286,7 +286,7 @@ async def _run(
 def make_pruner(settings: Settings, database: Database) -> Pruner:
     """Build what removes adapter folders, from the settings."""
     rules = settings.adapters
-    rule = FolderRule(folder_days=rules.folder_days, keep_champions=rules.keep_champions)
+    rule = FolderRule(folder_days=rules.folder_days, keep_champions=KEEP_CHAMPIONS)
     folders = settings.learner.adapters_dir
     shared = shared_folders(settings)
     return Pruner(database=database, adapters_dir=folders, rule=rule, shared=shared)

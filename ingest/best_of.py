@@ -76,6 +76,7 @@ from ingest.store.sessions import count_by_session
 from sidecar.errors import StoreError
 from sidecar.records import Exchange
 from sidecar.scoring import (
+    CONCURRENCY,
     MAX_QUESTION_BYTES,
     Material,
     NoPick,
@@ -363,7 +364,7 @@ class BestOfJudge:
         self._judge = judge
         # One pass only: passes are sequential calls, and a user is waiting.
         self._settings = settings.judge.model_copy(update={"passes": 1})
-        self._concurrency = settings.best_of.concurrency
+        self._concurrency = CONCURRENCY
         self._rules = rules_of(settings)
         self._view = JudgeView(settings.privacy)
         self._model = settings.serving.model

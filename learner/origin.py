@@ -125,9 +125,7 @@ NOT_OF_THE_RESULT = frozenset(
         "adapters_dir",
         "export",
         "idle_below",
-        "idle_window_s",
         "memory_fraction",
-        "poll_s",
     }
 )
 """Settings that decide when a run starts, which groups it takes and where its files go. All others

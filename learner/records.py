@@ -108,7 +108,7 @@ class StepMetrics:
     """Number of trainable answers."""
     tokens: int
     """Number of trainable tokens. The loss is divided by it, by the answers (`grpo`, `gspo`) or by
-    answers times `learner.loss_length` (`dr_grpo`)."""
+    answers times `LOSS_LENGTH` (`dr_grpo`)."""
     computed_tokens: int
     """Number of tokens that went through the decoder; each prompt once per pack."""
     reward_mean: float
@@ -124,7 +124,7 @@ class StepMetrics:
     entropy: float
     """nats per token, of the policy's own distribution at each answer's temperature."""
     grad_norm: float
-    """L2 norm of the gradient before it was scaled down to `learner.max_grad_norm`."""
+    """L2 norm of the gradient before it was scaled down to `MAX_GRAD_NORM`."""
     update_norm: float
     """L2 norm of the change of the adapter's weights."""
     learning_rate: float
@@ -137,7 +137,7 @@ class StepMetrics:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """`answers.REASON` -> how many of `masked_answers`; `groups.REASON` -> groups that the trainer
     has left out of the run by the time of this step; `answers.stale` -> how many of `answers` have
-    no gradient in this step because the policy left them behind (`learner.stale_limit`)."""
+    no gradient in this step because the policy left them behind (`stale_limit`)."""
     masked_tokens: int = 0
     """Tokens of trainable answers that a mask of the server touched: they have no part in the loss,
     and are not counted in `tokens`."""
@@ -151,7 +151,7 @@ class StepMetrics:
     (`learner.grpo.base_kl`); None: not measured."""
     kl_base_tokens: int = 0
     kl_coef: float = 0.0
-    """Weight of that divergence in the step's loss: `learner.kl_coef` over the budget, else 0."""
+    """Weight of that divergence in the step's loss: `kl_coef` over the budget, else 0."""
     peak_memory_bytes: int = 0
     """Peak of the process so far; on a GPU, of what torch holds there."""
 

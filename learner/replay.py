@@ -42,6 +42,7 @@ from learner.runs.selection import select_by
 from learner.runs.train import Trainer
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
+from sidecar.settings.removed import of_section
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
 from sidecar.visible import counted
@@ -114,7 +115,7 @@ def _recipe(
     """
     lineage = _lineage(row)
     try:
-        learner = Learner.model_validate(lineage["settings"])
+        learner = Learner.model_validate(of_section("learner", lineage["settings"]))
         noise = noise_of_json(lineage["judge_noise"])
         run_id = str(lineage["run_id"])
         quiet = _quiet(lineage["algorithm"].get("quiet_groups", 0))

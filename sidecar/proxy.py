@@ -30,7 +30,7 @@ from sidecar.relay.server import RelayServer
 from sidecar.relay.upstream import Endpoint, endpoint
 from sidecar.relay.watch import ReplicaWatch
 from sidecar.routing.source import FollowedLines
-from sidecar.scoring import Picker, SocketPicker, socket_path
+from sidecar.scoring import CONCURRENCY, MAX_WAITING, Picker, SocketPicker, socket_path
 from sidecar.settings import Settings, open_keyring
 from sidecar.tracing.spans import Propagation, request_spans
 from sidecar.tracing.telemetry import Tracing
@@ -38,6 +38,12 @@ from sidecar.unix_socket import bind
 from sidecar.workers.worker import ORPHAN_DRAIN_S, PROBED, READY, Handover, ParentLine
 
 log = structlog.get_logger()
+CONNECT_TIMEOUT_S = 5.0
+"""Longest time to connect to one vLLM; then the next replica is asked."""
+HEALTH_INTERVAL_S = 2.0
+"""Seconds between two questions for the health and the adapters of a vLLM."""
+SLOW_FIRST_BYTE_S = 10.0
+"""While a canary runs, a reply whose first byte comes later counts as slow in the breaker."""
 CAPTURE_STOP_S = 10.0
 
 
@@ -99,14 +105,14 @@ class Proxy:
             readers=() if self._keys is None else (self._keys,),
         )
         self.routing, self.breaker = self.lines.default
-        timeout_s = settings.proxy.connect_timeout_s
+        timeout_s = CONNECT_TIMEOUT_S
         app = Endpoint(url="the sidecar's application", unix_path=self._socket_path)
         replicas = Replicas([Replica(where, connect_timeout_s=timeout_s) for where in endpoints])
         api_key = settings.serving.api_key
         self._watch = ReplicaWatch(
             replicas,
             self.metrics,
-            interval_s=settings.proxy.health_interval_s,
+            interval_s=HEALTH_INTERVAL_S,
             api_key=api_key.get_secret_value() if api_key is not None else None,
         )
         limits = handover.limits if handover is not None else None
@@ -129,7 +135,7 @@ class Proxy:
                 capture=self.capture,
                 metrics=self.metrics,
                 breaker=self.breaker,
-                slow_first_byte_s=settings.proxy.slow_first_byte_s,
+                slow_first_byte_s=SLOW_FIRST_BYTE_S,
                 best_of=settings.best_of,
                 picker=_picker(settings),
                 rate_limited_log=RateLimitedLog(),
@@ -255,6 +261,6 @@ def _picker(settings: Settings) -> Picker | None:
         return None
     return SocketPicker(
         socket_path(settings.state_dir),
-        concurrency=settings.best_of.concurrency,
-        max_waiting=settings.best_of.max_waiting,
+        concurrency=CONCURRENCY,
+        max_waiting=MAX_WAITING,
     )

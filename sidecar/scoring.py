@@ -22,6 +22,10 @@ from sidecar.unix_socket import kernel_path
 # The protocol between the relay and the scoring process for best of N.
 
 SOCKET_NAME = "best-of.sock"
+CONCURRENCY = 8
+"""Requests that score judges at once (beyond: `busy`), and questions of one proxy at once."""
+MAX_WAITING = 32
+"""Requests of one proxy that wait for the judge; beyond, they are relayed without best of N."""
 MAX_QUESTION_BYTES = 8 * 2**20
 """Longest question, in bytes: a conversation and its answers. A judge could not read a longer
 one."""

@@ -35,7 +35,7 @@ def stop(
     table = RoutingTable(
         model="m", champion="m--v1", canary="m--v2", canary_weight_bp=weight_bp, salt=f"s{seed}"
     )
-    live, proxy, tag = Live(ratios_of(rules)), Breaker(Metrics()), canary_tag(table)
+    live, proxy, tag = Live(ratios_of()), Breaker(Metrics()), canary_tag(table)
     order = InOrder(rules.turn_wait_s)
     proxy.follow(table)
     units: set[str] = set()

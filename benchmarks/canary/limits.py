@@ -1,6 +1,6 @@
 """Canaries at the limits of what the levels accept, where each level must hold and is used up most.
 
-An equal candidate is far within what a guard accepts (`guard_ratio` times the champion's bad
+An equal candidate is far within what a guard accepts (`GUARD_RATIO` times the champion's bad
 sessions), so a guard that errs too often would hardly show there. Here the candidate is exactly as
 bad as is accepted. State, order, bets and levels are the product's own; no whole canary is played.
 """
@@ -15,7 +15,16 @@ from deploy.canary.gate_store import drawn_turn
 from deploy.evidence.live import InOrder, Live, Turn
 from deploy.evidence.quality import FLAWS, OF_GROUPS, Quality
 from deploy.registry.canary_rule import Comparison, quality_of
-from deploy.registry.proof_rule import guard_level, harm, limits_of, proven, ratios_of, threshold
+from deploy.registry.proof_rule import (
+    GUARD_RATIO,
+    SPLIT_LEVEL,
+    guard_level,
+    harm,
+    limits_of,
+    proven,
+    ratios_of,
+    threshold,
+)
 from sidecar.settings import Canary as CanarySettings
 
 WEIGHTS = (0.05, 0.10, 0.25, 0.50)
@@ -30,15 +39,15 @@ LOOK_S = 10.0
 
 
 def guard(rules: CanarySettings, seed: int) -> dict[str, bool]:
-    """Play a ramp whose candidate has exactly `guard_ratio` times the champion's bad sessions.
+    """Play a ramp whose candidate has exactly `GUARD_RATIO` times the champion's bad sessions.
 
     Returns: whether the guard ended it, and whether the split held it.
     """
-    rng, live, kind = random.Random(f"guard-{seed}"), Live(ratios_of(rules)), "failed"
+    rng, live, kind = random.Random(f"guard-{seed}"), Live(ratios_of()), "failed"
     for number in range(SESSIONS):
         weight = WEIGHTS[number * len(WEIGHTS) // SESSIONS]
         canary = rng.random() < weight
-        prone = rng.random() < PRONE * (rules.guard_ratio if canary else 1.0)
+        prone = rng.random() < PRONE * (GUARD_RATIO if canary else 1.0)
         bad = frozenset({kind}) if prone else frozenset[str]()
         turn = Turn(unit=f"s{number}", canary=canary, weight=weight, bad=bad)
         live.read([turn] * TURNS)
@@ -51,7 +60,7 @@ def busy(rules: CanarySettings, most_turns: int, bad_share: float, seed: int) ->
     most_turns: a conversation has one to so many requests, without a pause between them. bad_share:
     of the replies, of either arm. Returns: as `guard`.
     """
-    rng, live, kind = random.Random(f"busy-{seed}"), Live(ratios_of(rules)), "evasive"
+    rng, live, kind = random.Random(f"busy-{seed}"), Live(ratios_of()), "evasive"
     now, ended = 0.0, list[tuple[float, float, float, Turn]]()
     for number in range(2_500 if most_turns == 1 else 1_000):
         now += rng.expovariate(20.0)
@@ -78,7 +87,7 @@ def together(rules: CanarySettings, seed: int) -> dict[str, bool]:
 
     Returns: as `guard`.
     """
-    rng, live, kind = random.Random(f"together-{seed}"), Live(ratios_of(rules)), "failed"
+    rng, live, kind = random.Random(f"together-{seed}"), Live(ratios_of()), "failed"
     arms = [rng.random() < 0.5 for _ in range(500)]
     for _ in range(20):
         for number, canary in enumerate(arms):
@@ -135,5 +144,5 @@ def small_talk(rules: CanarySettings, effect: float, seed: int) -> dict[str, boo
 def _ended(live: Live, kind: str, rules: CanarySettings) -> dict[str, bool]:
     return {
         "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
-        "held": live.mismatch >= threshold(rules.split_level),
+        "held": live.mismatch >= threshold(SPLIT_LEVEL),
     }

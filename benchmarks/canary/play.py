@@ -26,7 +26,7 @@ from deploy.registry.canary_rule import (
     judge_gate,
     quality_of,
 )
-from deploy.registry.proof_rule import DOUBTED, limits_of, proven, ratios_of, threshold
+from deploy.registry.proof_rule import DOUBTED, SPLIT_LEVEL, limits_of, proven, ratios_of, threshold
 from sidecar.routing.table import BUCKETS
 from sidecar.settings import Canary as CanarySettings
 
@@ -82,7 +82,7 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
     """
     rng = random.Random(seed)
     scores = differences(world, rng)
-    limits, live, told = limits_of(rules), Live(ratios_of(rules)), Told()
+    limits, live, told = limits_of(rules), Live(ratios_of()), Told()
     quality, claims = Quality(), frozenset[str]()
     canary = begun_canary(steps=rules.steps, number=seed)
 
@@ -153,7 +153,7 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
         groups=quality.groups,
         canary_sessions=live.canary_units,
         claims=claims,
-        held=live.mismatch >= threshold(rules.split_level),
+        held=live.mismatch >= threshold(SPLIT_LEVEL),
         canary=canary,
     )
 

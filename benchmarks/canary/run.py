@@ -29,7 +29,7 @@ from benchmarks.canary.traffic import World
 from benchmarks.results import Target, at_least, at_most
 from deploy.evidence.live import GUARDS
 from deploy.evidence.quality import FLAWS, OF_GROUPS
-from deploy.registry.proof_rule import guard_level
+from deploy.registry.proof_rule import GUARD_RATIO, SPLIT_LEVEL, guard_level
 from sidecar.settings import Canary as CanarySettings
 
 STEPS = (500, 1_000, 2_500, 5_000)
@@ -158,7 +158,7 @@ def equal(pool: ProcessPoolExecutor, canaries: int) -> Part:
             at_most(
                 f"A/A, {name}: held for the split",
                 _number(row, "held"),
-                allowed(RULES.split_level, count),
+                allowed(SPLIT_LEVEL, count),
             ),
         ]
         if one is drawn:
@@ -183,10 +183,10 @@ def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
     """Candidates exactly as bad as is accepted: what is proven against them, or for them, is
     false."""
     flaws = {kind: guard_level(kind, PLAIN) for kind in (*FLAWS, *OF_GROUPS)}
-    sessions = {"guard": PLAIN.guard_level, "held": PLAIN.split_level}
-    busy = {"guard": guard_level("evasive", PLAIN), "held": PLAIN.split_level}
+    sessions = {"guard": PLAIN.guard_level, "held": SPLIT_LEVEL}
+    busy = {"guard": guard_level("evasive", PLAIN), "held": SPLIT_LEVEL}
     cases: dict[str, tuple[Callable[[int], dict[str, bool]], dict[str, float]]] = {
-        f"sessions: {PLAIN.guard_ratio:g} times as many bad": (
+        f"sessions: {GUARD_RATIO:g} times as many bad": (
             partial(limits.guard, PLAIN), sessions,
         ),
         "busy site: replies of 8 s beside 30 s": (partial(limits.busy, PLAIN, 1, 0.2), busy),

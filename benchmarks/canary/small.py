@@ -122,7 +122,7 @@ def _canary(site: _Site, number: int) -> str:
     """Play one canary. Returns: its last phase."""
     rules, carried = site.rules, site.quality.groups
     canary = replace(begun_canary(steps=rules.steps, number=number), step_started_at=site.now)
-    live, began = Live(ratios_of(rules)), site.now
+    live, began = Live(ratios_of()), site.now
     seen, units = 0, 0
     while canary.active and site.now < MOST_DAYS * DAY_S:
         evidence: GateEvidence | RampEvidence

@@ -19,7 +19,7 @@ from ingest.grouping.same_prompt import inputs, propensity
 
 TARGET: Final = 1.5
 UNIFORM_SHARE: Final = 0.1
-"""As `groups.uniform_share`."""
+"""As `ingest.grouping.selection.UNIFORM_SHARE`."""
 RESAMPLES: Final = 2_000
 Weight = Callable[[Step], float]
 

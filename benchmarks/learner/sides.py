@@ -19,7 +19,7 @@ from learner.policy.packing import Pack
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
-SETTINGS: dict[str, Any] = {"loss": "dapo", "negative_bound": 1_000}
+SETTINGS: dict[str, Any] = {"loss": "dapo", "advanced": {"negative_bound": 1_000}}
 """The loss that TRL's default is, with the same constants."""
 ON_CPU = {
     "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1_536, "vocab_size": 1_024,

@@ -59,6 +59,8 @@ from sidecar.store.models import (
 
 # Decide which adapter folders may be removed. Pure.
 
+KEEP_CHAMPIONS = 10
+"""Newest champions whose folders stay, however long ago they served."""
 DAY_S = 86_400.0
 
 

@@ -33,6 +33,7 @@ from deploy.errors import error_line
 from deploy.evidence.betting import Bets
 from deploy.evidence.live import Approval, GuardState, Live, Stage, described, verdict
 from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
+from deploy.outside.approval import APPROVAL_EVERY_S, APPROVAL_MAX_WAIT_S
 from deploy.records import AdapterState, AdapterVersion, Canary
 from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
@@ -46,7 +47,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
-from deploy.registry.proof_rule import CLAIMS, guard_level, proven
+from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, guard_level, proven
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
@@ -83,7 +84,7 @@ def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> EvidenceJson
         "behind": behind,
         "forgotten": live.forgotten,
         "late": dict(live.late),
-        "split": _claim(live.split, rules.split_level),
+        "split": _claim(live.split, SPLIT_LEVEL),
         **{kind: _guard(kind, state, rules) for kind, state in live.guards.items()},
     }
 
@@ -161,7 +162,7 @@ def with_approval(
         # A move that is no longer due waits for nothing; when it is due again, it asks anew.
         forget = isinstance(decision, Hold) and known is not None and not canary.paused
         return Asked(decision=decision, facts={"approval": {}} if forget else {})
-    found = verdict(known, stage, holds_s=settings.every_s, max_wait_s=settings.max_wait_s, now=now)
+    found = verdict(known, stage, holds_s=APPROVAL_EVERY_S, max_wait_s=APPROVAL_MAX_WAIT_S, now=now)
     hears = known is not None and known.before == stage and known.answer in ("wait", "error")
     waits = Hold(reason=described(known, stage), stops_clock=True, needs="act" if hears else "look")
     if found == "begin":
@@ -175,7 +176,7 @@ def with_approval(
             decision=Move(to="rolled_back", candidate_state=state, reason=reason), denied=True
         )
     if found == "give_up":
-        reason = f"no approval of the {stage} in {settings.max_wait_s:g} s: {waits.reason}"
+        reason = f"no approval of the {stage} in {APPROVAL_MAX_WAIT_S:g} s: {waits.reason}"
         return Asked(decision=Move(to="inconclusive", candidate_state="retired", reason=reason))
     assert isinstance(decision, Move)
     approved = f"{decision.reason}; approved: {known.reason}"
@@ -523,7 +524,6 @@ class Controller:
             model=self._line.model,
             failures=failures,
             validate=validate,
-            max_base_kl=self._rules.max_base_kl,
         )
         evidence = replace(evidence, partly=evidence.partly or partly)
         if evidence.load_failures > failures:

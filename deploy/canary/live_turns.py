@@ -385,7 +385,7 @@ class LiveTurns:
         self._line = line
         self._of: tuple[object, ...] = ()
         """Which ramp the state is of: another salt assigns other sessions."""
-        self._live = Live(ratios_of(rules))
+        self._live = Live(ratios_of())
         self._mark = 0
         self._order = InOrder(rules.turn_wait_s)
 
@@ -398,7 +398,7 @@ class LiveTurns:
         of = (canary.canary_id, canary.salt, canary.ramp_after_seq)
         if of != self._of:
             self._of, self._mark = of, canary.ramp_after_seq
-            self._live = Live(ratios_of(self._rules))
+            self._live = Live(ratios_of())
             self._order = InOrder(self._rules.turn_wait_s)
         for _ in range(PAGES):
             rows, full = _page(session, canary, self._mark)

@@ -64,6 +64,11 @@ class _Outcome:
         return self.invalid or self.failed or "; ".join(found)
 
 
+MAX_BASE_KL = 8.0
+"""Nats of the KL divergence from the base, on the probe's prompts, over which a candidate is
+rejected when it is loaded."""
+
+
 async def load_everywhere(
     replicas: Mapping[str, AdapterControl],
     version: AdapterVersion,
@@ -71,12 +76,11 @@ async def load_everywhere(
     model: str,
     failures: int,
     validate: Callable[[], Awaitable[None]],
-    max_base_kl: float = 0.0,
 ) -> tuple[LoadEvidence, Facts]:
     """Load the candidate into every reachable replica and probe it there. Safe to repeat.
 
     failures: failed loads so far, in which vLLM was up and answered with a server error.
-    validate: checks the folder on disk; raises InvalidAdapterError. max_base_kl: in nats; 0: none.
+    validate: checks the folder on disk; raises InvalidAdapterError.
     """
     # The replicas are asked first: while all are away, hashing the folder at each tick is useless.
     up, away = await _ask_all(replicas)
@@ -88,10 +92,7 @@ async def load_everywhere(
         altered = isinstance(error, NotAsRegisteredError)
         return LoadEvidence(invalid=f"invalid: {error}", altered=altered), {}
     outcomes = await asyncio.gather(
-        *(
-            _load(url, replicas[url], names, version, model, max_base_kl)
-            for url, names in up.items()
-        )
+        *(_load(url, replicas[url], names, version, model) for url, names in up.items())
     )
     facts = _facts(outcomes, away)
     for outcome in outcomes:
@@ -137,7 +138,6 @@ async def _load(
     loaded: frozenset[str],
     version: AdapterVersion,
     model: str,
-    max_base_kl: float,
 ) -> _Outcome:
     try:
         if version.name not in loaded:
@@ -162,10 +162,10 @@ async def _load(
     refused = None if liveness.live else liveness.reason
     if agreement is not None and not agreement.same:
         refused = agreement.reason
-    if refused is None and 0.0 < max_base_kl < liveness.kl:
+    if refused is None and liveness.kl > MAX_BASE_KL:
         refused = (
             f"runaway KL: {liveness.kl:.3g} nats from the base on the probe's prompts, the limit "
-            f"is {max_base_kl:g} (canary.max_base_kl)"
+            f"is {MAX_BASE_KL:g}"
         )
     return _Outcome(replica=url, liveness=liveness, agreement=agreement, invalid=refused)
 

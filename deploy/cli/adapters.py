@@ -171,13 +171,11 @@ def adapters_prune(
 
     What an alias, a canary, a run, a vLLM or the last champions need stays, and so do its parents.
     Lineage and events stay for ever. The settings `[adapters]` say when."""
-    from deploy.adapters.prune import FolderRule, Pruner
+    from deploy.adapters.prune import KEEP_CHAMPIONS, FolderRule, Pruner
     from learner.shared_folders import shared_folders
 
     settings = settings_of(context)
-    rule = FolderRule(
-        folder_days=settings.adapters.folder_days, keep_champions=settings.adapters.keep_champions
-    )
+    rule = FolderRule(folder_days=settings.adapters.folder_days, keep_champions=KEEP_CHAMPIONS)
     folders = settings.learner.adapters_dir
     with open_store(settings) as database:
         pruner = Pruner(

@@ -470,7 +470,7 @@ def judge_sessions(
         try:
             scores = asyncio.run(_score(settings, found, words, passes or settings.judge.passes))
         except NotRedactedError as error:
-            note(f"{error}; nothing was sent (privacy.max_bytes limits how much is searched)")
+            note(f"{error}; nothing was sent")
             raise typer.Exit(1) from None
     if (advice := size_advice(len(found))) is not None:
         note(f"warning: {advice}")

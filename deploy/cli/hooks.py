@@ -100,7 +100,7 @@ async def _test(settings: Settings, chosen: dict[str, Hook]) -> dict[str, str]:
 
     caller = Caller()
     failed: dict[str, str] = {}
-    sender = Sender(settings.serving.model, caller, timeout_s=settings.notify.timeout_s)
+    sender = Sender(settings.serving.model, caller)
     event = Event(
         seq=0,
         at=time.time(),

@@ -283,7 +283,7 @@ def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | 
 
     url = make_url(settings.store.url)
     missing = url.get_backend_name() == "sqlite" and not Path(url.database or "").exists()
-    if no_cache or missing or not settings.judge.cache_bytes:
+    if no_cache or missing:
         yield None
         return
     database = Database(settings.store.url, open_keyring(settings.store))
@@ -293,7 +293,7 @@ def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | 
         except StoreError as error:
             note(f"no reply is kept: {error}")
             usable = False
-        yield open_kept(settings.judge, database) if usable else None
+        yield open_kept(database) if usable else None
     finally:
         database.close()
 

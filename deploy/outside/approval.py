@@ -20,7 +20,7 @@ import structlog
 
 from deploy.errors import error_line
 from deploy.evidence.live import Answer, Approval
-from deploy.outside.http import OutsideError, Poster, Reply, secret_of
+from deploy.outside.http import CALL_TIMEOUT_S, OutsideError, Poster, Reply, secret_of
 from deploy.records import Canary
 from deploy.registry import canaries
 from sidecar.settings import Approval as ApprovalSettings
@@ -29,6 +29,11 @@ from sidecar.store.database import Database, count
 log = structlog.get_logger()
 
 EVERY_S = 1.0
+APPROVAL_EVERY_S = 30.0
+"""Seconds between two calls while it says `wait` or does not answer, and how long an answer
+holds."""
+APPROVAL_MAX_WAIT_S = 86_400.0
+"""A canary that got no answer by then ends inconclusive: the champion stays."""
 STAGE = "approval"
 """Durable counter of answers."""
 MAX_REASON = 500
@@ -79,9 +84,7 @@ class Approvals:
             if row is None or canary is None or canary.approval is None or canary.paused:
                 return None
             approval = canary.approval
-            answered = (
-                approval.answer == "deny" or 0.0 <= now - approval.at < self._settings.every_s
-            )
+            answered = approval.answer == "deny" or 0.0 <= now - approval.at < APPROVAL_EVERY_S
             if approval.at and answered:
                 return None
             evidence = canaries.evidence_of(row)
@@ -107,7 +110,7 @@ class Approvals:
         try:
             token = secret_of(settings.token_env, self._environment)
             reply = await self._poster.post(
-                settings.url, body, timeout_s=settings.timeout_s, token=token
+                settings.url, body, timeout_s=CALL_TIMEOUT_S, token=token
             )
             return _read(reply)
         except OutsideError as error:

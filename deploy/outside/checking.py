@@ -3,7 +3,7 @@
 Each check is stored with the canary before anything is decided on it: a control that starts again
 continues the rows of failures. A provider that hangs holds up its own metric alone; the guards tick
 meanwhile. In the ramp the rule decides (`deploy.registry.canary_rule`). After a promotion no rule
-ticks any more: here a broken guardrail rolls back to the champion before, for `watch_s`.
+ticks any more: here a broken guardrail rolls back to the champion before, for `WATCH_S`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from sidecar.store.database import Database, count
 from sidecar.store.models import CanaryRow
 
 log = structlog.get_logger()
+
+WATCH_S = 3_600.0
+"""After a promotion, metrics with `mode = "guardrail"` still roll back for this long."""
 
 EVERY_S = 1.0
 """How often the loop looks which metrics are due, and longest wait of a turn for their answers."""
@@ -95,7 +98,7 @@ class MetricChecks:
         await asyncio.to_thread(self._store, names.canary, name, check)
 
     def _watched(self) -> list[Canary]:
-        """Return the canary that ramps, and the one that made the champion within `watch_s`."""
+        """Return the canary that ramps, and the one that made the champion within `WATCH_S`."""
         with self._database.read() as session:
             active = canaries.active(session, self._model)
             champion = versions.champion(session, self._model)
@@ -109,7 +112,7 @@ class MetricChecks:
         found = [active] if active is not None and active.phase == "ramping" else []
         if made is not None and made.ended_at is not None:
             age_s = self._clock() - made.ended_at
-            found += [made] if 0.0 <= age_s < self._rules.watch_s else []
+            found += [made] if 0.0 <= age_s < WATCH_S else []
         return found
 
     async def _check(self, metric: Metric, names: Names) -> Check:

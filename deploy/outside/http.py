@@ -18,6 +18,8 @@ from sidecar.settings import Metric
 
 # Short calls to services that an operator named: bounded in time and size, never redirected.
 
+CALL_TIMEOUT_S = 5.0
+"""Longest time of a call of the approval service, or of one delivery to a hook."""
 MAX_REPLY_BYTES = 256 * 2**10
 KEEPALIVE_S = 30.0
 AT_ONCE = 40

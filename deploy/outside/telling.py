@@ -4,7 +4,7 @@ Each hook has a cursor in the store: the number of the last audit row that it wa
 is none of its events. It moves after a delivery, so a killed control tells the event again, with
 the same `webhook-id`, and loses none: at least once, in the order of the audit. A receiver that
 does not take an event is tried again after a wait that doubles; later events wait behind it. After
-`retries` tries, or when it is older than `max_age_s`, an event is given up (`dead`), and the next
+`RETRIES` tries, or when it is older than `MAX_AGE_S`, an event is given up (`dead`), and the next
 one is told. A hook that is new begins with what happens from then on. Nothing waits for a hook: it
 has a loop of its own.
 """
@@ -30,7 +30,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.errors import error_line
-from deploy.outside.http import OutsideError, Poster, end_turns, secret_of
+from deploy.outside.http import CALL_TIMEOUT_S, OutsideError, Poster, end_turns, secret_of
 from deploy.registry.aliases import NOTHING, Subject, subjects_of
 from deploy.text import iso
 from sidecar.backoff import Backoff
@@ -145,6 +145,12 @@ class Event:
         return json.dumps(told, ensure_ascii=True, separators=(",", ":")).encode()
 
 
+RETRIES = 12
+"""Tries after the first one; the wait doubles from 5 s to at most an hour."""
+MAX_AGE_S = 86_400.0
+"""An event that is older is given up without a further try."""
+
+
 class Sender:
     """Posts events, signed."""
 
@@ -153,14 +159,12 @@ class Sender:
         model: str,
         poster: Poster,
         *,
-        timeout_s: float,
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """environment: holds secrets; None takes that of the process."""
         self._model = model
         self._poster = poster
-        self._timeout_s = timeout_s
         self._environment = environment
         self._clock = clock
 
@@ -172,7 +176,7 @@ class Sender:
         headers = signed_headers(
             self._key(hook), message_id=message_id, at=int(self._clock()), body=body
         )
-        reply = await self._poster.post(hook.url, body, timeout_s=self._timeout_s, headers=headers)
+        reply = await self._poster.post(hook.url, body, timeout_s=CALL_TIMEOUT_S, headers=headers)
         if not 200 <= reply.status < 300:
             raise OutsideError(f"status {reply.status}; let it answer 2xx when it has the event")
 
@@ -247,7 +251,7 @@ class Hooks:
         """Try once. Returns: the state after it."""
         now = self._clock()
         try:
-            if state.tries > self._settings.retries or now - event.at > self._settings.max_age_s:
+            if state.tries > RETRIES or now - event.at > MAX_AGE_S:
                 return self._give_up(name, state, event)
             await self._sender.post(name, hook, event)
         except OutsideError as error:
@@ -256,7 +260,7 @@ class Hooks:
             failed = replace(
                 state, tries=tries, next_at=now + WAITS.wait_s(tries), error=why, last="failed"
             )
-            if tries > self._settings.retries:
+            if tries > RETRIES:
                 return self._give_up(name, failed, event)
             return failed
         return replace(

@@ -103,11 +103,19 @@ def first_settings() -> str:
     sections = [name for name in Settings.model_fields if name not in plain]
     blocks = [HEAD, "\n".join(_lines(Settings, "", plain)) + "\n"]
     for name in sections:
-        kind: type[BaseModel] = Settings.model_fields[name].annotation  # type: ignore[assignment]
-        about = _comment(inspect.cleandoc(kind.__doc__ or ""))
-        lines = [f"[{name}]", *about, *_lines(kind, name, list(kind.model_fields))]
-        blocks.append("\n".join(lines) + "\n")
+        blocks += _blocks(name, Settings.model_fields[name])
     return "\n".join(blocks)
+
+
+def _blocks(name: str, section: FieldInfo) -> Iterator[str]:
+    """Yield the text of a section, then of those in it."""
+    kind: type[BaseModel] = section.annotation  # type: ignore[assignment]
+    inner = {key: field for key, field in kind.model_fields.items() if _is_section(field)}
+    about = _comment(inspect.cleandoc(kind.__doc__ or ""))
+    plain = [key for key in kind.model_fields if key not in inner]
+    yield "\n".join((f"[{name}]", *about, *_lines(kind, name, plain))) + "\n"
+    for key, field in inner.items():
+        yield from _blocks(f"{name}.{key}", field)
 
 
 def documented(kind: type[BaseModel]) -> dict[str, str]:

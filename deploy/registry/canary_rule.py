@@ -509,7 +509,7 @@ def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:
     verdict, quality = evidence.verdict, evidence.quality
     if rules.promote_on == "quick" and not verdict.passed:
         return _reject(verdict.reason)
-    if quality.unknown_share > rules.max_missing:
+    if quality.unknown_share > proof_rule.MAX_MISSING:
         return _inconclusive(f"gate: {proof_rule.too_many_missing(quality)}")
     reason = verdict.reason
     if rules.promote_on != "quick":
@@ -532,7 +532,7 @@ def _after_ramping(
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
     spent_s = elapsed_s(canary, now)
     step = f"step {canary.step + 1}"
-    if evidence.mismatch >= proof_rule.threshold(rules.split_level):
+    if evidence.mismatch >= proof_rule.threshold(proof_rule.SPLIT_LEVEL):
         split = f"{step} stands: sessions are not split by the weight"
         if spent_s >= rules.step_max_s:
             return _inconclusive(split)

@@ -80,6 +80,26 @@ _ERROR = 1e-9
 """Larger than the error of exp and log: evidence of just 20 is shown as 20."""
 
 
+MAX_INVALID_EXCESS = 0.02
+"""Share by which the candidate's tool calls and JSON that do not fit their request may exceed the
+champion's, on the same prompts."""
+MAX_EVASIVE_EXCESS = 0.05
+"""The same for refusals and loops."""
+MAX_NARROW_EXCESS = 0.25
+"""Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a token)
+and half as uncertain as the champion's, over the share in which the champion's are."""
+MAX_LONG_EXCESS = 0.5
+"""Share of prompts on which the candidate's answers may be more than twice as long as the
+champion's, over the share in which the champion's are."""
+MAX_MISSING = 0.5
+"""Share of groups that the judge cannot score, through nobody's fault, over which the others prove
+nothing."""
+GUARD_RATIO = 1.5
+"""Bad sessions that a guard accepts, as a multiple of the champion's."""
+SPLIT_LEVEL = 0.001
+"""Chance of holding a canary for a wrong split of traffic that is right."""
+
+
 def limits_of(rules: CanarySettings) -> Limits:
     """Return what counts as worse in judged groups."""
     return Limits(
@@ -87,10 +107,10 @@ def limits_of(rules: CanarySettings) -> Limits:
         anchor_margin=rules.anchor_margin,
         flaws={
             "short": _under_one(rules.max_truncated_excess),
-            "invalid": _under_one(rules.max_invalid_excess),
-            "evasive": _under_one(rules.max_evasive_excess),
-            "narrow": _under_one(rules.max_narrow_excess),
-            "long": _under_one(rules.max_long_excess),
+            "invalid": _under_one(MAX_INVALID_EXCESS),
+            "evasive": _under_one(MAX_EVASIVE_EXCESS),
+            "narrow": _under_one(MAX_NARROW_EXCESS),
+            "long": _under_one(MAX_LONG_EXCESS),
         },
     )
 
@@ -105,9 +125,9 @@ def tries_of(canary: Canary, rules: CanarySettings) -> tuple[str, ...]:
     return () if rules.promote_on == "quick" else canary.tries
 
 
-def ratios_of(rules: CanarySettings) -> Mapping[str, float]:
+def ratios_of() -> Mapping[str, float]:
     """Return how many times the champion's bad sessions each guard accepts."""
-    return dict.fromkeys(GUARDS, rules.guard_ratio)
+    return dict.fromkeys(GUARDS, GUARD_RATIO)
 
 
 def guard_level(kind: str, rules: CanarySettings) -> float:
@@ -255,7 +275,7 @@ def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> 
                 f"proof that it is {_CLAIMED[claim]}: evidence "
                 f"{odds(getattr(quality, claim).peak)} of {1 / rules.promote_level:g}"
             )
-    if rules.promote_on != "quick" and quality.unknown_share > rules.max_missing:
+    if rules.promote_on != "quick" and quality.unknown_share > MAX_MISSING:
         return f"groups that the judge can score: {too_many_missing(quality)}"
     return None
 

@@ -357,6 +357,10 @@ class _Seen:
     outcome: str
 
 
+ABANDONED_AFTER_S = 1_800.0
+"""A session that was left in the middle counts as abandoned when nothing followed for so long."""
+
+
 def find_abandoned(database: Database, *, after_s: float, now: float) -> int:
     """Look at one page of exchanges. after_s: the window. now: Unix seconds.
 

@@ -213,6 +213,13 @@ NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of parsing bytes that an agent sent; the last one for very deep nesting."""
 
 
+SESSION_WINDOW_S = 86_400.0
+"""Older groups of a session do not count against `groups.max_groups_per_session`."""
+UNIFORM_SHARE = 0.1
+"""With `groups.choose = "prefer"`, the share of `rate` that draws steps whatever their features
+say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """The operator's rules: settings of the same names, and facts about vLLM."""
@@ -222,7 +229,7 @@ class Rules:
     settle_s: float = 0.0
     """An exchange is decided so long after it was stored, in seconds."""
     max_groups_per_session: int
-    session_window_s: float = 86_400.0
+    session_window_s: float = SESSION_WINDOW_S
     """Groups of a session older than this do not count against the cap."""
     max_pending_groups: int
     logprobs_mode: LogprobsMode
@@ -237,7 +244,7 @@ class Rules:
     structured_output: StructuredOutput = "off"
     join_served: JoinServed = "off"
     choose: Choose = "uniform"
-    uniform_share: float = 0.1
+    uniform_share: float = UNIFORM_SHARE
     max_groups_per_project: int = 0
     """Within `session_window_s`, as the next; 0: no limit."""
     max_groups_per_near_prompt: int = 0
@@ -565,17 +572,15 @@ def rules_of(settings: Settings) -> Rules:
         rate=settings.groups.rate,
         settle_s=settings.groups.settle_s,
         max_groups_per_session=settings.groups.max_groups_per_session,
-        session_window_s=settings.groups.session_window_s,
         max_pending_groups=settings.most_pending_groups,
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
         max_trained_tokens=settings.learner.pack_tokens or UNTOLD_TOKENS,
         learner_tells=not settings.learner.pack_tokens,
-        structured_output=settings.groups.structured_output,
-        join_served=settings.groups.join_served,
+        structured_output="free_tokens",
+        join_served="session",
         choose=settings.groups.choose,
-        uniform_share=settings.groups.uniform_share,
         max_groups_per_project=settings.groups.max_groups_per_project,
         max_groups_per_near_prompt=settings.groups.max_groups_per_near_prompt,
         own_adapters=settings.serving.own_adapters,

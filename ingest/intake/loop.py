@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from ingest.errors import BusError
-from ingest.feedback.store import PAGE, find_abandoned
+from ingest.feedback.store import ABANDONED_AFTER_S, PAGE, find_abandoned
 from ingest.grouping import request
 from ingest.grouping.selection import rules_of
 from ingest.intake.bus import BusReader, BusReport
@@ -31,6 +31,8 @@ from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
+POLL_INTERVAL_S = 0.2
+"""Pause when the bus is empty."""
 BACKLOG_INTERVAL_S = 2.0
 ABANDONED_INTERVAL_S = 10.0
 """Seconds between two looks for abandoned sessions, once the pass has caught up."""
@@ -68,10 +70,9 @@ class Intake:
         self._rules = rules_of(settings)
         self._screen = Screen(settings.privacy)
         self._sweeper = Sweeper(database, settings.retention)
-        self._watch = AnswerWatch(database, settings.watch, settings.lines)
+        self._watch = AnswerWatch(database, settings.lines)
         self._now = now
         self._backlog_due = 0.0
-        self._abandoned_after_s = settings.feedback.abandoned_after_s
         self._abandoned_due = 0.0
         self._prepared = False
         self._restored: int | None = None
@@ -106,7 +107,7 @@ class Intake:
         if self._failures:
             log.warning("intake_goes_on", failures=self._failures)
         self._failures = 0
-        return 0.0 if taken else self._bus_settings.poll_interval_s
+        return 0.0 if taken else POLL_INTERVAL_S
 
     def step(self) -> int:
         """Consume a batch and decide new exchanges.
@@ -161,7 +162,7 @@ class Intake:
                 decided=consumed.decided,
             )
         if now >= self._abandoned_due:
-            seen = find_abandoned(self._database, after_s=self._abandoned_after_s, now=now)
+            seen = find_abandoned(self._database, after_s=ABANDONED_AFTER_S, now=now)
             self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
         self._watch.step(now)
         swept = sum(1 for _ in range(SWEEPS) if self._sweeper.step(now))

@@ -31,7 +31,7 @@ class ProcessJudges:
     ) -> None:
         """database: keeps what all processes have spent. hurry_s: how long a user waits."""
         self._ledger = Ledger(database, settings, clock=clock)
-        self._kept = open_kept(settings, database)
+        self._kept = open_kept(database)
         self._providers = [
             Provider.open(one, self._ledger, self._kept, clock) for one in each_judge(settings)
         ]

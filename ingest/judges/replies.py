@@ -280,14 +280,15 @@ class KeptReplies:
             await asyncio.wait(set(self._late), timeout=CLOSE_WAIT_S)
 
 
-def open_kept(settings: JudgeSettings, database: Database) -> KeptReplies | None:
-    """Open the kept replies as the settings say; None: none is to be kept."""
-    if not settings.cache_bytes:
-        return None
-    store = ReplyStore(
-        database, max_bytes=settings.cache_bytes, max_age_s=settings.cache_days * DAY_S
-    )
-    return KeptReplies(store)
+CACHE_BYTES = 64 * 2**20
+"""Size of the replies that are kept in the store; beyond it the oldest go."""
+CACHE_DAYS = 7.0
+"""An older reply is not used: a provider may have changed the model behind the name."""
+
+
+def open_kept(database: Database) -> KeptReplies:
+    """Open the kept replies, so that the same question is paid for once."""
+    return KeptReplies(ReplyStore(database, max_bytes=CACHE_BYTES, max_age_s=CACHE_DAYS * DAY_S))
 
 
 class CachedJudge:

@@ -15,7 +15,14 @@ import msgspec
 import structlog
 
 from ingest.privacy.detectors import Detectors
-from ingest.privacy.texts import MAX_BYTES, Redaction, Searched, TooLargeError, kinds_in
+from ingest.privacy.texts import (
+    MAX_BYTES,
+    SEARCHED_BYTES,
+    Redaction,
+    Searched,
+    TooLargeError,
+    kinds_in,
+)
 from sidecar.records import Choice, Exchange
 from sidecar.settings import Privacy
 
@@ -95,10 +102,10 @@ class Screen:
         try:
             if rules.flag:
                 flags = self._make(rules.flag)
-                flagging = kinds_in([message], flags, max_bytes=rules.max_bytes)
+                flagging = kinds_in([message], flags, max_bytes=SEARCHED_BYTES)
             if rules.before_storage:
                 hides = self._make(rules.hidden)
-                hidden = kinds_in([message], hides, max_bytes=rules.max_bytes)
+                hidden = kinds_in([message], hides, max_bytes=SEARCHED_BYTES)
         except TooLargeError:
             return ScreenedAnswer(may_store=may_store, may_learn=False, reasons=(TOO_LARGE,))
         except Exception as error:  # noqa: BLE001 - a defect costs this answer, not the group
@@ -119,7 +126,7 @@ class Screen:
             kinds = kinds_in(
                 bodies,
                 self._make(rules.flag),
-                max_bytes=rules.max_bytes,
+                max_bytes=SEARCHED_BYTES,
                 searched=self._searched(rules.flag),
             )
         reasons = [f"found_{kind.lower()}" for kind in kinds]
@@ -131,7 +138,7 @@ class Screen:
         elif kinds:
             reasons.append(ENCRYPTED)
         if rules.before_storage:
-            redaction = Redaction(self._make(rules.hidden), max_bytes=rules.max_bytes)
+            redaction = Redaction(self._make(rules.hidden), max_bytes=SEARCHED_BYTES)
             exchange = _redacted(exchange, redaction)
             if redaction.replaced:
                 reasons.append(REDACTED)

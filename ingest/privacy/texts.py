@@ -93,6 +93,8 @@ def _at_most(data: bytes) -> int:
 
 # Remember which parts of requests hold nothing that is searched for. Pure.
 
+SEARCHED_BYTES = 16 * 2**20
+"""Bytes of an exchange that are searched. One with more counts as flagged, unseen."""
 MAX_BYTES: Final = 8 * 2**20
 """Memory of what is remembered: some 15,000 messages of ordinary size."""
 ENTRY_BYTES: Final = 200
@@ -377,7 +379,7 @@ class Redaction:
     def _bytes(self, data: bytes) -> bytes:
         self._left -= len(data)
         if self._left < 0:
-            raise TooLargeError("there is more text than privacy.max_bytes")
+            raise TooLargeError("there is more text than is searched")
         found = escapes.find(self._detectors, data)
         if not found:
             return data
@@ -422,11 +424,10 @@ class JudgeView:
 
     def __init__(self, settings: Privacy) -> None:
         self._detectors = Detectors(settings.hidden, settings.patterns)
-        self._max_bytes = settings.max_bytes
 
     def __call__(self, seen: View) -> View:
         """Raises: NotRedactedError."""
-        redaction = Redaction(self._detectors, max_bytes=self._max_bytes)
+        redaction = Redaction(self._detectors, max_bytes=SEARCHED_BYTES)
         try:
             return View(
                 context=redaction.json(list(seen.context)),

@@ -37,6 +37,7 @@ from ingest.retention.deletion import (
     too_much,
     too_old,
 )
+from sidecar.forwarding.sender import DEAD_LETTERS_DAYS
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.disk import give_back, space_of
@@ -52,6 +53,8 @@ from sidecar.store.models import (
 from sidecar.store.traces import mark_replaced
 
 FLAG = "retention"
+RUNS_DAYS = 365.0
+"""Days that training runs which made no adapter stay."""
 INTERVAL_S = 60.0
 """Seconds between two passes."""
 DAY_S = 86_400.0
@@ -210,7 +213,7 @@ class Sweeper:
 
     def _judge_calls(self, now: float) -> Iterator[int]:
         """Delete replies of the judge. Of the gate's the row stays: the lineage names the judge."""
-        age_s = _seconds(self._settings.judge_calls_days)
+        age_s = _seconds(self._settings.groups_days)
         if age_s is None:
             return
 
@@ -242,7 +245,7 @@ class Sweeper:
 
     def _judge_replies(self, now: float) -> Iterator[int]:
         """Delete kept replies of the judge: they hold what its calls hold."""
-        age_s = _seconds(self._settings.judge_calls_days)
+        age_s = _seconds(self._settings.groups_days)
         if age_s is None:
             return
         row, gone = JudgeReplyRow, deletion.PAGE
@@ -263,7 +266,7 @@ class Sweeper:
 
     def _feedback(self, now: float) -> Iterator[int]:
         """Delete feedback whose exchange has not come."""
-        age_s = _seconds(self._settings.feedback_days)
+        age_s = _seconds(self._settings.exchanges_days)
         if age_s is None:
             return
 
@@ -286,7 +289,7 @@ class Sweeper:
         return len(deleted)
 
     def _dead_letters(self, now: float) -> Iterator[int]:
-        age_s = _seconds(self._settings.dead_letters_days)
+        age_s = _seconds(DEAD_LETTERS_DAYS)
         if age_s is None:
             return
 
@@ -303,7 +306,7 @@ class Sweeper:
 
     def _runs(self, now: float) -> Iterator[int]:
         """Delete runs that made no adapter."""
-        age_s = _seconds(self._settings.runs_days)
+        age_s = _seconds(RUNS_DAYS)
         while age_s is not None:
             with self._database.write(alone=False) as session:
                 old = session.scalars(

@@ -21,7 +21,6 @@ from statistics import NormalDist
 from typing import Literal
 
 from ingest.reward_watch.traits import KINDS, Kind, MeanOf, Profile, RateOf
-from sidecar.settings import Watch
 from sidecar.visible import counted
 
 # Intervals for rates, lengths and correlations of answers that come in sessions. Pure.
@@ -250,6 +249,38 @@ def pooled_correlation(groups: Iterable[Moments]) -> Correlation | None:
     return Correlation(groups=len(told), r=r, error=error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Figures of the checks; docs/reward-watch.md has the share of false holds that they have."""
+
+    window: int = 2_000
+    """Newest served answers of an adapter that are looked at."""
+    min_answers: int = 200
+    """Answers of an adapter from which on it is compared: a rise from 2% to 12% is then seen in
+    about two of three checks."""
+    min_groups: int = 30
+    """Scored groups of the champion, and answers with feedback, from which on they count."""
+    max_rise: float = 0.02
+    """A kind of answer may become more frequent by this share of the answers."""
+    max_length_correlation: float = 0.3
+    """Correlation of score and length within groups that is taken for a taste for length, together
+    with answers that grow: a medium effect (Cohen 1988, 3.2)."""
+    max_length_growth: float = 1.25
+    """Answers may become so many times as long as those of the base, by their geometric mean."""
+    judge_gain: float = 0.05
+    """Gain in the judge's scores over the last versions from which on users should gain too."""
+    users_gain: float = 0.02
+    """Smallest gain of users that counts: a fall of corrections and repeated questions by this
+    share of the answers, or a rise of feedback by twice as much."""
+    versions: int = 3
+    """Promotions over which the judge's gains are summed up."""
+    false_holds: float = 0.01
+    """Chance that one check finds something where nothing has changed; the kinds of answers share
+    it (Bonferroni)."""
+
+
+LIMITS = Limits()
+
 Check = Literal[Kind, "length", "judge_alone"]
 CHECKS: tuple[Check, ...] = (*KINDS, "length", "judge_alone")
 MOST_ALONE = 0.5
@@ -316,7 +347,7 @@ class Verdict:
         return "; ".join(one.text for one in self.findings)
 
 
-def assess(line: Line, limits: Watch) -> Verdict:
+def assess(line: Line, limits: Limits) -> Verdict:
     """Make every check that the profiles allow."""
     if line.parent is None:
         why = "the champion is the base: nothing has been learned"
@@ -339,14 +370,14 @@ def _references(line: Line) -> list[str]:
     return list(dict.fromkeys(name for name in (line.parent, line.base) if name is not None))
 
 
-def _known(line: Line, name: str, limits: Watch) -> Profile | None:
+def _known(line: Line, name: str, limits: Limits) -> Profile | None:
     profile = line.profiles.get(name)
     if profile is None or profile.answers < limits.min_answers:
         return None
     return profile if profile.sessions >= LEAST_SESSIONS else None
 
 
-def _few(line: Line, name: str, limits: Watch) -> str:
+def _few(line: Line, name: str, limits: Limits) -> str:
     profile = line.profiles.get(name)
     if profile is not None and profile.lost:
         return f"what was known of {name} was damaged, and its answers are deleted"
@@ -358,10 +389,10 @@ def _few(line: Line, name: str, limits: Watch) -> str:
             f"{LEAST_SESSIONS} are needed: the answers of one session resemble each other"
         )
     known = counted(answers, "known answer")
-    return f"{name} has {known}, watch.min_answers is {limits.min_answers}"
+    return f"{name} has {known}, at least {limits.min_answers} are needed"
 
 
-def _rates(line: Line, limits: Watch) -> Iterator[Result]:
+def _rates(line: Line, limits: Limits) -> Iterator[Result]:
     mine = _known(line, line.champion, limits)
     if mine is None:
         yield from ((kind, _few(line, line.champion, limits)) for kind in KINDS)
@@ -395,7 +426,7 @@ def _rates(line: Line, limits: Watch) -> Iterator[Result]:
                     reference=name,
                     text=f"{_percent(now.share)} of the champion's answers are {NAMES[kind]}, "
                     f"{_percent(before.share)} of those of {name}: at least "
-                    f"{100 * risen.low:.1f} points more, watch.max_rise is "
+                    f"{100 * risen.low:.1f} points more, the limit is "
                     f"{100 * limits.max_rise:g} points",
                     figures={
                         "share": now.share,
@@ -410,7 +441,7 @@ def _rates(line: Line, limits: Watch) -> Iterator[Result]:
                 break
 
 
-def _length(line: Line, limits: Watch) -> Iterator[Result]:
+def _length(line: Line, limits: Limits) -> Iterator[Result]:
     mine, base = (_known(line, name, limits) for name in (line.champion, line.base))
     if mine is None or mine.log_tokens is None:
         yield "length", _few(line, line.champion, limits)
@@ -421,7 +452,7 @@ def _length(line: Line, limits: Watch) -> Iterator[Result]:
     if mine.correlation is None or mine.groups < limits.min_groups:
         yield (
             "length",
-            f"{mine.groups} scored groups of {line.champion} tell of length, watch.min_groups is "
+            f"{mine.groups} scored groups of {line.champion} tell of length, the limit is "
             f"{limits.min_groups}",
         )
         return
@@ -444,10 +475,10 @@ def _length(line: Line, limits: Watch) -> Iterator[Result]:
         check="length",
         reference=line.base,
         text=f"longer answers get the higher reward (correlation within {mine.groups} groups "
-        f"{related.value:.2f}, at least {related.low:.2f}, watch.max_length_correlation is "
+        f"{related.value:.2f}, at least {related.low:.2f}, the limit is "
         f"{limits.max_length_correlation:g}), and they are {math.exp(grown.value):.2f} times as "
         f"long as those of {line.base}, at least {math.exp(grown.low):.2f} times, "
-        f"watch.max_length_growth is {limits.max_length_growth:g}",
+        f"the limit is {limits.max_length_growth:g}",
         figures={
             "correlation": related.value,
             "correlation_low": related.low,
@@ -460,7 +491,7 @@ def _length(line: Line, limits: Watch) -> Iterator[Result]:
     )
 
 
-def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
+def _judge_alone(line: Line, limits: Limits) -> Iterator[Result]:
     if line.earlier is None or not line.gains:
         yield "judge_alone", "the gate has measured too few promotions"
         return
@@ -505,13 +536,13 @@ def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
             check="judge_alone",
             reference=line.earlier,
             text=f"the judge saw a gain of {gain:+.3f} over {len(line.gains)} promotions, at least "
-            f"{gain_low:+.3f} (watch.judge_gain is {limits.judge_gain:g}), and users none: "
+            f"{gain_low:+.3f} (the limit is {limits.judge_gain:g}), and users none: "
             f"{', '.join(words)}",
             figures={"gain": gain, "gain_low": gain_low, "limit": limits.judge_gain, **users},
         )
 
 
-def _enough(told: MeanOf, then: MeanOf, limits: Watch) -> bool:
+def _enough(told: MeanOf, then: MeanOf, limits: Limits) -> bool:
     """Return whether there is feedback on enough answers, in enough sessions."""
     return all(
         one.n >= limits.min_groups and one.sessions >= LEAST_SESSIONS for one in (told, then)

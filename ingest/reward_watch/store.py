@@ -1,7 +1,7 @@
 """Find the traits of served answers, each once, soon after it was stored.
 
 A pass takes a page of the newest exchanges in the order of the table, and keeps what it found in
-`watched_answer`: the newest `watch.window` answers of each adapter. It does not try to keep up with
+`watched_answer`: the newest `window` answers of each adapter. It does not try to keep up with
 more traffic than it can look at: what it passes over is counted.
 """
 
@@ -18,8 +18,10 @@ from sqlalchemy.orm import Session
 
 from ingest.feedback.store import rank
 from ingest.reward_watch.rules import (
+    LIMITS,
     Finding,
     Gain,
+    Limits,
     Mean,
     Moments,
     Rate,
@@ -73,9 +75,9 @@ GROUPS = 200
 log = structlog.get_logger()
 
 
-def refresh(session: Session, model: str, adapter: str, settings: Watch, *, now: float) -> Profile:
+def refresh(session: Session, model: str, adapter: str, limits: Limits, *, now: float) -> Profile:
     """Compute an adapter's profile and store it, in the caller's write transaction."""
-    profile = current_profile(session, model, adapter, settings)
+    profile = current_profile(session, model, adapter, limits)
     values = {"at": now, "body": write_body(profile)}
     session.execute(
         insert_into(session, AdapterProfileRow)
@@ -85,7 +87,7 @@ def refresh(session: Session, model: str, adapter: str, settings: Watch, *, now:
     return profile
 
 
-def current_profile(session: Session, model: str, adapter: str, settings: Watch) -> Profile:
+def current_profile(session: Session, model: str, adapter: str, limits: Limits) -> Profile:
     """Return what is known of an adapter: of its answers in the store, or of those before.
 
     A stored profile that cannot be read is computed anew; what its deleted answers told is lost,
@@ -97,18 +99,18 @@ def current_profile(session: Session, model: str, adapter: str, settings: Watch)
     except DamagedProfileError as error:
         log.error("profile_damaged", adapter=adapter, why=str(error))
         stored, lost = None, True
-    answers = _of_answers(session, model, adapter, settings)
+    answers = _of_answers(session, model, adapter, limits)
     groups = _of_groups(session, model, adapter)
     if stored is None:
-        lost = lost and answers.answers < settings.min_answers
+        lost = lost and answers.answers < limits.min_answers
         return _joined(answers, groups, lost=lost)
     told = stored.newest >= answers.newest and stored.answers > answers.answers
     grouped = stored.newest_group >= groups.newest_group and stored.groups > groups.groups
-    grouped = grouped or groups.groups < min(stored.groups, settings.min_groups)
+    grouped = grouped or groups.groups < min(stored.groups, limits.min_groups)
     return _joined(
         stored if told else answers,
         stored if grouped else groups,
-        lost=stored.lost and (stored if told else answers).answers < settings.min_answers,
+        lost=stored.lost and (stored if told else answers).answers < limits.min_answers,
     )
 
 
@@ -144,7 +146,7 @@ def _joined(answers: Profile, groups: Profile, *, lost: bool) -> Profile:
     )
 
 
-def _of_answers(session: Session, model: str, adapter: str, settings: Watch) -> Profile:
+def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> Profile:
     row = WatchedAnswerRow
     of_adapter = (row.model == model, row.adapter == adapter)
     found = session.execute(
@@ -157,7 +159,7 @@ def _of_answers(session: Session, model: str, adapter: str, settings: Watch) -> 
         )
         .where(*of_adapter)
         .order_by(row.seq.desc())
-        .limit(settings.window)
+        .limit(limits.window)
     ).all()
     # A damaged trait is no truth value: that answer is left out.
     sound = [one for one in found if all(isinstance(one[4 + at], bool) for at in range(len(KINDS)))]
@@ -312,11 +314,13 @@ REFRESH_S = 60.0
 class AnswerWatch:
     """The pass of one ingest process."""
 
-    def __init__(self, database: Database, settings: Watch, lines: Sequence[Line] = ()) -> None:
+    def __init__(
+        self, database: Database, lines: Sequence[Line] = (), limits: Limits = LIMITS
+    ) -> None:
         """lines: of adapters, for which the answers are kept apart."""
         self._database = database
         self._lines = lines
-        self._settings = settings
+        self._limits = limits
         self._due = 0.0
         self._refresh_due = 0.0
         self._touched: set[tuple[str, str]] = set()
@@ -330,7 +334,7 @@ class AnswerWatch:
             return 0
         self._due = now + INTERVAL_S
         seen, touched = look_at_answers(
-            self._database, window=self._settings.window, now=now, lines=self._lines
+            self._database, window=self._limits.window, now=now, lines=self._lines
         )
         self._touched |= touched
         if self._touched and now >= self._refresh_due:
@@ -343,7 +347,7 @@ class AnswerWatch:
     def _refresh(self, model: str, adapter: str, now: float) -> None:
         try:
             with self._database.write(alone=False) as session:
-                refresh(session, model, adapter, self._settings, now=now)
+                refresh(session, model, adapter, self._limits, now=now)
         except StoreError:
             raise
         except DAMAGE as error:
@@ -559,13 +563,13 @@ class Answer:
         return "; ".join(one.text for one in self.holding)
 
 
-def ask(session: Session, model: str, settings: Watch) -> Answer:
+def ask(session: Session, model: str, settings: Watch, limits: Limits = LIMITS) -> Answer:
     """Check the champion of a line. Reads a bounded number of small rows.
 
     model: name of the line of adapters.
     """
-    line = line_of(session, model, settings)
-    verdict = assess(line, settings)
+    line = line_of(session, model, limits)
+    verdict = assess(line, limits)
     waived = read_override(session, model)
     accepted: frozenset[str] = frozenset()
     if waived is not None and waived.champion == verdict.champion:
@@ -581,21 +585,21 @@ def ask(session: Session, model: str, settings: Watch) -> Answer:
     )
 
 
-def line_of(session: Session, model: str, settings: Watch) -> WatchLine:
+def line_of(session: Session, model: str, limits: Limits) -> WatchLine:
     """Gather the champion, the versions before it, and what is known of them."""
     alias = session.get(AliasRow, (model, "champion"))
     champion = BASE if alias is None else alias.adapter
-    names = [champion, *_ancestors(session, model, champion, settings.versions)]
+    names = [champion, *_ancestors(session, model, champion, limits.versions)]
     line = WatchLine(champion=champion, profiles={}, parent=names[1] if len(names) > 1 else None)
     if line.parent is None:
-        profiles = {champion: current_profile(session, model, champion, settings)}
+        profiles = {champion: current_profile(session, model, champion, limits)}
         return replace(line, profiles=profiles)
     gains = [_gain(session, name) for name in names[:-1]]
     known = [one for one in gains if one is not None]
     wanted = dict.fromkeys((champion, line.parent, BASE, names[-1]))
     return replace(
         line,
-        profiles={name: current_profile(session, model, name, settings) for name in wanted},
+        profiles={name: current_profile(session, model, name, limits) for name in wanted},
         earlier=names[-1],
         # Without all of them nobody knows what the judge saw in sum.
         gains=tuple(known) if len(known) == len(gains) else (),

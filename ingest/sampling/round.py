@@ -190,7 +190,7 @@ def _as_seen(message: bytes) -> str | bytes:
     return looks(shown_answer(parsed, show_reasoning=True))
 
 
-# The budgets of sampling, by day and by hour (UTC), and as a share of what users are served.
+# The budgets of sampling, by day and by hour (UTC).
 
 DAY, HOUR = "sampling_tokens", "sampling_tokens_hour"
 PROMPT_DAY, PROMPT_HOUR = "sampling_prompt_tokens", "sampling_prompt_hour"
@@ -209,8 +209,6 @@ class Usage:
     prompts_today: int = 0
     """Prompt tokens, once for each candidate."""
     prompts_this_hour: int = 0
-    served_today: int = 0
-    """Completion tokens that users got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +217,8 @@ class Spent:
 
     setting: str
     why: str
-    until: datetime | None
-    """When it is renewed; None: when users are served more."""
+    until: datetime
+    """When it is renewed."""
 
 
 def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
@@ -237,14 +235,6 @@ def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
             until = next_midnight(now) if name.endswith("day") else next_hour(now)
             setting = f"groups.{name}"
             return Spent(setting=setting, why=f"{setting} is spent: {used} {what}", until=until)
-    share = budgets.max_share_of_served
-    if share and usage.sampled_today >= share * usage.served_today:
-        return Spent(
-            setting="groups.max_share_of_served",
-            why=f"groups.max_share_of_served is reached: {usage.sampled_today} candidate tokens "
-            f"today, {usage.served_today} tokens of answers to users",
-            until=None,
-        )
     return None
 
 
@@ -256,7 +246,6 @@ def read_usage(session: Session, *, now: float) -> Usage:
         (HOUR, hour): "sampled_this_hour",
         (PROMPT_DAY, day): "prompts_today",
         (PROMPT_HOUR, hour): "prompts_this_hour",
-        (SERVED, day): "served_today",
     }
     rows = session.scalars(
         select(CounterRow).where(

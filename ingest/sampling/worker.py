@@ -189,7 +189,7 @@ class SamplingWorker:
             usage = read_usage(session, now=now)
             spent = first_spent(usage, self._settings, now=now)
             if spent is not None:
-                until = spent.until.timestamp() if spent.until is not None else None
+                until = spent.until.timestamp()
                 self._say_waiting(session, spent.setting, spent.why, until=until)
                 return []
             if (hold := why_sampling_holds(session)) is not None:

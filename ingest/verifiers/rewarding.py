@@ -150,6 +150,10 @@ def _check(one: Checked, place: int) -> dict[str, Any]:
 
 STAGE = "verifiers"
 """Counter rows: (stage, `<verifier>_<outcome>`) -> answers."""
+CACHE_FINDINGS = 10_000
+"""Findings kept in memory, so that an equal answer is not checked again; each takes 1 kB."""
+MEMORY_BYTES = 2**30
+"""Address space of a process of verifiers; code that asks for more fails (`error`)."""
 LONGEST_S = 300.0
 """Longest time of a group's verification, waiting for a process included. What is not found by then
 does not count in the group: a worker's claim on a group must not grow with its verifiers."""
@@ -183,7 +187,7 @@ class Rewarding:
         self._settings = settings
         self._checkers = checkers
         self._processes = processes
-        self._cache = FindingCache(settings.cache_findings)
+        self._cache = FindingCache(CACHE_FINDINGS)
         self._digests = {name: digest_of(one) for name, one in settings.verifiers.items()}
         self._counts: Counter[str] = Counter()
         """Results that are not in the store yet."""
@@ -384,7 +388,7 @@ def open_rewarding(
 def open_checkers(settings: Settings) -> tuple[dict[str, Checker], Processes]:
     """Make a checker for each verifier of the settings, and the processes that they share."""
     reward = settings.reward
-    processes = Processes(reward.processes, reward.memory_bytes)
+    processes = Processes(reward.processes, MEMORY_BYTES)
     view = JudgeView(settings.privacy)
     checkers: dict[str, Checker] = {
         name: (

@@ -248,15 +248,21 @@ class ReplicaSampler:
                 await one.replica.aclose()
 
 
+MAX_RUNNING_REQUESTS = 48
+"""A vLLM where users have more running and waiting requests than this gets no candidates."""
+MAX_KV_CACHE_USAGE = 0.8
+"""A vLLM whose KV cache is fuller than this share gets no candidates."""
+
+
 def open_replicas(
     urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = 120.0
 ) -> ReplicaSampler:
     """Open a sampler over the vLLMs at these base URLs, with the limits of `[groups]`."""
     return ReplicaSampler(
-        {url: VllmSampler(url, api_key, timeout_s, priority=groups.priority) for url in urls},
+        {url: VllmSampler(url, api_key, timeout_s, priority="auto") for url in urls},
         LoadLimits(
-            requests=groups.max_running_requests,
-            kv_cache_usage=groups.max_kv_cache_usage,
+            requests=MAX_RUNNING_REQUESTS,
+            kv_cache_usage=MAX_KV_CACHE_USAGE,
             max_slowdown=groups.max_slowdown,
         ),
     )

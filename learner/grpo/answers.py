@@ -10,7 +10,7 @@ arithmetic. `positives` trains such answers only where they are better than thei
 answer is worth imitating whoever gave it, and pushing away what the policy may never have said is
 what makes off-policy training collapse (TOPR, arXiv:2503.14286).
 
-At the start of a run, `learner.geometric_limit` leaves out the answers that the policy would give
+At the start of a run, `geometric_limit` leaves out the answers that the policy would give
 much more or much less often than the one that gave them (SkyRL's `geometric` sequence mask).
 
 Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
@@ -80,6 +80,10 @@ def _ratio(difference: float) -> float:
 
 
 # Which tokens of an answer a mask of the server left as the policy has them. Pure.
+
+MASK_TOLERANCE = 0.2
+"""Recorded minus recomputed log-probability in nats over which a token counts as touched by a mask
+of the server (a grammar): it is left out of the loss."""
 
 
 def untouched(differences_S: Sequence[float], tolerance: float) -> tuple[bool, ...]:
@@ -171,7 +175,7 @@ def leave_out_far(
     Returns: as `judge_answers`; the group as it is where no answer is too far off.
     """
     verdicts = {
-        place: _near(row, settings.geometric_limit)
+        place: _near(row, settings.advanced.geometric_limit)
         for place, row in enumerate(group.rows)
         if row.trainable
     }
@@ -232,7 +236,7 @@ def _near(row: TrainableRow, limit: float) -> _Verdict:
         return _Verdict(row=row)
     text = (
         f"its tokens are {mean:.4f} times as likely as when it was sampled (geometric mean); "
-        f"{limit:.4f} is the allowed distance from 1 (learner.geometric_limit)"
+        f"{limit:.4f} is the allowed distance from 1 (learner.advanced.geometric_limit)"
     )
     return _Verdict(reason=GEOMETRIC, text=text)
 
@@ -254,7 +258,7 @@ def _look_at(
         return _anchored(row, values, settings.missing_logprobs)
     differences = tuple(a - b for a, b in zip(row.logprobs, values, strict=True))
     if masked_by is not None:
-        free = untouched(differences, settings.mask_tolerance)
+        free = untouched(differences, MASK_TOLERANCE)
         if not any(row.of_kept(free)):
             text = f"no token is the policy's own ({masked_by})"
             return _Verdict(reason=ALL_TOUCHED, text=text)

@@ -367,7 +367,7 @@ def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Dri
 
 
 # Log-probabilities under the policy at the start of a run, for the objectives that read them. With
-# `learner.geometric_limit` they decide about each answer, as the check before them does: neither
+# `geometric_limit` they decide about each answer, as the check before them does: neither
 # they nor the recorded ones change while the run lasts.
 
 

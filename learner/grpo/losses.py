@@ -7,7 +7,7 @@ packs. An answer is never split over two packs, so a loss may use its tokens tog
 
 Conventions. mu: the behaviour policy, whose log-probabilities vLLM recorded. pi: the policy.
 pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age; with
-`learner.tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
+`tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
 A: the advantage. sg: no gradient. Shapes end in _N (tokens) or _A (answers).
 """
 
@@ -28,6 +28,8 @@ Mean = Literal["token", "answer", "length"]
 """What a step's loss is the mean of. `token`: all trainable tokens of the step alike. `answer`: the
 mean over the tokens of each answer, then over the answers. `length`: the sum over the tokens of an
 answer, divided by a constant length, then the mean over the answers."""
+LOSS_LENGTH = 256
+"""Tokens that `dr_grpo` divides the sum of an answer by."""
 MAX_LOG_RATIO = 60.0
 """nats; exp(60) is finite in fp32, exp(89) is not. A ratio beyond it has no gradient."""
 
@@ -50,7 +52,7 @@ class LossRule:
     negative_bound: float = 3.0
     """Largest ratio of a token with a negative advantage. Source: verl's dual clip, c = 3, after
     arXiv:1912.09729."""
-    length: int = 256
+    length: int = LOSS_LENGTH
     """Tokens that `dr_grpo` divides an answer's sum by."""
 
 
@@ -154,7 +156,7 @@ def cispo(tokens: Tokens, rule: LossRule) -> TokenLoss:
 def ppo_decoupled(tokens: Tokens, rule: LossRule) -> TokenLoss:
     """The clipped surrogate around pi_0: pi / pi_0 in the place of r.
 
-    The step multiplies it by pi_0 / mu, bounded by `learner.tis_cap` (`learner.grpo.losses`),
+    The step multiplies it by pi_0 / mu, bounded by `tis_cap` (`learner.grpo.losses`),
     so that together they are exact for answers of any age.
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298.
     """
@@ -342,15 +344,16 @@ def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
 
 def objective(settings: Learner) -> Objective:
     """Return the objective that the settings name."""
+    chosen = settings.advanced
     return Objective(
         loss=LOSSES[settings.loss],
         rule=LossRule(
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            tv_limit=settings.tv_limit,
-            negative_bound=settings.negative_bound,
-            length=settings.loss_length,
+            clip_low=chosen.clip_low,
+            clip_high=chosen.clip_high,
+            tv_limit=chosen.tv_limit,
+            negative_bound=chosen.negative_bound,
+            length=LOSS_LENGTH,
         ),
-        correction=CorrectionRule(tis_cap=settings.tis_cap, stale_limit=settings.stale_limit),
-        geometric_limit=settings.geometric_limit,
+        correction=CorrectionRule(tis_cap=chosen.tis_cap, stale_limit=chosen.stale_limit),
+        geometric_limit=chosen.geometric_limit,
     )

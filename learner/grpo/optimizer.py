@@ -52,6 +52,10 @@ from learner.errors import NonFiniteError
 from learner.ranks import Ranks
 from learner.records import TrainableRow
 
+MAX_GRAD_NORM = 1.0
+"""A gradient with a larger norm is scaled down to it, and the update with it."""
+REFERENCE_SPREAD = 0.25
+"""Spread of a group's scores above which the update no longer grows with it."""
 EPSILON = 1e-8
 """As in torch.optim.AdamW."""
 LEAST_SIGNAL = 1e-6

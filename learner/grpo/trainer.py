@@ -42,7 +42,15 @@ from learner.grpo.checks import (
     refuse_most,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
-from learner.grpo.optimizer import OptimizerState, SignalAdamW, Update, UpdateRule, signal
+from learner.grpo.optimizer import (
+    MAX_GRAD_NORM,
+    REFERENCE_SPREAD,
+    OptimizerState,
+    SignalAdamW,
+    Update,
+    UpdateRule,
+    signal,
+)
 from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
@@ -69,7 +77,7 @@ UNTOLD = "untold"
 """In place of the reason of an answer that came not trainable, and no reason with it."""
 
 STALE = "stale"
-"""Reason of the answers that `learner.stale_limit` left without a gradient in a step."""
+"""Reason of the answers that `stale_limit` left without a gradient in a step."""
 
 
 @dataclass(slots=True)
@@ -87,7 +95,7 @@ class StepSums:
     drift: float = 0.0
     entropy: float = 0.0
     stale: int = 0
-    """Answers that `learner.stale_limit` left without a gradient."""
+    """Answers that `stale_limit` left without a gradient."""
     computed_tokens: int = 0
     kl_coef: float = 0.0
     """Weight of the divergence from the base in the step's loss."""
@@ -377,9 +385,9 @@ def update_rule(settings: Learner) -> UpdateRule:
     return UpdateRule(
         rate=settings.learning_rate,
         betas=BETAS,
-        warmup=settings.warmup_steps,
-        reference=settings.reference_spread,
-        max_norm=settings.max_grad_norm,
+        warmup=settings.advanced.warmup_steps,
+        reference=REFERENCE_SPREAD,
+        max_norm=MAX_GRAD_NORM,
     )
 
 
@@ -476,8 +484,8 @@ def _add_group(
 
 def kl_weight(away: BaseKl | None, settings: Learner) -> float:
     """Return the weight of the divergence from the base in a step's loss: 0 within the budget."""
-    over = away is not None and away.nats > settings.kl_budget
-    return settings.kl_coef if over else 0.0
+    over = away is not None and away.nats > settings.advanced.kl_budget
+    return settings.advanced.kl_coef if over else 0.0
 
 
 def accelerator(device: torch.device) -> str | None:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from learner.errors import RunStoppedError
 from learner.grpo.checkpoint import Snapshot, keep
 from learner.grpo.checks import NON_FINITE, attempt, faults_of
-from learner.grpo.optimizer import SignalAdamW
+from learner.grpo.optimizer import REFERENCE_SPREAD, SignalAdamW
 from learner.policy.logprobs import Policy, packs_of
 from learner.progress.watch import stage
 from learner.records import Fault, Stage, TrainingGroup, TrainingJob
@@ -83,7 +83,7 @@ def warm_up(
 
     def add(group: TrainingGroup) -> float | Fault:
         one = attempt(group.group_id, job, partial(_add, policy, group, job, tokens))
-        optimizer.add_group(job.settings.reference_spread)
+        optimizer.add_group(REFERENCE_SPREAD)
         return one
 
     for number in numbers:

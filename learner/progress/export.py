@@ -49,7 +49,8 @@ LONGEST = 250
 
 def facts_of(settings: Settings, parent: Parent) -> dict[str, Fact]:
     """Return model, base, parent, versions and the settings `[learner]`, by name."""
-    learner = settings.learner.model_dump(mode="json", exclude=set(NOT_SENT))
+    learner = settings.learner.model_dump(mode="json", exclude={*NOT_SENT, "advanced"})
+    learner |= settings.learner.advanced.model_dump(mode="json")
     return bounded(
         {
             "model": settings.line.name,

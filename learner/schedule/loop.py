@@ -1,6 +1,6 @@
 """Run the learner on its schedule. Each run is a child process, which frees its memory at its end.
 
-Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups, users'
+Every `POLL_S` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
 `learner_run_requested` ("1" or "0"). Its newest decision is a condition (`SCHEDULE`). A
 scheduled time that came round stays due, also over a restart, until a run starts or too few groups
@@ -45,6 +45,7 @@ from learner.runs.runs import abandon, can_go_on, find_parent, is_dead, unfinish
 from learner.runs.source import blame_for_death, count_fresh
 from learner.schedule.rule import (
     HELD_S,
+    IDLE_WINDOW_S,
     Decision,
     Situation,
     UserRate,
@@ -65,6 +66,8 @@ from sidecar.store.models import RunRow, ScheduleJobRow
 # What the end of the last run means for the next: how long it waits, and for what. Pure.
 
 DONE = (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED)
+POLL_S = 2.0
+"""Seconds between two polls of flags, canaries and waiting groups."""
 TRIES = 8
 """Failures in a row after which a run waits for its next scheduled time: the hold has reached its
 hour by then, and what still fails is for a person to mend."""
@@ -210,7 +213,7 @@ class Schedule:
         self._clock = clock
         self._by_groups = settings.learner.schedule == "groups"
         self._turns = turns_of(settings.learner)
-        self._users = UserRate(settings.learner.idle_window_s)
+        self._users = UserRate(IDLE_WINDOW_S)
         self._child: Child | None = None
         self._run_id = ""
         self._of_turn = False
@@ -446,7 +449,7 @@ def run_schedule(
         for line in settings.lines
     ]
     turns = InTurn(schedules)
-    ticking = start_clock(settings.learner.poll_s, turns.poll)
+    ticking = start_clock(POLL_S, turns.poll)
     log.info("learn_ready", schedule=settings.learner.schedule, lines=len(schedules))
     tell_ready()
     stopping.wait()

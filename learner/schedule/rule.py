@@ -43,6 +43,9 @@ Kind = Literal[
     "start", "running", "paused", "not_due", "canary", "held_back", "held", "no_room",
     "too_few_groups", "users_busy",
 ]  # fmt: skip
+IDLE_WINDOW_S = 300.0
+"""Seconds over which the users' requests are counted for `learner.idle_below`. Proxies write their
+counts every 5 s. After its start the learner must first watch for this long."""
 HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 
@@ -158,7 +161,7 @@ def _busy(seen: Situation) -> str:
     """Say why the users are not known to be few; empty when they are."""
     rate = seen.users_per_minute
     if rate is None:
-        return "users' requests are not watched for learner.idle_window_s yet"
+        return f"users' requests are not watched for {IDLE_WINDOW_S:g} s yet"
     if rate < seen.idle_below:
         return ""
     return (

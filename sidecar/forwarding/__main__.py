@@ -57,7 +57,7 @@ def _run(settings: Settings) -> int:
     from sidecar.capture.outbox import OutboxReader, outbox_path
     from sidecar.errors import SettingsError
     from sidecar.forwarding.process import Forwarder, Reporter, Tally
-    from sidecar.forwarding.sender import FILE, DeadLetters, KafkaSender
+    from sidecar.forwarding.sender import DEAD_LETTERS_DAYS, FILE, DeadLetters, KafkaSender
     from sidecar.logs import configure_logging
     from sidecar.settings import KafkaUrl, open_keyring, read_bus_url
 
@@ -83,7 +83,7 @@ def _run(settings: Settings) -> int:
         lambda: KafkaSender(place, kafka, lambda: time.monotonic() >= stop_by[0]),
         DeadLetters(
             settings.state_dir / FILE,
-            max_age_s=settings.retention.dead_letters_days * 86_400.0 or None,
+            max_age_s=DEAD_LETTERS_DAYS * 86_400.0,
         ),
         tally,
         partition_by=kafka.partition_by,

@@ -21,6 +21,8 @@ from sidecar.settings import Kafka, KafkaUrl
 # Records that Kafka does not take, kept whole in a file of their own beside the outbox.
 
 log = structlog.get_logger()
+DEAD_LETTERS_DAYS = 30.0
+"""Days that records stay which Kafka did not take, or which could not be stored."""
 FILE = "dead-letters.db"
 MAX_BYTES = 256 * 2**20
 """Payloads that are kept: six of the largest that a proxy captures by default."""
@@ -163,7 +165,7 @@ def connection_config(place: KafkaUrl, kafka: Kafka, role: str) -> dict[str, Any
             "ssl_certfile": kafka.ssl_certfile or None,
             "ssl_keyfile": kafka.ssl_keyfile or None,
             "ssl_password": _secret(kafka.ssl_key_password),
-            "ssl_check_hostname": kafka.ssl_check_hostname,
+            "ssl_check_hostname": True,
         }
     return config
 
@@ -353,6 +355,7 @@ already. It outlasts the restart of a broker. After it the records are sent by a
 some may be on the topic twice."""
 MAX_BLOCK_MS = 10_000
 """How long `send` waits to learn the topic's partitions."""
+COMPRESSION = "zstd"
 LINGER_MS = 50
 """A batch that is not full waits so long for more records; the end of a round sends it at once."""
 BATCH_BYTES = 2**19
@@ -529,7 +532,7 @@ def producer_config(place: KafkaUrl, kafka: Kafka) -> dict[str, Any]:
         **connection_config(place, kafka, "forward"),
         "acks": "all",
         "enable_idempotence": True,
-        "compression_type": None if kafka.compression == "none" else kafka.compression,
+        "compression_type": COMPRESSION,
         "delivery_timeout_ms": int(DELIVERY_S * 1_000),
         "max_block_ms": MAX_BLOCK_MS,
         "linger_ms": LINGER_MS,

@@ -248,6 +248,13 @@ def _named_adapter(
 MAX_UNAUTHENTICATED_BYTES: Final = 64 * 1024
 """Body bytes accepted before an unauthorised sender is refused. A shorter body is refused when it
 is complete, and the connection stays open."""
+HEAD_TIMEOUT_S = 10.0
+"""From a request's first byte to the end of its headers."""
+BODY_TIMEOUT_S = 30.0
+"""Longest stand-still of a request's body; what came faster before is credited for this long at
+most."""
+WRITE_TIMEOUT_S = 60.0
+"""A client that takes nothing of its reply for this long is cut off."""
 MIN_BODY_BYTES_PER_S: Final = 1024
 """A body that comes more slowly than this is refused. See `moved`."""
 
@@ -320,9 +327,9 @@ class BodyWatch:
 
     def moved(self, came: int, at: float) -> None:
         """Extend the deadline by the time that the new bytes may take. The deadline is never
-        further away than `proxy.body_timeout_s`: a body that began fast may not drip for hours.
+        further away than `BODY_TIMEOUT_S`: a body that began fast may not drip for hours.
         """
-        latest = at + self._context.proxy.body_timeout_s
+        latest = at + BODY_TIMEOUT_S
         earned = self._due + (came - self._seen) / MIN_BODY_BYTES_PER_S
         self._due = min(latest, earned) if self._due else latest
         self._seen = came
@@ -501,25 +508,24 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Enforce the timeouts; called periodically. now: `time.perf_counter()`."""
-        proxy = self._context.proxy
         if self._writing_paused and self._transport is not None:
             unsent = self._transport.get_write_buffer_size()
             if unsent != self._unsent_bytes:
                 self._unsent_bytes, self._progress = unsent, now
-            elif now - self._progress > proxy.write_timeout_s:
+            elif now - self._progress > WRITE_TIMEOUT_S:
                 self._context.metrics.clients_cut.inc(("not_reading",))
                 self.abort()
         elif self._flight is not None:
             self._flight.tick(now)
         elif self._closing:
             # The client may never read the rest, and `close` would wait for ever until it does.
-            if now - self._since > proxy.write_timeout_s:
+            if now - self._since > WRITE_TIMEOUT_S:
                 self._context.metrics.clients_cut.inc(("not_reading",))
                 self.abort()
         elif self._yielded:
             return
         elif not self._parser.begun:
-            if now - self._since > proxy.idle_timeout_s:
+            if now - self._since > self._context.proxy.idle_timeout_s:
                 self._close()
         elif self._is_late(now):
             self._context.metrics.clients_cut.inc(("too_slow",))
@@ -529,7 +535,7 @@ class ClientConnection(asyncio.Protocol):
         """The incoming request has exceeded its timeout."""
         if self._parser.in_body:
             return self._watch.is_late(now)
-        return now - self._since > self._context.proxy.head_timeout_s
+        return now - self._since > HEAD_TIMEOUT_S
 
     def abort(self) -> None:
         if self._transport is not None:

@@ -11,6 +11,7 @@ from time import perf_counter
 import structlog
 
 from sidecar.processes import connections_that_fit
+from sidecar.relay import client
 from sidecar.relay.client import ClientConnection
 from sidecar.relay.context import RelayContext
 
@@ -50,10 +51,9 @@ class RelayServer:
         self._connections: set[ClientConnection] = set()
         self._emptied = asyncio.Event()
         self._ticking: asyncio.TimerHandle | None = None
-        proxy = context.proxy
         shortest_s = min(
-            proxy.head_timeout_s, proxy.body_timeout_s, proxy.write_timeout_s,
-            proxy.idle_timeout_s, proxy.upstream_timeout_s,
+            client.HEAD_TIMEOUT_S, client.BODY_TIMEOUT_S, client.WRITE_TIMEOUT_S,
+            context.proxy.idle_timeout_s, context.proxy.upstream_timeout_s,
         )  # fmt: skip
         self._tick_s = min(max(shortest_s / 4, 0.02), LONGEST_TICK_S)
         self._servers: dict[int, list[asyncio.Server]] = {}

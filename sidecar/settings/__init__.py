@@ -22,7 +22,6 @@ from sidecar.settings.sections import (
     Bus,
     Capture,
     Engine,
-    Feedback,
     Proxy,
     Retention,
     SamplingField,
@@ -31,7 +30,7 @@ from sidecar.settings.sections import (
     Telemetry,
 )
 from sidecar.settings.store import Kafka, Privacy, ProjectPrivacy, Store, open_keyring
-from sidecar.settings.training import Learner
+from sidecar.settings.training import Advanced, Learner
 
 __all__ = [
     "DEFAULT_FILE",
@@ -40,6 +39,7 @@ __all__ = [
     "NOT_SETTINGS",
     "Access",
     "Admin",
+    "Advanced",
     "Approval",
     "BestOf",
     "Bus",
@@ -48,7 +48,6 @@ __all__ = [
     "Engine",
     "EntryPointVerifier",
     "Fallback",
-    "Feedback",
     "GateJudge",
     "Groups",
     "Hook",

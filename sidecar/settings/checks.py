@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from sidecar.settings.judge import Judge
     from sidecar.settings.kinds import Fallback, Price
     from sidecar.settings.sections import Settings
-    from sidecar.settings.training import Learner
 
 
 # What a check yields, and the check that a table can be sent as JSON. Pure.
@@ -142,7 +141,7 @@ def judges(settings: Settings) -> Iterator[Problem]:
             if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
                 yield where, "has no rubric, or two; give rubric or rubric_file"
     if not own.model:
-        for name in ("api_base", "api_key", "json_schema", "context_tokens", "params", "price"):
+        for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):
                 yield (
                     ("gate_judge", name),
@@ -175,7 +174,7 @@ def _asks_for_stream(params: dict[str, Any]) -> bool:
 
 def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of judges that have no effect, or that no judge could work with."""
-    judge, gate = settings.judge, settings.gate_judge
+    judge = settings.judge
     if not judge.model:
         unused = [f"judge.{name}" for name in WITHOUT_MODEL if is_changed(judge, name)]
         if unused:
@@ -184,20 +183,14 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
                 f"is empty, so {', '.join(unused)} would not be used and nothing is learned; name "
                 "a LiteLLM model",
             )
-    for section, limit_s in (("judge", judge.timeout_s), ("gate_judge", gate.timeout_s)):
-        if 0 < limit_s < FAST_S:
-            yield (
-                (section, "timeout_s"),
-                f"is {limit_s:g} s, and a judge takes longer to read a group, so every call would "
-                "end without a score; give 60 s",
-            )
+    if judge.timeout_s < FAST_S:
+        yield (
+            ("judge", "timeout_s"),
+            f"is {judge.timeout_s:g} s, and a judge takes longer to read a group, so every call "
+            "would end without a score; give 60 s",
+        )
     yield from _reply_limits(settings)
     yield from _projects_nobody_has(settings)
-    if judge.cache_bytes == 0 and is_changed(judge, "cache_days"):
-        yield (
-            ("judge", "cache_days"),
-            "is set and judge.cache_bytes is 0, so no reply is kept; raise that, or leave this out",
-        )
     yield from _budgets(judge)
 
 
@@ -366,7 +359,7 @@ def useless_best_of_settings(settings: Settings) -> Iterator[Problem]:
             "is true and judge.model is empty, so nobody chooses among the answers and each user "
             "gets the first; name a judge",
         )
-    for name in ("max_n", "timeout_s", "concurrency", "max_waiting"):
+    for name in ("max_n", "timeout_s"):
         if not best_of.enabled and is_changed(best_of, name):
             yield (
                 ("best_of", name),
@@ -488,7 +481,7 @@ def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the reward that have no effect."""
     reward = settings.reward
     if not reward.verifiers:
-        for name in ("judge_weight", "processes", "memory_bytes", "cache_findings"):
+        for name in ("judge_weight", "processes"):
             if is_changed(reward, name):
                 yield (
                     ("reward", name),
@@ -496,14 +489,12 @@ def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
                     "whatever it says; add [reward.verifiers.NAME], or leave it out",
                 )
         return
-    if all(isinstance(one, HttpVerifier) for one in reward.verifiers.values()):
-        for name in ("processes", "memory_bytes"):
-            if is_changed(reward, name):
-                yield (
-                    ("reward", name),
-                    'is set and every verifier is of kind "http", which needs no process; leave '
-                    "it out",
-                )
+    of_http = all(isinstance(one, HttpVerifier) for one in reward.verifiers.values())
+    if of_http and is_changed(reward, "processes"):
+        yield (
+            ("reward", "processes"),
+            'is set and every verifier is of kind "http", which needs no process; leave it out',
+        )
     for key, one in reward.verifiers.items():
         yield from _useless_verifier(settings, ("reward", "verifiers", key), one)
 
@@ -529,17 +520,6 @@ def _useless_verifier(
             f'is without "{DEFAULT_PROJECT}", and with access.mode = "{settings.access.mode}" all '
             f'traffic is of that project, so it would check nothing; add "{DEFAULT_PROJECT}", or '
             'set access.mode = "keys"',
-        )
-    if (
-        isinstance(one, JsonSchemaVerifier)
-        and one.json_schema is None
-        and settings.groups.structured_output == "off"
-    ):
-        yield (
-            where,
-            'has no json_schema, and with groups.structured_output = "off" requests with a '
-            "response_format of JSON become no groups, so it would check nothing; give a "
-            'json_schema, or set groups.structured_output = "free_tokens"',
         )
     if isinstance(one, RegexVerifier) and is_found_everywhere(one.pattern):
         same = "right" if one.must == "match" else "wrong"
@@ -787,7 +767,6 @@ LOSSES_OF: Mapping[str, tuple[str, ...]] = {
     "tv_limit": ("dppo_tv",),
     "clip_low": CLIPPED,
     "clip_high": CLIPPED,
-    "loss_length": ("dr_grpo",),
 }
 """A constant -> the losses that read it (`learner.grpo.losses`)."""
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
@@ -805,20 +784,19 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
                 f'that to "{schedule}", or leave this out',
             )
-    if is_given(rules, "idle_window_s") and not rules.idle_below:
-        yield (
-            ("learner", "idle_window_s"),
-            "is set and learner.idle_below is 0, so no run waits for quiet users; raise that, or "
-            "leave this out",
-        )
     for name, losses in LOSSES_OF.items():
-        if is_given(rules, name) and rules.loss not in losses:
+        if is_given(rules.advanced, name) and rules.loss not in losses:
             yield (
-                ("learner", name),
+                ("learner", "advanced", name),
                 f'is set and learner.loss is "{rules.loss}", which does not read it; leave it out '
                 f"(it is for {', '.join(losses)})",
             )
-    yield from _useless_distance(rules)
+    if is_given(rules.advanced, "kl_budget") and not rules.advanced.kl_coef:
+        yield (
+            ("learner", "advanced", "kl_budget"),
+            "is set and kl_coef is 0, so nothing draws a step that is over it back; raise that, or "
+            "leave this out",
+        )
     if 0 < rules.pack_tokens < SHORT_PACK:
         yield (
             ("learner", "pack_tokens"),
@@ -840,22 +818,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                     "is set and learner.processes is 1, so nothing is shared and nobody is waited "
                     "for, but in a run that torchrun starts; raise that, or leave this out",
                 )
-
-
-def _useless_distance(rules: Learner) -> Iterator[Problem]:
-    if is_given(rules, "kl_budget") and not rules.kl_coef:
-        yield (
-            ("learner", "kl_budget"),
-            "is set and learner.kl_coef is 0, so nothing draws a step that is over it back; raise "
-            "that, or leave this out",
-        )
-    if rules.kl_coef and 0 < rules.kl_limit <= rules.kl_budget:
-        yield (
-            ("learner", "kl_coef"),
-            f"is set, and a run fails at learner.kl_limit = {rules.kl_limit:g} before it is over "
-            f"learner.kl_budget = {rules.kl_budget:g}, where the term begins; give a smaller "
-            "budget",
-        )
 
 
 # Check settings that contradict each other, or the disk, or that do nothing.

@@ -35,14 +35,14 @@ LISTED = "docs/settings.md lists them"
 _TARGETS = "an adapter is on all linear layers, which is fixed"
 _ONCE = "each group is used once; learner.steps says over how many steps"
 ELSEWHERE: Mapping[tuple[str, ...], str] = {
-    ("learner", "beta"): "the weight of the divergence from the base is learner.kl_coef",
+    ("learner", "beta"): "the weight of the divergence from the base is learner.advanced.kl_coef",
     ("learner", "lr"): "did you mean learner.learning_rate?",
     ("learner", "epochs"): _ONCE,
     ("learner", "num_train_epochs"): _ONCE,
     ("learner", "num_iterations"): _ONCE,
     ("learner", "num_generations"): "the number of answers in a group is groups.size",
-    ("learner", "epsilon"): "the clip is learner.clip_low and learner.clip_high",
-    ("learner", "epsilon_high"): "did you mean learner.clip_high?",
+    ("learner", "epsilon"): "the clip is learner.advanced.clip_low and clip_high",
+    ("learner", "epsilon_high"): "did you mean learner.advanced.clip_high?",
     ("learner", "batch_size"): "a step takes the groups of the run divided by learner.steps",
     ("learner", "target_modules"): _TARGETS,
     ("learner", "lora_rank"): "did you mean learner.rank?",

@@ -113,13 +113,6 @@ class Judge(Section):
     ] = ()
     """Judges that are asked, in this order, while those before them are away, reject everything or
     are limited for long: `[[judge.fallbacks]]`. One judge gives all scores of a group."""
-    cache_bytes: Annotated[int, Between(0, 10**12, "0 keeps none")] = 64 * 2**20
-    """Size of the replies that are kept in the store, so that the same question is paid for once.
-    Beyond it the oldest go. 0: none is kept."""
-    cache_days: Annotated[
-        float, Between(0, 3_650, "an older reply may be of another judge", above_low=True)
-    ] = 7.0
-    """An older reply is not used: a provider may have changed the model behind the name."""
 
     def of(self, project: str) -> Judge:
         """Return these settings with the rubric of a project."""
@@ -145,18 +138,6 @@ class GateJudge(Section):
     projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
     """Other rubrics for single projects, in the gate. A project without one has `rubric`; where
     that is empty too, its own of `[judge.projects.NAME]`; else `judge.rubric`."""
-    passes: Annotated[
-        int, Between(0, 8, "0 takes judge.passes; each is a call that is paid for")
-    ] = 0
-    """Judge calls per comparison. 0: `judge.passes`."""
-    timeout_s: Annotated[float, Between(0, 604_800, "0 takes judge.timeout_s", "s")] = 0.0
-    """Longest time of one call. 0: `judge.timeout_s`."""
-    json_schema: Literal["auto", "on", "off"] = "auto"
-    """Whether that judge is sent the JSON schema of its reply, as `judge.json_schema`; with `model`
-    only."""
-    context_tokens: ContextTokens = 0
-    """Most tokens of a prompt to that judge and its reply, as `judge.context_tokens`; with `model`
-    only."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""
     price: Price | None = None
@@ -369,13 +350,6 @@ class Reward(Section):
     """Weight of the judge's score in the mean."""
     processes: Annotated[int, Between(1, 64, "each is a Python process")] = 1
     """Processes in which verifiers run, other than those of kind `http`."""
-    memory_bytes: Annotated[
-        int, Between(2**28, 10**12, "a Python process with its libraries needs some hundred MB")
-    ] = 2**30
-    """Address space of such a process; code that asks for more fails."""
-    cache_findings: Annotated[int, Between(0, 10_000_000, "0 keeps none; each takes 1 kB")] = 10_000
-    """Findings that are kept in memory, so that an equal answer to an equal request is not checked
-    again."""
     verifiers: Mapping[VerifierName, Annotated[AnyVerifier, Field(discriminator="kind")]] = Field(
         default_factory=dict
     )

@@ -49,9 +49,7 @@ class Groups(Section):
     """An exchange is decided so long after it was stored: an earlier turn of its conversation may
     still come, from another proxy, and move it to another session. 0: at once."""
     max_groups_per_session: Count = 4
-    """Groups of one session within `session_window_s`; its further exchanges are not chosen."""
-    session_window_s: Annotated[float, Between(60, 31_536_000, "up to a year", "s")] = 86_400.0
-    """Older groups of a session do not count against `max_groups_per_session`, in seconds."""
+    """Groups of one session within a day; its further exchanges are not chosen."""
     max_pending_groups: Annotated[
         int, Between(0, 1_000_000_000, "0 takes as many as one run of the learner takes")
     ] = 0
@@ -61,22 +59,10 @@ class Groups(Section):
     choose: Literal["uniform", "prefer"] = "uniform"
     """`uniform`: `rate` draws every step with the same probability. `prefer`: steps whose answers
     are likely to earn different scores are drawn more often than the others."""
-    uniform_share: Annotated[
-        float, Between(0, 1, "at 0 some steps would never be drawn", above_low=True)
-    ] = 0.1
-    """With `prefer`, the share of `rate` that draws steps whatever their features say."""
     max_groups_per_project: Cap = 0
-    """Groups of one project within `session_window_s`. 0: no limit."""
+    """Groups of one project within a day. 0: no limit."""
     max_groups_per_near_prompt: Cap = 0
-    """Groups of near-identical prompts of a project within `session_window_s`. 0: no limit."""
-    structured_output: Literal["free_tokens", "off"] = "free_tokens"
-    """Answers whose tokens a grammar restricted (`response_format`, a required tool, ...).
-    `free_tokens`: they are learned from where it changed nothing, with
-    `serving.logprobs_mode = "processed_logprobs"` alone. `off`: not at all."""
-    join_served: Literal["off", "session", "project"] = "session"
-    """Which exchanges of the same prompt, answered by the same adapter version with the same
-    sampling, give their answers to one group: those of a session (regenerations), or of a project.
-    Such answers cost no sampling; four of them make a group also where `rate` would have none."""
+    """Groups of near-identical prompts of a project within a day. 0: no limit."""
     tokens_per_day: Annotated[
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000
@@ -87,24 +73,11 @@ class Groups(Section):
     """Prompt tokens of candidates a day, also where vLLM has them in its cache. 0: no limit."""
     prompt_tokens_per_hour: Budget = 0
     """Prompt tokens of candidates an hour. 0: no limit."""
-    max_share_of_served: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 0.0
-    """Sampling waits once the day's candidate tokens are this multiple of the tokens that users
-    were answered with. 0: no limit."""
     concurrency: Parallel = 16
     """Candidates sampled at once."""
     sampling_upstreams: tuple[Upstream, ...] = ()
     """Base URLs of vLLMs that sample candidates in place of `serving.upstreams`: the same model,
     options and key. Control loads the adapters there too."""
-    priority: Literal["auto", "off"] = "auto"
-    """`auto`: candidates are sent with a low `priority` where vLLM takes that field (it is asked
-    once); `--scheduling-policy priority` obeys it."""
-    max_running_requests: Count = 48
-    """A vLLM where users have more running and waiting requests than this gets no candidates, so
-    that users come first."""
-    max_kv_cache_usage: Annotated[
-        float, Between(0, 1, "it is a share; at 0 no candidate is ever sampled", above_low=True)
-    ] = 0.8
-    """A vLLM whose KV cache is fuller than this gets no candidates. 1: however full it is."""
     max_slowdown: Annotated[float, Between(0, 10, "it is a share of a step's time")] = 0.05
     """Share by which candidates may slow users in a vLLM, as fitted to its metrics. 0: no limit."""
     timeout_s: Timeout = 120.0
@@ -112,7 +85,7 @@ class Groups(Section):
 
 
 class BestOf(Section):
-    """Best of N at serving time. `concurrency` and `max_waiting` count requests of one proxy."""
+    """Best of N at serving time."""
 
     enabled: bool = False
     """When off, a request that asks for it is answered with 400."""
@@ -120,13 +93,6 @@ class BestOf(Section):
     """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
     """Longest wait for the judge, in seconds; then the client gets the first answer."""
-    concurrency: Parallel = 8
-    """Requests that score judges at once (beyond: `busy`), and questions of one proxy at once."""
-    max_waiting: Annotated[
-        int, Between(0, 1_000_000, "0 lets none wait; each holds a user's request")
-    ] = 32
-    """Requests of one proxy that wait for the judge; beyond, they are relayed without best of N
-    (`not_ready`)."""
 
 
 MOST_WEIGHT = 9_000
@@ -156,10 +122,6 @@ class Canary(Section):
     """Chance that judged groups roll back a candidate that is no worse than the champion."""
     guard_level: Level = 0.01
     """Chance that one of the five guards rolls back a candidate that is no worse by it."""
-    split_level: Level = 0.001
-    """Chance of holding a canary for a wrong split of traffic that is right."""
-    guard_ratio: Annotated[float, Between(1, 100, "1 accepts no more than the champion has")] = 1.5
-    """Bad sessions that a guard accepts, as a multiple of the champion's."""
     turn_wait_s: Annotated[float, Between(0, 86_400, "guards see nothing earlier", "s")] = 120.0
     """How long a user's request waits, from its beginning, for those that began before it to end:
     guards count requests in the order of their beginning. Longer than nearly all replies take."""
@@ -185,9 +147,6 @@ class Canary(Section):
     """Groups of candidate, champion and anchor that are judged in an hour of the ramp."""
     max_groups: Annotated[int, Between(1, 100_000, "each is sampled and judged")] = 1_500
     """Judged groups, the gate's with them, after which an undecided canary is inconclusive."""
-    max_missing: Share = 0.5
-    """Share of groups that the judge cannot score, through nobody's fault, over which the others
-    prove nothing."""
     steps: tuple[
         Annotated[int, Between(100, 10_000, "basis points: 100 is 1 %, 10000 every session")], ...
     ] = (2_000, 5_000)
@@ -212,21 +171,6 @@ class Canary(Section):
     max_truncated_excess: Share = 0.05
     """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
     on the same prompts."""
-    max_invalid_excess: Share = 0.02
-    """The same for tool calls and JSON that do not fit their request."""
-    max_evasive_excess: Share = 0.05
-    """The same for refusals and loops."""
-    max_narrow_excess: Share = 0.25
-    """Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a
-    token) and half as uncertain as the champion's, over the share in which the champion's are."""
-    max_long_excess: Share = 0.5
-    """Share of prompts on which the candidate's answers may be more than twice as long as the
-    champion's, over the share in which the champion's are."""
-    max_base_kl: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 8.0
-    """Nats of the KL divergence from the base, on the probe's prompts, over which a candidate is
-    rejected when it is loaded."""
-    watch_s: Annotated[float, Between(0, 2_592_000, "0 watches nothing", "s")] = 3_600.0
-    """After a promotion, metrics with `mode = "guardrail"` still roll back for this long."""
     metrics: Annotated[Mapping[MetricName, Metric], Field(max_length=MAX_METRICS)] = Field(
         default_factory=dict
     )
@@ -242,44 +186,7 @@ class Canary(Section):
 
 class Watch(Section):
     """When the learner is held because a reward is earned without better answers
-    (docs/reward-watch.md, with the share of false holds that these defaults have)."""
+    (docs/reward-watch.md)."""
 
     hold: bool = True
     """Whether a finding holds the learner; false only shows it."""
-    window: Annotated[
-        int, Between(200, 5_000, "fewer tell nothing, and more are not read at once")
-    ] = 2_000
-    """Newest served answers of an adapter that are looked at."""
-    min_answers: Annotated[
-        int, Between(50, 5_000, "a few answers show no share of a few percent")
-    ] = 200
-    """Answers of an adapter from which on it is compared. With 200 a rise from 2% to 12% is seen
-    in about two of three checks."""
-    min_groups: Annotated[int, Between(10, 200, "200 of the newest groups are looked at")] = 30
-    """Scored groups of the champion, and answers with feedback, from which on they count."""
-    max_rise: Annotated[float, Between(0, 1, "shares differ by 1 at most", below_high=True)] = 0.02
-    """A kind of answer (refusals, empty ones, ...) may become more frequent by this share of the
-    answers. The learner is held when the rise is surely more."""
-    max_length_correlation: Annotated[
-        float, Between(0, 1, "a correlation is 1 at most", below_high=True)
-    ] = 0.3
-    """Correlation of score and length within groups that is taken for a taste for length, together
-    with answers that grow: a medium effect (Cohen 1988, 3.2)."""
-    max_length_growth: Annotated[
-        float, Between(1, 100, "answers of the same length have a growth of 1")
-    ] = 1.25
-    """Answers may become so many times as long as those of the base, by their geometric mean."""
-    judge_gain: Share = 0.05
-    """Gain in the judge's scores over the last versions from which on users should gain too."""
-    users_gain: Annotated[
-        float, Between(0, 0.5, "at 0 nothing that users do could be a gain", above_low=True)
-    ] = 0.02
-    """Smallest gain of users that counts: a fall of corrections and repeated questions by this
-    share of the answers, or a rise of feedback by twice as much."""
-    versions: Annotated[int, Between(1, 20, "older versions answered other users")] = 3
-    """Promotions over which the judge's gains are summed up."""
-    false_holds: Annotated[
-        float, Between(0.0001, 0.2, "at 0 nothing is ever held", below_high=True)
-    ] = 0.01
-    """Chance that one check finds something where nothing has changed; the kinds of answers share
-    it (Bonferroni)."""

@@ -23,6 +23,7 @@ from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems, refuse_unsafe
 from sidecar.settings.explain import explain, known, nearest, shown, written
 from sidecar.settings.judge import GateJudge, Judge, ProjectRubric
+from sidecar.settings.removed import is_removed, without_removed
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.settings.store import Store
 from sidecar.visible import visible
@@ -47,7 +48,7 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     values = {} if path is None else _read_file(path)
     _refuse_unknown_env(os.environ if env is None else env)
     try:
-        settings = Settings(**values)
+        settings = Settings(**without_removed(values))
     except ValidationError as error:
         raise SettingsError(explain(error)) from None
     except UnreadableSettingError:  # a list or a mapping that is not JSON
@@ -207,6 +208,10 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
 def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
     """parts: the parts of the variable's name, without the prefix."""
     where = [part.lower() for part in parts]
+    if len(where) == 2 and is_removed(*where):
+        return
+    if len(where) == 3 and where[2] in known(*where[:2]) and not _is_table(*where[:2]):
+        return
     for length in (1, 2):
         if len(where) >= length and where[length - 1] not in known(*where[: length - 1]):
             raise SettingsError(f"unknown environment variable {said}; {nearest(where[:length])}")
@@ -242,6 +247,8 @@ def _no_json(env: Mapping[str, str]) -> str:
     for name, value in env.items():
         section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
         if not name.upper().startswith(ENV_PREFIX) or section not in Settings.model_fields:
+            continue
+        if key not in known(section) and key:  # removed, or of a table
             continue
         if key and not _holds(section, key, (dict, Mapping, tuple, list)):
             continue

@@ -103,15 +103,6 @@ class Approval(Section):
     """Where control posts the evidence and asks; empty: nobody is asked."""
     before: tuple[Literal["ramp", "promotion"], ...] = ("promotion",)
     """What waits for its answer: `ramp`, `promotion`, or both."""
-    every_s: Annotated[float, Between(1, 86_400, "each is a call", "s")] = 30.0
-    """Time between two calls while it says `wait` or does not answer, and how long an answer
-    holds."""
-    timeout_s: CallTimeout = 5.0
-    """Longest time of one call."""
-    max_wait_s: Annotated[
-        float, Between(1, 31_536_000, "a shorter one asks nobody, a longer one never ends", "s")
-    ] = 86_400.0
-    """A canary that got no answer by then ends inconclusive: the champion stays."""
     token_env: EnvName = ""
     """Environment variable of control with a bearer token; empty: none is sent."""
 
@@ -156,12 +147,6 @@ class Hook(Section):
 class Notify(Section):
     """Signed web hooks on transitions (docs/outside.md)."""
 
-    timeout_s: CallTimeout = 5.0
-    """Longest time of one delivery."""
-    retries: Annotated[int, Between(0, 100, "0 tries once")] = 12
-    """Tries after the first one; the wait doubles from 5 s to at most an hour."""
-    max_age_s: Annotated[float, Between(60, 31_536_000, "so old news help nobody", "s")] = 86_400.0
-    """An event that is older is given up without a further try."""
     hooks: Annotated[Mapping[MetricName, Hook], Field(max_length=MAX_HOOKS)] = Field(
         default_factory=dict
     )

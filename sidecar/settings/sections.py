@@ -39,6 +39,7 @@ from sidecar.settings.kinds import (
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
 from sidecar.settings.outside import Approval, Notify
+from sidecar.settings.removed import without_removed
 from sidecar.settings.store import Kafka, Privacy, Store
 from sidecar.settings.training import Adapters, Learner
 
@@ -116,8 +117,6 @@ class Proxy(Section):
     ] = 256 * 2**20
     """Bytes of request bodies in memory, per worker: coming in, or in flight. Bodies up to 64 KiB
     are not counted; one that does not fit is answered 503 with `Retry-After`."""
-    connect_timeout_s: Timeout = 5.0
-    """Longest time to connect to one vLLM; then the next replica is asked."""
     max_connections: Count = 4096
     """Client connections at once, per worker, if the limit of open files has room for them; for a
     further one the idlest is closed."""
@@ -125,17 +124,8 @@ class Proxy(Section):
     """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     idle_timeout_s: Timeout = 75.0
     """An idle client connection is closed after this long."""
-    head_timeout_s: Timeout = 10.0
-    """From a request's first byte to the end of its headers."""
-    body_timeout_s: Timeout = 30.0
-    """Longest stand-still of a request's body; it must also come at 1 kB/s, and what came faster
-    before is credited for this long at most."""
-    write_timeout_s: Timeout = 60.0
-    """A client that takes nothing of its reply for this long is cut off."""
     upstream_timeout_s: Timeout = 600.0
     """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
-    health_interval_s: Interval = 2.0
-    """How often each vLLM is asked for its health and its adapters."""
     drain_timeout_s: Annotated[
         float, Between(0, 86_400, "0 closes connections immediately; at most one day", "s")
     ] = 20.0
@@ -148,8 +138,6 @@ class Proxy(Section):
         float, Between(0.001, 60, "a rollback and a revoked key wait for it", "s")
     ] = 0.2
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
-    slow_first_byte_s: Timeout = 10.0
-    """While a canary runs, a reply whose first byte comes later counts as slow in the breaker."""
     allow_remote_without_keys: bool = False
     """Allows a `host` that is reachable from outside with `access.mode = "open"`: for a gateway of
     yours that authenticates agents."""
@@ -194,22 +182,10 @@ class Bus(Section):
     """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
     """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
-    poll_interval_s: Interval = 0.2
-    """Pause of ingest when the bus is empty."""
     batch: Annotated[
         int, Between(1, 10_000, "each batch is one transaction, which others wait for")
     ] = 200
     """Records in one transaction of ingest."""
-
-
-class Feedback(Section):
-    """What the traffic itself tells of answers (docs/feedback.md)."""
-
-    abandoned_after_s: Annotated[
-        float, Between(1, 604_800, "a session that pauses for longer has ended anyway", "s")
-    ] = 1_800.0
-    """A session that was left in the middle counts as abandoned when nothing followed for so long,
-    in seconds."""
 
 
 Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]
@@ -220,17 +196,9 @@ class Retention(Section):
     lineage of adapters needs of them stays as digests. 0: they stay for good."""
 
     exchanges_days: Days = 90.0
-    """Exchanges that have no group, with their replies."""
+    """Exchanges that have no group, with their replies, and feedback that is joined to none."""
     groups_days: Days = 90.0
-    """Exchanges that have a group, with the group, its answers and scores."""
-    judge_calls_days: Days = 90.0
-    """Replies of the judge."""
-    feedback_days: Days = 90.0
-    """Feedback and outcomes that are joined to no exchange; others go with theirs."""
-    dead_letters_days: Days = 30.0
-    """Records of the bus that could not be stored, and those that Kafka did not take."""
-    runs_days: Days = 365.0
-    """Training runs that made no adapter."""
+    """Exchanges that have a group, with the group, its answers and scores; replies of the judge."""
     max_bytes: Annotated[int, Between(0, 10**15, "0 sets no limit; no disk is larger")] = 0
     """Size of the store; beyond it the oldest exchanges go, whatever their age. 0: no limit."""
 
@@ -260,8 +228,6 @@ class Telemetry(Section):
     """Share of the traces beginning at the proxy that are sampled; a client decides for its own."""
     content: bool = False
     """Put what was said into the spans."""
-    semantic_conventions: Literal["latest", "1.41"] = "latest"
-    """Which names the GenAI metrics have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_json: bool = False
@@ -288,7 +254,6 @@ class Settings(BaseSettings):
     capture: Capture = Capture()
     bus: Bus = Bus()
     kafka: Kafka = Kafka()
-    feedback: Feedback = Feedback()
     store: Store = Store()
     privacy: Privacy = Privacy()
     retention: Retention = Retention()
@@ -358,8 +323,6 @@ class Settings(BaseSettings):
             "rubric": own.rubric if own.rubric.strip() else judge.rubric,
             # A rubric of the gate's own is another exam, also for projects with a reward's rubric.
             "projects": {**({} if own.rubric.strip() else judge.projects), **own.projects},
-            "passes": own.passes or judge.passes,
-            "timeout_s": own.timeout_s or judge.timeout_s,
         }
         if not own.model:
             return judge.model_copy(update=shared)
@@ -369,8 +332,8 @@ class Settings(BaseSettings):
                 "model": own.model,
                 "api_base": own.api_base,
                 "api_key": own.api_key,
-                "json_schema": own.json_schema,
-                "context_tokens": own.context_tokens,
+                "json_schema": "auto",
+                "context_tokens": 0,
                 "params": own.params,
                 "price": own.price,
                 # Those of the other judge; and a fallback to it would mark its own exam.
@@ -385,4 +348,8 @@ class Settings(BaseSettings):
         cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
     ):
         """The environment wins over the file, which arrives as init arguments."""
-        return env_settings, init_settings
+
+        def environment():  # type: ignore[no-untyped-def]
+            return without_removed(env_settings())
+
+        return environment, init_settings

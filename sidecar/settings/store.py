@@ -105,8 +105,6 @@ class Kafka(Section):
     """What records share a partition, and with it an order and a consumer. `caller`: of one
     project, API key and user; no session is ever split. `session`: of one session key of the proxy;
     spreads better, and splits conversations whose opening changes and that send no header."""
-    compression: Literal["none", "gzip", "zstd"] = "zstd"
-    """`none`, `gzip` or `zstd`."""
     create_topics: bool = True
     """Create topics that are missing. False: somebody else does, and they are only checked."""
     partitions: Annotated[int, Between(1, 10_000, "each ingest process needs one at least")] = 8
@@ -143,8 +141,6 @@ class Kafka(Section):
     """The key (PEM) of `ssl_certfile`."""
     ssl_key_password: Password = None
     """A secret: set it by `SIDECAR_KAFKA__SSL_KEY_PASSWORD`."""
-    ssl_check_hostname: bool = True
-    """The broker's certificate must name its host."""
 
 
 SECRET, EMAIL, PHONE, CARD, IBAN, SSN = "SECRET", "EMAIL", "PHONE", "CREDIT_CARD", "IBAN", "US_SSN"
@@ -219,10 +215,6 @@ class Privacy(Section):
     """Replace what `hide` names before an exchange is stored. It is then not learned from."""
     patterns: Mapping[Kind, Annotated[str, AfterValidator(_pattern)]] = Field(default_factory=dict)
     """Further kinds, each by a pattern of RE2."""
-    max_bytes: Annotated[
-        int, Between(1_000, 1_000_000_000, "a text of a sentence is longer; more is no limit")
-    ] = 16 * 2**20
-    """Bytes of an exchange that are searched. One with more counts as flagged, unseen."""
     projects: Mapping[str, ProjectPrivacy] = Field(default_factory=dict)
     """Other rules for single projects, by name."""
 

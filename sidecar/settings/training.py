@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import AfterValidator, BeforeValidator
 
-from sidecar.settings.kinds import Between, Count, Device, Folder, Interval, Line, Section
+from sidecar.settings.kinds import Between, Count, Device, Folder, Line, Section
 
 # The section `[adapters]`: what becomes of adapter folders after a run made them.
 
@@ -31,10 +31,6 @@ class Adapters(Section):
 
     folder_days: Annotated[float, Between(0, 36_500, "0 keeps them for good")] = 30.0
     """Days without use after which the folder of a version that nothing needs goes. 0: never."""
-    keep_champions: Annotated[
-        int, Between(1, 10_000, "one at least must be there to return to")
-    ] = 10
-    """Newest champions whose folders stay, however long ago they served."""
     url: Annotated[str, AfterValidator(_shared)] = ""
     """Where folders are shared by machines that have no disk in common: a URL of fsspec, such as
     s3://bucket/adapters (`pip install s3fs`). Empty: `learner.adapters_dir` is seen by all."""
@@ -43,35 +39,12 @@ class Adapters(Section):
 # The learner's settings for what a step minimises and how far it moves the weights.
 
 
-class ObjectiveSection(Section):
-    """Loss, advantages, corrections and update. A part of `[learner]`."""
+class Advanced(Section):
+    """Constants of the loss and the update (docs/losses.md)."""
 
-    loss: Literal["dppo_tv", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_decoupled"] = (
-        "dppo_tv"
-    )
-    """Loss of a step; formulas and sources: docs/losses.md."""
-    advantage: Literal["mean", "leave_one_out", "std", "rank"] = "mean"
-    """How the rewards of a group become advantages; docs/losses.md."""
-    learning_rate: Annotated[
-        float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
-    ] = 1e-3
-    """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
-    differ by at least `reference_spread`; less otherwise. The default was measured on a 135M model;
-    use less on larger ones: 1e-5 to 1e-4 is usual at 7 to 8 billion parameters."""
-    reference_spread: Annotated[
-        float, Between(0, 10, "it divides the spread of a group", above_low=True)
-    ] = 0.25
-    """Spread of a group's scores above which the update no longer grows with it."""
     warmup_steps: Annotated[int, Between(0, 10_000, "0 starts with the whole rate")] = 2
     """Steps over which the rate rises: step k after the base trains at
     `learning_rate * k / (warmup_steps + 1)`, over as many runs as it takes."""
-    warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
-    """Supervised steps on the best answer of each group, before the first step of a run that starts
-    from the base."""
-    max_grad_norm: Annotated[
-        float, Between(0, 1_000_000, "at 0 no gradient is left", above_low=True)
-    ] = 1.0
-    """A gradient with a larger norm is scaled down to it, and the update with it."""
     tv_limit: Annotated[
         float, Between(0, 1, "it limits a difference of probabilities", above_low=True)
     ] = 0.2
@@ -101,17 +74,31 @@ class ObjectiveSection(Section):
     stale_limit: Annotated[float, Between(0, 100, "0 switches it off")] = 0.0
     """Above 0: a bad answer is left out of a step when its tokens became less likely by more than
     this, in nats a token."""
-    loss_length: Annotated[int, Between(1, 10_000_000, "it divides a sum of tokens")] = 256
-    """Tokens that `dr_grpo` divides the sum of an answer by."""
     kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
     """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
     measured at each step on a few answers."""
     kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
     """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
-    kl_limit: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 10.0
-    """A run whose policy is further from the base than this (mean nats a token, each token counted
-    up to 100) fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies
-    over 20."""
+
+
+class ObjectiveSection(Section):
+    """Loss, advantages, corrections and update. A part of `[learner]`."""
+
+    loss: Literal["dppo_tv", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_decoupled"] = (
+        "dppo_tv"
+    )
+    """Loss of a step; formulas and sources: docs/losses.md."""
+    advantage: Literal["mean", "leave_one_out", "std", "rank"] = "mean"
+    """How the rewards of a group become advantages; docs/losses.md."""
+    learning_rate: Annotated[
+        float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
+    ] = 1e-3
+    """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
+    differ by at least 0.25; less otherwise. The default was measured on a 135M model; use less on
+    larger ones: 1e-5 to 1e-4 is usual at 7 to 8 billion parameters."""
+    warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
+    """Supervised steps on the best answer of each group, before the first step of a run that starts
+    from the base."""
 
 
 _EXPORT = re.compile(r"(?:tensorboard|mlflow|wandb):[^\s@]{1,500}")
@@ -172,12 +159,6 @@ class Learner(ObjectiveSection):
     """The time zone of `cron`."""
     idle_below: Annotated[float, Between(0, 1_000_000_000, "0 sets no limit")] = 0.0
     """A scheduled run starts only while users make fewer requests a minute than this; 0: always."""
-    idle_window_s: Annotated[
-        float,
-        Between(10, 86_400, "proxies tell their counts every 5 s, and a day has a night", "s"),
-    ] = 300.0
-    """Seconds over which the users' requests are counted for `idle_below`. After its start the
-    learner must first watch for this long, so with `idle_below` no scheduled run begins earlier."""
     min_groups: Count = 16
     """A run starts, and `groups` fires, only with this many scored groups waiting."""
     max_groups: Count = 256
@@ -216,11 +197,6 @@ class Learner(ObjectiveSection):
     """What to do with an answer over `max_drift`, unless more than half of its group's are:
     `recompute`, `positives` or `drop`, as above. `positives` also keeps groups whose sampling
     adapter is deleted; the run's parent then takes its place in the ratio."""
-    mask_tolerance: Annotated[
-        float, Between(0, 10, "at 0 rounding alone leaves out half of the tokens", above_low=True)
-    ] = 0.2
-    """Recorded minus recomputed log-probability in nats over which a token counts as touched by a
-    mask of the server (a grammar): it is left out of the loss."""
     adapters_dir: Folder = Path(".sidecar/adapters")
     """Where adapter folders go. vLLM must see them under the same absolute path."""
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
@@ -259,5 +235,5 @@ class Learner(ObjectiveSection):
     export: Annotated[str, AfterValidator(_export)] = ""
     """Where each step's figures go besides the store: `tensorboard:FOLDER`, `mlflow:URI` or
     `wandb:PROJECT`; the package must be installed. Empty: nowhere."""
-    poll_s: Interval = 2.0
-    """Seconds between two polls of flags, canaries and waiting groups."""
+    advanced: Advanced = Advanced()
+    """Constants of the loss and the update: `[learner.advanced]`."""

@@ -306,7 +306,7 @@ def request_spans(tracing: Tracing, telemetry: Telemetry) -> RequestSpans | None
     metrics = None
     if tracing.metrics is not None:
         meter = tracing.metrics.get_meter("sidecar")
-        metrics = GenAiMetrics(meter, telemetry.semantic_conventions)
+        metrics = GenAiMetrics(meter)
     return RequestSpans(
         tracing.spans,
         ids if isinstance(ids, GivenIds) else None,

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import structlog
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.metrics import Counter, Histogram, Meter
+from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -191,8 +190,6 @@ def _metrics(telemetry: Telemetry, resource: Resource) -> MeterProvider | None:
 
 # The names of the GenAI semantic conventions that the sidecar uses, in one table.
 
-Conventions = Literal["latest", "1.41"]
-
 OPERATIONS: dict[Surface, str] = {
     "chat": "chat",
     "completions": "text_completion",
@@ -201,36 +198,6 @@ OPERATIONS: dict[Surface, str] = {
     "embeddings": "embeddings",
 }
 """`gen_ai.operation.name` of each surface."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricNames:
-    """Names of the client metrics."""
-
-    duration: str
-    first_chunk: str
-    input_tokens: str
-    output_tokens: str
-    tokens_are_histogram: bool
-    """1.41 has one histogram of tokens, with input or output as an attribute."""
-
-
-METRICS: dict[Conventions, MetricNames] = {
-    "latest": MetricNames(
-        duration="gen_ai.client.inference.duration",
-        first_chunk="gen_ai.client.inference.time_to_first_chunk",
-        input_tokens="gen_ai.client.inference.usage.input_tokens",
-        output_tokens="gen_ai.client.inference.usage.output_tokens",
-        tokens_are_histogram=False,
-    ),
-    "1.41": MetricNames(
-        duration="gen_ai.client.operation.duration",
-        first_chunk="gen_ai.client.operation.time_to_first_chunk",
-        input_tokens="gen_ai.client.token.usage",
-        output_tokens="gen_ai.client.token.usage",
-        tokens_are_histogram=True,
-    ),
-}
 
 
 # Attributes of spans and OpenTelemetry metrics of a request: names, sizes, outcomes. Pure.
@@ -330,25 +297,20 @@ TOKEN_BOUNDS = tuple(float(4**power) for power in range(14))
 class GenAiMetrics:
     """Updates the metrics with one request at a time."""
 
-    def __init__(self, meter: Meter, conventions: Conventions = "latest") -> None:
-        names = METRICS[conventions]
+    def __init__(self, meter: Meter) -> None:
+        name = "gen_ai.client.inference"
         self._duration = meter.create_histogram(
-            names.duration, "s", explicit_bucket_boundaries_advisory=DURATION_BOUNDS_S
+            f"{name}.duration", "s", explicit_bucket_boundaries_advisory=DURATION_BOUNDS_S
         )
         self._first_chunk = meter.create_histogram(
-            names.first_chunk, "s", explicit_bucket_boundaries_advisory=FIRST_CHUNK_BOUNDS_S
+            f"{name}.time_to_first_chunk",
+            "s",
+            explicit_bucket_boundaries_advisory=FIRST_CHUNK_BOUNDS_S,
         )
-        self._token_histogram: Histogram | None = None
-        self._token_counters: tuple[Counter, Counter] | None = None
-        if names.tokens_are_histogram:
-            self._token_histogram = meter.create_histogram(
-                names.input_tokens, "{token}", explicit_bucket_boundaries_advisory=TOKEN_BOUNDS
-            )
-        else:
-            self._token_counters = (
-                meter.create_counter(names.input_tokens, "{token}"),
-                meter.create_counter(names.output_tokens, "{token}"),
-            )
+        self._tokens = tuple(
+            meter.create_counter(f"{name}.usage.{kind}_tokens", "{token}")
+            for kind in ("input", "output")
+        )
 
     def record(self, raw: RawCapture, exchange: Exchange | None) -> None:
         """Record a request. exchange: None when it was not captured; its tokens are unknown
@@ -361,23 +323,14 @@ class GenAiMetrics:
             **server_of(raw.replica),
         }
         if exchange is not None:
-            self._tokens(exchange, attributes)
+            # vLLM does not report how many prompt tokens are text and how many are pictures.
+            for counter, modality, count in zip(
+                self._tokens, ("unknown", "text"), token_counts(exchange), strict=True
+            ):
+                counter.add(count, {**attributes, "gen_ai.token.modality": modality})
         if raw.streamed and raw.timings.first_byte_s is not None:
             self._first_chunk.record(raw.timings.first_byte_s, attributes)
         error = error_type(raw, exchange)
         if error is not None:
             attributes = {**attributes, "error.type": error}
         self._duration.record(raw.timings.total_s, attributes)
-
-    def _tokens(self, exchange: Exchange, attributes: dict[str, str | int]) -> None:
-        counts = token_counts(exchange)
-        if self._token_histogram is not None:
-            for kind, count in zip(("input", "output"), counts, strict=True):
-                if count:
-                    self._token_histogram.record(count, {**attributes, "gen_ai.token.type": kind})
-        if self._token_counters is not None:
-            # vLLM does not report how many prompt tokens are text and how many are pictures.
-            for counter, modality, count in zip(
-                self._token_counters, ("unknown", "text"), counts, strict=True
-            ):
-                counter.add(count, {**attributes, "gen_ai.token.modality": modality})

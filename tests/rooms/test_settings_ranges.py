@@ -30,7 +30,7 @@ from ingest.vllm.watch import open_replicas
 from learner.schedule.loop import Schedule, start_clock
 from sidecar.errors import SettingsError
 from sidecar.proxy import Proxy
-from sidecar.settings import Settings, load_settings, shown_settings
+from sidecar.settings import Advanced, Settings, load_settings, shown_settings
 from sidecar.settings.kinds import Between, base_url
 from sidecar.store.database import Database
 from sidecar.tracing.telemetry import configure_tracing
@@ -55,12 +55,19 @@ def mapping_key(kind: Any) -> str | None:
     return next((name for name in found if name is not None), None)
 
 
+SECTIONS: dict[str, type[BaseModel]] = {
+    **{
+        name: field.annotation
+        for name, field in Settings.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    },
+    "learner.advanced": Advanced,
+}
+
+
 def numeric_keys() -> Iterator[tuple[str, str, str]]:
     """Section, key, and how TOML writes a value of it: `{}` is the number."""
-    for section, field in Settings.model_fields.items():
-        kind = field.annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            continue
+    for section, kind in SECTIONS.items():
         for key, inner in typing.get_type_hints(kind, include_extras=True).items():
             if key not in kind.model_fields or key == "params" or not numbers(inner):
                 continue
@@ -142,8 +149,7 @@ def test_a_number_is_refused_in_one_line_or_every_process_can_be_built(
         assert "\n" not in message
         assert len(message) < 400
 
-    kind = Settings.model_fields[section].annotation
-    assert isinstance(kind, type)
+    kind = SECTIONS[section]
     # A number below 0 means something to a few: -1 is every token, as vLLM's top_k.
     below_0 = {"-1"} - ({"-1"} if limits(kind, key).holds(-1) else set())
     assert below_0 | {"nan", "inf", "-inf", "1e300", "1e400", "true"} <= set(refused)
@@ -182,8 +188,7 @@ def _betweens(kind: Any) -> Iterator[Between]:
 def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
     section: str, key: str, written: str
 ) -> None:
-    kind = Settings.model_fields[section].annotation
-    assert isinstance(kind, type)
+    kind = SECTIONS[section]
     between = limits(kind, key)
     low = math.nextafter(between.low, math.inf) if between.above_low else between.low
     high = math.nextafter(between.high, -math.inf) if between.below_high else between.high
@@ -222,7 +227,7 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[learner]\nrank = 32", "setting learner.rank is 32 and serving.max_lora_rank is 16"),
         (
             "[learner]\nclip_low = 1.5",
-            "setting learner.clip_low: 1.5 is out of range; give above 0",
+            "setting learner.advanced.clip_low: 1.5 is out of range; give above 0",
         ),
         ("[learner]\nmin_groups = 0", "setting learner.min_groups: 0 is out of range; give 1 to"),
         ("[learner]\nmin_groups = 257", "setting learner.min_groups is 257 and learner.max_groups"),
@@ -448,7 +453,11 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     [
         ("SIDECAR_CANARY__GATE_ANSWERS", "0", "setting SIDECAR_CANARY__GATE_ANSWERS: 0 is out of"),
         ("SIDECAR_ADMIN__PORT", "99999", "setting SIDECAR_ADMIN__PORT: 99999 is out of range"),
-        ("SIDECAR_LEARNER__CLIP_LOW", "nan", "setting SIDECAR_LEARNER__CLIP_LOW: nan is out of"),
+        (
+            "SIDECAR_LEARNER__MIN_SPREAD",
+            "nan",
+            "setting SIDECAR_LEARNER__MIN_SPREAD: nan is out of",
+        ),
         ("SIDECAR_CANARY__STEPS", "[]", "setting SIDECAR_CANARY__STEPS is empty"),
         ("SIDECAR_CANARY__STEPS", "[-1]", "setting SIDECAR_CANARY__STEPS: -1 is out of range"),
         ("SIDECAR_CANARY", '{"gate_answers": 0}', "setting SIDECAR_CANARY: 0 is out of range"),

@@ -104,9 +104,22 @@ async def more_vllms() -> AsyncIterator[MoreVllms]:
         await fake.stop()
 
 
+TIMES = {
+    "connect_timeout_s": "sidecar.proxy.CONNECT_TIMEOUT_S",
+    "health_interval_s": "sidecar.proxy.HEALTH_INTERVAL_S",
+    "slow_first_byte_s": "sidecar.proxy.SLOW_FIRST_BYTE_S",
+    "head_timeout_s": "sidecar.relay.client.HEAD_TIMEOUT_S",
+    "body_timeout_s": "sidecar.relay.client.BODY_TIMEOUT_S",
+    "write_timeout_s": "sidecar.relay.client.WRITE_TIMEOUT_S",
+}
+
+
 @pytest.fixture
-async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[StartProxy]:
-    """Start a proxy in front of the fake; keyword arguments are sections of the settings."""
+async def start_proxy(
+    fake_vllm: FakeVllm, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[StartProxy]:
+    """Start a proxy in front of the fake; keyword arguments are sections of the settings, `proxy`
+    with the `TIMES` of the relay."""
     running: list[Running] = []
 
     async def start(
@@ -115,6 +128,9 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
         clock: Callable[[], float] = time.time,
         **sections: dict[str, Any],
     ) -> Running:
+        proxy_section = {"port": 0, "drain_timeout_s": 1.0, **sections.get("proxy", {})}
+        for name in TIMES.keys() & proxy_section.keys():
+            monkeypatch.setattr(TIMES[name], proxy_section.pop(name))
         settings = Settings(
             state_dir=state_dir,
             serving={
@@ -124,7 +140,7 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
             },
             access=sections.get("access", {}),
             best_of=sections.get("best_of", {}),
-            proxy={"port": 0, "drain_timeout_s": 1.0, **sections.get("proxy", {})},
+            proxy=proxy_section,
             capture={"flush_interval_s": 0.005, **sections.get("capture", {})},
             bus={"url": f"sqlite:///{state_dir}/outbox.db", **sections.get("bus", {})},
             store={"url": f"sqlite:///{state_dir}/store.db", **sections.get("store", {})},

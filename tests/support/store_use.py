@@ -146,7 +146,6 @@ class _Use:
                 rate=1.0,
                 max_pending_groups=150,
                 choose="prefer",
-                uniform_share=1.0,
                 max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
@@ -664,7 +663,7 @@ async def _outside(use: _Use) -> None:
     await MetricChecks(use.database, MODEL, source, rules, clock=use.clock).tick()
     hook = {"url": "http://127.0.0.1:9", "secret_env": "NOT_SET", "events": ["*"]}
     caller = Caller()
-    sender = Sender(MODEL, caller, timeout_s=1.0, environment={}, clock=use.clock)
+    sender = Sender(MODEL, caller, environment={}, clock=use.clock)
     hooks = Hooks(
         use.database, Notify.model_validate({"hooks": {"h": hook}}), sender, clock=use.clock
     )

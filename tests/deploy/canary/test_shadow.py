@@ -18,7 +18,7 @@ from deploy.canary.gate import Gate, Shadow
 from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
-from deploy.registry import candidates, transitions
+from deploy.registry import candidates, proof_rule, transitions
 from deploy.registry.canary_rule import quality_of
 from deploy.registry.proof_rule import limits_of
 from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
@@ -439,9 +439,10 @@ async def test_a_control_that_starts_again_has_the_same_evidence_to_the_last_bit
 
 
 async def test_a_proof_that_too_many_missing_groups_spoil_waits_for_groups_that_can_be_scored(
-    world: World,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.rules = world.rules.model_copy(update={"max_missing": 0.2, "max_groups": 200})
+    monkeypatch.setattr(proof_rule, "MAX_MISSING", 0.2)
+    world.rules = world.rules.model_copy(update={"max_groups": 200})
     name, gate = await ramping(world, held_out=200)
     gate._judge = refusing = Refusing("ask x")
     await play(world, gate, 10, traffic=name)

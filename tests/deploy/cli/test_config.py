@@ -128,7 +128,6 @@ def test_force_follows_a_link_and_keeps_the_group(tmp_path: Path) -> None:
         ("kafka", "sasl_mechanism", ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")),
         ("privacy", "flagged", ("keep_out", "encrypt", "drop")),
         ("learner", "precision", ("auto", "float32", "bfloat16")),
-        ("telemetry", "semantic_conventions", ("latest", "1.41")),
     ],
 )
 def test_the_file_says_what_a_setting_may_be(
@@ -228,8 +227,8 @@ def test_an_unknown_value_is_refused_with_the_known_ones(
             "setting judge.fallbacks.context_tokens: 500 holds not even 8 answers",
         ),
         (
-            "[gate_judge]\nmodel = 'm'\ncontext_tokens = 10",
-            "setting gate_judge.context_tokens: 10 holds not even 4 answers",
+            "[gate_judge]\nmodel = 'm'\nparams = {num_ctx = 10}",
+            "setting gate_judge.params.num_ctx: 10 holds not even 4 answers",
         ),
         (
             "[reward.verifiers.v]\nkind = 'json_schema'\njson_schema = {type = 'objekt'}",

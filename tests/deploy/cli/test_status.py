@@ -92,7 +92,7 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
     apart = Settings.model_validate(
         {
             "judge": {"model": "openai/a"},
-            "gate_judge": {"model": "openai/b", "rubric": "is it right?", "passes": 1},
+            "gate_judge": {"model": "openai/b", "rubric": "is it right?"},
         }
     )
 
@@ -104,7 +104,7 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
     assert said(settings) == [
         "Gate: judged by openai/a, 2 passes, by judge.rubric.",
     ]
-    assert said(apart) == ["Gate: judged by openai/b, 1 pass, by a rubric of its own."]
+    assert said(apart) == ["Gate: judged by openai/b, 2 passes, by a rubric of its own."]
 
 
 def canary(**changes: Any) -> CanaryOut:

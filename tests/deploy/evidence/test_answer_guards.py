@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.canary import loading
 from deploy.canary.gate_store import fits_format, lengthening, narrowing
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry import proof_rule
@@ -78,10 +79,10 @@ def test_a_reply_fits_the_schema_that_its_request_names(content: str, expected: 
 
 
 async def test_a_candidate_far_from_the_base_is_rejected_before_anybody_meets_it(
-    world: World,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = world.register(1)
-    world.rules = world.rules.model_copy(update={"max_base_kl": 0.001})
+    monkeypatch.setattr(loading, "MAX_BASE_KL", 0.001)
 
     await world.controller().tick()
 

@@ -41,7 +41,7 @@ def a_turn(
 
 
 def live_after(*turns: Turn) -> Live:
-    live = Live(ratios_of(RULES))
+    live = Live(ratios_of())
     live.read(turns)
     return live
 
@@ -60,7 +60,7 @@ def test_one_caller_that_is_bad_to_the_canary_alone_never_gets_a_candidate_banne
     """He sees the arm by some means of his own; of the other sessions 2% are bad in either arm."""
     rng = random.Random(f"{kind}-{share}")
     for _ in range(20):
-        live = Live(ratios_of(RULES))
+        live = Live(ratios_of())
         for number in range(int(40 / share)):
             his, canary = rng.random() < share, rng.random() < 0.2
             bad = canary if his else rng.random() < 0.02
@@ -121,7 +121,7 @@ def test_where_each_session_has_a_caller_of_its_own_nothing_is_found_later() -> 
 def test_harm_that_many_callers_meet_is_a_verdict(callers: int, verdict: bool) -> None:
     """Half of the sessions are the canary's. Most of its bad ones are their callers' first."""
     rng = random.Random(5)
-    live = Live(ratios_of(RULES))
+    live = Live(ratios_of())
     for number in range(200):
         canary = rng.random() < 0.5
         turn = Turn(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.canary import controller
 from deploy.evidence.live import Approval
 from deploy.outside.approval import Approvals
 from deploy.outside.http import Caller
@@ -176,8 +177,11 @@ async def test_a_service_that_hangs_or_is_away_holds(world: World, server: Outsi
     assert "cannot be reached" in away.approval.reason
 
 
-async def test_nobody_waits_for_ever(world: World, server: OutsideServer) -> None:
-    trial = await at_the_end(world, server, max_wait_s=100.0)
+async def test_nobody_waits_for_ever(
+    world: World, server: OutsideServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "APPROVAL_MAX_WAIT_S", 100.0)
+    trial = await at_the_end(world, server)
     trial.says("wait")
 
     await trial.turn()

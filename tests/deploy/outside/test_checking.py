@@ -29,7 +29,7 @@ def measured(world: World, mode: str = "guardrail", **more: Any) -> None:
     """Hold the world's canaries to one metric, at most 0.1."""
     metric = {"kind": "http_json", "url": URL, "max": 0.1, "every_s": 10.0, "mode": mode, **more}
     metrics = {"errors": Metric.model_validate(metric)}
-    world.rules = world.rules.model_copy(update={"metrics": metrics, "watch_s": 100.0})
+    world.rules = world.rules.model_copy(update={"metrics": metrics})
 
 
 def ramping(world: World, name: str) -> None:

@@ -85,7 +85,7 @@ class Told:
     async def turn(self, later_s: float = 10.0) -> None:
         self.world.clock.now += later_s
         clock = self.world.clock
-        sender = Sender("m", self.poster, timeout_s=5.0, environment=SECRETS, clock=clock)
+        sender = Sender("m", self.poster, environment=SECRETS, clock=clock)
         hooks = Hooks(self.world.database, self.settings, sender, clock=clock)
         await hooks.tick()
         while hooks.busy:  # on a machine that is slow
@@ -119,9 +119,11 @@ def notify(url: str = URL, **more: Any) -> Notify:
 
 
 @pytest.fixture
-async def told(world: World) -> Told:
+async def told(world: World, monkeypatch: pytest.MonkeyPatch) -> Told:
     """A hook that knows all that has happened before."""
-    found = Told(world, FakePoster(), notify(retries=2, max_age_s=1_000.0))
+    monkeypatch.setattr(telling, "RETRIES", 2)
+    monkeypatch.setattr(telling, "MAX_AGE_S", 1_000.0)
+    found = Told(world, FakePoster(), notify())
     await found.turn()
     assert found.poster.posts == []
     return found
@@ -298,7 +300,7 @@ async def test_one_hook_that_hangs_holds_up_no_other(
     both = {"ops": told.settings.hooks["ops"], "slow": {"url": slow, "secret_env": "HOOK_SECRET"}}
     told.settings = Notify.model_validate({"hooks": both})
     await told.turn()
-    sender = Sender("m", told.poster, timeout_s=5.0, environment=SECRETS, clock=told.world.clock)
+    sender = Sender("m", told.poster, environment=SECRETS, clock=told.world.clock)
     hooks = Hooks(told.world.database, told.settings, sender, clock=told.world.clock)
 
     for action in ("rollback", "canary.ramping"):
@@ -349,7 +351,7 @@ def server() -> Iterator[OutsideServer]:
 
 
 async def test_events_of_two_stores_with_one_number_have_ids_of_their_own(told: Told) -> None:
-    sender = Sender("m", told.poster, timeout_s=5.0, environment=SECRETS, clock=lambda: 1.0)
+    sender = Sender("m", told.poster, environment=SECRETS, clock=lambda: 1.0)
     hook = next(iter(told.settings.hooks.values()))
     event = Event(
         seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
@@ -369,7 +371,7 @@ async def test_over_http_the_receiver_can_verify_what_it_got(
     secret.write_text("plain text\n")
     hook = Hook.model_validate({"url": server.url + "/in", "secret_file": str(secret)})
     caller = Caller()
-    hooks = Sender("m", caller, timeout_s=5.0, environment={}, clock=world.clock)
+    hooks = Sender("m", caller, environment={}, clock=world.clock)
     event = Event(
         seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
     )

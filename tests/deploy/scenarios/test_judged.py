@@ -47,7 +47,7 @@ def groups(
 def ends(quality: Quality, *, rules: CanarySettings = RULES, live: Live | None = None) -> Decision:
     """What is decided after the last step."""
     counts = ArmCounts(replies=50, errors=0, short=0)
-    seen = Live(ratios_of(rules)) if live is None else live
+    seen = Live(ratios_of()) if live is None else live
     evidence = RampEvidence(
         candidate=counts, champion=counts, sessions=50, quality=quality, guards=seen.guards
     )
@@ -109,7 +109,7 @@ def test_a_quarter_missing_holds_nobody_up() -> None:
 
 def test_a_champion_without_errors_is_a_baseline() -> None:
     """Spinnaker's issue 5622: 0 against some came out as "not available", and passed."""
-    live = Live(ratios_of(RULES))
+    live = Live(ratios_of())
     for number in range(40):
         bad = frozenset({"failed"}) if number % 2 else frozenset()
         live.read([Turn(unit=f"c{number}", canary=True, weight=0.5, bad=bad)])
@@ -243,8 +243,8 @@ async def test_a_group_that_ends_after_the_verdict_is_of_no_consequence(
 
 def test_traffic_that_is_not_split_by_the_weight_holds_the_canary_within_4000_sessions() -> None:
     """The weight says 50%, and 45% arrive."""
-    rng, live = random.Random(1), Live(ratios_of(RULES))
-    limit = proof_rule.threshold(RULES.split_level)
+    rng, live = random.Random(1), Live(ratios_of())
+    limit = proof_rule.threshold(proof_rule.SPLIT_LEVEL)
     sessions = 0
     while live.mismatch < limit:
         live.read([Turn(unit=str(sessions), canary=rng.random() < 0.45, weight=0.5)])

@@ -255,7 +255,7 @@ def has_logged(folder: Path, name: str, event: str) -> bool:
 def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
-    write_settings(tmp_path, vllm, proxy={"workers": 2}, learner={"poll_s": 0.1})
+    write_settings(tmp_path, vllm, proxy={"workers": 2})
     note = hide_modules(tmp_path)
 
     up = run("up")

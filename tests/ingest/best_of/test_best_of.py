@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from ingest import best_of
 from ingest.best_of import EXPIRE_S, BestOfJudge, Judged, answers_digest
 from ingest.errors import (
     JudgeBusyError,
@@ -289,9 +290,12 @@ class SlowJudge:
         return await self.inner.complete(messages, schema)
 
 
-async def test_more_than_it_can_judge_at_once_are_declined(kit: Kit, judge_kit: JudgeKit) -> None:
+async def test_more_than_it_can_judge_at_once_are_declined(
+    kit: Kit, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(best_of, "CONCURRENCY", 1)
     slow = SlowJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
-    one = Rig(kit, slow, best_of={"concurrency": 1})
+    one = Rig(kit, slow)
     first = asyncio.create_task(one.judge.decide(material()))
     await slow.asked.wait()
 

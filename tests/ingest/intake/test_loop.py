@@ -19,7 +19,7 @@ from sqlalchemy import event, select, text
 from ingest.intake import choose
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
-from ingest.intake.loop import Intake
+from ingest.intake.loop import POLL_INTERVAL_S, Intake
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.records import encode_exchange
@@ -189,7 +189,7 @@ def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit
     intake = make_intake(kit, [encode_exchange(kit.exchange("a"))])
 
     assert intake.attempt() == 0.0
-    assert intake.attempt() == SETTINGS.bus.poll_interval_s
+    assert intake.attempt() == POLL_INTERVAL_S
 
 
 def test_a_locked_store_is_tried_again_with_growing_pauses_and_nothing_is_lost(

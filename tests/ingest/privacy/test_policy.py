@@ -13,7 +13,7 @@ from ingest.grouping.selection import group_id_of
 from ingest.intake.bus import OutboxBus
 from ingest.intake.choose import Sessions, choose_new
 from ingest.intake.consume import Consumed, consume
-from ingest.privacy import texts
+from ingest.privacy import screen, texts
 from ingest.privacy import texts as judge_view
 from ingest.privacy.screen import Screen
 from ingest.privacy.texts import JudgeView
@@ -194,9 +194,10 @@ def test_what_nobody_could_search_is_not_stored_where_values_must_be_replaced(
 
 
 def test_an_exchange_over_the_limit_is_not_searched_and_not_learned_from(
-    kit: Kit, judge_kit: JudgeKit
+    kit: Kit, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take(kit, Privacy(max_bytes=1_000), exchange("a", "x" * 2_000))
+    monkeypatch.setattr(screen, "SEARCHED_BYTES", 1_000)
+    take(kit, Privacy(), exchange("a", "x" * 2_000))
 
     kept = stored(kit, "a")
     assert kept is not None

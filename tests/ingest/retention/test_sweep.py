@@ -448,7 +448,7 @@ def test_a_pass_that_deletes_nothing_looks_at_a_bounded_number_of_rows_and_the_n
 def test_the_gates_replies_are_blanked_once(kit: Kit) -> None:
     with kit.database.write() as session:
         judge_said(session, "c-1", at=1.0)
-    sweeper = Sweeper(kit.database, retention(judge_calls_days=1))
+    sweeper = Sweeper(kit.database, retention(groups_days=1))
     while sweeper.step(NOW):
         continue
     written: list[str] = []
@@ -598,7 +598,7 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
         for run_id in ("made", *session.scalars(select(RunRow.run_id)).all()):
             session.merge(RunStepRow(run_id=run_id, step=1, at=1.0, body={}))
 
-    sweep_once(kit.database, retention(judge_calls_days=1, dead_letters_days=1, runs_days=1))
+    sweep_once(kit.database, retention(groups_days=1))
 
     with kit.database.read() as session:
         assert session.scalars(select(RunStepRow.run_id)).all() == ["made"]
@@ -631,7 +631,7 @@ def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
     if store_kind == "sqlite":
         with kit.database.write() as session:
             session.execute(text("UPDATE feedback SET stored_at = 'damaged' WHERE seq = 3"))
-    sweeper = Sweeper(kit.database, retention(feedback_days=30))
+    sweeper = Sweeper(kit.database, retention(exchanges_days=30))
 
     while sweeper.step(NOW):
         continue
@@ -678,8 +678,7 @@ def test_what_retention_deleted_is_overwritten_by_the_next_forget(
     if kind == "exchange":
         store(kit, kit.exchange("old"), days_ago=31)
 
-    setting = "feedback_days" if kind == "feedback" else f"{kind}s_days"
-    sweep_once(kit.database, retention(**{setting: 30}))
+    sweep_once(kit.database, retention(exchanges_days=30, groups_days=30))
 
     with kit.database.read() as session:
         assert get_flag(session, traces.FLAG) is None  # `forget` rewrites the file

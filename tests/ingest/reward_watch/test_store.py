@@ -10,6 +10,7 @@ from sqlalchemy import select, update
 
 from ingest.retention.deletion import delete_exchanges
 from ingest.reward_watch import store
+from ingest.reward_watch.rules import Limits
 from ingest.reward_watch.store import (
     BEHIND,
     INTERVAL_S,
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.both_stores
 
 NOW = 10_000.0
 MODEL = "smollm"
-LIMITS = Watch(min_answers=50, min_groups=10)
+LIMITS = Limits(min_answers=50, min_groups=10)
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
@@ -77,7 +78,7 @@ def look(database: Database, window: int = 2_000) -> int:
     return look_at_answers(database, window=window, now=NOW)[0]
 
 
-def profile(database: Database, adapter: str = "base", limits: Watch = LIMITS) -> Profile:
+def profile(database: Database, adapter: str = "base", limits: Limits = LIMITS) -> Profile:
     with database.read() as session:
         return current_profile(session, MODEL, adapter, limits)
 
@@ -200,7 +201,7 @@ def test_what_is_deleted_is_watched_no_more(kit: Kit, database: Database) -> Non
 
 
 def test_the_pass_renews_the_sums_of_those_who_answered(kit: Kit, database: Database) -> None:
-    watch = AnswerWatch(database, LIMITS)
+    watch = AnswerWatch(database, limits=LIMITS)
     kit.store(served(kit, "a", adapter="v1"))
 
     assert watch.step(NOW) == 1
@@ -477,7 +478,7 @@ def test_a_gain_that_is_not_known_leaves_out_the_sum(database: Database, gate: A
 
 def test_a_store_without_a_champion_is_not_held(database: Database) -> None:
     with database.read() as session:
-        answer = ask(session, MODEL, LIMITS)
+        answer = ask(session, MODEL, Watch(), LIMITS)
 
     assert (answer.verdict.champion, answer.holding) == ("base", ())
 
@@ -498,7 +499,7 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
 
     def holding() -> list[str]:
         with database.read() as session:
-            return [one.check for one in ask(session, MODEL, LIMITS).holding]
+            return [one.check for one in ask(session, MODEL, Watch(), LIMITS).holding]
 
     def override(champion: str, *checks: str) -> None:
         with database.write() as session:
@@ -528,7 +529,7 @@ def test_settings_may_show_without_holding(database: Database) -> None:
     put_profiles(database, base=0.02, v1=0.02, v2=0.2)
 
     with database.read() as session:
-        answer = ask(session, MODEL, LIMITS.model_copy(update={"hold": False}))
+        answer = ask(session, MODEL, Watch(hold=False), LIMITS)
 
     assert [one.check for one in answer.verdict.findings] == ["refusal"]
     assert answer.holding == ()
@@ -548,7 +549,7 @@ def test_a_damaged_reference_neither_holds_for_ever_nor_hides_the_other(
                 .values(body="{")
             )
         with database.read() as session:
-            return ask(session, MODEL, LIMITS)
+            return ask(session, MODEL, Watch(), LIMITS)
 
     first = asked("v1")
     assert [one.reference for one in first.holding] == ["base"]

@@ -57,14 +57,6 @@ def test_of_two_spent_budgets_the_one_renewed_last_is_named() -> None:
     assert found.until == next_midnight(NOON)
 
 
-def test_the_share_of_served_tokens_is_of_today_and_has_no_end_of_its_own() -> None:
-    assert spent(Usage(sampled_today=49, served_today=100), max_share_of_served=0.5) is None
-    found = spent(Usage(sampled_today=50, served_today=100), max_share_of_served=0.5)
-    assert found is not None
-    assert found.until is None
-    assert spent(Usage(), max_share_of_served=0.5) is not None  # nobody was served yet
-
-
 def test_the_tokens_of_an_answer_are_vllms_count_or_those_recorded() -> None:
     assert completion_tokens(make_exchange(completion_tokens=9)) == 9
     choices = (make_choice(), make_choice(index=1))  # three ids each

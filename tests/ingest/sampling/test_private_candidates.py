@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingest.privacy import texts
+from ingest.privacy import screen, texts
 from ingest.privacy.screen import Screen
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import load_group
@@ -44,13 +44,14 @@ def contents(kit: Kit, group_id: str) -> list[bytes]:
         (Privacy(), KEY),
         (DROP, KEY),
         (Privacy(before_storage=True), MAIL),
-        (Privacy(max_bytes=1_000), "long " * 400),
+        (Privacy(), "long " * 400),
     ],
     ids=["no_settings", "keep_out", "drop", "before_storage", "too_large"],
 )
 async def test_a_private_candidate_is_left_out_and_its_group_goes_on(
-    kit: Kit, privacy: Privacy | None, said: str
+    kit: Kit, privacy: Privacy | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(screen, "SEARCHED_BYTES", 1_000)
     (group_id,) = kit.choose(kit.exchange("e1", project="bank"))
     sampler = kit.FakeSampler("a", f"it is {said}", "c")
 

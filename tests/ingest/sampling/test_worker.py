@@ -19,12 +19,12 @@ from ingest.errors import (
 from ingest.grouping.request import LogprobsMode
 from ingest.judge_watch import JudgeState, write_judge_state
 from ingest.records import Group
-from ingest.sampling.round import count_served, spend_tokens
+from ingest.sampling.round import spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
 from ingest.vllm.load import EngineLoad, LoadLimits
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
-from ingest.vllm.watch import ReplicaSampler
+from ingest.vllm.watch import MAX_KV_CACHE_USAGE, MAX_RUNNING_REQUESTS, ReplicaSampler
 from sidecar.conditions import Condition, read
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
@@ -55,14 +55,13 @@ def make_worker(kit: Kit, clock: Clock) -> MakeWorker:
         *,
         mode: LogprobsMode = "processed_logprobs",
         probe_interval_s: float = 0.5,
+        most_running: int = MAX_RUNNING_REQUESTS,
         **settings: Any,
     ) -> SamplingWorker:
         values = {"size": 4, "concurrency": 16, **settings}
         groups = Groups(**values)
         replica = LoadedSampler(sampler, load or kit.ScriptedLoad())
-        limits = LoadLimits(
-            requests=groups.max_running_requests, kv_cache_usage=groups.max_kv_cache_usage
-        )
+        limits = LoadLimits(requests=most_running, kv_cache_usage=MAX_KV_CACHE_USAGE)
         engine = ReplicaSampler({"http://a": replica}, limits, interval_s=probe_interval_s)
         return SamplingWorker(
             kit.database,
@@ -435,7 +434,7 @@ async def test_users_come_first(kit: Kit, make_worker: MakeWorker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
-    assert await make_worker(sampler, kit.ScriptedLoad(9), max_running_requests=8).step() == 0
+    assert await make_worker(sampler, kit.ScriptedLoad(9), most_running=8).step() == 0
 
     assert sampler.requests == []
     assert kit.row(group_id).lease_until == 0.0
@@ -448,7 +447,7 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
     sampler = kit.FakeSampler()
     # Measured before the claim and before each candidate; ours in flight are not users'.
     load = kit.ScriptedLoad(0, 0, 0, 12, 0)
-    worker = make_worker(sampler, load, max_running_requests=8, probe_interval_s=0.0)
+    worker = make_worker(sampler, load, most_running=8, probe_interval_s=0.0)
 
     assert await worker.step() == 0
 
@@ -607,27 +606,6 @@ async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 30}
     assert kit.counts("sampling_prompt_tokens") == {"2026-11-21": 24}
     assert kit.counts("sampling_waits") == {f"groups.{setting}": 1}
-
-
-@pytest.mark.both_stores
-async def test_a_share_of_what_users_are_served_waits_for_more_of_it(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
-    worker = make_worker(kit.FakeSampler(), max_share_of_served=0.5, concurrency=1)
-    with kit.database.write() as session:
-        count_served(session, 30, now=NOON)
-    assert await worker.step() == 1  # 15 candidate tokens are half of 30
-
-    assert await worker.step() == 0
-    with kit.database.read() as session:
-        told = read(session, "sampling")
-    assert told is not None
-    assert told.until is None
-    assert told.message.endswith("15 candidate tokens today, 30 tokens of answers to users")
-    with kit.database.write() as session:
-        count_served(session, 1, now=NOON)
-    assert await worker.step() == 1
 
 
 def judge_is(kit: Kit, state: Literal["unknown", "works", "away", "rejected"]) -> None:

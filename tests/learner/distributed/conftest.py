@@ -20,7 +20,7 @@ from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import packs_of
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from support.forking import Fork, Forked, forking
 
 VOCABULARY = 48
@@ -39,8 +39,7 @@ def several(learner_settings: Learner) -> Learner:
             "pack_tokens": 24,
             "loss": "ppo_decoupled",
             "warmup": 1,
-            "kl_coef": 0.05,
-            "kl_budget": 0.0,
+            "advanced": Advanced(kl_coef=0.05, kl_budget=0.0),
         }
     )
 

@@ -12,7 +12,7 @@ import pytest
 from learner.grpo.answers import Judged, judge_answers, leave_out_far, untouched
 from learner.records import CheckedAnswers, Fault, TrainingGroup
 from learner.runs.selection import select_groups
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup
@@ -124,13 +124,6 @@ def test_a_wrong_adapter_shows_behind_a_grammar_too(answers: Any) -> None:
     fault = faulty(answers(wrong, wrong, wrong, masked_by=GRAMMAR))
 
     assert fault.reason == "drift"
-
-
-def test_the_tolerance_is_a_setting(answers: Any) -> None:
-    group = answers((-0.7, -2.0, -0.5, -0.1), PI, PI, masked_by=GRAMMAR)
-
-    assert judged(group, mask_tolerance=0.31).answers.masked_tokens == {}
-    assert judged(group, mask_tolerance=0.29).answers.masked_tokens == {0: 1}
 
 
 def test_missing_logprobs_are_recomputed_and_are_the_anchor(answers: Any) -> None:
@@ -351,7 +344,7 @@ def from_start(group: TrainingGroup, ratios: Sequence[float], **changes: Any) ->
     )
     tokens = sum(len(row.token_ids) for row in rows)
     known = CheckedAnswers(recomputed=(0, 1), masked_tokens={0: 2, 1: 1}, tokens=tokens)
-    rule = settings(geometric_limit=0.01, **changes)
+    rule = settings(advanced=Advanced(geometric_limit=0.01), **changes)
     return leave_out_far(replace(group, rows=rows), known, rule)
 
 

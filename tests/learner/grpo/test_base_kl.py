@@ -27,7 +27,7 @@ from learner.grpo.trainer import kl_weight, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import Parent
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -253,11 +253,11 @@ def test_the_sample_reaches_over_all_groups_whatever_their_number(
     ],
 )
 def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float) -> None:
-    assert kl_weight(away, Learner(kl_budget=0.5, kl_coef=0.25)) == weight
+    assert kl_weight(away, Learner(advanced=Advanced(kl_budget=0.5, kl_coef=0.25))) == weight
 
 
 def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
-    assert Learner().kl_coef == 0.0
+    assert Learner().advanced.kl_coef == 0.0
     assert kl_weight(BaseKl(50.0, 9, 50.0), Learner()) == 0.0
 
 
@@ -266,7 +266,11 @@ def test_the_term_holds_the_policy_nearer_to_the_base(
 ) -> None:
     def after(coef: float) -> tuple[float, list[float]]:
         settings = learner_settings.model_copy(
-            update={"steps": 4, "kl_budget": 0.0, "kl_coef": coef, "max_drift": 10.0}
+            update={
+                "steps": 4,
+                "advanced": Advanced(kl_budget=0.0, kl_coef=coef),
+                "max_drift": 10.0,
+            }
         )
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)
         answers = {(10, 11, 12): 0.5, (20, 21): -0.5}

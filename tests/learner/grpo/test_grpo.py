@@ -27,7 +27,7 @@ from learner.records import (
     TrainableRow,
     TrainingGroup,
 )
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def test_an_answer_beyond_the_geometric_limit_is_left_out_before_the_first_step(
         replace(far, trainable=False, counted=False),
         *(replace(row, advantage=s - mean) for row, s in zip(rows[1:], scores[1:], strict=True)),
     )
-    settings = learner_settings.model_copy(update={"geometric_limit": 0.01})
+    settings = learner_settings.model_copy(update={"advanced": Advanced(geometric_limit=0.01)})
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -228,7 +228,9 @@ def test_a_step_counts_the_answers_that_the_policy_left_behind(
         replace(row, logprobs=tuple(one + 0.05 for one in row.logprobs)) for row in group.rows[:3]
     ]
     group = replace(group, rows=(*rows, group.rows[3]))
-    settings = learner_settings.model_copy(update={"stale_limit": 0.02, "pack_tokens": 12})
+    settings = learner_settings.model_copy(
+        update={"advanced": Advanced(stale_limit=0.02), "pack_tokens": 12}
+    )
 
     outcome, _ = run_steps(policy, job_of([group], settings))
 
@@ -421,7 +423,9 @@ def test_groups_left_out_for_their_spread_make_the_steps_smaller(
 ) -> None:
     """Two steps of two groups, with and without four quiet ones: two of them in each step."""
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(4)]
-    settings = learner_settings.model_copy(update={"steps": 2, "warmup_steps": 0})
+    settings = learner_settings.model_copy(
+        update={"steps": 2, "advanced": Advanced(warmup_steps=0)}
+    )
     moved = []
     for quiet in (0, 4):
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from learner.grpo import losses, trainer
 from learner.grpo.losses import LOSSES, objective
 from learner.grpo.optimizer import SignalAdamW, UpdateRule
 from learner.grpo.trainer import accumulate, run_steps, update_rule
@@ -18,10 +20,11 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
-SETTINGS = Learner(rank=4, alpha=8, precision="float32", threads=1, warmup_steps=0, steps=1)
+NO_WARMUP = Advanced(warmup_steps=0)
+SETTINGS = Learner(rank=4, alpha=8, precision="float32", threads=1, advanced=NO_WARMUP, steps=1)
 PROPERTY = settings(
     deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -228,10 +231,10 @@ class _Bare:
 
 
 def test_the_update_has_the_constants_of_the_settings() -> None:
-    chosen = Learner(learning_rate=0.03, warmup_steps=7, reference_spread=0.4, max_grad_norm=2.5)
+    chosen = Learner(learning_rate=0.03, advanced=Advanced(warmup_steps=7))
 
     assert update_rule(chosen) == UpdateRule(
-        rate=0.03, betas=(0.9, 0.99), warmup=7, reference=0.4, max_norm=2.5
+        rate=0.03, betas=(0.9, 0.99), warmup=7, reference=0.25, max_norm=1.0
     )
 
 
@@ -239,25 +242,26 @@ def test_the_update_has_the_constants_of_the_settings() -> None:
     ("changes", "factor"),
     [
         pytest.param({"learning_rate": 0.02}, 2.0, id="rate"),
-        pytest.param({"max_grad_norm": 0.5}, 0.5, id="clip"),
-        pytest.param({"warmup_steps": 3}, 0.25, id="warm-up"),
-        pytest.param({"reference_spread": 1.0}, 0.5, id="reference"),
+        pytest.param({"MAX_GRAD_NORM": 0.5}, 0.5, id="clip"),
+        pytest.param({"advanced": Advanced(warmup_steps=3)}, 0.25, id="warm-up"),
+        pytest.param({"REFERENCE_SPREAD": 1.0}, 0.5, id="reference"),
     ],
 )
 def test_a_run_moves_as_far_as_the_settings_say(
-    tiny_base: Path, changes: dict[str, float], factor: float
+    tiny_base: Path, changes: dict[str, Any], factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step of a group whose advantages are 0.5: its gradient has a norm of 1 before it is
-    scaled, because `max_grad_norm` is 1 and the gradient is larger."""
+    scaled, because `MAX_GRAD_NORM` is 1 and the gradient is larger."""
     moved = []
+    monkeypatch.setattr(losses, "LOSS_LENGTH", 1)
+    monkeypatch.setattr(trainer, "REFERENCE_SPREAD", 0.5)
     for chosen in ({}, changes):
+        for name in {"MAX_GRAD_NORM", "REFERENCE_SPREAD"} & chosen.keys():
+            monkeypatch.setattr(trainer, name, chosen[name])
         learner = SETTINGS.model_copy(
             update={
                 "learning_rate": 0.01,
-                "max_grad_norm": 1.0,
-                "reference_spread": 0.5,
                 "loss": "dr_grpo",
-                "loss_length": 1,
                 **chosen,
             }
         )

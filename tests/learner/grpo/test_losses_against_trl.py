@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from learner.grpo import losses
 from learner.grpo.advantages import assign
 from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
@@ -25,7 +26,7 @@ from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.grpo.trl_side import CASES, LENGTH, VOCABULARY, make_trainer, theirs
 
 PROMPT = (1, 2, 3, 4)
@@ -160,7 +161,16 @@ def ours(
 
     kl_coef: the divergence from the base has its gradient, and no part in the loss that is told.
     """
-    learner = Learner(rank=4, alpha=8, precision="float32", threads=1, pack_tokens=24, **settings)
+    loss = settings.pop("loss", "dppo_tv")
+    learner = Learner(
+        rank=4,
+        alpha=8,
+        precision="float32",
+        threads=1,
+        pack_tokens=24,
+        loss=loss,
+        advanced=Advanced(**settings),
+    )
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     optimizer = SignalAdamW(parameters, update_rule(learner))
     job = TrainingJob(
@@ -173,6 +183,11 @@ def ours(
     )
     sums = accumulate(policy, groups, job, objective(learner), optimizer, kl_coef)
     return sums.loss / sums.denominator, dict(optimizer.gradient)
+
+
+@pytest.fixture(autouse=True)
+def same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOSS_LENGTH", LENGTH)
 
 
 @pytest.fixture(scope="module")

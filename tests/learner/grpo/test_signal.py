@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from learner.errors import DivergedError, ParentError
+from learner.grpo import base_kl
 from learner.grpo.base_kl import BaseKl, require_near
 from learner.grpo.checkpoint import parents_state
 from learner.grpo.optimizer import signal, uncancelled
@@ -18,7 +19,7 @@ from learner.grpo.trainer import GrpoTrainer, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.records import Parent, TrainingGroup, TrainingJob
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def test_rounding_of_gradients_that_cancel_moves_nothing(
     tiny_base: Path, policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
 ) -> None:
     """Identical answers with different advantages; before, they moved the weights as sound ones."""
-    settings = learner_settings.model_copy(update={"steps": 3, "warmup_steps": 0})
+    settings = learner_settings.model_copy(
+        update={"steps": 3, "advanced": Advanced(warmup_steps=0)}
+    )
     alike: list[tuple[int, ...]] = [(5, 6, 7, 8, 9, 10, 11, 12)] * 4
     moved, _ = run_steps(policy, job_of(groups_of(alike, row, group), settings))
     sound = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
@@ -120,7 +123,9 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
     With the reference at 0.25, 0.5 counts as 0.25, so a bound of the update is 50 times smaller.
     The parent is a run at full advantages, whose moments go on.
     """
-    settings = learner_settings.model_copy(update={"steps": 3, "warmup_steps": 0, "loss": loss})
+    settings = learner_settings.model_copy(
+        update={"steps": 3, "advanced": Advanced(warmup_steps=0), "loss": loss}
+    )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (5, 14, 15, 16), (17, 18, 19, 20)]
 
     def job(size: float, parent: Parent) -> TrainingJob:
@@ -151,42 +156,46 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
 
 
 def test_a_run_that_leaves_the_base_fails_in_words(
-    policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
+    policy: Policy,
+    row: MakeRow,
+    group: MakeGroup,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(base_kl, "KL_LIMIT", 0.5)
     settings = learner_settings.model_copy(
-        update={"steps": 3, "warmup_steps": 0, "learning_rate": 1.0, "kl_limit": 0.5}
+        update={"steps": 3, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
-    with pytest.raises(DivergedError, match=r"over learner.kl_limit = 0.5.*learning_rate"):
+    with pytest.raises(DivergedError, match=r"over the limit of 0.5.*learning_rate"):
         run_steps(policy, job_of(groups_of(answers, row, group), settings))
 
 
 def test_the_last_step_is_measured_too(
-    policy: Policy, row: MakeRow, group: MakeGroup, learner_settings: Learner
+    policy: Policy,
+    row: MakeRow,
+    group: MakeGroup,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(base_kl, "KL_LIMIT", 0.5)
     settings = learner_settings.model_copy(
-        update={"steps": 1, "warmup_steps": 0, "learning_rate": 1.0, "kl_limit": 0.5}
+        update={"steps": 1, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
     with pytest.raises(DivergedError, match="after 1 step the"):
         run_steps(policy, job_of(groups_of(answers, row, group), settings))
 
 
-def test_the_limit_names_the_parent_that_was_beyond_it_and_can_be_switched_off(
+def test_the_limit_names_the_parent_that_was_beyond_it(
     learner_settings: Learner, tmp_path: Path
 ) -> None:
     parent = Parent(name="m--v3", path=tmp_path)
-    learner_settings = learner_settings.model_copy(update={"kl_limit": 5.0})
-    job, far = job_of([], learner_settings, parent=parent), BaseKl(nats=60.0, tokens=9, bounded=6.0)
-    with pytest.raises(ParentError, match="m--v3 is 6 nats"):
+    job = job_of([], learner_settings, parent=parent)
+    far = BaseKl(nats=60.0, tokens=9, bounded=11.0)
+    with pytest.raises(ParentError, match="m--v3 is 11 nats"):
         require_near(far, job, steps=0)
     with pytest.raises(DivergedError):
         require_near(far, job, steps=1)
-    for away, limit in (
-        (far, 0.0),
-        (far, 7.0),
-        (BaseKl(nats=50.0, tokens=9, bounded=5.0), 5.0),
-        (None, 5.0),
-    ):
-        settings = learner_settings.model_copy(update={"kl_limit": limit})
-        require_near(away, job_of([], settings, parent=parent), steps=0)
+    for away in (BaseKl(nats=50.0, tokens=9, bounded=10.0), None):
+        require_near(away, job, steps=0)

@@ -16,7 +16,7 @@ from learner.grpo.warmup import best_answers, wanted_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import Parent, Silent, Stage, TrainingGroup
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,12 @@ def test_its_steps_are_as_long_as_the_learning_rate_says(
     gained = []
     for rate in (1e-3, 1e-4):
         settings = learner_settings.model_copy(
-            update={"warmup": 2, "max_drift": 10.0, "learning_rate": rate, "warmup_steps": 0}
+            update={
+                "warmup": 2,
+                "max_drift": 10.0,
+                "learning_rate": rate,
+                "advanced": Advanced(warmup_steps=0),
+            }
         )
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)
         outcome, _ = run_steps(policy, job_of([scored], settings))

@@ -163,7 +163,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "delta": 1.5},
     ),
     "dr_grpo": (
-        {"loss": "dr_grpo", "negative_bound": 1000, "loss_length": LENGTH},
+        {"loss": "dr_grpo", "negative_bound": 1000},
         {"loss_type": "dr_grpo"},
     ),
     "dapo": (
@@ -206,7 +206,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "loss": "dr_grpo",
             "negative_bound": 2.0,
-            "loss_length": LENGTH,
             "tis_cap": 1.5,
             "stale_limit": 0.02,
         },

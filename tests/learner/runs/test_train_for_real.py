@@ -18,7 +18,7 @@ from learner.policy.packing import pack_group
 from learner.progress.export import draw  # before a fixture puts a stub in its place
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
-from sidecar.settings import Settings
+from sidecar.settings import Advanced, Settings
 from sidecar.store.database import Database
 from support.clock import Clock
 
@@ -156,7 +156,7 @@ def test_the_moments_are_beside_the_adapter_and_go_on_in_the_next_run(
     tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
 ) -> None:
     """Without them, or with damaged ones, a run starts from nothing and says so."""
-    learner = settings.learner.model_copy(update={"warmup_steps": 3})
+    learner = settings.learner.model_copy(update={"advanced": Advanced(warmup_steps=3)})
 
     def train(name: str, parent: Parent) -> tuple[Path, TrainingOutcome]:
         policy = load_policy(str(tiny_base), parent, learner)

@@ -166,10 +166,11 @@ def test_a_turn_of_other_settings_is_forgotten(world: MakeWorld, database: Datab
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_waits_until_users_are_few(
-    world: MakeWorld, database: Database, clock: Clock
+    world: MakeWorld, database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 requests in the first half of a minute, 3 in the second, none in the third."""
-    here = world(idle_below=5.0, idle_window_s=60.0)
+    monkeypatch.setattr(schedule_module, "IDLE_WINDOW_S", 60.0)
+    here = world(idle_below=5.0)
     told = []
     for requests in (0, 12, 3, 0):
         with database.write() as session:

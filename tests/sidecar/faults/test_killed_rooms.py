@@ -82,7 +82,7 @@ async def rooms(
                 "upstreams": [f"http://127.0.0.1:{fake_vllm.port}"],
                 "model": "smollm2-135m",
             },
-            "bus": {"url": f"sqlite:///{state_dir}/outbox.db", "poll_interval_s": 0.05},
+            "bus": {"url": f"sqlite:///{state_dir}/outbox.db"},
             "store": {"url": f"sqlite:///{state_dir}/store.db"},
             "learner": {"adapters_dir": str(state_dir / "adapters"), "schedule": "manual"},
             "admin": {"port": admin_port},

@@ -34,12 +34,10 @@ def test_without_a_model_the_gate_asks_the_judge_of_the_reward(tmp_path: Path) -
     assert settings.judge_of_gate == settings.judge
 
 
-def test_rubric_and_passes_may_be_the_gates_own_with_the_rewards_judge(tmp_path: Path) -> None:
-    gate = load(
-        tmp_path, f'{REWARD}[gate_judge]\nrubric = "exam"\npasses = 1\ntimeout_s = 9\n'
-    ).judge_of_gate
+def test_the_rubric_may_be_the_gates_own_with_the_rewards_judge(tmp_path: Path) -> None:
+    gate = load(tmp_path, f'{REWARD}[gate_judge]\nrubric = "exam"\n').judge_of_gate
 
-    assert (gate.model, gate.rubric, gate.passes, gate.timeout_s) == ("openai/reward", "exam", 1, 9)
+    assert (gate.model, gate.rubric) == ("openai/reward", "exam")
     assert gate.api_key is not None
     assert gate.params == {"temperature": 0.5}
 
@@ -63,7 +61,6 @@ def test_another_model_gets_neither_key_nor_address_nor_parameters_of_the_reward
         ("model = 'x/y'\nparams = {stream = true}", "gate_judge.params holds stream"),
         ("rubric = 'r'\nrubric_file = 'f'", "gate_judge.rubric_file and gate_judge.rubric are"),
         ("rubric_file = 'gone.txt'", "gone.txt cannot be read"),
-        ("passes = 9", "gate_judge.passes: 9 is out of range"),
     ],
 )
 def test_what_would_not_be_used_or_cannot_be_is_refused(
@@ -114,10 +111,8 @@ def test_its_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_context_of_one_judge_is_not_taken_for_that_of_another() -> None:
     judge = Judge(model="openai/a", context_tokens=32_768, show_reasoning=True)
-    other = GateJudge(model="hosted_vllm/b", context_tokens=8_192)
     unknown = GateJudge(model="hosted_vllm/b")
 
     assert Settings(judge=judge).judge_of_gate.context_tokens == 32_768
-    assert Settings(judge=judge, gate_judge=other).judge_of_gate.context_tokens == 8_192
     assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.context_tokens == 0
     assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.show_reasoning

@@ -241,9 +241,7 @@ def test_the_standard_variable_asks_for_content_too(value: str, expected: bool) 
     assert content_by_environment(value) is expected
 
 
-@pytest.mark.parametrize("conventions", ["latest", "1.41"])
 async def test_metrics_have_the_names_of_the_conventions(
-    conventions: str,
     recorded: Recorded,
     fake_vllm: FakeVllm,
     start_proxy: StartProxy,
@@ -251,9 +249,8 @@ async def test_metrics_have_the_names_of_the_conventions(
     collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
-    tracing = collector.tracing(otlp_endpoint="", semantic_conventions=conventions)
-    sections = {"telemetry": {"semantic_conventions": conventions}}
-    running = await start_proxy(tracing=tracing, **sections)
+    tracing = collector.tracing(otlp_endpoint="")
+    running = await start_proxy(tracing=tracing)
 
     await running.send(wire.post(CHAT))
     (exchange,) = await running.captured(1)
@@ -262,23 +259,16 @@ async def test_metrics_have_the_names_of_the_conventions(
     metrics = collector.metrics
     assert "traceparent" not in fake_vllm.requests[0].headers, "no spans, no trace of ours"
     prompt, completion = len(exchange.prompt_token_ids), exchange.completion_tokens
-    if conventions == "latest":
-        assert set(metrics) == {
-            "gen_ai.client.inference.duration",
-            "gen_ai.client.inference.usage.input_tokens",
-            "gen_ai.client.inference.usage.output_tokens",
-        }
-        counted = [
-            metrics[f"gen_ai.client.inference.usage.{kind}_tokens"].sum.data_points[0].as_int
-            for kind in ("input", "output")
-        ]
-        duration = metrics["gen_ai.client.inference.duration"]
-    else:
-        assert set(metrics) == {"gen_ai.client.operation.duration", "gen_ai.client.token.usage"}
-        points = metrics["gen_ai.client.token.usage"].histogram.data_points
-        kinds = {values(point.attributes)["gen_ai.token.type"]: point.sum for point in points}
-        counted = [kinds["input"], kinds["output"]]
-        duration = metrics["gen_ai.client.operation.duration"]
+    assert set(metrics) == {
+        "gen_ai.client.inference.duration",
+        "gen_ai.client.inference.usage.input_tokens",
+        "gen_ai.client.inference.usage.output_tokens",
+    }
+    counted = [
+        metrics[f"gen_ai.client.inference.usage.{kind}_tokens"].sum.data_points[0].as_int
+        for kind in ("input", "output")
+    ]
+    duration = metrics["gen_ai.client.inference.duration"]
     assert counted == [prompt, completion]
     (point,) = duration.histogram.data_points
     assert (point.count, duration.unit) == (1, "s")

@@ -26,7 +26,7 @@ from learner.grpo.checkpoint import (
 from learner.grpo.checks import Checked
 from learner.records import CheckedAnswers, Parent, TrainingJob
 from learner.resume import STATE, WorkFolder
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -148,12 +148,12 @@ def test_random_numbers_that_are_none_damage_a_checkpoint(states: dict[str, Tens
 def test_what_was_decided_at_the_start_of_a_run_comes_back(
     tmp_path: Path, group: MakeGroup, row: MakeRow
 ) -> None:
-    """An answer beyond `learner.geometric_limit`, its siblings' new advantages, and the marks."""
+    """An answer beyond `geometric_limit`, its siblings' new advantages, and the marks."""
     rows = [replace(row([5, 6], logprobs=(-1.0, -1.0)), start=(-1.0, -1.0)) for _ in range(4)]
     rows[0] = replace(rows[0], start=(-0.95, -0.95))
     rows[1] = replace(rows[1], positive=True)
     begun = replace(group([1, 2], rows), scores=(0.1, 0.9, 0.5, 0.3))
-    settings = Learner(geometric_limit=0.01)
+    settings = Learner(advanced=Advanced(geometric_limit=0.01))
     found = leave_out_far(begun, CheckedAnswers(tokens=8), settings)
     assert isinstance(found, Judged), found
     plain = tuple(replace(one, start=(), positive=False) for one in begun.rows)

@@ -1,0 +1,122 @@
+"""Keys of older settings files that are no settings any more, and what took the place of each.
+
+A file or an environment that still has one is no error: the value is left out, or put where the key
+has moved, and one line on stderr says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+"""Settings are read before a process sets up its log: Python then writes the line to stderr."""
+
+ADVANCED = (
+    "clip_high", "clip_low", "geometric_limit", "kl_budget", "kl_coef", "negative_bound",
+    "stale_limit", "tis_cap", "tv_limit", "warmup_steps",
+)  # fmt: skip
+"""Keys of `[learner]` that are in `[learner.advanced]` now."""
+
+REMOVED: Mapping[str, str] = {
+    "adapters.keep_champions": "KEEP_CHAMPIONS in deploy.adapters.prune is 10",
+    "approval.max_wait_s": "APPROVAL_MAX_WAIT_S in deploy.outside.approval is 86400.0",
+    "approval.every_s": "APPROVAL_EVERY_S in deploy.outside.approval is 30.0",
+    "approval.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
+    "best_of.concurrency": "CONCURRENCY in sidecar.scoring is 8",
+    "best_of.max_waiting": "MAX_WAITING in sidecar.scoring is 32",
+    "bus.poll_interval_s": "POLL_INTERVAL_S in ingest.intake.loop is 0.2",
+    "canary.guard_ratio": "GUARD_RATIO in deploy.registry.proof_rule is 1.5",
+    "canary.max_base_kl": "MAX_BASE_KL in deploy.canary.loading is 8.0",
+    "canary.max_evasive_excess": "MAX_EVASIVE_EXCESS in deploy.registry.proof_rule is 0.05",
+    "canary.max_invalid_excess": "MAX_INVALID_EXCESS in deploy.registry.proof_rule is 0.02",
+    "canary.max_long_excess": "MAX_LONG_EXCESS in deploy.registry.proof_rule is 0.5",
+    "canary.max_missing": "MAX_MISSING in deploy.registry.proof_rule is 0.5",
+    "canary.max_narrow_excess": "MAX_NARROW_EXCESS in deploy.registry.proof_rule is 0.25",
+    "canary.split_level": "SPLIT_LEVEL in deploy.registry.proof_rule is 0.001",
+    "canary.watch_s": "WATCH_S in deploy.outside.checking is 3600.0",
+    "feedback.abandoned_after_s": "ABANDONED_AFTER_S in ingest.feedback.store is 1800.0",
+    "gate_judge.context_tokens": "num_ctx in gate_judge.params, or what LiteLLM knows, holds",
+    "gate_judge.json_schema": "the schema is sent unless that judge takes none",
+    "gate_judge.passes": "judge.passes holds",
+    "gate_judge.timeout_s": "judge.timeout_s holds",
+    "groups.join_served": "answers of one session are joined",
+    "groups.max_kv_cache_usage": "MAX_KV_CACHE_USAGE in ingest.vllm.watch is 0.8",
+    "groups.max_running_requests": "MAX_RUNNING_REQUESTS in ingest.vllm.watch is 48",
+    "groups.max_share_of_served": "groups.tokens_per_day and groups.rate limit sampling",
+    "groups.priority": "vLLM is sent a low priority where it takes one",
+    "groups.session_window_s": "SESSION_WINDOW_S in ingest.grouping.selection is 86400.0",
+    "groups.structured_output": "answers under a grammar are learned from where it changed nothing",
+    "groups.uniform_share": "UNIFORM_SHARE in ingest.grouping.selection is 0.1",
+    "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
+    "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
+    "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
+    "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
+    "learner.loss_length": "LOSS_LENGTH in learner.grpo.losses is 256",
+    "learner.mask_tolerance": "MASK_TOLERANCE in learner.grpo.answers is 0.2",
+    "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
+    "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
+    "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
+    "kafka.compression": "COMPRESSION in sidecar.forwarding.sender is zstd",
+    "kafka.ssl_check_hostname": "the broker's certificate must name its host",
+    "notify.max_age_s": "MAX_AGE_S in deploy.outside.telling is 86400.0",
+    "notify.retries": "RETRIES in deploy.outside.telling is 12",
+    "notify.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
+    "privacy.max_bytes": "SEARCHED_BYTES in ingest.privacy.texts is 16777216",
+    "proxy.body_timeout_s": "BODY_TIMEOUT_S in sidecar.relay.client is 30.0",
+    "proxy.connect_timeout_s": "CONNECT_TIMEOUT_S in sidecar.proxy is 5.0",
+    "proxy.head_timeout_s": "HEAD_TIMEOUT_S in sidecar.relay.client is 10.0",
+    "proxy.health_interval_s": "HEALTH_INTERVAL_S in sidecar.proxy is 2.0",
+    "proxy.slow_first_byte_s": "SLOW_FIRST_BYTE_S in sidecar.proxy is 10.0",
+    "proxy.write_timeout_s": "WRITE_TIMEOUT_S in sidecar.relay.client is 60.0",
+    "retention.dead_letters_days": "DEAD_LETTERS_DAYS in sidecar.forwarding.sender is 30.0",
+    "retention.feedback_days": "retention.exchanges_days holds",
+    "retention.judge_calls_days": "retention.groups_days holds",
+    "retention.runs_days": "RUNS_DAYS in ingest.retention.sweep is 365.0",
+    "reward.cache_findings": "CACHE_FINDINGS in ingest.verifiers.rewarding is 10000",
+    "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
+    "telemetry.semantic_conventions": "the newest names are used",
+    **{
+        f"watch.{name}": f"LIMITS.{name} in ingest.reward_watch.rules is {value}"
+        for name, value in {
+            "false_holds": 0.01, "judge_gain": 0.05, "max_length_correlation": 0.3,
+            "max_length_growth": 1.25, "max_rise": 0.02, "min_answers": 200, "min_groups": 30,
+            "users_gain": 0.02, "versions": 3, "window": 2000,
+        }.items()
+    },
+}  # fmt: skip
+"""Key -> the constant that took its place, or what holds now."""
+
+
+def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:  # Any: of TOML
+    """Return the values of a file or an environment by section, without keys that are removed."""
+    found = dict(values)
+    for name, section in values.items():
+        if isinstance(section, Mapping) and any(is_removed(name, key) for key in section):
+            found[name] = of_section(name, section)
+            if not found[name]:
+                del found[name]
+    return found
+
+
+def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any: of TOML
+    """Return a section without its removed keys, and with those that moved in their new place."""
+    kept: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
+    for key, value in section.items():
+        if name == "learner" and key in ADVANCED:
+            moved[key] = value
+            log.warning("learner.%s is now learner.advanced.%s", key, key)
+        elif f"{name}.{key}" in REMOVED:
+            log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
+        else:
+            kept[key] = value
+    if moved:
+        kept["advanced"] = moved | dict(kept.get("advanced", {}))
+    return kept
+
+
+def is_removed(section: str, key: str) -> bool:
+    """Tell whether a key was a setting, and is none, or has another place."""
+    return f"{section}.{key}" in REMOVED or (section == "learner" and key in ADVANCED)

@@ -1,0 +1,62 @@
+"""A settings file of before: its removed keys are told, and where one moved its value counts."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from sidecar.settings import Settings, load_settings
+from sidecar.settings.explain import known
+from sidecar.settings.removed import ADVANCED, REMOVED
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_what_is_said_of_a_removed_key_is_true(key: str) -> None:
+    section, _, name = key.partition(".")
+    assert name not in known(section)
+    constant = re.fullmatch(r"([A-Za-z_.]+) in ([a-z_.]+) is (\S+)", REMOVED[key])
+    if constant is not None:
+        path, module, value = constant.groups()
+        assert str(attrgetter(path)(importlib.import_module(module))) == value
+        return
+    for other, name in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", REMOVED[key]):
+        assert other not in Settings.model_fields or name in known(other)
+
+
+def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text("[learner]\nkl_limit = 3\nsteps = 4\n")
+    monkeypatch.setenv("SIDECAR_LEARNER__MASK_TOLERANCE", "nonsense")
+
+    with caplog.at_level(logging.WARNING):
+        settings = load_settings(path)
+
+    assert settings.learner.steps == 4
+    said = "is no longer a setting: {} in learner.grpo.{} is {}"
+    assert sorted(caplog.messages) == [
+        f"learner.kl_limit {said.format('KL_LIMIT', 'base_kl', 10.0)}",
+        f"learner.mask_tolerance {said.format('MASK_TOLERANCE', 'answers', 0.2)}",
+    ]
+
+
+def test_a_key_that_moved_keeps_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text("[learner]\nclip_low = 0.3\n[learner.advanced]\nclip_high = 0.5\n")
+    monkeypatch.setenv("SIDECAR_LEARNER__TIS_CAP", "2")
+    monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__TV_LIMIT", "0.4")
+
+    chosen = load_settings(path).learner.advanced
+
+    assert (chosen.clip_low, chosen.clip_high) == (0.3, 0.5)
+    assert (chosen.tis_cap, chosen.tv_limit) == (2.0, 0.4)
+    assert "learner.clip_low is now learner.advanced.clip_low" in caplog.messages
+    assert set(ADVANCED) == set(known("learner", "advanced"))
