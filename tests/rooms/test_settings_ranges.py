@@ -456,7 +456,7 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         (
             "SIDECAR_LEARNER__MIN_SPREAD",
             "nan",
-            "setting SIDECAR_LEARNER__MIN_SPREAD: nan is out of",
+            "setting SIDECAR_LEARNER__MIN_SPREAD: nan is out",
         ),
         ("SIDECAR_CANARY__STEPS", "[]", "setting SIDECAR_CANARY__STEPS is empty"),
         ("SIDECAR_CANARY__STEPS", "[-1]", "setting SIDECAR_CANARY__STEPS: -1 is out of range"),
