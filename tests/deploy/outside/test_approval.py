@@ -11,6 +11,7 @@ import pytest
 
 from deploy.canary import controller
 from deploy.evidence.live import Approval
+from deploy.outside import approval as approval_module
 from deploy.outside.approval import Approvals
 from deploy.outside.http import Caller
 from deploy.records import Canary
@@ -61,7 +62,7 @@ def server() -> Iterator[OutsideServer]:
 
 
 def approving(world: World, server: OutsideServer, *before: str, **more: Any) -> Trial:
-    values = {"url": server.url, "before": before, "timeout_s": 1.0, **more}
+    values = {"url": server.url, "before": before, **more}
     world.approval = ApprovalSettings.model_validate(values)
     return Trial(world, server, world.register(1))
 
@@ -162,8 +163,11 @@ async def test_what_is_no_answer_holds_and_neither_promotes_nor_rejects(
     assert any(one in held.approval.reason for one in said.split("|"))
 
 
-async def test_a_service_that_hangs_or_is_away_holds(world: World, server: OutsideServer) -> None:
-    trial = await at_the_end(world, server, timeout_s=0.05)
+async def test_a_service_that_hangs_or_is_away_holds(
+    world: World, server: OutsideServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(approval_module, "CALL_TIMEOUT_S", 0.05)
+    trial = await at_the_end(world, server)
     server.wait_s = 0.3
     trial.says("allow")
     hanging = await trial.turn()

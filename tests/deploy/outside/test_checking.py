@@ -228,7 +228,7 @@ async def test_the_watch_ends(world: World) -> None:
     world.promote(first)
     ramping(world, name)
     promote(world, name)
-    world.clock.now += 90.0
+    world.clock.now += 3_600.0
 
     source = await check(world, 0.5)
 
