@@ -264,11 +264,11 @@ class Hold:
     reason: str
     stops_clock: bool = False
     """True when the candidate is not the cause of the wait."""
-    needs: Literal["ok", "look", "act"] = "ok"
+    needs: Literal["ok", "look", "act"] = field(default="ok", compare=False)
     """State of the canary's condition: whether a person should know, or has to act."""
-    brief: str | None = None
+    brief: str | None = field(default=None, compare=False)
     """The reason in a headline's words; None: as it is; empty: nothing but time."""
-    metric: str = ""
+    metric: str = field(default="", compare=False)
     """The metric that is the reason, because it gives no answer."""
 
 
