@@ -51,6 +51,8 @@ REMOVED: Mapping[str, str] = {
     "groups.uniform_share": "UNIFORM_SHARE in ingest.grouping.selection is 0.1",
     "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
     "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
+    "judge.rescore_after_s": "noise is measured on the passes of every group, drift once a day",
+    "judge.rescore_share": "noise is measured on the passes of every group, drift once a day",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
     "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
     "learner.loss_length": "LOSS_LENGTH in learner.grpo.losses is 256",
