@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from deploy.cli.context import admin_client, settings_of
@@ -29,27 +28,15 @@ hooks_app = typer.Typer(
 )
 
 
-class HookTold(msgspec.Struct):
-    """One of `hooks` of `GET /admin/v1/status`."""
-
-    name: str
-    tries: int
-    next_at: float | None
-    delivered: int
-    dead: int
-    told_at: float | None
-    error: str
-
-
-def hook_lines(hooks: Sequence[HookTold], now: float) -> Iterator[str]:
-    """Yield a line for each hook. now: Unix seconds."""
+def hook_lines(hooks: Iterable[Mapping[str, Any]], now: float) -> Iterator[str]:
+    """Yield a line for each of `hooks` of `GET /admin/v1/status`. now: Unix seconds."""
     for one in hooks:
-        last = "never" if one.told_at is None else shown_time(one.told_at, now)
-        dead = f", {one.dead:,} given up" if one.dead else ""
-        taken = counted(one.delivered, "event")
-        yield f"Hook {one.name}: {taken} taken{dead}; the last one: {last}."
-        if one.tries:
-            yield f"  FAILS ({counted(one.tries, 'time')} in a row): {one.error}"
+        last = "never" if one["told_at"] is None else shown_time(one["told_at"], now)
+        dead = f", {one['dead']:,} given up" if one["dead"] else ""
+        taken = counted(one["delivered"], "event")
+        yield f"Hook {one['name']}: {taken} taken{dead}; the last one: {last}."
+        if one["tries"]:
+            yield f"  FAILS ({counted(one['tries'], 'time')} in a row): {one['error']}"
 
 
 @hooks_app.command("ls")
@@ -59,9 +46,7 @@ def hooks_ls(context: typer.Context, output: Output = "text") -> None:
     if output == "text" and not found:
         say("there is no hook; [notify.hooks.NAME] in the settings makes one")
         return
-    say_either(
-        output, {"items": found}, hook_lines(msgspec.convert(found, list[HookTold]), time.time())
-    )
+    say_either(output, {"items": found}, hook_lines(found, time.time()))
 
 
 @hooks_app.command("test")
