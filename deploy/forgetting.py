@@ -262,9 +262,8 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        # A damaged size, or none, counts as nothing.
         yield [
-            Found(seq, name, key, session_id, trace_id, size if isinstance(size, int) else 0)
+            Found(seq, name, key, session_id, trace_id, size or 0)
             for seq, name, key, session_id, trace_id, size in rows
         ]
 

@@ -318,7 +318,7 @@ log = structlog.get_logger()
 class Funnel:
     stages: tuple[Stage, ...]
     counters: Counters
-    """Everything in the table `counter`; damaged rows are left out."""
+    """Everything in the table `counter`."""
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -350,13 +350,10 @@ def read_funnel(session: Session, *lines: str) -> Funnel:
 
 
 def read_counters(session: Session) -> dict[str, dict[str, int]]:
-    """Read every durable counter: stage -> reason -> count. A damaged one is left out."""
+    """Read every durable counter: stage -> reason -> count."""
     counters: dict[str, dict[str, int]] = {}
     for row in session.scalars(select(CounterRow).order_by(CounterRow.stage, CounterRow.reason)):
-        if isinstance(row.count, int):
-            counters.setdefault(row.stage, {})[row.reason] = row.count
-        else:
-            log.warning("counter_unreadable", stage=row.stage, reason=row.reason)
+        counters.setdefault(row.stage, {})[row.reason] = row.count
     return counters
 
 

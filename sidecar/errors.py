@@ -11,9 +11,11 @@ SidecarError
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
 │   ├── StoreNewerError             a newer release migrated it: install that release
 │   ├── StoreOlderError             no migration leads from its schema: upgrade it as the line says
-│   ├── StoreBusyError              the transaction conflicts with another one: repeat it
+│   ├── StoreBusyError              the transaction conflicts with another one, or damaged rows
+│   │                               went into quarantine: repeat it
 │   └── StoreLockedError            another program holds its lock: wait, or end that program
 ├── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
+├── DamagedColumnError              a column of the store holds no value of its type
 └── ForwardingError (ConnectionError) Kafka takes no records: they stay in the outbox
 """
 
@@ -74,6 +76,11 @@ class StoreBusyError(StoreError):
 
 class StoreLockedError(StoreError):
     """Another program has held the store's lock for longer than a writer waits."""
+
+
+class DamagedColumnError(SidecarError):
+    """A column holds another type than its own, or no JSON. `Database` alone catches it: the row
+    goes into quarantine, and the caller gets a StoreBusyError."""
 
 
 class OutboxError(SidecarError, OSError):

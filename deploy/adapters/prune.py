@@ -120,7 +120,7 @@ def decide_fates(
     for one in versions:
         if one.removed_at is not None:
             continue
-        used = max(last_used.get(one.name, 0.0), _number(one.created_at, now))
+        used = max(last_used.get(one.name, 0.0), one.created_at)
         age_days = (now - used) / DAY_S
         if one.name in needed:
             fates.append(Fate(version=one, goes=False, why=needed[one.name]))
@@ -132,12 +132,6 @@ def decide_fates(
         else:
             fates.append(Fate(version=one, goes=True, why=f"unused for {_days(age_days)}"))
     return fates
-
-
-def _number(value: object, otherwise: float) -> float:
-    """A damaged time of the store counts as now: a folder is never removed because of it."""
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known else otherwise  # type: ignore[arg-type]
 
 
 def _days(number: float) -> str:
@@ -182,7 +176,7 @@ def read_needed(
     )
     for source in sources:
         for name, why in source:
-            if isinstance(name, str) and name != BASE:  # a damaged name needs nothing
+            if name != BASE:
                 needed.setdefault(name, why)
     return with_parents(versions, needed)
 
@@ -194,8 +188,7 @@ def read_last_used(session: Session) -> dict[str, float]:
     left = select(AliasEventRow.before, AliasEventRow.at).where(AliasEventRow.before.is_not(None))
     for statement in (ended, left):
         for name, at in session.execute(statement):
-            if isinstance(name, str) and isinstance(at, int | float):
-                found[name] = max(found.get(name, 0.0), float(at))
+            found[name] = max(found.get(name, 0.0), at)
     return found
 
 

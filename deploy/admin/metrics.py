@@ -29,7 +29,6 @@ from ingest.intake.bus import KIND as BUS
 from ingest.judge_noise import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import stored_profile
-from ingest.reward_watch.traits import DamagedProfileError
 from sidecar import conditions
 from sidecar.conditions import Condition
 from sidecar.lines import Line, project_of
@@ -323,10 +322,7 @@ def _watch(session: Session, model: str) -> Iterator[Metric]:
     )
     alias = session.get(AliasRow, (model, "champion"))
     for adapter in dict.fromkeys((BASE if alias is None else alias.adapter, BASE)):
-        try:
-            found = stored_profile(session, model, adapter)
-        except DamagedProfileError:
-            continue
+        found = stored_profile(session, model, adapter)
         if found is None:
             continue
         known = ProfileOut.known(adapter, found)

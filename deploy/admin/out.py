@@ -228,8 +228,6 @@ class ProfileOut(Out):
     signals_share: float | None
     """Share of answers that the user corrected or asked for again."""
     feedback_mean: float | None
-    lost: bool
-    """What was stored was damaged, and cannot be made anew."""
 
     @classmethod
     def known(cls, adapter: str, profile: Profile) -> ProfileOut:
@@ -243,7 +241,6 @@ class ProfileOut(Out):
             length_correlation=profile.correlation,
             signals_share=signals.hits / signals.n if signals is not None and signals.n else None,
             feedback_mean=None if told is None else told.mean,
-            lost=profile.lost,
         )
 
 
@@ -263,8 +260,6 @@ class WatchOut(Out):
     unknown: dict[str, str]
     """Check -> why it could not be made."""
     adapters: list[ProfileOut]
-    damaged: list[str]
-    """Adapters whose stored profile cannot be read."""
 
     @classmethod
     def of(cls, answer: Answer) -> WatchOut:
@@ -279,7 +274,6 @@ class WatchOut(Out):
             waived=sorted(answer.verdict.checks - holding),
             unknown={str(check): why for check, why in answer.verdict.unknown.items()},
             adapters=[ProfileOut.known(name, one) for name, one in answer.profiles.items()],
-            damaged=list(answer.damaged),
         )
 
 

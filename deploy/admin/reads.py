@@ -290,7 +290,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                 return EvidenceOut(
                     canary_id=canary_id,
                     state=canaries.to_canary(row).phase,
-                    evidence=canaries.evidence_of(row),
+                    evidence=row.evidence,
                     comparisons_made=every,
                     comparisons=[
                         ComparisonOut.of_record(one, answers=opened_answers(session, one))
@@ -307,7 +307,7 @@ def _pace(
     if canary is None or row is None or line is None:
         return ""
     a_day = sessions_a_day(session, line, now)
-    return pace(canary, canaries.evidence_of(row), context.rules, a_day)
+    return pace(canary, row.evidence, context.rules, a_day)
 
 
 def _token_check(session: Session) -> str:

@@ -15,7 +15,7 @@ from deploy.engine.validation import check_digest
 from deploy.errors import InvalidAdapterError, UnknownAdapterError, error_line
 from deploy.registry import versions
 from sidecar.errors import StoreError
-from sidecar.store.database import DAMAGE, Database
+from sidecar.store.database import Database
 
 LIMIT_S: Final = 2.0
 """Time to read the files: a GB is hashed in that, and a disk that hangs must not hold the reply."""
@@ -31,7 +31,7 @@ def with_files(note: str | None, database: Database, adapter: str) -> str | None
     try:
         with database.read() as session:
             version = versions.find(session, adapter)
-    except (UnknownAdapterError, StoreError, *DAMAGE):
+    except (UnknownAdapterError, StoreError):
         return note  # the rollback is made, and its reply must not fail
     found: list[str] = []
 
@@ -40,7 +40,7 @@ def with_files(note: str | None, database: Database, adapter: str) -> str | None
             check_digest(Path(version.path), version.digest)
         except InvalidAdapterError as error:
             found.append(error_line(error))
-        except (OSError, *DAMAGE):
+        except OSError:
             return  # the disk's fault, and no word about the files
 
     looking = threading.Thread(target=look, name="target-files", daemon=True)

@@ -369,8 +369,6 @@ def watch_lines(found: Json) -> Iterator[str]:
     for one in found["findings"]:
         waived = " (waived)" if one["check"] in found["waived"] else ""
         yield f"  {one['check']}{waived}: {one['text']}"
-    for name in found["damaged"]:
-        yield f"  What was stored of {name} is damaged and is made anew from its answers."
     names = ("answers", *KINDS, "tokens", "groups", "length corr", "signals", "feedback")
     rows = [[*names, "adapter"]]
     for one in found["adapters"]:
@@ -384,8 +382,7 @@ def watch_lines(found: Json) -> Iterator[str]:
             _share(one["signals_share"]),
             _number(one["feedback_mean"], "+.2f"),
         ]
-        lost = " (damaged, and its answers are deleted)" if one["lost"] else ""
-        rows.append([*numbers, f"{one['adapter']}{lost}"])
+        rows.append([*numbers, one["adapter"]])
     widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
     for *figures, adapter in rows:
         shown = map(str.rjust, figures, widths)

@@ -35,7 +35,7 @@ from deploy.evidence.live import Approval, GuardState, Live, Stage, described, v
 from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
 from deploy.outside.approval import APPROVAL_EVERY_S, APPROVAL_MAX_WAIT_S
 from deploy.records import AdapterState, AdapterVersion, Canary
-from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
+from deploy.registry import canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
     Decision,
     Evidence,
@@ -244,10 +244,8 @@ class _Turn(NamedTuple):
     fallback_from: str
 
     @property
-    def weight_bp(self) -> int | None:
-        """The canary's weight when it was assigned; None where the row is damaged."""
-        if not isinstance(self.propensity, int | float):
-            return None
+    def weight_bp(self) -> int:
+        """The canary's weight when it was assigned."""
         weight = self.propensity if self.arm == "canary" else 1.0 - self.propensity
         return round(10_000 * weight)
 
@@ -391,10 +389,10 @@ class Controller:
             table = routing_writer.current(session, self._model)
             row = canaries.active_row(session, self._model)
             canary = None if row is None else canaries.to_canary(row)
-            lost = canary is not None and not canaries.is_there(session, canary.canary_id)
+            lost = canary is None and "canary" in versions.aliases_of(session, self._model)
             waits = candidates.has_waiting(session, self._model)
         if lost:
-            self._end_damaged()
+            self._end_lost()
             return None
         if table is None or not routing_writer.agrees(table, canary):
             self._mend_routing()
@@ -408,16 +406,11 @@ class Controller:
             log.info("canary_began", canary=found.canary_id, candidate=found.candidate)
         return found
 
-    def _end_damaged(self) -> None:
-        """End a canary whose row is found by its state alone: no decision could be written."""
+    def _end_lost(self) -> None:
+        """End a canary whose row went into quarantine."""
         with self._database.write() as session:
-            row = canaries.active_row(session, self._model)
-            before = None if row is None else canaries.to_canary(row)
-            if row is None or before is None or canaries.is_there(session, before.canary_id):
-                return  # somebody was faster
-            why, now = "nothing can be decided about it", self._clock()
-            log.error("canary_row_damaged", canary=before.canary_id, candidate=before.candidate)
-            transitions.end_damaged(session, row, before, reason=why, now=now, actor=audit.CONTROL)
+            candidate = transitions.end_lost(session, self._model, now=self._clock())
+        log.error("canary_row_lost", candidate=candidate)
         self._on_change()
 
     def _mend_routing(self) -> None:

@@ -278,12 +278,7 @@ def _prompts(
             .where(row.session_id == session_id, *good)
             .limit(MOST_TURNS)
         )
-        projects = {
-            exchange_id: project
-            for exchange_id, project in turns
-            if line.has(project)
-            and "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
-        }
+        projects = {exchange_id: project for exchange_id, project in turns if line.has(project)}
         if projects:
             drawn = drawn_turn(salt, session_id, projects)
             found.append((drawn, session_id, projects[drawn]))
@@ -397,8 +392,8 @@ def judged_since(session: Session, canary_id: str, *, place: int) -> list[Compar
     )
     return [
         Comparison(
-            difference=_difference(difference),
-            anchor_difference=_difference(anchor),
+            difference=difference,
+            anchor_difference=anchor,
             fault=_fault(fault),
             flaws=_flaws(flaws),
             place=at,
@@ -463,7 +458,7 @@ def live_prompts(
     for session_id, started_at, project in rows:
         if session_id in old or session_id in found:
             continue
-        if not line.has(project) or not _is_after(started_at, after):
+        if not line.has(project) or not started_at > after:
             continue  # the base is champion in several lines
         if _any_in(session, session_id, unfit) or not _any_in(session, session_id, [and_(*good)]):
             old.add(session_id)
@@ -472,10 +467,6 @@ def live_prompts(
         if len(found) == limit:
             break
     return _prompts(session, line, found, good, canary.salt)
-
-
-def _is_after(started_at: object, after: float) -> bool:
-    return isinstance(started_at, int | float) and started_at > after  # damaged: of no time
 
 
 def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -490,19 +481,12 @@ def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
     return flaws | narrowing(*both("nats")) | lengthening(*both("tokens"))
 
 
-def _difference(stored: object) -> float | None:
-    """Return a difference of -1..1; None for none and for a damaged one."""
-    known = isinstance(stored, int | float) and -1.0 <= stored <= 1.0
-    return float(stored) if known else None  # type: ignore[arg-type]
-
-
 def _fault(stored: str | None) -> Fault | None:
     return cast(Fault, stored) if stored in get_args(Fault) else None
 
 
-def _flaws(stored: object) -> dict[str, float]:
-    found = stored if isinstance(stored, dict) else {}
-    read = {kind: _difference(found.get(kind)) for kind in (*FLAWS, *OF_GROUPS)}
+def _flaws(stored: dict[str, float] | None) -> dict[str, float]:
+    read = {kind: (stored or {}).get(kind) for kind in (*FLAWS, *OF_GROUPS)}
     return {kind: value for kind, value in read.items() if value is not None}
 
 
@@ -516,18 +500,13 @@ def _to_comparison(row: GateComparisonRow) -> Comparison:
         champion_answers=len(champion),
         champion_short=sum(answer["short"] for answer in champion),
         judge=judge_name(row.judge_model, row.rubric_hash or "") if row.judge_model else "",
-        disagreement=_decisive_share(row.disagreement),
-        flipped=_decisive_share(row.flipped_pairs),
-        anchor_difference=_difference(row.anchor_difference),
+        disagreement=row.disagreement,
+        flipped=row.flipped_pairs,
+        anchor_difference=row.anchor_difference,
         fault=_fault(row.fault),
         flaws=_flaws(row.flaws),
         place=row.place or 0,
     )
-
-
-def _decisive_share(stored: object) -> float | None:
-    """Return a share of 0..1; None for none and for a damaged one."""
-    return stored if isinstance(stored, float) and 0 <= stored <= 1 else None
 
 
 # What the judged groups of a canary say so far, read from the `gate_comparison` table.

@@ -21,7 +21,6 @@ for several (the turn is short when any is), or the returned one if they were sa
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -177,8 +176,7 @@ def _sessions(
 
 
 def _is_in_step(one: Seen, canary: Canary) -> bool:
-    known = isinstance(one.started_at, int | float)  # damaged: of no step
-    return known and one.started_at >= canary.step_started_at
+    return one.started_at >= canary.step_started_at
 
 
 def _window(session: Session, canary: Canary, adapter: str, arm: str, limit: int) -> list[Seen]:
@@ -347,17 +345,15 @@ class _Row(NamedTuple):
     key_id: str
     user: str
     address_hash: str
-    timings: object
+    timings: dict[str, Any]
     """As the store has it: `sidecar.records.Timings` as JSON."""
 
     @property
     def took_s(self) -> float:
         """Seconds from the request to the end of its reply; where they are not known, to when it
         was stored."""
-        total_s = self.timings.get("total_s") if isinstance(self.timings, dict) else None
-        if isinstance(total_s, int | float) and 0.0 <= total_s < math.inf:
-            return float(total_s)
-        return max(0.0, self.stored_at - self.started_at)
+        total_s: float | None = self.timings.get("total_s")
+        return max(0.0, self.stored_at - self.started_at) if total_s is None else total_s
 
     @property
     def answered(self) -> bool:
@@ -418,8 +414,7 @@ class LiveTurns:
                 self._live.read(self._order.take(now))
                 return self._live, False
             # What is not read yet was stored no earlier than the newest row of a full page.
-            stored = [row.stored_at for row in rows if _is_number(row.stored_at)]
-            self._live.read(self._order.take(min(now, stored[-1] if stored else 0.0)))
+            self._live.read(self._order.take(min(now, rows[-1].stored_at if rows else 0.0)))
         return self._live, True
 
 
@@ -485,13 +480,7 @@ def _turns_of_sessions(
 
 
 def _turn_counts(row: _Row, canary: Canary) -> bool:
-    numbers = (row.started_at, row.stored_at, row.propensity)
-    known = all(_is_number(one) for one in numbers)  # else damaged: of no time or arm
-    return known and row.started_at >= canary.ramp_began_at
-
-
-def _is_number(stored: object) -> bool:
-    return isinstance(stored, int | float)
+    return row.started_at >= canary.ramp_began_at
 
 
 def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozenset[str]]:

@@ -21,6 +21,7 @@ from ingest.judge_watch import advice
 from sidecar.conditions import Condition
 from sidecar.lines import line_of_adapter, project_of
 from sidecar.settings import Canary as CanarySettings
+from sidecar.store.quarantine import STAGE
 from sidecar.visible import counted
 
 # Which stage a fault stops, and what to do about it: tables that the rules look up.
@@ -382,6 +383,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     stages = {stage.name: stage for stage in store.funnel.stages}
     yield from _captures(stages["requests"])
     yield from _conditions(facts, store, stages)
+    yield from _quarantine(store)
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
     yield from _kept_out(store.recent)
     yield from _masks(store.recent.served)
@@ -456,6 +458,18 @@ def _captures(stage: Stage) -> Iterator[Diagnosis]:
             to_do=REFUSED.get(reason)
             or "see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
             "reason that begins with skipped_ (the [capture] settings)",
+        )
+
+
+def _quarantine(store: StoreFacts) -> Iterator[Diagnosis]:
+    if number := sum(store.funnel.counters.get(STAGE, {}).values()):
+        yield Diagnosis(
+            stage="bus",
+            cause="rows_damaged",
+            text=f"{counted(number, 'row')} of the store held damaged values and went into "
+            "quarantine",
+            to_do="look whether the disk of the store is failing; its table `quarantine` names the "
+            "rows, which a backup has",
         )
 
 

@@ -87,7 +87,7 @@ class Approvals:
             answered = approval.answer == "deny" or 0.0 <= now - approval.at < APPROVAL_EVERY_S
             if approval.at and answered:
                 return None
-            evidence = canaries.evidence_of(row)
+            evidence = row.evidence
         asked = {
             "type": "canary.approval",
             "before": approval.before,

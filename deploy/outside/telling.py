@@ -35,7 +35,7 @@ from deploy.registry.aliases import NOTHING, Subject, subjects_of
 from deploy.text import iso
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify
-from sidecar.store.database import DAMAGE, Database, count, get_flag, set_flag
+from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.models import AuditRow
 
 # Sign a web hook by the Standard Webhooks specification: HMAC-SHA256 over id, time and body. Pure.
@@ -118,8 +118,8 @@ class Event:
 
     seq: int
     at: float
-    type: str | None
-    """Action of the audit, such as `canary.promoted`; None: the row is damaged, and not told."""
+    type: str
+    """Action of the audit, such as `canary.promoted`."""
     subject: str
     actor: str
     reason: str
@@ -236,7 +236,7 @@ class Hooks:
             return
         begin = state
         for event in await asyncio.to_thread(self._events, state.after):
-            if event.type is None or not wants(hook, event.type):
+            if not wants(hook, event.type):
                 state = replace(state, after=event.seq)
                 continue
             state = await self._deliver(name, hook, state, event)
@@ -298,7 +298,7 @@ class Hooks:
                 count(session, STAGE, state.last)
 
     def _events(self, after: int) -> list[Event]:
-        """Return the next rows of the audit, in order; one that is damaged has no type."""
+        """Return the next rows of the audit, in order."""
         statement = select(AuditRow).where(AuditRow.seq > after).order_by(AuditRow.seq)
         found: list[Event] = []
         with self._database.read() as session:
@@ -307,7 +307,7 @@ class Hooks:
             for row in rows:
                 event = _event(row, subjects[row.seq])
                 # A row of the future is of a clock that was set back since: it is old enough.
-                if event.type is not None and 0.0 <= self._clock() - event.at < SETTLE_S:
+                if 0.0 <= self._clock() - event.at < SETTLE_S:
                     break
                 found.append(event)
         return found
@@ -338,20 +338,14 @@ def read_states(session: Session, names: Collection[str]) -> dict[str, HookState
 
 
 def _event(row: AuditRow, about: Subject) -> Event:
-    try:
-        return Event(
-            seq=row.seq,
-            at=float(row.at),
-            type=str(row.action),
-            subject=str(row.subject),
-            actor=str(row.actor),
-            reason=str(row.reason),
-            before=dict(row.before),
-            after=dict(row.after),
-            about=about,
-        )
-    except DAMAGE as error:
-        log.error("hook_event_damaged", seq=row.seq, why=f"{type(error).__name__}: {error}")
-        return Event(
-            seq=row.seq, at=0.0, type=None, subject="", actor="", reason="", before={}, after={}
-        )
+    return Event(
+        seq=row.seq,
+        at=row.at,
+        type=row.action,
+        subject=row.subject,
+        actor=row.actor,
+        reason=row.reason,
+        before=row.before,
+        after=row.after,
+        about=about,
+    )

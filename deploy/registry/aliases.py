@@ -20,7 +20,6 @@ from deploy.errors import TransitionError
 from deploy.registry import audit
 from sidecar.lines import line_of_adapter, project_of
 from sidecar.records import BASE
-from sidecar.routing.table import is_adapter_name
 from sidecar.store.database import count
 from sidecar.store.models import (
     AdapterRow,
@@ -72,18 +71,16 @@ def add(
     session.flush()
     newest = select(AliasEventRow.hash).order_by(AliasEventRow.seq.desc()).limit(1)
     known = session.scalar(newest)
-    # A damaged hash must not hold up a rollback; `verify` finds the break.
-    prev_hash = known if isinstance(known, str) else START
     row = AliasEventRow(
         at=float(at),  # the hash covers it as the store returns it
         model=model,
         alias=alias,
-        before=_text(before),
-        after=_text(after),
+        before=before,
+        after=after,
         generation=generation,
         actor=actor,
         reason=reason,
-        prev_hash=prev_hash,
+        prev_hash=known or START,
         hash="",
     )
     row.hash = hash_of(row)
@@ -99,10 +96,7 @@ def hash_of(row: AliasEventRow) -> str:
 
 
 def held_at(session: Session, model: str, at: float) -> list[Held]:
-    """Return where each alias pointed at a time (Unix seconds), by alias.
-
-    A move whose alias, target or number is damaged is left out, and logged; `verify` names it.
-    """
+    """Return where each alias pointed at a time (Unix seconds), by alias."""
     held: list[Held] = []
     for alias in _aliases(session, model):
         newest = (
@@ -118,12 +112,15 @@ def held_at(session: Session, model: str, at: float) -> list[Held]:
         found = session.execute(newest).first()
         if found is None or found[0] is None:
             continue
-        adapter, generation = found
-        if is_adapter_name(adapter) and isinstance(generation, int):
-            held.append(Held(alias, adapter, generation))
-        else:
-            _say_damaged(model, alias)
+        held.append(Held(alias, *found))
     return held
+
+
+def last_after(session: Session, model: str, alias: str) -> str | None:
+    """Return where an alias points by its history; None: nowhere."""
+    row = AliasEventRow
+    moves = select(row.after).where(row.model == model, row.alias == alias)
+    return session.scalar(moves.order_by(row.seq.desc()).limit(1))
 
 
 def last_before(session: Session, model: str, alias: str, adapter: str) -> str | None:
@@ -135,41 +132,18 @@ def last_before(session: Session, model: str, alias: str, adapter: str) -> str |
         .order_by(row.seq.desc())
         .limit(1)
     )
-    found = session.scalar(moved)
-    return found if found is not None and is_adapter_name(found) else None
+    return session.scalar(moved)
 
 
 def _aliases(session: Session, model: str) -> Iterator[str]:
-    """Yield every alias that ever pointed somewhere, in order; each is one step in the index.
-
-    A damaged name is no place to go on from: its bytes sort otherwise than the text read from them,
-    so the step from it may lead back to it. Then the whole history is read once instead.
-    """
+    """Yield every alias that ever pointed somewhere, in order; each is one step in the index."""
     named = select(AliasEventRow.alias).where(AliasEventRow.model == model)
-    seen: set[str] = set()
-    alias = ""
-    while True:
+    alias: str | None = ""
+    while alias is not None:
         following = named.where(AliasEventRow.alias > alias).order_by(AliasEventRow.alias).limit(1)
-        found: object = session.scalar(following)
-        if found is None:
-            return
-        if not is_adapter_name(found) or found in seen:
-            break
-        alias = str(found)
-        seen.add(alias)
-        yield alias
-    rest = {found: None for found in session.scalars(named.distinct()) if found not in seen}
-    yield from sorted(found for found in rest if is_adapter_name(found))
-    for found in rest:
-        if not is_adapter_name(found):
-            _say_damaged(model, repr(found))
-
-
-def _say_damaged(model: str, alias: str) -> None:
-    import structlog  # an offline rollback must not wait for it
-
-    remedy = "sidecar audit verify"
-    structlog.get_logger().error("alias_history_damaged", model=model, alias=alias, remedy=remedy)
+        alias = session.scalar(following)
+        if alias is not None:
+            yield alias
 
 
 def verify(session: Session) -> Verified:
@@ -186,7 +160,7 @@ def verify(session: Session) -> Verified:
         last = row.hash
         ends[row.model, row.alias] = (row.after, row.generation)
     broken += _disagree(session, ends)
-    return Verified(events=number, last_hash=_text(last) or "", broken=tuple(broken))
+    return Verified(events=number, last_hash=last, broken=tuple(broken))
 
 
 def _disagree(
@@ -196,7 +170,7 @@ def _disagree(
         (row.model, row.alias): (row.adapter, row.generation)
         for row in session.scalars(select(AliasRow))
     }
-    for key in sorted({*ends, *present}, key=repr):  # a damaged name may be bytes
+    for key in sorted({*ends, *present}):
         found = ends.get(key, (None, 0))
         now = present.get(key, (None, found[1]))
         if found != now:
@@ -204,11 +178,6 @@ def _disagree(
                 f"alias {key[1]} of {key[0]}: points to {now[0]} (move {now[1]}), and its history "
                 f"ends with {found[0]} (move {found[1]})"
             )
-
-
-def _text(value: object) -> str | None:
-    """A damaged name of the store, such as bytes, must not stop the move."""
-    return value if value is None or isinstance(value, str) else repr(value)[:255]
 
 
 # Digests that must not come back: the files of an adapter that lost its traffic, or its canary.

@@ -6,7 +6,6 @@ are only added, never changed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,8 +58,8 @@ def record(
             request_id=request_id,
             action=action,
             subject=subject,
-            before=_as_json(before),
-            after=_as_json(after),
+            before=before,
+            after=after,
             reason=reason,
         )
     )
@@ -70,9 +69,3 @@ def first_reason(session: Session, action: str, subject: str) -> str | None:
     """Return why an action was first taken on a subject; None: the trail does not have it."""
     found = select(AuditRow.reason).where(AuditRow.subject == subject, AuditRow.action == action)
     return session.scalar(found.order_by(AuditRow.seq).limit(1))
-
-
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """A damaged value of the store, such as bytes in a text column, must not stop the change."""
-    found: dict[str, Any] = json.loads(json.dumps(values, default=repr))
-    return found

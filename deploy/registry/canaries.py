@@ -19,24 +19,18 @@ from deploy.evidence.live import Approval, MetricState
 from deploy.records import ACTIVE_PHASES, AdapterState, Canary, Phase
 from deploy.registry import audit, versions
 from sidecar.records import BASE
-from sidecar.routing.table import BUCKETS, is_adapter_name
+from sidecar.routing.table import BUCKETS
 from sidecar.store.database import count
 from sidecar.store.models import BreakerTripRow, CanaryRow
 
-_LARGEST = 2**53
-"""Larger numbers are damage: no time in seconds and no count here comes near it."""
-
 
 def to_canary(row: CanaryRow) -> Canary:
-    """Convert a row of the store to a record. Never fails for a damaged row.
+    """Convert a row of the store to a record.
 
-    A canary whose ramp cannot be read has no steps: its weight is 0, and `decide` ends it. Other
-    numbers that cannot be read are 0.
+    A canary whose evidence was lost has no steps: its weight is 0, and `decide` ends it.
     """
-    evidence, clock, errors = evidence_of(row), entry(row, "clock"), entry(row, "tick_errors")
-    stopped_at, gate = clock.get("stopped_at"), entry(row, "gate")
-    ramp, anchor = entry(row, "ramp"), evidence.get("anchor")
-    gives = gate.get("judge_gives_reward")
+    evidence, clock, errors = row.evidence, entry(row, "clock"), entry(row, "tick_errors")
+    gate, ramp, approval = (entry(row, name) for name in ("gate", "ramp", "approval"))
     return Canary(
         canary_id=row.canary_id,
         model=row.model,
@@ -45,83 +39,42 @@ def to_canary(row: CanaryRow) -> Canary:
         phase=cast(Phase, row.state),
         paused=row.paused,
         reason=row.reason,
-        step=_whole(row.step, -1),
+        step=row.step,
         steps=_steps(evidence),
         salt=row.salt,
-        created_at=_number(row.created_at),
-        step_started_at=_number(row.step_started_at),
-        stopped_s=_number(clock.get("stopped_s")),
-        stopped_at=None if stopped_at is None else _number(stopped_at),
-        ended_at=None if row.ended_at is None else _number(row.ended_at),
-        generation=_whole(row.generation, 0),
+        created_at=row.created_at,
+        step_started_at=row.step_started_at,
+        stopped_s=clock.get("stopped_s", 0.0),
+        stopped_at=clock.get("stopped_at"),
+        ended_at=row.ended_at,
+        generation=row.generation,
         taken_out=evidence.get("breaker"),
-        tick_errors=_whole(errors.get("count"), 0),
-        tick_error_at=_number(errors.get("at")),
-        anchor=str(anchor) if is_adapter_name(anchor) else BASE,
-        ramp_began_at=_number(ramp.get("began_at")),
-        ramp_after_seq=_whole(ramp.get("after_seq"), 0),
-        proven=frozenset(_names(entry(row, "quality").get("proven"))),
-        gate_judges=_names(gate.get("judges")),
-        metrics=_metrics(entry(row, "metrics")),
-        approval=_approval(entry(row, "approval")),
-        waived_step=_waived(evidence.get("waived_step")),
-        tries=_names(evidence.get("tries")),
-        tried_since=_number(evidence["tried_since"]) if "tried_since" in evidence else None,
-        judge_gives_reward=gives if isinstance(gives, bool) else None,
+        tick_errors=errors.get("count", 0),
+        tick_error_at=errors.get("at", 0.0),
+        anchor=evidence.get("anchor") or BASE,
+        ramp_began_at=ramp.get("began_at", 0.0),
+        ramp_after_seq=ramp.get("after_seq", 0),
+        proven=frozenset(entry(row, "quality").get("proven") or ()),
+        gate_judges=tuple(gate.get("judges") or ()),
+        metrics=msgspec.convert(entry(row, "metrics"), dict[str, MetricState]),
+        approval=msgspec.convert(approval, Approval) if approval else None,
+        waived_step=evidence.get("waived_step"),
+        tries=tuple(evidence.get("tries") or ()),
+        tried_since=evidence.get("tried_since"),
+        judge_gives_reward=gate.get("judge_gives_reward"),
     )
-
-
-def evidence_of(row: CanaryRow) -> dict[str, Any]:  # Any: JSON
-    """Return the evidence of a row; empty when the column holds no JSON object."""
-    return row.evidence if isinstance(row.evidence, dict) else {}
 
 
 def add_evidence(row: CanaryRow, /, **entries: Any) -> None:  # Any: JSON
     """Add entries to the evidence of a row; an entry replaces an earlier one of its name."""
     # A new object: the session does not notice a change inside the old one.
-    row.evidence = {**evidence_of(row), **entries}
+    row.evidence = {**row.evidence, **entries}
 
 
 def entry(row: CanaryRow, name: str) -> dict[str, Any]:  # Any: JSON
     """Return an object of the evidence; empty when there is none of this name."""
-    value = evidence_of(row).get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float:
-    known = isinstance(value, int | float) and -_LARGEST < value < _LARGEST  # False for NaN too
-    return cast(float, value) if known else 0.0
-
-
-def _whole(value: object, damaged: int) -> int:
-    return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else damaged
-
-
-def _metrics(stored: dict[str, Any]) -> dict[str, MetricState]:  # Any: JSON
-    """A metric whose record is damaged begins anew."""
-    found: dict[str, MetricState] = {}
-    for name, value in stored.items():
-        try:
-            found[str(name)] = msgspec.convert(value, MetricState)
-        except msgspec.ValidationError:
-            continue
-    return found
-
-
-def _approval(stored: dict[str, Any]) -> Approval | None:  # Any: JSON
-    """The service is asked anew when the record is damaged."""
-    try:
-        return msgspec.convert(stored, Approval) if stored else None
-    except msgspec.ValidationError:
-        return None
-
-
-def _waived(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
+    value: dict[str, Any] = row.evidence.get(name) or {}
+    return value
 
 
 def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON
@@ -169,12 +122,6 @@ def active(session: Session, model: str) -> Canary | None:
     """Return the model's active canary, or None."""
     row = active_row(session, model)
     return to_canary(row) if row is not None else None
-
-
-def is_there(session: Session, canary_id: str) -> bool:
-    """Return True when the store finds this canary by its id. False: the id is damaged."""
-    known = select(CanaryRow.state).where(CanaryRow.canary_id == canary_id)
-    return session.scalar(known) is not None
 
 
 def find_row(session: Session, canary_id: str) -> CanaryRow:

@@ -246,7 +246,7 @@ def sessions_a_day(session: Session, line: Line, now: float) -> float:
     oldest = session.scalar(
         select(row.stored_at).where(row.seq == select(func.min(row.seq)).scalar_subquery())
     )
-    if not isinstance(oldest, float) or first == end:
+    if oldest is None or first == end:
         return 0.0
     covered_s = min(max(now - oldest, DAY_S), WEEK_S)
     begin = max(first, end - EXAMINED)

@@ -84,14 +84,10 @@ def told(
 
 def count_up(session: Session, line: str, now: float) -> None:
     """Give the switches of a line their next generation."""
-    # A damaged number must not hold up a pause; the time in seconds is above any count of changes.
-    flag = flag_of(GENERATION, line)
-    before = _generation(session, line)
-    following = before + 1 if get_flag(session, flag) is None or before else int(now)
-    set_flag(session, flag, str(following), now=now)
+    following = _generation(session, line) + 1
+    set_flag(session, flag_of(GENERATION, line), str(following), now=now)
     session.flush()
 
 
 def _generation(session: Session, line: str) -> int:
-    text = get_flag(session, flag_of(GENERATION, line)) or ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+    return int(get_flag(session, flag_of(GENERATION, line)) or 0)

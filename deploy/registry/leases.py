@@ -7,9 +7,6 @@ A clean stop gives the lease back, and the next one takes it at once. So does a 
 killed and starts again: it has the id of its `state_dir`, which a lock of the kernel gives to one
 process at a time (`sidecar.processes`). A copy of that folder on another machine has the
 id too: the holder that finds a beat under its own id that it did not write gives way.
-
-A damaged row keeps nobody out: what is no beat never grows, so it ends as any lease does, and the
-next write mends it.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import TypeGuard
 
 import structlog
 from sqlalchemy import delete, select
@@ -41,7 +37,7 @@ def lines_behind(session: Session) -> frozenset[str]:
         .join(RoutingRow, RoutingRow.model == TableTakenRow.model)
         .where(TableTakenRow.generation < RoutingRow.generation)
     )
-    return frozenset(one for one in session.scalars(behind) if isinstance(one, str))
+    return frozenset(session.scalars(behind))
 
 
 log = structlog.get_logger()
@@ -52,10 +48,10 @@ HELD_S = 4.0
 LEASE_S = 5.0
 ID_FILE = "control-id"
 MOST_BEATS = 2**31 - 1
-"""Largest beat that every store holds: a century of them. A larger one is damage."""
+"""Largest beat that every store holds: a century of them."""
 
-Found = tuple[object, object]
-"""Holder and beat as they stand in the row. A damaged store has anything there."""
+Found = tuple[str, int]
+"""Holder and beat as they stand in the row."""
 
 
 def own_id(state_dir: Path) -> str:
@@ -128,7 +124,7 @@ class Lease:
         with self._database.read() as session:
             row = session.get(LeaseRow, CONTROL)
             found = None if row is None else (row.holder, row.beat)
-            told = "" if row is None else _words(row.told)
+            told = "" if row is None else row.told
         if not self._may_take(found, told, asked_at):
             if self._beaten_at is not None:
                 log.error("control_lost_its_lease", to=told)
@@ -173,14 +169,14 @@ class Lease:
             self._seen = (found, now)
         return now - self._seen[1] >= LEASE_S
 
-    def _is_own(self, beat: object) -> bool:
+    def _is_own(self, beat: int) -> bool:
         """Return True unless another process wrote this beat, which stands under our id. One that
-        never wrote takes what an earlier process with this id left; nobody writes what is no beat.
+        never wrote takes what an earlier process with this id left.
         """
-        return not self._written or beat in self._written or not _is_beat(beat)
+        return not self._written or beat in self._written
 
     def _write(self, found: Found | None, taken: bool) -> bool:
-        following = found[1] + 1 if found and _is_beat(found[1]) else 1
+        following = found[1] % MOST_BEATS + 1 if found else 1
         known, self._written = self._written, self._written | {following}
         with self._database.write() as session:
             row = session.get(LeaseRow, CONTROL)
@@ -200,26 +196,17 @@ class Lease:
         return True
 
 
-def _is_beat(value: object) -> TypeGuard[int]:
-    """Return False for what damage left in the place of a beat, or what cannot grow any more."""
-    return isinstance(value, int) and 0 <= value < MOST_BEATS
-
-
-def _words(told: object) -> str:
-    return told if isinstance(told, str) else repr(told)[:255]
-
-
 # When each loaded adapter was last needed, per vLLM.
 
 
 def read_since(session: Session, replica: str) -> dict[str, float]:
-    """Return adapter -> since when nothing wants it, in Unix seconds, without damaged times."""
+    """Return adapter -> since when nothing wants it, in Unix seconds."""
     rows = session.execute(
         select(UnwantedAdapterRow.adapter, UnwantedAdapterRow.since).where(
             UnwantedAdapterRow.replica == _key(replica)
         )
     )
-    return {name: since for name, since in rows if isinstance(since, float)}
+    return {row.adapter: row.since for row in rows}
 
 
 def keep_since(

@@ -67,8 +67,6 @@ class LineageRun:
     counts: dict[str, Any]
     metrics: tuple[dict[str, Any], ...]
     """One object per optimiser step."""
-    damaged: tuple[str, ...]
-    """Those of the three above that the store holds damaged; they are empty here."""
     groups: tuple[LineageGroup, ...]
 
 
@@ -83,8 +81,6 @@ class LineageCanary:
     started_at: float
     ended_at: float | None
     evidence: dict[str, Any]
-    damaged: bool
-    """True when the store holds the evidence damaged; it is empty here."""
     gate_exchange_ids: tuple[str, ...]
     gate_differences: tuple[float | None, ...]
     """Score differences, one per exchange id; None: set aside."""
@@ -156,17 +152,14 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
         .where(GroupDigestRow.run_id == row.run_id)
         .order_by(GroupDigestRow.group_seq)
     ).all()
-    kinds = {"settings": dict, "counts": dict, "metrics": list}
-    damaged = tuple(name for name, kind in kinds.items() if type(getattr(row, name)) is not kind)
     return LineageRun(
         run_id=row.run_id,
         status=row.status,
         started_at=row.started_at,
         ended_at=row.ended_at,
-        settings=row.settings if "settings" not in damaged else {},
-        counts=row.counts if "counts" not in damaged else {},
-        metrics=tuple(row.metrics) if "metrics" not in damaged else (),
-        damaged=damaged,
+        settings=row.settings,
+        counts=row.counts,
+        metrics=tuple(row.metrics),
         groups=tuple(_deleted_group(group) for group in deleted)
         + tuple(
             LineageGroup(
@@ -192,8 +185,8 @@ def _deleted_group(row: GroupDigestRow) -> LineageGroup:
         adapter=row.adapter,
         status=row.status,
         reason=row.reason,
-        scores=tuple(row.scores) if isinstance(row.scores, list) else (),
-        rewards=tuple(row.rewards) if isinstance(row.rewards, list) else (),
+        scores=tuple(row.scores),
+        rewards=tuple(row.rewards or ()),
         judge_model=row.judge_model,
         rubric_hash=row.rubric_hash,
         content="forgotten" if row.forgotten else "expired",
@@ -227,7 +220,6 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
         .where(GateComparisonRow.canary_id == row.canary_id)
         .order_by(GateComparisonRow.comparison_id)
     ).all()
-    evidence = canaries.evidence_of(row)
     gives = canaries.to_canary(row).judge_gives_reward
     return LineageCanary(
         canary_id=row.canary_id,
@@ -236,8 +228,7 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
         champion=row.champion,
         started_at=row.created_at,
         ended_at=row.ended_at,
-        evidence=evidence,
-        damaged=not isinstance(row.evidence, dict),
+        evidence=row.evidence,
         gate_exchange_ids=tuple(one.exchange_id for one in compared),
         gate_differences=tuple(one.difference for one in compared),
         gate_judges=_judges(session, compared),
@@ -285,8 +276,6 @@ def _render_run(run: LineageRun) -> list[str]:
         f"groups: {counts}",
         f"    settings {settings}",
     ]
-    if run.damaged:
-        lines.append(f"    damaged in the store: {', '.join(run.damaged)}")
     for group in run.groups:
         scores = " ".join(_number(score, ".2f", "-") for score in group.scores)
         rewards = " ".join(_number(reward, ".2f", "-") for reward in group.rewards)
@@ -310,8 +299,6 @@ def _render_canary(canary: LineageCanary) -> list[str]:
         f"  canary {canary.canary_id} [{canary.state}] against {canary.champion}: {canary.reason}"
     ]
     evidence = canary.evidence
-    if canary.damaged:
-        lines.append("    evidence: damaged in the store")
     lines += _render_evidence("probe", evidence, lambda probe: f"probe {probe['reason']}")
     lines += _render_evidence("gate", evidence, _render_gate)
     if evidence.get("gate"):
@@ -389,11 +376,9 @@ def _render_step(name: str, step: dict[str, Any]) -> str:
     )
 
 
-def _number(stored: object, form: str, none: str) -> str:
-    """Render a number that SQLite may hold as text. none: what stands for no number."""
-    if stored is None:
-        return none
-    return format(stored, form) if isinstance(stored, int | float) else "(damaged)"
+def _number(stored: float | None, form: str, none: str) -> str:
+    """Render a number. none: what stands for no number."""
+    return none if stored is None else format(stored, form)
 
 
 def _counts(arm: dict[str, int]) -> str:

@@ -25,7 +25,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
-from sqlalchemy.orm.exc import StaleDataError
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState
@@ -162,7 +161,7 @@ def roll_back_in(
 def _met_by_users(session: Session, model: str) -> list[str]:
     """Return the candidate whose canary gave it users; empty while it is loaded or at the gate."""
     active = canaries.active(session, model)
-    if active is None or active.phase != "ramping" or not isinstance(active.candidate, str):
+    if active is None or active.phase != "ramping":
         return []
     return [active.candidate]
 
@@ -171,14 +170,8 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
     row = canaries.active_row(session, model)
     if row is None:
         return None
-    before = canaries.to_canary(row)
-    try:
-        with session.begin_nested():
-            transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
-    except StaleDataError:
-        why = f"rollback: {reason}"
-        transitions.end_damaged(session, row, before, reason=why, now=now, actor=actor)
-    return before.canary_id
+    transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
+    return row.canary_id
 
 
 def _move_aliases(

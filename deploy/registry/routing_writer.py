@@ -20,7 +20,6 @@ from sidecar.routing.table import (
     RoutingTable,
     decode_table,
     encode_table,
-    is_adapter_name,
     is_generation,
 )
 from sidecar.store.database import DAMAGE
@@ -40,7 +39,7 @@ def write(session: Session, model: str, *, now: float) -> RoutingTable:
     """
     row = session.get(RoutingRow, model)
     before = _table(row) if row is not None else None
-    after = _derive(session, model, before)
+    after = _derive(session, model)
     newest = 0 if row is None else _newest(session, row, before, now)
     if before is not None and replace(after, generation=newest) == before:
         return before
@@ -66,7 +65,7 @@ def initialise(session: Session, model: str, *, now: float, actor: str) -> Routi
                 session,
                 model=model,
                 alias=alias,
-                to=BASE,
+                to=versions.champion(session, model) if alias == "champion" else BASE,
                 now=now,
                 actor=actor,
                 reason="first start",
@@ -113,14 +112,9 @@ def agrees(table: RoutingTable, canary: Canary | None) -> bool:
     )
 
 
-def _derive(session: Session, model: str, before: RoutingTable | None) -> RoutingTable:
-    """before: the table that serves; its champion stays where the alias is damaged."""
+def _derive(session: Session, model: str) -> RoutingTable:
     session.flush()
     champion = versions.champion(session, model)
-    if not is_adapter_name(champion):
-        serves = BASE if before is None else before.champion
-        _log_error("champion_damaged", model=model, champion=champion, serves=serves)
-        champion = serves
     canary = canaries.active(session, model)
     if canary is None or canary.weight_bp == 0:
         return RoutingTable(model=model, champion=champion)

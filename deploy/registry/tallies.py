@@ -18,17 +18,17 @@ taken for mended once in 300 looks."""
 
 
 def exchanges(session: Session) -> int:
-    """Return the number of exchanges that were ever stored. A damaged count is 0."""
+    """Return the number of exchanges that were ever stored."""
     row = session.get(CounterRow, (CONSUME, STORED))
-    return row.count if row is not None and isinstance(row.count, int) else 0
+    return row.count if row is not None else 0
 
 
 def of_stage(session: Session, stage: str) -> dict[str, int]:
-    """Return the counters of one stage by reason, without zeros and damaged ones."""
+    """Return the counters of one stage by reason, without zeros."""
     rows = session.scalars(
         select(CounterRow).where(CounterRow.stage == stage).order_by(CounterRow.reason)
     )
-    return {row.reason: row.count for row in rows if isinstance(row.count, int) and row.count}
+    return {row.reason: row.count for row in rows if row.count}
 
 
 def fields_refused(session: Session) -> dict[str, int]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.records import ACTIVE_PHASES, LOADS, AdapterState, Canary, Phase, version_of
+from deploy.records import LOADS, AdapterState, Canary, Phase, version_of
 from deploy.registry import aliases, audit, canaries, proof_rule, routing_writer, versions
 from deploy.registry import canaries as waiting
 from deploy.registry.canary_rule import Hold, Move
@@ -157,9 +155,7 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     if tripped is not None:
         # A new salt: a breaker trip excludes the old salt for good.
         row.salt = uuid.uuid4().hex
-        row.evidence = {
-            key: value for key, value in canaries.evidence_of(row).items() if key != "breaker"
-        }
+        row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
         row.step_started_at = now  # the replies that tripped the breaker are not judged again
         # Other sessions meet it from now on: what the earlier ones said is not added to theirs.
         ramp = {**canaries.entry(row, "ramp"), "began_at": now}
@@ -200,31 +196,18 @@ def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
     return canaries.to_canary(row)
 
 
-def end_damaged(
-    session: Session, row: CanaryRow, before: Canary, *, reason: str, now: float, actor: str
-) -> None:
-    """End an active canary whose own key is damaged, so that no statement finds its row by that.
-
-    before: the row as it was read; the session may not be able to read it again.
-    It cannot go the way of the others: its candidate gets no verdict and no ban.
-    """
-    model, named = before.model, f"the canary of {before.candidate} has a damaged canary_id"
-    session.expunge(row)
-    active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
-    ended = {"state": "rolled_back", "reason": f"{named}: {reason}", "ended_at": now}
-    session.execute(update(CanaryRow).where(*active).values(**ended))
+def end_lost(session: Session, model: str, *, now: float) -> str | None:
+    """End what is left of a canary whose row is gone, as a damaged one: its candidate gets no
+    verdict and no ban. Returns: the candidate; None: there is no such one."""
+    candidate = versions.aliases_of(session, model).get("canary")
+    if candidate is None or canaries.active_row(session, model) is not None:
+        return None
+    actor, reason = audit.CONTROL, "the row of its canary was damaged"
     versions.drop_alias(session, model=model, alias="canary", now=now, actor=actor, reason=reason)
-    versions.set_state(session, before.candidate, "rolled_back", f"{named}: {reason}")
+    versions.set_state(session, candidate, "rolled_back", reason)
     count(session, "canary", "damaged")
     routing_writer.write(session, model, now=now)
-    _audit(
-        session,
-        before,
-        replace(before, phase="rolled_back", paused=False),
-        now=now,
-        actor=actor,
-        reason=f"{named}: {reason}",
-    )
+    return candidate
 
 
 def skip_step(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:

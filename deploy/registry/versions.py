@@ -119,8 +119,7 @@ def named(session: Session, model: str, names: Collection[str]) -> list[AdapterV
 
 
 def _made(row: AdapterRow) -> tuple[float, str]:
-    at = row.created_at
-    return (at if isinstance(at, int | float) else 0.0, str(row.name))  # else damaged: the oldest
+    return row.created_at, row.name
 
 
 def any_in(session: Session, model: str, state: AdapterState, *, but: str = "") -> bool:
@@ -147,8 +146,9 @@ def lines_in(session: Session, model: str) -> list[str]:
 
 
 def champion(session: Session, model: str) -> str:
-    """Return the name of the champion, or "base"."""
-    return aliases_of(session, model).get("champion", BASE)
+    """Return the name of the champion, or "base". Without a row it is where the history ends."""
+    found = aliases_of(session, model).get("champion")
+    return found or history.last_after(session, model, "champion") or BASE
 
 
 def ancestors(session: Session, name: str) -> list[AdapterVersion]:
@@ -166,7 +166,7 @@ def ancestors(session: Session, name: str) -> list[AdapterVersion]:
 
 def descends_from(session: Session, model: str, name: str, ancestor: str) -> bool:
     """Return True when a version was trained from `ancestor`, or from one that was. False for the
-    base on either side. Reads names alone, so a damaged row hides only what is behind it."""
+    base on either side. Reads names alone."""
     known = select(AdapterRow.name, AdapterRow.parent).where(AdapterRow.model == model)
     parents = {row.name: row.parent for row in session.execute(known)}
     for _ in range(len(parents)):
@@ -260,7 +260,6 @@ def drop_alias(
 
 
 def _next(generation: int) -> int:
-    # A damaged number must not hold up a rollback.
     return generation + 1 if is_generation(generation) else 1
 
 

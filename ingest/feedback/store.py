@@ -130,10 +130,10 @@ def _delete(session: Session, keys: Collection[tuple[str, str]]) -> None:
     )
 
 
-def _began_at(evidence: object, at: float) -> float:
-    """When the abandoned exchange began; damaged evidence gives the signal's own time."""
-    found = evidence.get("began_at") if isinstance(evidence, dict) else None
-    return found if isinstance(found, float) else at
+def _began_at(evidence: dict[str, Any], at: float) -> float:  # Any: JSON
+    """When the abandoned exchange began; evidence of older versions gives the signal's own time."""
+    found: float = evidence.get("began_at", at)
+    return found
 
 
 MOST: Final = 1_000
@@ -312,7 +312,7 @@ def _signals(session: Session, where: ColumnElement[bool]) -> list[SignalEntry]:
             exchange_id=row.exchange_id,
             by_id=row.by_id,
             at=row.at,
-            evidence=row.evidence if isinstance(row.evidence, dict) else {},
+            evidence=row.evidence,
         )
         for row in rows
     ]
@@ -346,14 +346,14 @@ CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A row of the page. Any: a damaged column holds anything."""
+    """A row of the page."""
 
     seq: int
     exchange_id: str
     session_id: str
-    stored_at: Any
-    started_at: Any
-    timings: Any
+    stored_at: float
+    started_at: float
+    timings: dict[str, Any]  # Any: JSON
     outcome: str
 
 
@@ -396,7 +396,7 @@ def _page(session: Session, begin: int, *, settled: float, now: float) -> list[_
     for row in rows:
         seen = _Seen(*row)
         # A time to come was written by a clock that was fast: nothing waits for it.
-        if isinstance(seen.stored_at, float) and settled < seen.stored_at <= now:
+        if settled < seen.stored_at <= now:
             break
         page.append(seen)
     return page
@@ -413,17 +413,13 @@ def _abandoned(session: Session, page: list[_Seen], after_s: float) -> list[Sign
     )
     began: dict[str, list[float]] = {}
     for one in page:
-        if isinstance(one.started_at, float):
-            began.setdefault(one.session_id, []).append(one.started_at)
+        began.setdefault(one.session_id, []).append(one.started_at)
     found: list[Signal] = []
     for one in page:
         cut = one.outcome == "cut"
         if not cut and one.exchange_id not in calls:
             continue
-        total_s = one.timings.get("total_s") if isinstance(one.timings, dict) else None
-        if not isinstance(one.started_at, float) or not isinstance(total_s, int | float):
-            continue  # damaged: nothing is known of its time
-        ended_at = one.started_at + total_s
+        ended_at = one.started_at + (one.timings.get("total_s") or 0.0)
         window = (one.started_at, ended_at + after_s)
         # Most are followed by another one of the page: no question is needed for them.
         if _any_within(began[one.session_id], window):
@@ -446,7 +442,7 @@ def _abandoned(session: Session, page: list[_Seen], after_s: float) -> list[Sign
     return found
 
 
-def _near(session: Session, one: _Seen) -> Iterator[object]:
+def _near(session: Session, one: _Seen) -> Iterator[float]:
     """Yield when the nearest exchanges of the session began."""
     key = ExchangeRow.seq
     for bound, order in ((key > one.seq, key), (key < one.seq, key.desc())):
@@ -464,10 +460,10 @@ def _near(session: Session, one: _Seen) -> Iterator[object]:
             )
 
 
-def _any_within(times: Iterable[object], window: tuple[float, float]) -> bool:
+def _any_within(times: Iterable[float], window: tuple[float, float]) -> bool:
     """Whether one of the times is after the window's beginning and not after its end."""
     begin, end = window
-    return any(isinstance(at, float) and begin < at <= end for at in times)
+    return any(begin < at <= end for at in times)
 
 
 def _number(text: str | None) -> int:

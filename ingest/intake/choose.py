@@ -500,15 +500,13 @@ def recent_demand(
     other exchanges, so whoever asked waits a few looks at most.
     """
     seen, each = spread_since(session, now - DAY_S, limit=LOOKED_AT, begin=now * 0.618 % 1.0)
-    asked = ((caller, at) for _, caller, at, _ in seen if isinstance(at, float))
+    asked = ((caller, at) for _, caller, at, _ in seen)
     waiting = [(seq, caller) for seq, caller, _, state in seen if state == BACKLOG]
     return daily_demand(asked, now=now, each=each), waiting
 
 
 def _settled(settle_s: float, now: float) -> Settled:
-    def settled(stored_at: object) -> bool:
-        if not isinstance(stored_at, float):
-            return True  # damaged: whoever reads it says so
+    def settled(stored_at: float) -> bool:
         # A time to come was written by a clock that was fast: nothing waits for it.
         return stored_at <= now - settle_s or stored_at > now
 

@@ -168,10 +168,10 @@ class ReplyStore:
         count(session, STAGE, STORED)
         evict(session, written + size - self._max_bytes, before=now - self._max_age_s)
 
-    def _is_young(self, at: object) -> bool:
-        """True for a time within the limit of age; False for a damaged one and one to come."""
+    def _is_young(self, at: float) -> bool:
+        """True for a time within the limit of age; False for one to come."""
         now = self._clock()
-        return isinstance(at, float) and now - self._max_age_s < at <= now + self._max_age_s
+        return now - self._max_age_s < at <= now + self._max_age_s
 
     def _missed(self, what: str, error: Exception) -> None:
         with self._lock:
@@ -221,10 +221,8 @@ def reply_place(digest: str) -> bytes:
     return place_in("judge_reply", "reply", digest)
 
 
-def _opened(keyring: Keyring, digest: str, stored: object) -> _Stored:
+def _opened(keyring: Keyring, digest: str, stored: str) -> _Stored:
     """Raises: ValueError when it is damaged."""
-    if not isinstance(stored, str):
-        raise ValueError("the stored reply is no text")
     try:
         return msgspec.json.decode(
             keyring.open_text(stored, reply_place(digest)).encode(), type=_Stored

@@ -29,7 +29,7 @@ from ingest.judge_watch import NANO
 from ingest.ruler.group import REFUSED
 from ingest.ruler.judge import LIMITS, MILLION, JudgeReply, Usage, import_litellm
 from ingest.ruler.prompt import reply_tokens
-from ingest.store.listing import day_of, hour_of, is_count, next_hour, next_midnight
+from ingest.store.listing import day_of, hour_of, next_hour, next_midnight
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, count, insert_into
@@ -119,7 +119,7 @@ def rows_of(amount: Amount, budget: JudgeSettings, *, now: float) -> dict[tuple[
 def read_spending(
     session: Session, *, now: float, unwritten: Mapping[tuple[str, str], int] | None = None
 ) -> Spending:
-    """Read what this day and this hour have cost. A damaged number counts as 0.
+    """Read what this day and this hour have cost.
 
     unwritten: counts that are still to be added.
     """
@@ -131,7 +131,6 @@ def read_spending(
                 CounterRow.stage.in_([DAY, HOUR, TOKENS]), CounterRow.reason.in_([day, hour])
             )
         )
-        if is_count(row.count)
     }
 
     def total(key: tuple[str, str]) -> int:
@@ -145,27 +144,19 @@ def read_spending(
 
 
 def lock_rows(session: Session, *, now: float) -> None:
-    """Have the counters of this day to oneself until the transaction ends.
-
-    Damaged numbers begin again at 0 (one would stay damaged when something is added, and there
-    were no budget), and the hours that are over are dropped.
-    """
+    """Have the counters of this day to oneself until the transaction ends. The hours that are over
+    are dropped."""
     hour = hour_of(now)
     today = insert_into(session, CounterRow).values(stage=DAY, reason=day_of(now), count=0)
     session.execute(today.on_conflict_do_nothing(index_elements=["stage", "reason"]))
-    rows = session.scalars(
-        select(CounterRow)
+    session.execute(
+        select(CounterRow.count)
         .where(
             CounterRow.stage.in_([DAY, HOUR, TOKENS]), CounterRow.reason.in_([day_of(now), hour])
         )
         .order_by(CounterRow.stage)
         .with_for_update()  # processes that ask at once see one another's reservations
     )
-    for row in rows:
-        if not is_count(row.count):
-            log.warning("counter_unreadable", stage=row.stage, reason=row.reason)
-            row.count = 0
-    session.flush()
     session.execute(delete(CounterRow).where(CounterRow.stage == HOUR, CounterRow.reason < hour))
 
 

@@ -286,8 +286,7 @@ def blank_comparisons(session: Session, exchange_ids: Sequence[str]) -> int:
         select(GateComparisonRow).where(GateComparisonRow.exchange_id.in_(exchange_ids))
     ).all()
     for row in rows:
-        answers = row.answers if isinstance(row.answers, list) else []
-        row.answers = [_blank(one) for one in answers if isinstance(one, dict)]
+        row.answers = [_blank(one) for one in row.answers]
         session.execute(
             update(JudgeCallRow)
             .where(JudgeCallRow.group_id == row.comparison_id)
@@ -356,8 +355,7 @@ def _decoded(
         stored = opened_reply(session, row, column)
         return decompress(stored) if column == "message_body" else decompress_array(stored)
     except DAMAGE:
-        stored = getattr(row, column)
-        return stored if isinstance(stored, bytes) else b""
+        return row.message_body if column == "message_body" else row.token_ids
 
 
 def remove_leftovers(session: Session, exchange_ids: Sequence[str]) -> None:
@@ -491,9 +489,8 @@ def held_after(session: Session, after: int) -> list[Held]:
         Held(
             seq=seq,
             exchange_id=exchange_id,
-            # A damaged time: it goes by the size of the store only.
-            stored_at=stored_at if isinstance(stored_at, float) else float("inf"),
-            stored_bytes=sum(size for size in sizes if isinstance(size, int)),
+            stored_at=stored_at,
+            stored_bytes=sum(size or 0 for size in sizes),
             group_status=status,
         )
         for seq, exchange_id, stored_at, *sizes, status in rows

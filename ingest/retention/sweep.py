@@ -218,7 +218,7 @@ class Sweeper:
             return
 
         def remove(rows: Sequence[Any]) -> Iterator[int]:
-            old = [row for row in rows if _older(row.at, now - age_s)]
+            old = [row for row in rows if row.at < now - age_s]
             gone = [row.seq for row in old if not row.group_id.startswith(OF_A_COMPARISON)]
             blank = [
                 row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON) and row.said
@@ -271,7 +271,7 @@ class Sweeper:
             return
 
         def remove(rows: Sequence[Any]) -> Iterator[int]:
-            old = [row for row in rows if _older(row.stored_at, now - age_s)]
+            old = [row for row in rows if row.stored_at < now - age_s]
             if gone := [row.seq for row in old if row.exchange_id is None]:
                 yield self._delete_feedback(gone)
 
@@ -294,7 +294,7 @@ class Sweeper:
             return
 
         def remove(rows: Sequence[Any]) -> Iterator[int]:
-            old = [(row.seq, row.size or 0) for row in rows if _older(row.at, now - age_s)]
+            old = [(row.seq, row.size or 0) for row in rows if row.at < now - age_s]
             for gone in divide(old, ROWS, BYTES):
                 with self._database.write(alone=False) as session:
                     session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(gone)))
@@ -347,15 +347,10 @@ class Sweeper:
             used_bytes=space.used,
             free_bytes=space.free,
             max_bytes=self._settings.max_bytes,
-            oldest_at=oldest if isinstance(oldest, float) else None,
+            oldest_at=oldest,
         )
         with self._database.write(alone=False) as session:
             set_flag(session, FLAG, msgspec.json.encode(state).decode(), now=now)
-
-
-def _older(at: object, than: float) -> bool:
-    """False for a damaged time: its row stays, and keeps none behind it."""
-    return isinstance(at, float) and at < than
 
 
 def _seconds(days: float) -> float | None:

@@ -379,8 +379,6 @@ def _known(line: Line, name: str, limits: Limits) -> Profile | None:
 
 def _few(line: Line, name: str, limits: Limits) -> str:
     profile = line.profiles.get(name)
-    if profile is not None and profile.lost:
-        return f"what was known of {name} was damaged, and its answers are deleted"
     answers = profile.answers if profile is not None else 0
     if profile is not None and answers >= limits.min_answers:
         sessions = counted(profile.sessions, "session")

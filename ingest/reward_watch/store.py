@@ -35,7 +35,6 @@ from ingest.reward_watch.rules import (
 from ingest.reward_watch.rules import Line as WatchLine
 from ingest.reward_watch.traits import (
     KINDS,
-    DamagedProfileError,
     MeanOf,
     Profile,
     RateOf,
@@ -44,7 +43,6 @@ from ingest.reward_watch.traits import (
     traits_of,
     write_body,
 )
-from sidecar.errors import StoreError
 from sidecar.lines import Line, flag_of, project_of
 from sidecar.records import BASE
 from sidecar.settings import Watch
@@ -88,61 +86,43 @@ def refresh(session: Session, model: str, adapter: str, limits: Limits, *, now: 
 
 
 def current_profile(session: Session, model: str, adapter: str, limits: Limits) -> Profile:
-    """Return what is known of an adapter: of its answers in the store, or of those before.
-
-    A stored profile that cannot be read is computed anew; what its deleted answers told is lost,
-    which the profile says. The damage is logged.
-    """
-    lost = False
-    try:
-        stored = stored_profile(session, model, adapter)
-    except DamagedProfileError as error:
-        log.error("profile_damaged", adapter=adapter, why=str(error))
-        stored, lost = None, True
+    """Return what is known of an adapter: of its answers in the store, or of those before."""
+    stored = stored_profile(session, model, adapter)
     answers = _of_answers(session, model, adapter, limits)
     groups = _of_groups(session, model, adapter)
     if stored is None:
-        lost = lost and answers.answers < limits.min_answers
-        return _joined(answers, groups, lost=lost)
+        return _joined(answers, groups)
     told = stored.newest >= answers.newest and stored.answers > answers.answers
     grouped = stored.newest_group >= groups.newest_group and stored.groups > groups.groups
     grouped = grouped or groups.groups < min(stored.groups, limits.min_groups)
     return _joined(
         stored if told else answers,
         stored if grouped else groups,
-        lost=stored.lost and (stored if told else answers).answers < limits.min_answers,
     )
 
 
 def stored_profile(session: Session, model: str, adapter: str) -> Profile | None:
-    """Return a stored profile; None when there is none. Raises: DamagedProfileError."""
+    """Return a stored profile; None when there is none. One that is no profile counts as none
+    (logged): it is made anew from its answers."""
     body = session.scalar(
         select(AdapterProfileRow.body).where(
             AdapterProfileRow.model == model, AdapterProfileRow.adapter == adapter
         )
     )
-    return None if body is None else read_body(body)
+    try:
+        return None if body is None else read_body(body)
+    except msgspec.MsgspecError as error:
+        log.error("profile_damaged", adapter=adapter, why=str(error))
+        return None
 
 
-def damaged_profiles(session: Session, model: str, adapters: Iterable[str]) -> tuple[str, ...]:
-    """Return those of these adapters whose stored profile cannot be read."""
-    damaged = []
-    for adapter in adapters:
-        try:
-            stored_profile(session, model, adapter)
-        except DamagedProfileError:
-            damaged.append(adapter)
-    return tuple(damaged)
-
-
-def _joined(answers: Profile, groups: Profile, *, lost: bool) -> Profile:
+def _joined(answers: Profile, groups: Profile) -> Profile:
     return msgspec.structs.replace(
         answers,
         groups=groups.groups,
         newest_group=groups.newest_group,
         correlation=groups.correlation,
         correlation_error=groups.correlation_error,
-        lost=lost,
     )
 
 
@@ -161,12 +141,10 @@ def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> P
         .order_by(row.seq.desc())
         .limit(limits.window)
     ).all()
-    # A damaged trait is no truth value: that answer is left out.
-    sound = [one for one in found if all(isinstance(one[4 + at], bool) for at in range(len(KINDS)))]
-    if not sound:
+    if not found:
         return Profile()
     sessions: dict[str, list[int]] = {}
-    for at, one in enumerate(sound):
+    for at, one in enumerate(found):
         sessions.setdefault(one[2], []).append(at)
     signalled = set(
         session.scalars(
@@ -176,7 +154,7 @@ def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> P
         )
     )
     scores = _feedback(session, model, adapter)
-    unhappy = [one[1] in signalled for one in sound]
+    unhappy = [one[1] in signalled for one in found]
 
     def rate(hits: Sequence[bool]) -> RateOf:
         return _stored_rate(
@@ -184,14 +162,14 @@ def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> P
         )
 
     lengths = [
-        math.log1p(one[3]) if isinstance(one[3], int) and one[3] >= 0 else None for one in sound
+        math.log1p(one[3]) if isinstance(one[3], int) and one[3] >= 0 else None for one in found
     ]
-    told: list[float | None] = [scores.get(one[1]) for one in sound]
+    told: list[float | None] = [scores.get(one[1]) for one in found]
     return Profile(
-        answers=len(sound),
+        answers=len(found),
         sessions=len(sessions),
-        newest=sound[0][0],
-        rates={kind: rate([one[4 + at] for one in sound]) for at, kind in enumerate(KINDS)},
+        newest=found[0][0],
+        rates={kind: rate([one[4 + at] for one in found]) for at, kind in enumerate(KINDS)},
         log_tokens=_mean(sessions.values(), lengths),
         signals=rate(unhappy),
         feedback=_mean(sessions.values(), told),
@@ -345,13 +323,8 @@ class AnswerWatch:
         return seen
 
     def _refresh(self, model: str, adapter: str, now: float) -> None:
-        try:
-            with self._database.write(alone=False) as session:
-                refresh(session, model, adapter, self._limits, now=now)
-        except StoreError:
-            raise
-        except DAMAGE as error:
-            log.error("profile_not_made", adapter=adapter, why=f"{type(error).__name__}: {error}")
+        with self._database.write(alone=False) as session:
+            refresh(session, model, adapter, self._limits, now=now)
 
 
 def look_at_answers(
@@ -494,7 +467,7 @@ def _traits(session: Session, page: Sequence[_Seen]) -> tuple[list[dict[str, obj
                 "model": one.model,
                 "adapter": one.adapter,
                 "session_id": one.session_id,
-                "tokens": one.tokens if isinstance(one.tokens, int) and one.tokens >= 0 else None,
+                "tokens": one.tokens,
                 **asdict(traits),
             }
         )
@@ -555,8 +528,6 @@ class Answer:
     holding: tuple[Finding, ...]
     """Findings that nobody waived; with any of them the learner is held."""
     profiles: dict[str, Profile]
-    damaged: tuple[str, ...] = ()
-    """Adapters whose stored profile cannot be read."""
 
     @property
     def reason(self) -> str:
@@ -581,7 +552,6 @@ def ask(session: Session, model: str, settings: Watch, limits: Limits = LIMITS) 
         verdict=verdict,
         holding=holding,
         profiles=dict(line.profiles),
-        damaged=damaged_profiles(session, model, line.profiles),
     )
 
 

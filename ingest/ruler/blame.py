@@ -334,7 +334,7 @@ def charge(session: Session, failed: Failed, *, now: float) -> bool:
     row = _waiting(session, failed.group_id)
     if row is None:
         return False
-    row.judge_attempts = _attempts(row) + 1
+    row.judge_attempts = row.judge_attempts + 1
     ended = _count_failure(row, failed.reason)
     return _put_back(session, row, failed, now=now, ended=ended or failed.final)
 
@@ -356,11 +356,6 @@ def failures(row: GroupRow) -> dict[str, int]:
         return {}
 
 
-def _attempts(row: GroupRow) -> int:
-    """Return the group's failed attempts. A damaged number counts as none."""
-    return row.judge_attempts if isinstance(row.judge_attempts, int) else 0
-
-
 def _waiting(session: Session, group_id: str) -> GroupRow | None:
     return session.scalar(
         select(GroupRow)
@@ -379,7 +374,7 @@ def _count_failure(row: GroupRow, reason: str) -> bool:
 
 def _put_back(session: Session, row: GroupRow, failed: Failed, *, now: float, ended: bool) -> bool:
     """Queue the group for its next attempt, or set it aside. Returns: True when set aside."""
-    wait = wait_s(max(_attempts(row), failures(row).get(UNPROVEN, 0)))
+    wait = wait_s(max(row.judge_attempts, failures(row).get(UNPROVEN, 0)))
     row.detail = failed.detail
     row.judging_since = None
     row.lease_until = now + max(wait, min(failed.retry_after_s, LONGEST_RETRY_AFTER_S))
@@ -394,7 +389,7 @@ def _first_to_try_again(session: Session, left: Sequence[GroupRow]) -> GroupRow 
     aside.
     """
     for row in left:
-        row.judge_attempts = _attempts(row) + 1
+        row.judge_attempts = row.judge_attempts + 1
         if not _count_failure(row, INTERRUPTED):
             return row
         session.flush()

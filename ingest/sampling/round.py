@@ -37,7 +37,7 @@ from ingest.store.groups import (
     sampling_attempts,
     set_aside,
 )
-from ingest.store.listing import day_of, hour_of, is_count, next_hour, next_midnight
+from ingest.store.listing import day_of, hour_of, next_hour, next_midnight
 from ingest.vllm.sampler import Sampler, SampleRequest
 from sidecar.backoff import Backoff, retry_after_s
 from sidecar.records import BASE, Exchange
@@ -239,7 +239,7 @@ def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
 
 
 def read_usage(session: Session, *, now: float) -> Usage:
-    """Read what this day and this hour have used. A damaged number counts as 0."""
+    """Read what this day and this hour have used."""
     day, hour = day_of(now), hour_of(now)
     fields = {
         (DAY, day): "sampled_today",
@@ -254,14 +254,11 @@ def read_usage(session: Session, *, now: float) -> Usage:
         )
     )
     found = {fields.get((row.stage, row.reason)): row.count for row in rows}
-    return Usage(**{name: n for name, n in found.items() if name is not None and is_count(n)})
+    return Usage(**{name: n for name, n in found.items() if name is not None})
 
 
 def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) -> None:
-    """Count the tokens of candidates, in the caller's transaction.
-
-    A damaged number begins again at 0: otherwise it would stay damaged, and there were no budget.
-    """
+    """Count the tokens of candidates, in the caller's transaction."""
     day, hour = day_of(now), hour_of(now)
     spent = {
         (DAY, day): sampled,
@@ -270,11 +267,6 @@ def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) ->
         (PROMPT_HOUR, hour): prompts,
     }
     for (stage, reason), tokens in spent.items():
-        row = session.get(CounterRow, (stage, reason))
-        if row is not None and not is_count(row.count):
-            log.warning("counter_unreadable", stage=stage, reason=reason)
-            row.count = 0
-            session.flush()
         count(session, stage, reason, tokens)
     # Nobody reads an hour that is over, and there would be thousands.
     session.execute(

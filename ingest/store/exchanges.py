@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Final
 
-import msgspec
 import structlog
 from sqlalchemy import (
     ColumnElement,
@@ -34,7 +33,7 @@ from ingest.store.groups import place_columns, place_of
 from sidecar.records import Choice, Exchange
 from sidecar.store.codec import HEAD_BYTES, ID_BYTES, decoded_bytes, decoded_ids, unpack_ids
 from sidecar.store.contents import Content, keyring_of, load_contents, reply_place
-from sidecar.store.database import DAMAGE, check_id
+from sidecar.store.database import DAMAGE
 from sidecar.store.keyring import BUS, Keyring, is_sealed, place_in
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import (
@@ -251,7 +250,7 @@ def load_by_selection(
     for seq, stored_at, size in sizes.all():
         if not settled(stored_at):
             continue
-        limit_bytes -= size if isinstance(size, int) else 0  # a damaged number counts as none
+        limit_bytes -= size
         if seqs and limit_bytes < 0:
             break
         seqs.append(seq)
@@ -286,7 +285,7 @@ def first_since(session: Session, since: float) -> tuple[int, int]:
         seq, at = session.execute(
             select(row.seq, row.stored_at).where(row.seq >= middle).order_by(row.seq).limit(1)
         ).one()
-        if isinstance(at, float) and at >= since:
+        if at >= since:
             after = middle
         else:
             first = seq + 1
@@ -445,15 +444,15 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
                 row,
                 choices=tuple(
                     _CHOICE.open_record(choice, partial(_open_reply, keyring, choice))
-                    for choice in choices[check_id(row.exchange_id)]
+                    for choice in choices[row.exchange_id]
                 ),
                 request=contents[row.exchange_id].request,
                 prompt_token_ids=unpack_ids(contents[row.exchange_id].prompt_ids),
             ),
-            held_out=msgspec.convert(row.held_out, bool),
+            held_out=row.held_out,
             selection=row.selection,
             place=place_of(row),
-            stored_at=msgspec.convert(row.stored_at, float),
+            stored_at=row.stored_at,
         )
         for row in rows
     ]
@@ -501,7 +500,7 @@ PAGE_BYTES: Final = 32 * 2**20
 log = structlog.get_logger()
 
 
-def decoded_columns() -> tuple[ColumnElement[Any], ...]:  # Any: damaged ones are of any type
+def decoded_columns() -> tuple[ColumnElement[Any], ...]:  # Any: bytes and int
     """The columns that `decoded_sizes` takes. What an exchange says is not read for them."""
     body, ids = ExchangeRow.request_body, ExchangeRow.prompt_token_ids
     return (

@@ -23,7 +23,7 @@ from ingest.records import UNREADABLE, Answer, Disagreement, Group, Rewarded, Sc
 from ingest.sessions.messages import Place
 from sidecar.store.codec import FLOAT_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
-from sidecar.store.database import DAMAGE, check_id, count, insert_into
+from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.keyring import Keyring
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
@@ -84,30 +84,6 @@ def load_rewards(
         rule=rule,
         checks=_in_place(checks, len(answers), without, ()),
     )
-
-
-def unreadable(
-    session: Session,
-    row: GroupRow,
-    answers: Sequence[AnswerRow],
-    read: Callable[[AnswerRow], None],
-) -> dict[int, str]:
-    """Return why answers of a scored group cannot be read, by their places.
-
-    read: reads an answer but for its rewards. Raises: one of `DAMAGE`.
-    """
-    found: dict[int, str] = {}
-    independent = any(answer.independent_reward is not None for answer in answers)
-    for place, answer in enumerate(answers):
-        try:
-            read(answer)
-            rewarded = load_rewards(session, row, [answer])
-        except DAMAGE as error:
-            found[place] = f"{type(error).__name__}: {error}"
-        else:
-            if independent and rewarded is not None and not rewarded.independent:
-                found[place] = "it has no independent reward, and its siblings have one"
-    return found
 
 
 def _in_place(found: Iterable[T], size: int, without: Collection[int], other: T) -> tuple[T, ...]:
@@ -203,9 +179,9 @@ def load_group(session: Session, group_id: str, *, without: Collection[int] = ()
         exchange_id=row.exchange_id,
         session_key=row.session_key,
         session_id=row.session_id,
-        project=msgspec.convert(project, str),
+        project=project,
         adapter=row.adapter,
-        masked_by=row.masked_by if row.masked_by is None else msgspec.convert(row.masked_by, str),
+        masked_by=row.masked_by,
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
         answers=tuple(
@@ -218,16 +194,25 @@ def load_group(session: Session, group_id: str, *, without: Collection[int] = ()
 def _answer(keyring: Keyring, row: AnswerRow) -> Answer:
     """Read an answer. Damaged log-probabilities cost only themselves: it is read without any, and
     the learner leaves it out."""
-    held = row.logprobs
-    whole = isinstance(held, bytes) and len(held) % FLOAT_BYTES == 0
-    without = {} if whole else {"logprobs": ()}
+    without = {"logprobs": ()} if len(row.logprobs) % FLOAT_BYTES else {}
     return _ANSWER.open_record(row, partial(_open, keyring, row), **without)
 
 
-def _read(session: Session, row: AnswerRow) -> None:
-    """Raises: one of `DAMAGE` when an answer, or what the judge said of it, cannot be read."""
-    _answer(keyring_of(session), row)
-    opened_explanation(session, row)
+def _why_unreadable(
+    session: Session, row: GroupRow, answer: AnswerRow, *, independent: bool
+) -> str | None:
+    """Return why an answer of a scored group cannot be read; None when it can.
+
+    independent: its siblings have an independent reward.
+    """
+    try:
+        _answer(keyring_of(session), answer)
+        opened_explanation(session, answer)
+        rewarded = load_rewards(session, row, [answer])
+    except DAMAGE as error:
+        return f"{type(error).__name__}: {error}"
+    lacks = independent and rewarded is not None and not rewarded.independent
+    return "it has no independent reward, and its siblings have one" if lacks else None
 
 
 def load_scored_group(
@@ -239,21 +224,22 @@ def load_scored_group(
         that is no number is NaN. None: such a group cannot be read.
     Raises: one of `DAMAGE`; also where fewer than `LEAST_ANSWERS` answers can be read.
     """
-    try:
-        return _load_scored(session, group_id, lenient=on_damage is not None)
-    except DAMAGE:
-        if on_damage is None:
-            raise
-        row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
-        answers = _answer_rows(session, group_id)
-        damaged = {} if row is None else unreadable(session, row, answers, partial(_read, session))
-        if not damaged or len(answers) - len(damaged) < LEAST_ANSWERS:
-            raise
-    found = _load_scored(session, group_id, lenient=True, without=damaged)
-    if found is not None:
-        for place, why in damaged.items():
-            on_damage(place, why)
-    return found
+    if on_damage is None:
+        return _load_scored(session, group_id, lenient=False)
+    row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
+    answers = [] if row is None else _answer_rows(session, group_id)
+    independent = any(answer.independent_reward is not None for answer in answers)
+    damaged = {
+        place: why
+        for place, answer in enumerate(answers)
+        if row is not None
+        and (why := _why_unreadable(session, row, answer, independent=independent)) is not None
+    }
+    if len(answers) - len(damaged) < LEAST_ANSWERS:
+        damaged = {}
+    for place, why in damaged.items():
+        on_damage(place, why)
+    return _load_scored(session, group_id, lenient=True, without=damaged)
 
 
 def _load_scored(
@@ -267,7 +253,7 @@ def _load_scored(
         return None
     scores = [answer.score for answer in answers if answer.score is not None]
     if lenient:
-        scores = [one.score if isinstance(one.score, int | float) else math.nan for one in answers]
+        scores = [math.nan if one.score is None else one.score for one in answers]
         if len(scores) - sum(map(math.isnan, scores)) < min(LEAST_ANSWERS, len(scores)):
             return None
     if len(scores) != len(answers):
@@ -279,9 +265,9 @@ def _load_scored(
             "" if place in without else opened_explanation(session, answer)
             for place, answer in enumerate(answers)
         ),
-        judge_model=msgspec.convert(row.judge_model, str),
-        rubric_hash=msgspec.convert(row.rubric_hash, str),
-        passes=msgspec.convert(row.passes or 1, int),
+        judge_model=row.judge_model,
+        rubric_hash=row.rubric_hash,
+        passes=row.passes or 1,
         rewarded=load_rewards(session, row, answers, without=without),
     )
 
@@ -344,7 +330,7 @@ def retry_sampling(session: Session, group_id: str, *, until: float) -> None:
 def sampling_attempts(session: Session, group_id: str) -> int:
     """Read how many rounds of sampling left this group incomplete."""
     found = session.scalar(select(GroupRow.sampling_attempts).where(GroupRow.group_id == group_id))
-    return max(0, found) if isinstance(found, int) else 0  # a damaged number counts as none
+    return found or 0
 
 
 def mark_sampled(session: Session, group_id: str) -> bool:
@@ -527,11 +513,11 @@ def place_columns(place: Place) -> dict[str, object]:
 def place_of(row: ExchangeRow) -> Place:
     """Read a row. An exchange that no tree has placed, of an older store, is the root of a session.
 
-    Raises: one of `sidecar.store.database.DAMAGE` when a column holds no such value.
+    Raises: msgspec.ValidationError when it says no known `How`.
     """
     columns = {
         "exchange_id": row.exchange_id,
-        "session": check_id(msgspec.convert(row.session_id, str)),
+        "session": row.session_id,
         "parent": row.parent_id,
         "turn": row.turn,
         "branch": row.branch,

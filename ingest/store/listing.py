@@ -167,9 +167,6 @@ def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], list
 
 # The days and hours of budgets, in UTC, and the counter rows in which they are kept. Pure.
 
-LARGEST = 2**53
-"""A larger count is damage: no day has so many tokens or nano-dollars."""
-
 
 def day_of(now: float) -> str:
     """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
@@ -189,11 +186,6 @@ def next_midnight(now: float) -> datetime:
 def next_hour(now: float) -> datetime:
     """Return when the budgets of an hour are renewed."""
     return _utc(now).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
-
-
-def is_count(stored: object) -> bool:
-    """Tell whether a counter's row holds a believable count."""
-    return isinstance(stored, int) and 0 <= stored < LARGEST
 
 
 def _utc(now: float) -> datetime:

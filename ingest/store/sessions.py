@@ -48,8 +48,7 @@ def newest_exchanges(
     total = 0
     sizes: list[tuple[int, int]] = []
     for seq, stored_at, *columns in newest:
-        # A damaged time keeps no older exchange from being read.
-        if isinstance(stored_at, float) and stored_at < since:
+        if stored_at < since:
             continue
         request, prompt = decoded_sizes(*columns)
         total += request

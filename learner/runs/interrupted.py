@@ -167,9 +167,6 @@ def check_hold(database: Database, settings: Settings, run_id: str, *, now: floa
     model = settings.line.name
     with database.read() as session:
         answer = ask(session, model, settings.watch)
-    if answer.damaged:
-        with database.write(alone=False) as session:
-            count(session, STAGE, "profile_damaged", len(answer.damaged))
     if answer.verdict.findings and not answer.holding:
         log.warning("reward_watch_waived", run_id=run_id, found=answer.verdict.reason)
     if not answer.holding:

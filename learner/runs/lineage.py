@@ -245,18 +245,12 @@ def _window(database: Database, settings: Learner, material: Material) -> dict[s
 
 
 def _exchanges(database: Database, scored: Sequence[ScoredGroup]) -> dict[str, Any]:
-    """Name the first and the last exchange, by the time at which they started.
-
-    One whose time is damaged is passed over (logged): it says nothing of what was trained.
-    """
+    """Name the first and the last exchange, by the time at which they started."""
     ids = [one.group.exchange_id for one in scored]
     statement = select(ExchangeRow.started_at, ExchangeRow.exchange_id)
     with database.read() as session:
         rows = session.execute(statement.where(ExchangeRow.exchange_id.in_(ids))).all()
-    sound = [(at, one) for at, one in rows if isinstance(at, (int, float)) and math.isfinite(at)]
-    if len(sound) < len(rows):
-        log.warning("exchange_times_damaged", exchanges=len(rows) - len(sound))
-    found = sorted(sound)
+    found = sorted((at, one) for at, one in rows)
     ends = (found[0], found[-1]) if found else ((None, None), (None, None))
     return {
         name: {"exchange_id": exchange_id, "started_at": at}

@@ -192,7 +192,7 @@ def register(
     model: name of the line.
     run_id: None: no run made it. actor, reason: for the audit; by default the run's.
     """
-    # Without a damaged row, whose text or huge number has no successor.
+    # Without a huge number, which has no successor.
     of_model = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
     newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
     version = (newest or 0) + 1

@@ -95,7 +95,7 @@ def kept_ids(session: Session, model: str, *, now: float) -> set[str]:
     is not waited for longer than `KEPT_S`.
     """
     rows = session.scalars(select(RunRow).where(RunRow.status == RUNNING)).all()
-    return {row.run_id for row in rows if row.model == model or now - _heartbeat_at(row) < KEPT_S}
+    return {row.run_id for row in rows if row.model == model or now - row.heartbeat_at < KEPT_S}
 
 
 def last_failed(session: Session, model: str) -> bool:
@@ -147,13 +147,13 @@ def take_over(
     others = [row for line in sorted(beside) for row in _running(session, line)]
     for row in (*running, *others):
         if not is_dead(row, now):
-            raise RunInProgressError(row.run_id, _heartbeat_at(row))
+            raise RunInProgressError(row.run_id, row.heartbeat_at)
     for row in running:
         folder = WorkFolder(adapters_dir, row.run_id)
         if taken is not None or folder.read(CLAIMED) is None:
             end_dead(session, row, _why_dead(row), now=now)
             continue
-        deaths = [*_deaths(row), asdict(_death(row, folder, now))]
+        deaths = [*(row.deaths or []), asdict(_death(row, folder, now))]
         if (why := why_not_again(deaths)) is not None:
             end_dead(session, row, why, now=now, times=ATTEMPTS)
             continue
@@ -179,7 +179,7 @@ def open_run(
     """
     for row in _running(session, model, lock=True):
         if not is_dead(row, now):
-            raise RunInProgressError(row.run_id, _heartbeat_at(row))
+            raise RunInProgressError(row.run_id, row.heartbeat_at)
         end_dead(session, row, _why_dead(row), now=now)
     session.add(
         RunRow(
@@ -200,9 +200,8 @@ def open_run(
 
 def is_dead(row: RunRow, now: float) -> bool:
     """Return True when a run that has not ended does not go on by itself."""
-    # A damaged time, or one in the future, must not hold the lease for good. A live run loses it
-    # and stops.
-    return is_gone(row.holder) or not now - LEASE_S < _heartbeat_at(row) <= now + LEASE_S
+    # A time in the future must not hold the lease for good. A live run loses it and stops.
+    return is_gone(row.holder) or not now - LEASE_S < row.heartbeat_at <= now + LEASE_S
 
 
 def unfinished(session: Session, model: str, now: float) -> str | None:
@@ -254,17 +253,8 @@ def _running(session: Session, model: str, *, lock: bool = False) -> Sequence[Ru
     return session.scalars(statement.with_for_update() if lock else statement).all()
 
 
-def _heartbeat_at(row: RunRow) -> float:
-    return row.heartbeat_at if isinstance(row.heartbeat_at, int | float) else 0.0
-
-
 def _why_dead(row: RunRow) -> str:
     return "its process is gone" if is_gone(row.holder) else "it died: its heartbeat stood still"
-
-
-def _deaths(row: RunRow) -> list[dict[str, Any]]:
-    stored = row.deaths if isinstance(row.deaths, list) else []
-    return [one for one in stored if isinstance(one, dict)]
 
 
 def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
@@ -275,14 +265,14 @@ def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
         checkpoint=0 if newest is None else int(newest.name),
         step=step if isinstance(step, int) else 0,
         steps=steps if isinstance(steps, int) else 0,
-        place=row.place if isinstance(row.place, str) else None,  # not a text: damaged
+        place=row.place,
         stopped=how_released(row.holder) == "stopped",
     )
 
 
 def _mine(row: RunRow, token: str | None) -> bool:
     """token: of the process that asks; None: of nobody in particular."""
-    return token is None or (isinstance(row.holder, dict) and row.holder.get("token") == token)
+    return token is None or (row.holder or {}).get("token") == token
 
 
 def end_run(

@@ -24,7 +24,6 @@ from learner.errors import (
     DeviceError,
     FaultyGroupsError,
     IncompleteAdapterError,
-    ParentError,
     RunStoppedError,
 )
 from learner.records import CheckedAnswers, Fault, Parent
@@ -88,9 +87,7 @@ def waiting_groups(session: Session, *, line: Line, parent: str, max_age: int) -
             stale[group_id] = "stale"
         else:
             fresh.append(group_id)
-            # A damaged count is taken for one: the group is tried beside the other suspects.
-            count_known = failed if isinstance(failed, int) else 1
-            failures |= {group_id: count_known} if count_known else {}
+            failures |= {group_id: failed} if failed else {}
     return Waiting(fresh=tuple(fresh), stale=stale, failures=failures)
 
 
@@ -173,14 +170,8 @@ def samplers(session: Session, model: str, names: Iterable[str]) -> dict[str, Pa
 
 
 def as_parent(row: AdapterRow) -> Parent:
-    """Convert a registered version to a `Parent`, which the trainer can load.
-
-    Raises: ParentError when the path in its row is damaged.
-    """
-    try:
-        return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
-    except TypeError as error:
-        raise ParentError(f"the path of {row.name} is damaged in the store: {error}") from error
+    """Convert a registered version to a `Parent`, which the trainer can load."""
+    return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
 
 
 def mark_trained(session: Session, group_ids: Iterable[str]) -> None:
@@ -295,7 +286,7 @@ def blame_for_death(session: Session, run_id: str, reason: str) -> Mapping[str, 
     """Return the groups of a run that may have caused its sudden end, with their faults."""
     run = session.get(RunRow, run_id)
     place = run.place if run is not None else None
-    if not isinstance(place, str):  # not said, or damaged
+    if place is None:  # not said
         return _suspects(session, run_id, reason)
     if not place:  # the run was loading, stepping or saving
         return {}

@@ -151,8 +151,6 @@ def decompress(stored: bytes, base: bytes = b"", *, limit: int = MAX_VALUE_BYTES
 
 def decompress_array(stored: bytes, base: bytes = b"", *, limit: int = MAX_VALUE_BYTES) -> bytes:
     """As `decompress`, for a packed array, which older versions do not compress."""
-    if not isinstance(stored, bytes):
-        raise TypeError(f"holds {type(stored).__name__}, not bytes")
     return decompress(stored, base, limit=limit) if stored[:4] == MAGIC else stored
 
 
@@ -302,10 +300,7 @@ def to_json(value: Any) -> str:  # Any: JSON
 
 
 def from_json(stored: Any) -> Any:  # Any: JSON, or what a faulty disk left of it
-    """Decode a JSON column. Damaged text is read as None, which no such column holds.
-
-    An error here would fail each query that meets the row; so the row's reader decides.
-    """
+    """Decode a JSON column; None for a text that is no JSON."""
     try:
         return json.loads(stored)
     except (ValueError, TypeError, RecursionError):

@@ -238,7 +238,7 @@ def load_links(session: Session, exchange_ids: Sequence[str]) -> dict[str, Link]
         chain = select(*columns).where(_ROW.exchange_id.in_(page)).cte("chain", recursive=True)
         below = select(*columns).join(chain, _ROW.exchange_id == chain.c.base_id)
         for exchange_id, base_id, size in session.execute(select(chain.union(below))):
-            links[exchange_id] = Link(base_id, size if isinstance(size, int) else 0)
+            links[exchange_id] = Link(base_id, size)
     return links
 
 
@@ -309,10 +309,7 @@ class _Reading:
 
     def _fetch(self, exchange_ids: Sequence[str]) -> None:
         for page in _pages(exchange_ids):
-            try:
-                self._fetch_rows(page)
-            except _DAMAGE:
-                self._fetch_one_by_one(page)
+            self._fetch_rows(page)
         bases = set(exchange_ids)
         if not self._as_bases:
             bases &= {row.base_id for row in self._rows.values()}
@@ -331,18 +328,10 @@ class _Reading:
                 self._replies[exchange_id].append((index, body, ids))
 
     def _fetch_rows(self, exchange_ids: Sequence[str]) -> None:
-        """Raises: one of `_DAMAGE` when a column holds no bytes."""
         columns = (_ROW.exchange_id, _ROW.base_id, _ROW.request_body, _ROW.prompt_token_ids)
         where = _ROW.exchange_id.in_(exchange_ids)
         for exchange_id, base_id, body, ids in self._session.execute(select(*columns).where(where)):
             self._rows[exchange_id] = _Stored(base_id, body, ids)
-
-    def _fetch_one_by_one(self, exchange_ids: Sequence[str]) -> None:
-        for exchange_id in exchange_ids:
-            try:
-                self._fetch_rows([exchange_id])
-            except _DAMAGE as error:
-                self._contents.damage[exchange_id] = _say(error)
 
     def _decode(self, exchange_id: str) -> None:
         """Decode a chain from the lowest exchange that is not known yet."""

@@ -6,8 +6,8 @@ IMMEDIATE, in WAL mode); on PostgreSQL an advisory lock does (`sidecar.store.eng
 transactions that say `alone=False` run together there. A reader sees one state of the store from
 its first query to its last, and waits for nobody.
 
-Values are stored alike (`sidecar.store.codec`). Bytes of a text that are not UTF-8 are read as
-U+FFFD, and JSON that cannot be decoded as None.
+Values are stored alike (`sidecar.store.codec`), and read as what their columns hold, or not at all
+(`sidecar.store.quarantine`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sqlalchemy.orm import Session
 
 from sidecar.backoff import Backoff
 from sidecar.errors import (
+    DamagedColumnError,
     StoreBusyError,
     StoreError,
     StoreLockedError,
@@ -41,12 +42,13 @@ from sidecar.errors import (
     StoreOlderError,
 )
 from sidecar.hiding import hide_in_url
-from sidecar.store.codec import REPLACEMENT
 from sidecar.store.contents import ContentCache
 from sidecar.store.engines import (
     CONFLICTS,
+    LAST,
     MIGRATIONS,
     NO_TABLE,
+    NOT_UTF8,
     baseline,
     describe,
     is_locked,
@@ -61,6 +63,7 @@ from sidecar.store.engines import (
 )
 from sidecar.store.keyring import NO_KEYS, Keyring
 from sidecar.store.models import Base, FlagRow
+from sidecar.store.quarantine import damaged_rows, put_into_quarantine
 from sidecar.store.tables import add_counts
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ _STATISTICS = ("sqlite_stat1", "sqlite_stat4")
 """Tables of SQLite's ANALYZE. Statistics of a store that has grown since make its planner read
 whole tables (docs/log.md, 2026-11-22), and fresh ones choose no better plan than none."""
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of reading a row whose body, array, number or text is damaged."""
+"""Errors of reading a row whose body, array or word is damaged."""
 ATTEMPTS = 5
 """Attempts of `Database.repeat` at a transaction that conflicts with others."""
 PAUSES = Backoff(first_s=0.02, last_s=0.5, jitter=0.5)
@@ -238,10 +241,29 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except DamagedColumnError as error:
+            raise self._quarantined(error) from error
         except (DBAPIError, NoConnectionError) as error:
             if is_of_statement(error):
                 raise
+            if NOT_UTF8 in str(error):
+                raise self._quarantined(error) from error
             raise _kind(error)(f"store {self._shown_url}: {describe(error)}") from error
+
+    def _quarantined(self, error: Exception) -> StoreError:
+        """Put the damaged rows into quarantine. Returns: the error that has the caller repeat."""
+        raw = self._engine.raw_connection()
+        try:
+            found = damaged_rows(raw.driver_connection, LAST.statement)
+        finally:
+            raw.close()
+        with self.write() as session:
+            number = put_into_quarantine(session, found, now=time.time())
+        if not number:
+            return StoreError(f"store {self._shown_url}: {error}")
+        return StoreBusyError(
+            f"store {self._shown_url}: damaged rows went into quarantine: {number}; repeat this"
+        )
 
     def close(self) -> None:
         self._engine.dispose()
@@ -301,13 +323,6 @@ def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
             index_elements=["name"], set_={"value": value, "updated_at": now}
         )
     )
-
-
-def check_id(stored: str) -> str:
-    """Return the id. Raises: ValueError when it is damaged: no query would find its row by it."""
-    if REPLACEMENT in stored:
-        raise ValueError(f"the id {stored!r} holds bytes that are not UTF-8")
-    return stored
 
 
 def compress(body: bytes) -> bytes:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url, text
+from sqlalchemy import (
+    JSON,
+    URL,
+    Boolean,
+    Connection,
+    Dialect,
+    Engine,
+    Float,
+    Integer,
+    LargeBinary,
+    String,
+    create_engine,
+    event,
+    make_url,
+    text,
+)
 from sqlalchemy.exc import (
     ArgumentError,
     DataError,
@@ -19,9 +35,12 @@ from sqlalchemy.exc import (
     SAWarning,
 )
 from sqlalchemy.pool import NullPool
+from sqlalchemy.sql.compiler import GenericTypeCompiler
+from sqlalchemy.types import TypeEngine
 
-from sidecar.errors import SettingsError
+from sidecar.errors import DamagedColumnError, SettingsError
 from sidecar.store.codec import REPLACEMENT, from_json, storable_parameters, to_json
+from sidecar.store.tables import JsonArray, JsonObject
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -276,6 +295,85 @@ _WHAT_TO_DO = {
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
+# The types of SQLite, each of which refuses a value of another type.
+
+
+def _checked(base: type[TypeEngine[Any]], *accepts: type) -> type[TypeEngine[Any]]:
+    class Checked(base):  # type: ignore[misc,valid-type]  # a class that is known at run time
+        def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
+            decode = super().result_processor(dialect, coltype)
+
+            def check(value: Any) -> Any:  # Any: what SQLite gives
+                if value is None:
+                    return None
+                if type(value) not in accepts:
+                    raise DamagedColumnError(f"holds {type(value).__name__}, not {accepts[0]}")
+                return value if decode is None else decode(value)
+
+            return check
+
+    return Checked
+
+
+def _checked_json(shape: type) -> type[TypeEngine[Any]]:
+    class CheckedJson(JSON):
+        def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
+            def check(stored: Any) -> Any:  # Any: what SQLite gives
+                return None if stored is None else checked_json(stored, shape)
+
+            return check
+
+    return CheckedJson
+
+
+def checked_json(stored: object, shape: type) -> Any:  # Any: JSON
+    """Return a JSON column's object or list. Raises: DamagedColumnError."""
+    value = from_json(stored) if isinstance(stored, str) else stored
+    if value is None and stored == "null":
+        return None
+    if not isinstance(value, shape):
+        raise DamagedColumnError(f"holds no JSON {shape.__name__}")
+    return value
+
+
+class _StrictTypes(GenericTypeCompiler):
+    """The types of columns by the names that STRICT tables take."""
+
+    def visit_VARCHAR(self, type_: Any, **_: Any) -> str:
+        return "TEXT"
+
+    def visit_FLOAT(self, type_: Any, **_: Any) -> str:
+        return "REAL"
+
+    def visit_BOOLEAN(self, type_: Any, **_: Any) -> str:
+        return "INTEGER"
+
+    visit_BIGINT = visit_BOOLEAN
+    visit_JSON = visit_VARCHAR
+
+
+CHECKED: Final[Mapping[type, type]] = {
+    String: _checked(String, str),
+    Float: _checked(Float, float, int),
+    Integer: _checked(Integer, int),
+    Boolean: _checked(Boolean, int),
+    LargeBinary: _checked(LargeBinary, bytes),
+    JsonObject: _checked_json(dict),
+    JsonArray: _checked_json(list),
+}
+"""For `Dialect.colspecs` of SQLite."""
+NOT_UTF8: Final = "Could not decode to UTF-8"
+"""How the driver's error begins that is about a text."""
+
+
+class _Last(threading.local):
+    statement = ""
+
+
+LAST: Final = _Last()
+"""The statement that this thread executed last: it names the tables that are looked through."""
+
+
 def open_engine(url: URL) -> Engine:
     """Make an engine; SQLite's file is made when it does not exist. Raises: OSError."""
     if is_postgres(url):
@@ -300,6 +398,7 @@ def open_engine(url: URL) -> Engine:
         _context: Any,
         _executemany: bool,  # also set for one statement that inserts many rows
     ) -> tuple[str, Any]:
+        LAST.statement = statement
         return statement, storable_parameters(parameters)
 
     return engine
@@ -320,10 +419,11 @@ def _open_sqlite(url: URL) -> Engine:
         json_serializer=to_json,
         json_deserializer=from_json,
     )
+    engine.dialect.colspecs = {**engine.dialect.colspecs, **CHECKED}
+    engine.dialect.type_compiler_instance = _StrictTypes(engine.dialect)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
-        read_damaged_text(connection)
         connection.isolation_level = None  # the driver must not begin transactions by itself
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
             # So that the file can be shortened; it has no effect once there are tables.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any, ClassVar
 
 from sqlalchemy import (
-    JSON,
-    Dialect,
+    CheckConstraint,
     Float,
     ForeignKey,
     Index,
     LargeBinary,
     String,
     Text,
-    TypeDecorator,
     UniqueConstraint,
     false,
     text,
@@ -28,6 +27,8 @@ from sidecar.store.tables import (
     ROUTING_TABLE,
     TABLE_TAKEN,
     WIDE,
+    JsonArray,
+    JsonObject,
 )
 
 # The base of every row class.
@@ -38,28 +39,11 @@ class Base(DeclarativeBase):
 
     metadata = METADATA
     type_annotation_map: ClassVar[dict[Any, Any]] = {
-        dict[str, Any]: JSON,
-        list[Any]: JSON,
+        dict[str, Any]: JsonObject,
+        list[Any]: JsonArray,
         bytes: LargeBinary,
         float: Float,
     }
-
-
-class ReadableText(TypeDecorator[str]):
-    """A text column whose values are texts also where a faulty disk made a blob or a number of one:
-    with U+FFFD for bytes that are no UTF-8, as in any text. Who compares or sorts names need not
-    ask; no name of an adapter has such a character (`sidecar.routing.table.is_adapter_name`).
-
-    For tables with few rows: each value that is read costs a call.
-    """
-
-    impl = String
-    cache_ok = True
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:
-        if value is None or isinstance(value, str):
-            return value
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def partial_index(name: str, *columns: str, where: str) -> Index:
@@ -629,14 +613,14 @@ class AdapterRow(Base):
         UniqueConstraint("model", "version"),
         Index("ix_adapter_version_state", "model", "state", "version"),
     )
-    name: Mapped[str] = mapped_column(ReadableText(255), primary_key=True)
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
     """vLLM name `<model>--v<version>-<digest12>`; never used twice."""
     model: Mapped[str] = mapped_column(String(255))
     version: Mapped[int]
-    digest: Mapped[str] = mapped_column(ReadableText(64), index=True)
+    digest: Mapped[str] = mapped_column(String(64), index=True)
     path: Mapped[str] = mapped_column(Text)
     """Absolute path of the PEFT folder, as vLLM sees it."""
-    parent: Mapped[str] = mapped_column(ReadableText(255))
+    parent: Mapped[str] = mapped_column(String(255))
     run_id: Mapped[str | None] = mapped_column(String(64))
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
@@ -651,9 +635,9 @@ class AliasRow(Base):
     """Where a name points now: champion, previous, canary, anchor."""
 
     __tablename__ = "alias"
-    model: Mapped[str] = mapped_column(ReadableText(255), primary_key=True)
-    alias: Mapped[str] = mapped_column(ReadableText(32), primary_key=True)
-    adapter: Mapped[str] = mapped_column(ReadableText(255))
+    model: Mapped[str] = mapped_column(String(255), primary_key=True)
+    alias: Mapped[str] = mapped_column(String(32), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(255))
     generation: Mapped[int] = mapped_column(WIDE)
 
 
@@ -689,16 +673,16 @@ class CanaryRow(Base):
         Index("ix_canary_created_at", "model", "created_at", "canary_id"),
         Index("ix_canary_state", "model", "state", "created_at"),
     )
-    canary_id: Mapped[str] = mapped_column(ReadableText(64), primary_key=True)
+    canary_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     model: Mapped[str] = mapped_column(String(255))
-    candidate: Mapped[str] = mapped_column(ReadableText(255))
+    candidate: Mapped[str] = mapped_column(String(255))
     """Adapter name. One that ended without a verdict may be tried again, in a canary of its own."""
-    champion: Mapped[str] = mapped_column(ReadableText(255))
+    champion: Mapped[str] = mapped_column(String(255))
     state: Mapped[str] = mapped_column(String(16))
     paused: Mapped[bool] = mapped_column(default=False)
     reason: Mapped[str | None] = mapped_column(Text)
     step: Mapped[int] = mapped_column(default=0)
-    salt: Mapped[str] = mapped_column(ReadableText(64))
+    salt: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[float]
     step_started_at: Mapped[float]
     ended_at: Mapped[float | None]
@@ -833,6 +817,22 @@ class ConditionRow(Base):
     data: Mapped[dict[str, Any]]
 
 
+class QuarantineRow(Base):
+    """A damaged row that was taken out of use (`sidecar.store.quarantine`)."""
+
+    __tablename__ = "quarantine"
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    table_name: Mapped[str] = mapped_column(String(64))
+    key: Mapped[str] = mapped_column(String(255))
+    """Its primary key."""
+    reason: Mapped[str] = mapped_column(String(16))
+    """What it does not hold: text | integer | real | blob | json; content: a body is damaged."""
+    detail: Mapped[str] = mapped_column(Text)
+    row: Mapped[str | None] = mapped_column(Text)
+    """The row as it was found, where it holds nothing that users said or did."""
+
+
 class ScheduleJobRow(Base):
     """When the learner's schedule comes round next: one row for each model."""
 
@@ -918,3 +918,15 @@ __all__ = [
     "UnwantedAdapterRow",
     "WatchedAnswerRow",
 ]
+
+
+# SQLite keeps the types of a new store; one of before keeps its tables.
+
+for _table in METADATA.tables.values():
+    _table.dialect_options["sqlite"]["strict"] = sqlite3.sqlite_version_info >= (3, 37)
+    for _column in _table.columns:
+        if isinstance(_column.type, JsonObject | JsonArray):
+            _name = f'"{_column.name}"'  # an older SQLite finds that NULL is no JSON
+            _is_json = f"{_name} IS NULL OR json_valid({_name})"
+            _check = CheckConstraint(_is_json, name=f"{_column.name}_json")
+            _table.append_constraint(_check.ddl_if(dialect="sqlite"))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     Column,
     ColumnElement,
@@ -31,6 +32,15 @@ from sidecar.lines import Line
 WIDE = BigInteger().with_variant(Integer(), "sqlite")
 """An integer of 64 bits: for row numbers, which at 2,000 exchanges a second pass 32 bits in twelve
 days, and for what adds up. SQLite's INTEGER has 64 bits, and only that counts rows by itself."""
+
+
+class JsonObject(JSON):
+    """A JSON column that holds an object."""
+
+
+class JsonArray(JSON):
+    """A JSON column that holds an array."""
+
 
 METADATA = MetaData(
     naming_convention={

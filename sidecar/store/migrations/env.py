@@ -22,7 +22,12 @@ def run() -> None:
 
 def _migrate(connection: Connection) -> None:
     """A store without a revision is new: it gets the tables of the models, and the newest one."""
-    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    context.configure(
+        connection=connection,
+        target_metadata=Base.metadata,
+        render_as_batch=True,
+        compare_type=connection.dialect.name == "postgresql",  # STRICT tables know five types
+    )
     with context.begin_transaction():
         if context.get_context().get_current_revision() is None:
             _create_tables(connection)

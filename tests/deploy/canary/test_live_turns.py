@@ -100,7 +100,7 @@ def test_an_arm_that_answers_slower_is_not_taken_for_one_that_gets_fewer_session
     assert live.late == {"canary": 0, "champion": 0}
 
 
-@pytest.mark.parametrize("timings", [{"total_s": 50.0}, {"total_s": "long"}, {}, [], None])
+@pytest.mark.parametrize("timings", [{"total_s": 50.0}, {}])
 def test_a_second_request_waits_for_what_the_first_reply_was_too_quick(
     world: World, timings: Any
 ) -> None:

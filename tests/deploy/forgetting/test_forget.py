@@ -57,6 +57,7 @@ from sidecar.store.models import (
 )
 from sidecar.store.traces import FLAG as OVERWRITES
 from support.ingest_kit import Kit, kit, packed
+from support.planted import plant, repeated
 
 __all__ = ["kit"]
 pytestmark = pytest.mark.both_stores
@@ -420,6 +421,24 @@ def test_no_byte_of_what_was_said_is_left(
         assert [row.exchange_id for row in reader.read(0, 10)] == ["waits", "waits2", "fb_6"]
     if encrypted:
         kit.database.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [("exchange", "timings"), ("choice", "finish_reason")]
+)
+def test_a_damaged_row_is_forgotten_with_the_others(
+    kit: Kit, settings: Settings, store_kind: str, table: str, column: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("PostgreSQL keeps the types of its columns")
+    fill(kit, settings)
+    gone = next(name for name in sorted(names(kit)) if name != "other")
+    plant(kit.database, table, column, f"exchange_id = '{gone}'")
+
+    repeated(lambda: do(kit, settings, "user", USER))
+
+    assert names(kit) == {"other"}
+    assert values_with_the_marker(kit) == []
 
 
 def test_lineage_keeps_digests_and_the_adapters_are_marked(kit: Kit, settings: Settings) -> None:

@@ -314,19 +314,6 @@ async def test_the_api_and_the_probes_answer_as_without_the_page(make_browser: M
     assert (await browser.get("/metrics")).status_code == 401
 
 
-@pytest.mark.parametrize("damaged", ["x'00ff'", "CAST(x'ff80c3' AS TEXT)"])
-async def test_a_canary_whose_id_is_damaged_hides_no_page(
-    world: World, browser: Browser, damaged: str
-) -> None:
-    world.ramp(world.register(1))
-    with sqlite3.connect(world.database.engine.url.database or "") as store:
-        store.execute(f"UPDATE canary SET canary_id = {damaged}")
-
-    assert {path: (await browser.get(path)).status_code for path in PAGES} == dict.fromkeys(
-        PAGES, 200
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

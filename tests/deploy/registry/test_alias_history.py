@@ -113,38 +113,6 @@ def test_an_edit_of_the_past_is_seen(world: World, served: tuple[str, str], edit
     assert any(words in one for one in verified(world).broken)
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("alias", "CAST(x'ff41c3' AS TEXT)"),
-        ("alias", "CAST(x'61ff' AS TEXT)"),
-        ("alias", "x'00ff'"),
-        ("after", "CAST(x'ff41c3' AS TEXT)"),
-        ("after", "x'00ff'"),
-        ("generation", "'soon'"),
-        ("hash", "x'00ff'"),
-        ("model", "x'00ff'"),
-    ],
-)
-async def test_a_damaged_move_is_left_out_and_named_by_the_walk(
-    world: World, api: Any, served: tuple[str, str], column: str, value: str
-) -> None:
-    """The last move is the rollback to v1; a name that is no UTF-8 made the list endless."""
-    with world.database.write() as session:
-        last = "(SELECT max(seq) FROM alias_event)"
-        session.execute(text(f"UPDATE alias_event SET {column} = {value} WHERE seq = {last}"))
-
-    reply = await api.get("/aliases", at=1_300.0)
-
-    assert reply.status_code == 200
-    held = {one["alias"]: one["adapter"] for one in reply.json()["items"]}
-    assert held["previous"] == served[0]
-    assert held.get("champion") in (None, served[0], served[1])
-    found = verified(world)
-    assert any("it was changed after it was written" in one for one in found.broken)
-    assert isinstance(found.last_hash, str)
-
-
 async def test_the_api_shows_a_time_and_moves_the_anchor_by_its_etag(
     world: World, served: tuple[str, str], api: Any
 ) -> None:

@@ -150,58 +150,6 @@ def test_since_when_is_kept_by_replica_and_a_clock_set_back_begins_anew(world: W
         assert read_since(session, "http://a") == {"x": 100.0, "z": 200.0}
 
 
-DAMAGES: tuple[tuple[str, object], ...] = (
-    ("beat", "soon"),
-    ("beat", b"\x00\xff"),
-    ("beat", 2**63 - 1),
-    ("beat", float("inf")),
-    ("beat", -1),
-    ("taken_at", "soon"),
-    ("told", b"\x00\xff"),
-)
-
-
-def damage(world: World, column: str, value: object) -> None:
-    with world.database.write() as session:
-        session.execute(text(f"UPDATE lease SET {column} = :value"), {"value": value})
-
-
-@pytest.mark.parametrize(("column", "value"), DAMAGES)
-def test_the_holder_goes_on_over_a_damaged_row_and_mends_its_beat(
-    world: World, column: str, value: object
-) -> None:
-    time = Clock(0.0)
-    holds = lease(world, "a", time)
-    holds.beat()
-
-    damage(world, column, value)
-    time.now = BEAT_S
-
-    assert holds.beat() is True
-    (row,) = world.rows(LeaseRow)
-    assert (row.holder, row.beat) == ("a", 1 if column == "beat" else 2)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"), [*DAMAGES, ("holder", b"\x00\xff"), ("holder", "z" * 500_000)]
-)
-def test_one_that_waits_takes_a_damaged_lease_when_nobody_mends_it(
-    world: World, column: str, value: object
-) -> None:
-    time = Clock(0.0)
-    lease(world, "a", time).beat()
-    waits = lease(world, "b", time)
-    waits.beat()
-    damage(world, column, value)
-    found = waits.beat()
-
-    time.now += LEASE_S
-
-    assert (found, waits.beat()) == (False, True)
-    (row,) = world.rows(LeaseRow)
-    assert (row.holder, row.taken_at) == ("b", world.clock.now)
-
-
 @pytest.mark.both_stores
 def test_a_deleted_row_is_written_anew_by_its_holder_and_not_by_one_that_waits(
     world: World,

@@ -571,21 +571,6 @@ async def test_scores_whose_exchange_never_comes_are_given_up_after_a_day(rig: M
     assert one.kit.counts("best_of") == {"exchange_never_came": 1}
 
 
-@pytest.mark.parametrize("scores", [None, {}, ["high"], 7])
-async def test_damaged_scores_cost_only_themselves(rig: MakeRig, scores: Any) -> None:
-    one = rig()
-    await one.ask()
-    with one.kit.database.write() as session:
-        session.scalars(select(BestOfScoreRow)).one().scores = scores
-    one.arrive()
-
-    assert one.choose() == 1
-    await one.judge.sweep()
-
-    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["sampling"], [])
-    assert one.kit.counts("best_of") == {"unreadable": 1}
-
-
 async def test_left_over_scores_are_settled_by_the_sweep(rig: MakeRig) -> None:
     one = rig()
     one.arrive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -294,58 +293,6 @@ def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float
     found = rows(kit)
     assert found["trained_2"] == ("trained", "trained", 1, False)
     assert found["held_out_2"] == ("held_out", "held_out", 1, True)
-
-
-DAMAGE = {
-    "turn": "'x'",
-    "branch": "'x'",
-    "segment": "x'00'",
-    "started_at": "'x'",
-    "stored_at": "'x'",
-    "held_out": "'x'",
-    "placed_by": "'guessed'",
-    "session_id": "CAST(x'ff80' AS TEXT)",
-    "exchange_id": "CAST(x'ff80' AS TEXT)",
-    "parent_id": "x'ff80'",
-    "request_body": "x'00'",
-    "timings": "'{'",
-    "status": "'x'",
-}
-
-
-@pytest.mark.parametrize("column", DAMAGE)
-def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit, column: str) -> None:
-    first, second, third, other = FIRST, SECOND, THIRD, FOURTH
-    take(
-        kit,
-        Sessions(held_out_rate=RATE),
-        turn(kit, first, 0, about=TRAINED),
-        turn(kit, second, 1, about=TRAINED),
-    )
-    with closing(kit.database.engine.raw_connection()) as raw:
-        raw.execute("PRAGMA foreign_keys=OFF")
-        raw.execute(f"UPDATE exchange SET {column} = {DAMAGE[column]} WHERE seq = 1")
-        raw.execute("PRAGMA foreign_keys=ON")
-    sessions = Sessions(held_out_rate=RATE)
-
-    restored = sessions.restore(kit.database, now=6.0)
-    take(
-        kit,
-        sessions,
-        turn(kit, third, 2, about=TRAINED),
-        turn(kit, other, 1, about=TRAINED),
-        now=6.0,
-    )
-
-    # `started_at` is stored a second time, with the other times; SQLAlchemy reads any text in
-    # `held_out` as true.
-    readable = column in ("started_at", "held_out")
-    assert restored == 1 + readable
-    assert kit.counts("sessions") == ({} if readable else {"unreadable": 1})
-    with kit.database.read() as session:
-        columns = (ExchangeRow.session_id, ExchangeRow.parent_id, ExchangeRow.turn)
-        found = session.execute(select(*columns).where(ExchangeRow.exchange_id == third)).one()
-    assert tuple(found) == (first, second, 2)
 
 
 def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) -> None:

@@ -16,10 +16,9 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch import read_judge_state, why_sampling_holds
-from ingest.judges.spending import DAY, Ledger, Meter, litellm_price, read_spending
+from ingest.judges.spending import Ledger, Meter, litellm_price, read_spending
 from ingest.ruler.judge import Judge, JudgeReply, Usage
 from sidecar.store.database import Database
-from sidecar.store.models import CounterRow
 from tests.ingest.judges.conftest import MIDNIGHT, NOON, PRICE, Bench
 
 if TYPE_CHECKING:
@@ -217,17 +216,6 @@ async def test_a_cancelled_call_and_a_killed_process_leave_what_they_reserved(
     await judges.aclose()
 
     assert killed == spent_today(bench.database) == 1_025_000_000
-
-
-async def test_a_damaged_count_begins_again_and_does_not_end_the_budget(bench: Bench) -> None:
-    server = bench.kit.serve((200, bench.kit.completion("ok")))
-    with bench.database.write() as session:
-        session.add(CounterRow(stage=DAY, reason="2026-11-21", count=-5))
-    judges = bench.open(bench.settings(server.url, price=PRICE, budget=0.03))
-    await ask(judges.patient)
-    await ask(judges.patient)
-    with pytest.raises(JudgeSpentError):
-        await ask(judges.patient)
 
 
 async def test_both_requests_of_one_call_are_paid_for(bench: Bench) -> None:

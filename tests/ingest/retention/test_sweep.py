@@ -628,9 +628,6 @@ def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
         ]
         with kit.database.write() as session:
             save_feedback(session, records, now=NOW - days_ago * DAY_S)
-    if store_kind == "sqlite":
-        with kit.database.write() as session:
-            session.execute(text("UPDATE feedback SET stored_at = 'damaged' WHERE seq = 3"))
     sweeper = Sweeper(kit.database, retention(exchanges_days=30))
 
     while sweeper.step(NOW):

@@ -13,7 +13,6 @@ import pytest
 from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, LIMITS, Gain, Line, Verdict, assess
 from ingest.reward_watch.traits import (
     KINDS,
-    DamagedProfileError,
     MeanOf,
     Profile,
     RateOf,
@@ -123,16 +122,6 @@ def test_without_a_reference_only_most_of_the_answers_hold() -> None:
     assert "v1 has 10 known answers" in alone(0.3).unknown["refusal"]
     (finding,) = alone(0.7).findings
     assert (finding.check, finding.reference) == ("refusal", "")
-
-
-def test_what_was_lost_to_damage_is_told() -> None:
-    lost = Profile(lost=True)
-    profiles = {"v2": profile(), "v1": lost, "base": lost}
-
-    found = assess(Line(champion="v2", parent="v1", profiles=profiles), LIMITS)
-
-    assert "damaged" in found.unknown["refusal"]
-    assert "damaged" in found.unknown["length"]
 
 
 GROWN = mean(5.0 + math.log(1.6))
@@ -339,26 +328,3 @@ def test_the_simulation_can_fail() -> None:
 
 def test_a_profile_comes_back_from_its_row() -> None:
     assert read_body(write_body(profile())) == profile()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        None,
-        3,
-        "",
-        "{",
-        "[]",
-        '{"answers": "many"}',
-        '{"answers": -1}',
-        '{"rates": {"refusal": {"n": 5, "hits": 6, "weight": 5}}}',
-        '{"rates": {"refusal": {"n": 5, "hits": 2, "weight": 50}}}',
-        '{"rates": {"refusal": {"n": 5, "hits": 2, "weight": 5, "sessions": 6}}}',
-        '{"answers": 5, "sessions": 6}',
-        '{"log_tokens": {"n": 5, "mean": 1.0, "error": -1.0}}',
-        '{"correlation": 2.0}',
-    ],
-)
-def test_a_damaged_profile_is_refused(body: object) -> None:
-    with pytest.raises(DamagedProfileError):
-        read_body(body)

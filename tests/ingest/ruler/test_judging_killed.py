@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import text
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from ingest.ruler.blame import ATTEMPTS, INTERRUPTED, claim_for_judge
@@ -123,19 +122,6 @@ async def test_a_group_that_brings_each_process_down_is_set_aside_and_costs_no_o
     assert (row.status, row.reason) == ("set_aside", INTERRUPTED)
     assert "scoring process ended" in (row.detail or "")
     assert judge_kit.counts(database, "judging") == {INTERRUPTED: 1, "scored": 7}
-
-
-def test_a_damaged_count_of_attempts_holds_up_no_claim(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    for name in ("g1", "g2"):
-        judge_kit.put_group(database, name, "good", "bad")
-    die_over(database, clock, limit=1)
-    with database.write() as session:
-        session.execute(text("UPDATE answer_group SET judge_attempts = 'soon' WHERE seq = 1"))
-
-    assert sorted(die_over(database, clock)) == ["g1", "g2"]
-    assert judge_kit.group_row(database, "g1").judge_attempts == 1
 
 
 @pytest.mark.parametrize("held", [False, True])

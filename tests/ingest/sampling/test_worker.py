@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from ingest.errors import (
@@ -19,9 +18,8 @@ from ingest.errors import (
 from ingest.grouping.request import LogprobsMode
 from ingest.judge_watch import JudgeState, write_judge_state
 from ingest.records import Group
-from ingest.sampling.round import spend_tokens
 from ingest.sampling.worker import SamplingWorker
-from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
+from ingest.store.groups import append_answers, claim_groups, load_group
 from ingest.vllm.load import EngineLoad, LoadLimits
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from ingest.vllm.watch import MAX_KV_CACHE_USAGE, MAX_RUNNING_REQUESTS, ReplicaSampler
@@ -668,37 +666,6 @@ async def test_for_a_judge_that_is_away_sixteen_groups_are_completed_and_no_more
     assert done == [1] * 16 + [0, 0]
     assert kit.counts("sampling") == {"sampled": 16}
     assert kit.counts("sampling_waits") == {"judge_away": 1}
-
-
-@pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000", "9e999"])
-async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
-    kit: Kit, make_worker: MakeWorker, stored: str
-) -> None:
-    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
-    settings = {"tokens_per_day": 15, "concurrency": 1}
-    with kit.database.write() as session:
-        spend_tokens(session, sampled=15, prompts=0, now=NOON)
-    with kit.database.write() as session:
-        session.execute(text(f"UPDATE counter SET count = {stored} WHERE reason = '2026-11-21'"))
-
-    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5 tokens
-    assert await make_worker(kit.FakeSampler(), **settings).step() == 0
-
-    assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
-
-
-@pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000"])
-async def test_a_damaged_count_of_rounds_is_none_used_up(
-    kit: Kit, make_worker: MakeWorker, stored: str
-) -> None:
-    (damaged,) = kit.choose(kit.exchange("e1"))
-    with kit.database.write() as session:
-        session.execute(text(f"UPDATE answer_group SET sampling_attempts = {stored}"))
-        assert sampling_attempts(session, damaged) == 0
-
-    assert await make_worker(kit.FakeSampler()).step() == 1
-
-    assert kit.row(damaged).status == "sampled"
 
 
 async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(

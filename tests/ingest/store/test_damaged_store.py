@@ -12,69 +12,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import String, select, text
+from sqlalchemy import select, text
 
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
-from sidecar.store.models import AnswerRow, Base, ChoiceRow, ExchangeRow, GroupRow
+from sidecar.store.models import GroupRow
 from support.clock import Clock
+from support.planted import plant
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
 
-NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
-MOST_STEPS = 40
-
-DAMAGED = "g1"
-WHERE = {
-    GroupRow: f"group_id = '{DAMAGED}'",
-    AnswerRow: f"group_id = '{DAMAGED}' AND \"index\" = 1",
-    ExchangeRow: f"exchange_id = 'x-{DAMAGED}'",
-    ChoiceRow: f"exchange_id = 'x-{DAMAGED}'",
-}
-COLUMNS = [
-    (table, column.name)
-    for table in WHERE
-    for column in table.__table__.columns
-    if isinstance(column.type, String)
-] + [(GroupRow, "judge_attempts"), (GroupRow, "created_at"), (AnswerRow, "temperature")]
-
-
-def damage(database: Database, table: type[Base], column: str, value: str = NO_UTF8) -> None:
-    with closing(database.engine.raw_connection()) as raw:
-        raw.execute("PRAGMA foreign_keys=OFF")
-        raw.execute(f'UPDATE {table.__tablename__} SET "{column}" = {value} WHERE {WHERE[table]}')
-        raw.execute("PRAGMA foreign_keys=ON")
-
-
-def test_bytes_that_are_no_utf8_are_read_as_replaced_text(database: Database) -> None:
-    with database.read() as session:
-        found = session.scalar(text("SELECT CAST(x'41ff42c3a4' AS TEXT)"))
-
-    assert found == "A\ufffdBä"
-
-
-@pytest.mark.parametrize(("table", "column"), COLUMNS)
-async def test_bytes_that_are_no_utf8_cost_the_judge_no_other_group(
-    judge_kit: JudgeKit, database: Database, clock: Clock, table: type[Base], column: str
+@pytest.mark.parametrize(
+    ("table", "column", "where"),
+    [
+        ("answer_group", "group_id", "group_id = 'g1'"),
+        ("answer_group", "judge_model", "group_id = 'g1'"),
+        ("answer", "origin", "group_id = 'g1' AND \"index\" = 1"),
+        ("answer", "explanation", "group_id = 'g1' AND \"index\" = 1"),
+        ("exchange", "exchange_id", "exchange_id = 'x-g1'"),
+        ("exchange", "timings", "exchange_id = 'x-g1'"),
+    ],
+)
+async def test_a_damaged_row_costs_the_judge_no_other_group(
+    judge_kit: JudgeKit, database: Database, clock: Clock, table: str, column: str, where: str
 ) -> None:
     for number in range(4):
         judge_kit.put_group(database, f"g{number}", "one", "two")
-    damage(database, table, column)
+    plant(database, table, column, where)
     judge = judge_kit.FakeJudge(lambda shown: judge_kit.scores_reply(dict.fromkeys(shown, 0.25)))
     judging = judge_kit.worker(database, judge, clock)
 
-    others = select(GroupRow.status).where(GroupRow.seq != 2)
-    found: set[str] = set()
-    for _ in range(MOST_STEPS):
+    for _ in range(20):
         await judging.step()
         clock.now += 5
-        with database.read() as session:
-            found = set(session.scalars(others))
-        if found == {"scored"}:
-            break
 
+    with database.read() as session:
+        found = set(session.scalars(select(GroupRow.status).where(GroupRow.seq != 2)))
     assert found == {"scored"}
 
 

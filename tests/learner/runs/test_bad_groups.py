@@ -5,11 +5,9 @@ The weights are compared bit by bit with those of a run that never had the bad g
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,6 @@ from sqlalchemy import select, text, update
 
 from ingest.intake.choose import count_pending
 from ingest.records import Answer
-from learner.adapter_folder import LINEAGE
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
@@ -229,7 +226,6 @@ def test_bad_groups_cost_themselves_and_the_others_train_as_if_they_had_never_be
     assert as_without_bad(candidate)  # the digest names the weights: the same to the bit
 
 
-NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 WHERE = {
     AnswerRow: "group_id = '{}'",
     ExchangeRow: "exchange_id = 'x-{}'",
@@ -250,19 +246,6 @@ def stored(table: Any, **values: Any) -> Damage:
     return damage
 
 
-def raw(table: Any, column: str, value: str) -> Damage:
-    """Store an SQL expression there, as a faulty disk would: foreign keys are not asked."""
-
-    def damage(database: Database, group_id: str = BAD) -> None:
-        where = WHERE[table].format(group_id)
-        with closing(database.engine.raw_connection()) as connection:
-            connection.execute("PRAGMA foreign_keys=OFF")
-            connection.execute(f"UPDATE {table.__tablename__} SET {column} = {value} WHERE {where}")
-            connection.execute("PRAGMA foreign_keys=ON")
-
-    return damage
-
-
 WRONG_ROWS: dict[str, tuple[Damage, str]] = {
     "ids cut in the middle": (stored(AnswerRow, token_ids=b"\x01\x02\x03"), "unreadable"),
     "log-probabilities cut": (stored(AnswerRow, logprobs=b"\x00" * 7), "too_few_trainable"),
@@ -273,12 +256,6 @@ WRONG_ROWS: dict[str, tuple[Damage, str]] = {
     "a body that is not compressed": (stored(AnswerRow, message_body=b"{}"), "unreadable"),
     "a request of zeros": (stored(ExchangeRow, request_body=b"\x00" * 9), "unreadable"),
     "an unknown origin": (stored(AnswerRow, origin="heaven"), "unreadable"),
-    "text where bytes belong": (raw(ExchangeRow, "prompt_token_ids", "'[1, 2'"), "unreadable"),
-    "a score in words": (raw(AnswerRow, "score", "'good'"), "no_scores"),
-    "the name of a judge in bytes": (raw(GroupRow, "judge_model", "x'ff80'"), "unreadable"),
-    "the hash of a rubric in bytes": (raw(GroupRow, "rubric_hash", "x'ff80'"), "unreadable"),
-    "an adapter that is no UTF-8": (raw(GroupRow, "adapter", NO_UTF8), "unknown_adapter"),
-    "an id of an exchange that is no UTF-8": (raw(GroupRow, "exchange_id", NO_UTF8), "no_scores"),
     "no prompt": (stored(ExchangeRow, prompt_token_ids=b""), "no_prompt"),
     "no score": (stored(AnswerRow, score=None), "no_scores"),
     "infinite scores": (stored(AnswerRow, score=math.inf), "non_finite_score"),
@@ -310,33 +287,6 @@ def test_a_damaged_row_costs_its_own_group(
     assert set(outcome.values()) == {("trained", None)}
     reasons = Counter(reason for _, reason in kinds.values())
     assert counted(database) == {"trained": GROUPS - 1, **reasons}
-
-
-def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
-    train: Train, put: Put, database: Database
-) -> None:
-    put(range(GROUPS))
-    for number, column in enumerate(("session_key", "reason", "sampling_attempts", "detail")):
-        raw(GroupRow, column, NO_UTF8)(database, str(number))
-
-    train()
-
-    assert counted(database) == {"trained": GROUPS}
-
-
-def test_a_damaged_time_costs_its_own_place_in_the_lineage(
-    train: Train, put: Put, database: Database
-) -> None:
-    """It was compared with the others after all training was done, and the run failed."""
-    put(range(GROUPS))
-    raw(ExchangeRow, "started_at", "'yesterday'")(database)
-
-    candidate = train()
-
-    assert counted(database) == {"trained": GROUPS}
-    window = json.loads((candidate.path / LINEAGE).read_text())["window"]
-    assert window["first_exchange"]["exchange_id"] != f"x-{BAD}"
-    assert window["last_exchange"]["started_at"] is not None
 
 
 def test_a_group_that_is_trained_loses_what_an_earlier_run_said_of_it(

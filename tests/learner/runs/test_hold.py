@@ -197,38 +197,6 @@ def test_a_hold_takes_no_lease_and_ends_no_other_run(
     assert {row.run_id: row.status for row in rows(database)} == {"alive": "running", "r1": "held"}
 
 
-def test_a_damaged_profile_of_the_champion_does_not_stop_learning(
-    refusing: str, database: Database, start: Start
-) -> None:
-    with database.write() as session:
-        session.execute(update(AdapterProfileRow).values(body="{"))
-
-    with capture_logs() as logs:
-        start("r1")
-
-    assert [row.status for row in rows(database)] == ["finished"]
-    assert counts(database) == {"profile_damaged": 2}
-    assert [one["log_level"] for one in logs if one["event"] == "profile_damaged"] == ["error"] * 2
-
-
-@pytest.mark.parametrize(
-    "held", [None, {}, [], {"findings": "x"}, {"findings": [3], "checks": "y"}]
-)
-def test_a_damaged_held_row_is_followed_by_a_new_one(
-    refusing: str, database: Database, start: Start, clock: Clock, held: Any
-) -> None:
-    with pytest.raises(HeldError):
-        start("r1")
-    with database.write() as session:
-        session.execute(update(RunRow).values(held=held))
-    clock.now += 1.0
-
-    with pytest.raises(HeldError):
-        start("r2")
-
-    assert [row.run_id for row in rows(database)] == ["r1", "r2"]
-
-
 def test_a_run_by_hand_that_is_held_ends_with_4_and_says_what_to_do(
     refusing: str,
     database: Database,

@@ -7,30 +7,25 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select, text, update
 from structlog.testing import capture_logs
 
-from learner.errors import ParentError, RunInProgressError, RunStoppedError
-from learner.resume import CLAIMED, WorkFolder, present_holder
+from learner.errors import RunInProgressError, RunStoppedError
+from learner.resume import present_holder
 from learner.runs import source
 from learner.runs.runs import (
     LEASE_S,
     Heartbeat,
     abandon,
     end_run,
-    find_parent,
     open_run,
     report_place,
-    take_over,
 )
 from learner.runs.selection import select_groups
 from learner.runs.source import (
-    blame_for_death,
-    choose,
     claim,
     count_fresh,
     drop,
@@ -64,7 +59,7 @@ def begin(database: Database, run_id: str, now: float, model: str = "m") -> None
         open_run(session, run_id=run_id, model=model, parent="base", settings={}, now=now)
 
 
-@pytest.mark.parametrize("value", ["'soon'", "9e999", "-9e999", "132.0", "1e15"])
+@pytest.mark.parametrize("value", ["9e999", "-9e999", "132.0", "1e15"])
 def test_a_run_whose_heartbeat_is_damaged_keeps_no_other_out(
     database: Database, value: str
 ) -> None:
@@ -85,76 +80,6 @@ def test_a_heartbeat_by_a_clock_that_is_a_little_ahead_keeps_the_lease(database:
 
     with pytest.raises(RunInProgressError):
         begin(database, "two", now=101.0)
-
-
-def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
-) -> None:
-    for name in ("a", "b", "c"):
-        put_group(scored_group((0.0, 1.0), group_id=name))
-    with database.write() as session:
-        session.execute(
-            text("UPDATE answer_group SET learn_attempts = 'soon' WHERE group_id = 'b'")
-        )
-
-    with database.read() as session:
-        waiting = waiting_groups(session, line=Line(name="m"), parent="base", max_age=4)
-
-    assert (waiting.fresh, waiting.failures) == (("c", "b", "a"), {"b": 1})
-    taken, _ = choose(waiting.fresh, waiting.failures, least=1, most=8, after_failure=False)
-    assert set(taken) == {"a", "b", "c"}
-
-
-def test_a_champion_whose_path_is_damaged_is_one_line(
-    database: Database, put_version: PutVersion
-) -> None:
-    name = put_version(3, champion=True)
-    with database.write() as session:
-        session.execute(text("UPDATE adapter_version SET path = x'00ff'"))
-
-    with database.read() as session, pytest.raises(ParentError, match=f"the path of {name} is"):
-        find_parent(session, "m")
-
-
-@pytest.mark.parametrize("place", ["x'fffe'", "x''"])
-def test_a_dead_run_whose_place_is_damaged_is_taken_over(
-    database: Database, tmp_path: Path, place: str
-) -> None:
-    begin(database, "dead", now=100.0)
-    with database.write() as session:
-        session.execute(text(f"UPDATE training_run SET place = {place}"))
-    folder = WorkFolder(tmp_path, "dead")
-    folder.make()
-    folder.write(CLAIMED, {"group_ids": ["a"]})
-
-    with database.write() as session:
-        taken = take_over(
-            session,
-            model="m",
-            adapters_dir=tmp_path,
-            holder=present_holder(),
-            now=100.0 + LEASE_S,
-        )
-
-    assert taken is not None
-    with database.read() as session:
-        row = session.get_one(RunRow, "dead")
-        assert [death["place"] for death in row.deaths or []] == [None]
-        assert row.place == ""
-
-
-def test_a_damaged_place_suspects_every_group_of_its_run(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
-) -> None:
-    for name in ("a", "b"):
-        put_group(scored_group((0.0, 1.0), group_id=name))
-    begin(database, "dead", now=100.0)
-    with database.write() as session:
-        claim(session, "dead", ["a", "b"])
-        session.execute(text("UPDATE training_run SET place = x'fffe'"))
-
-    with database.read() as session:
-        assert set(blame_for_death(session, "dead", "it died")) == {"a", "b"}
 
 
 @pytest.mark.both_stores
