@@ -27,7 +27,7 @@ from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.vllm.watch import open_replicas
-from learner.schedule.loop import Schedule, start_clock
+from learner.schedule.loop import POLL_S, InTurn, Schedule, start_clock
 from sidecar.errors import SettingsError
 from sidecar.proxy import Proxy
 from sidecar.settings import Advanced, Settings, load_settings, shown_settings
@@ -119,7 +119,7 @@ def build_all(settings: Settings, folder: Path) -> None:
             return None
 
     schedule = StandStill(settings, database, lambda _: pytest.fail("a run"), clock=lambda: 0.0)
-    start_clock(settings.learner.poll_s, schedule.poll).shutdown()
+    start_clock(POLL_S, InTurn([schedule]).poll).shutdown()
     configure_tracing(settings.telemetry, "test").shutdown()
     bus.close()
     database.close()
