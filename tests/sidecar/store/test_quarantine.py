@@ -108,7 +108,7 @@ def read(database: Database, table: Table) -> list[Any]:
 
 def plain(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are read as they are stored."""
-    kinds = String | Float | LargeBinary
+    kinds = (String, Float, LargeBinary)
     return {name: row[name] for name in row if isinstance(table.columns[name].type, kinds)}
 
 
