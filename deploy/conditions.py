@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.engine.reconcile import EngineView
 from deploy.examiner import TO_DO, Examiner
-from deploy.funnel import Funnel, read_pile_up, said, to_do
+from deploy.funnel import Funnel, groups_by_status, read_pile_up, said, to_do
 from deploy.outside.telling import read_states
 from deploy.records import LEARNER_AWAY_S, Canary, nobody_has, version_of
 from deploy.registry import canaries, flags, tallies
@@ -36,7 +36,7 @@ from sidecar.hiding import hide_in_url
 from sidecar.lines import Line, learner_of
 from sidecar.records import BASE
 from sidecar.settings import Watch
-from sidecar.store.models import AuditRow, CanaryRow, GroupRow, RunRow
+from sidecar.store.models import AuditRow, CanaryRow, RunRow
 from sidecar.visible import counted
 
 LATE_S = 60.0
@@ -86,7 +86,7 @@ def _stored(
     verifiers = waiting_for(session) if any(kind.startswith(VERIFIER) for kind in known) else {}
     for one in known.values():
         if one.kind == JUDGE:
-            yield _judge(session, one, now)
+            yield _judge(session, one, funnel, now)
         elif one.kind == BUS and now - one.at > LATE_S:
             yield _silent(one, "ingest_down", "ingest", "ingest", "records wait and are not lost")
         elif one.kind.startswith(VERIFIER):
@@ -123,8 +123,9 @@ def _waiting(one: Condition, groups: int) -> Condition:
     return replace(one, message=f"{one.message}{waits}", data=data)
 
 
-def _judge(session: Session, one: Condition, now: float) -> Condition:
-    waiting = funnel_waiting(session)
+def _judge(session: Session, one: Condition, funnel: Funnel, now: float) -> Condition:
+    complete = groups_by_status(funnel.stages).get(SAMPLED, 0)
+    waiting = max(0, complete - held_groups(session))  # the others wait for a verifier
     times = (one.data.get("good_at"), (newest_scored(session) or (None, None))[1])
     good_at = max((at for at in times if isinstance(at, float)), default=None)
     spending = read_spending(session, now=now)
@@ -141,12 +142,6 @@ def _judge(session: Session, one: Condition, now: float) -> Condition:
     elif one.state == "ok":
         one = replace(one, to_do="")
     return _waiting(replace(one, data=data), waiting)
-
-
-def funnel_waiting(session: Session) -> int:
-    """Count the complete groups that wait for the judge, and not for a verifier."""
-    every = session.scalar(select(func.count()).where(GroupRow.status == SAMPLED)) or 0
-    return max(0, every - held_groups(session))
 
 
 def _of_line(
