@@ -73,8 +73,8 @@ def add_evidence(row: CanaryRow, /, **entries: Any) -> None:  # Any: JSON
 
 def entry(row: CanaryRow, name: str) -> dict[str, Any]:  # Any: JSON
     """Return an object of the evidence; empty when there is none of this name."""
-    value: dict[str, Any] = row.evidence.get(name) or {}
-    return value
+    value = row.evidence.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON

@@ -76,8 +76,8 @@ def rollback(
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary, or its
         folder was removed.
     """
-    with database.write() as session:
-        return roll_back_in(
+    return database.repeat(
+        lambda session: roll_back_in(
             session,
             model,
             to=to,
@@ -87,6 +87,7 @@ def rollback(
             pause_learner=pause_learner,
             ban=ban,
         )
+    )
 
 
 def roll_back_in(

@@ -206,7 +206,8 @@ def test_no_damaged_row_holds_up_a_rollback(
     world: World, served: tuple[str, ...], table: str, column: str, value: str
 ) -> None:
     candidate = ramp(world)
-    active = f"candidate = '{candidate}'" if table == "canary" else "1"
+    where = {"canary": f"candidate = '{candidate}'", "alias": "alias = 'champion'"}
+    active = where.get(table, "1")
     plant(world.database, table, column, active, value)
 
     result = roll_back(world)
