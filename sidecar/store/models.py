@@ -192,23 +192,6 @@ class DeadLetterRow(Base):
 # replies of changes by key.
 
 
-class IdempotentReplyRow(Base):
-    """A change of the admin API that was asked with an `Idempotency-Key`, and its reply."""
-
-    __tablename__ = "idempotent_reply"
-    __table_args__ = (Index("ix_idempotent_reply_at", "at"),)
-    actor: Mapped[str] = mapped_column(String(128), primary_key=True)
-    key: Mapped[str] = mapped_column(String(255), primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    """SHA-256 (hex) of method, path, query and body."""
-    at: Mapped[float]
-    """When it was asked."""
-    status: Mapped[int | None]
-    """HTTP status of the reply; null while the change is made."""
-    etag: Mapped[str] = mapped_column(String(255), default="", server_default="")
-    body: Mapped[str] = mapped_column(Text, default="", server_default="")
-
-
 class LeaseRow(Base):
     """Who acts, of several processes on one store: the holder lets `beat` grow."""
 
@@ -904,7 +887,6 @@ __all__ = [
     "GateComparisonRow",
     "GroupDigestRow",
     "GroupRow",
-    "IdempotentReplyRow",
     "JudgeCallRow",
     "JudgeNoiseDayRow",
     "JudgeReplyRow",

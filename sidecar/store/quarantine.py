@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import structlog
 from sqlalchemy import (
     JSON,
     Column,
@@ -37,7 +36,6 @@ from sidecar.store.engines import checked_json
 from sidecar.store.models import QuarantineRow
 from sidecar.store.tables import METADATA, JsonArray, JsonObject, add_counts
 
-log = structlog.get_logger()
 STAGE: Final = "quarantine"
 """Counter rows: ("quarantine", reason) -> damaged rows."""
 MAX_TEXT: Final = 2_000
@@ -207,7 +205,11 @@ def note(
     )
     session.flush()
     add_counts(session.connection(), {(STAGE, reason): 1})
-    log.error("row_quarantined", table=table, key=key, reason=reason, detail=detail)
+    import structlog  # not at the top: a rollback without control imports only what it uses
+
+    structlog.get_logger().error(
+        "row_quarantined", table=table, key=key, reason=reason, detail=detail
+    )
 
 
 def _mend(session: Session, row: DamagedRow, there: ColumnElement[bool]) -> None:

@@ -86,6 +86,7 @@ SORTS = {
     "deploy/adapters/prune.py:read_versions": PRUNING,
     "deploy/forgetting.py:learners_of": ADAPTERS,
     "deploy/admin/reads.py:_tally": "a row for each state",
+    "deploy/funnel.py:read_funnel": "a row for each state",
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
     "deploy/canary/gate_store.py:comparisons": GATE,
@@ -116,6 +117,7 @@ WORK = {
 }
 """Functions that may take more than `MOST_STEPS` -> why."""
 OF_A_FEW_ROWS = "reads tables of a few rows, and is watched by the tests of its module"
+DAMAGED = "reads a table in which a damaged value was met, once"
 CONNECTION = "prepares a connection"
 ROTATION = "reads every row once, by its primary key, at the call of `sidecar store rotate-key`"
 NOT_RUN = {
@@ -125,6 +127,9 @@ NOT_RUN = {
     "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/admin/changes.py:_etag_in": "one row by its key",
     "deploy/conditions.py:_paused": "one row by its index, while a learner is paused",
+    "sidecar/store/quarantine.py:_delete": DAMAGED,
+    "sidecar/store/quarantine.py:_mend": DAMAGED,
+    "sidecar/store/quarantine.py:_of_table": DAMAGED,
     "deploy/admin/reads.py:_pace": "one row by its key, while a canary runs",
     "deploy/registry/aliases.py:last_before": "the moves of one alias, when an anchor is "
     "rolled back",
