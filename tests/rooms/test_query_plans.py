@@ -135,7 +135,6 @@ NOT_RUN = {
     "rolled back",
     "deploy/registry/candidates.py:_newest": "the newest rows of one adapter, by an index",
     "deploy/registry/leases.py:lines_behind": OF_A_FEW_ROWS,
-    "deploy/registry/transitions.py:end_damaged": "the active canary of a line, by its index",
     "deploy/preflight/settings.py:check_store": "asks a PostgreSQL what it is, and reads no table",
     "learner/schedule/loop.py:Schedule._say_killed": "one row by its key, when a run was killed",
     "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from ingest.sessions.messages import Place
 from ingest.sessions.rows import RowLink
 from ingest.store.exchanges import load_rows, save_exchange
-from sidecar.store.models import ExchangeRow
 from support.ingest_kit import Kit
-from support.planted import repeated
 
 
 def store(
@@ -80,21 +77,6 @@ def test_what_selection_would_refuse_is_context(kit: Kit, changes: dict[str, Any
     store(kit, "b", "a", (1, 2, 3), 4)
 
     assert trained(kit) == [([1, 2, 3, 4], ["b"], None)]
-
-
-def test_a_damaged_exchange_costs_its_own_answer_only(kit: Kit) -> None:
-    store(kit, "a", None, (1,), 2)
-    store(kit, "b", "a", (1, 2, 3), 4)
-    store(kit, "c", "b", (1, 2, 3, 4, 5), 6)
-    with kit.database.write() as session:
-        session.execute(
-            update(ExchangeRow).where(ExchangeRow.exchange_id == "b").values(sampling=[])
-        )
-
-    rows = repeated(lambda: trained(kit))
-    assert rows == [([1, 2], ["a"], None), ([1, 2, 3, 4, 5, 6], ["c"], None)]
-    with kit.database.read() as session:
-        assert load_rows(session, "s").damaged == 1
 
 
 def test_a_session_of_which_nothing_is_stored_has_no_rows(kit: Kit) -> None:

@@ -36,7 +36,7 @@ from support.stores import NewStore
 pytestmark = pytest.mark.both_stores
 
 
-DROPPED = {"rescoring", "judge_noise", "judge_call.again"}
+DROPPED = {"idempotent_reply", "rescoring", "judge_noise", "judge_call.again"}
 """Tables and columns that later migrations dropped."""
 
 
