@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from deploy.cli.own_path import without_working_folder
 from learner.schedule.loop import REQUESTED_FLAG
-from sidecar.settings import Settings
+from sidecar.settings import Learner, Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
 from support.processes import is_alive, until
@@ -461,7 +461,9 @@ def betweens(kind: Any) -> list[Between]:
 def extremes(end: str) -> dict[str, dict[str, Any]]:
     """Every numeric setting at the lower or the upper end of its range."""
     values: dict[str, dict[str, Any]] = {}
-    for section, field in Settings.model_fields.items():
+    fields = dict(Settings.model_fields)
+    fields["learner.advanced"] = Learner.model_fields["advanced"]
+    for section, field in fields.items():
         kind = field.annotation
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             continue
@@ -487,7 +489,7 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
     sections["proxy"]["workers"] = 2  # 128 processes are more than this machine has room for
     judge = {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1"}
     for section in ("judge", "gate_judge"):  # budgets need prices, the gate's numbers its model
-        sections[section] |= judge
+        sections.setdefault(section, {}).update(judge)
         sections[f"{section}.price"] = {"input": 1, "output": 1}
     sections["learner"]["schedule"] = "interval"
     write_settings(tmp_path, vllm, **sections)
