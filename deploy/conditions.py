@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.engine.reconcile import EngineView
+from deploy.engine.reconcile import NOT_ASKED, EngineView
 from deploy.examiner import TO_DO, Examiner
 from deploy.funnel import Funnel, groups_by_status, read_pile_up, said, to_do
 from deploy.outside.telling import read_states
@@ -405,7 +405,7 @@ def _engine(engine: EngineView, champion: str) -> Iterator[Condition]:
     missing = nobody_has(champion, (None if one.away else one.loaded for one in replicas.values()))
     for url, replica in replicas.items():
         shown = hide_in_url(url)
-        if replica.away is not None:
+        if replica.away not in (None, NOT_ASKED):
             others = len(replicas) > 1 and engine.away is None
             yield Condition(
                 kind=f"vllm {url}",

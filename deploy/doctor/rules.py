@@ -38,6 +38,7 @@ OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
     "no_judge": ("sampling", "no_judge"),
     "judge_key": ("judging", "judge_key"),
     "judge": ("judging", "judge_away"),
+    VERIFIER: ("judging", "verifier_fails"),
     "gate_judge_key": ("serving", "gate_judge_key"),
     "gate_judge": ("serving", "gate_judge_away"),
     "no_lora": ("serving", "no_lora"),

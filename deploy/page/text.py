@@ -12,6 +12,7 @@ from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.admin.out import ConditionOut, FunnelOut, StageOut
+from deploy.engine.reconcile import NOT_ASKED
 from deploy.evidence.quality import CHART_LEVEL, EMPTY, bounds, observe
 from deploy.records import comes_next, nobody_has, version_of
 from deploy.registry.audit import CONTROL
@@ -284,7 +285,7 @@ def headline(
     champion, missing = champion_of(status)
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
-    if status.engine.away is not None:
+    if status.engine.away not in (None, NOT_ASKED):
         first = f"No vLLM can be reached, so nobody may answer; {short(champion)} is to serve"
     elif missing:
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"

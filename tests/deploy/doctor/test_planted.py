@@ -583,7 +583,7 @@ def test_a_verifier_where_nobody_listens(
 
     found = online.doctor(capsys)
 
-    assert stop_of(found) == (1, "judging", "verifier_fails")
+    assert stop_of(found) == (1, "judging", "verifier_fails"), found
     assert found[1]["diagnoses"][0]["text"] == (
         "reward.verifiers.policy.url: the verifier gives no finding (unreachable: ConnectError), "
         "so groups wait for it"
@@ -601,7 +601,7 @@ def test_what_score_saw_of_a_verifier_is_told_without_asking_it(
 
     found = sidecar.doctor(capsys, "--offline")
 
-    assert stop_of(found) == (1, "judging", "verifier_fails")
+    assert stop_of(found) == (1, "judging", "verifier_fails"), found
     assert found[1]["diagnoses"][0]["text"] == "the verifier policy fails: refused: status 500"
 
 

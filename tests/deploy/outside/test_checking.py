@@ -12,7 +12,7 @@ from deploy.evidence.live import MetricState
 from deploy.outside import checking
 from deploy.outside.checking import MetricChecks
 from deploy.outside.http import OutsideError
-from deploy.registry import canaries, transitions
+from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
 from sidecar.settings import Metric
 from sidecar.store.models import BannedDigestRow
@@ -272,17 +272,3 @@ async def test_a_provider_that_hangs_holds_up_no_other(
     await checks.tick()
     assert not checks.busy
     assert world.canary(name).metrics["slow"].failures == 0
-
-
-async def test_a_damaged_record_of_checks_begins_anew(world: World) -> None:
-    measured(world)
-    name = world.register(1)
-    ramping(world, name)
-    with world.database.write() as session:
-        row = world.canary_row(session, name)
-        canaries.add_evidence(row, metrics={"errors": {"failures": "many"}, "old": {}})
-
-    await check(world, 0.5)
-
-    assert world.canary(name).metrics["errors"].failures == 1
-    assert list(world.canary(name).metrics) == ["errors"]

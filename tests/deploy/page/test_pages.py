@@ -279,7 +279,7 @@ async def test_vllm_away_and_a_failing_loop_need_somebody(
     found = words_of((await browser.get("/")).text)
 
     assert "vLLM at http://vllm does not answer" in found
-    assert "A rollback works all the same." in found
+    assert "a rollback works all the same" in found
 
 
 async def test_the_live_part_is_sent_again_only_when_it_changed(
