@@ -55,16 +55,35 @@ TIER_2 = (
     "tests/benchmarks/",
     "tests/clients/",
     "tests/demo/",
+    "tests/deploy/canary/test_shadow.py/",
+    "tests/deploy/cli/test_exit_codes.py/",
+    "tests/deploy/cli/test_judge.py/",
     "tests/deploy/crashes/",
+    "tests/deploy/doctor/test_end.py/",
+    "tests/deploy/page/test_live_parts.py/",
+    "tests/deploy/page/test_look.py/",
     "tests/deploy/supervise/",
+    "tests/deploy/test_process.py/",
     "tests/end_to_end/test_sabotage.py/",
+    "tests/ingest/ruler/test_judging_brownout.py/",
+    "tests/ingest/ruler/test_judging_killed.py/",
+    "tests/ingest/ruler/test_judging_poison.py/",
+    "tests/ingest/test_score.py/",
+    "tests/ingest/vllm/test_slowdown.py/",
     "tests/learner/distributed/",
+    "tests/learner/grpo/test_drift.py/",
+    "tests/learner/grpo/test_losses_against_trl.py/",
     "tests/learner/resume/",
+    "tests/learner/runs/test_bad_groups.py/",
+    "tests/learner/runs/test_blame.py/",
+    "tests/rooms/test_query_plans.py/",
+    "tests/sidecar/faults/",
     "tests/sidecar/hardening/",
     "tests/sidecar/test_compiled.py/",
+    "tests/sidecar/workers/",
 )
-"""Files of kills, other stores, clients, engines and fuzzers. Of the other files the tests on
-PostgreSQL and Kafka are of tier 2."""
+"""Kills, processes, browsers, clients, engines, fuzzers and long runs. Of the other files the
+tests on PostgreSQL and Kafka are of tier 2 as well."""
 WAITING_WORKERS = 2
 """Workers beyond one for each core: one waits for an engine, others for processes and clocks."""
 
