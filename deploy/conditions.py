@@ -88,24 +88,25 @@ def _stored(
         if one.kind == JUDGE:
             yield _judge(session, one, funnel, now)
         elif one.kind == BUS and now - one.at > LATE_S:
-            yield _silent(one, "ingest_down", "ingest", "ingest", "records wait and are not lost")
+            yield _silent(one, "ingest_down", "ingest", "ingest", "records")
         elif one.kind.startswith(VERIFIER):
             yield _waiting(one, verifiers.get(one.kind.removeprefix(VERIFIER), 0))
         elif one.kind != "sampling" or not _is_over(one, judge, now):
             yield one
     if BUS not in known and funnel.stage("bus").entered:
-        missing = Condition(kind=BUS, code="ingest_down", at=0.0)
-        yield _silent(missing, "ingest_down", "ingest", "ingest", "records wait and are not lost")
+        missing = Condition(kind=BUS, code="ingest_down")
+        yield _silent(missing, "ingest_down", "ingest", "ingest", "records")
 
 
-def _silent(one: Condition, code: str, who: str, command: str, more: str) -> Condition:
+def _silent(one: Condition, code: str, who: str, command: str, waiting: str) -> Condition:
     """Return the condition of a process that has not been heard of since the one at hand."""
     return replace(
         one,
         state="act",
         code=code,
         message=f"{who} has not been heard of" + ("" if one.at else " yet"),
-        to_do=f"start `sidecar {command}`, or `sidecar up`; its log says why it ended; {more}",
+        to_do=f"start `sidecar {command}`, or `sidecar up`; its log says why it ended; "
+        f"{waiting} wait and are not lost",
         since=one.at,
     )
 
@@ -164,13 +165,7 @@ def _of_line(
             yield schedule
         else:
             of = words_of(line)[0]
-            yield _silent(
-                schedule,
-                "learner_away",
-                f"the learner{of}",
-                "learn",
-                "groups wait and are not lost",
-            )
+            yield _silent(schedule, "learner_away", f"the learner{of}", "learn", "groups")
 
 
 def _paused(session: Session, line: Line) -> Iterator[Condition]:

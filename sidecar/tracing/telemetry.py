@@ -291,7 +291,6 @@ DURATION_BOUNDS_S = (
 FIRST_CHUNK_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
-TOKEN_BOUNDS = tuple(float(4**power) for power in range(14))
 
 
 class GenAiMetrics:
