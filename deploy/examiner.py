@@ -35,8 +35,8 @@ class Examiner:
             return ""
         rubric = "another rubric" if self.own_rubric else "one rubric"
         return (
-            f"{self.model} gives the reward and decides the gate, by {rubric}: an adapter that "
-            f"learned to please this judge passes for better; {TO_DO}"
+            f"the judge {self.model} gives the reward and decides the gate, by {rubric}: an "
+            f"adapter that learned to please it passes for better; {TO_DO}"
         )
 
 

@@ -249,7 +249,7 @@ async def _run(
         hooks=tuple(settings.notify.hooks),
         tokens=settings.admin.tokens,
         on_change=on_change,
-        by_hand=settings.learner.schedule == "manual",
+        learner=settings.learner,
         examiner=examiner_of(settings),
         loops=lambda: {loop.name: loop.view for loop in loops},
         lease=lambda: (lease.acts, lease.other),

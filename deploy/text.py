@@ -36,6 +36,20 @@ def iso(at: object) -> str | None:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def capital(text: str) -> str:
+    """The text with a capital at its start, unless it begins with a name such as `vLLM`."""
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+
+
+def percent(basis_points: float) -> str:
+    return f"{basis_points / 100:g}%"
+
+
+def paused_words(project: str | None) -> str:
+    of = "" if project is None else f" --project {project}"
+    return f"the learner is paused until `sidecar learner resume{of}`"
+
+
 UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 
@@ -136,9 +150,9 @@ def _shown(key: str, value: Any, now: float) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("_bp") and isinstance(value, int):
-        return f"{value} ({value / 100:g}%)"
+        return f"{value} ({percent(value)})"
     if isinstance(value, list):
         if key == "steps":  # of a canary's ramp
-            value = [f"{weight_bp / 100:g}%" for weight_bp in value]
+            value = [percent(weight_bp) for weight_bp in value]
         return ", ".join(map(str, value)) or "-"
     return str(value) if value or value == 0 else "-"  # a limit of "none" would read as 0

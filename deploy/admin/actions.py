@@ -6,13 +6,17 @@ Resume, promote, skip-step and the learner's run require the ETag of the state t
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import structlog
 from fastapi import APIRouter, Body, Response
+from pydantic import Field
+from sqlalchemy import and_, select
 
 from deploy.admin.auth import Caller
 from deploy.admin.changes import (
+    MOST_NAMED,
     NO_REASON,
     IfMatch,
     ReasonIn,
@@ -26,24 +30,47 @@ from deploy.admin.changes import (
 from deploy.admin.context import AdminContext
 from deploy.admin.learning import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
+from deploy.admin.out import Out
 from deploy.admin.paging import Project, new_router
 from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming
 from deploy.admin.target_files import with_files
+from deploy.admin.wire import UnreadableError
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
-from deploy.registry import canaries, transitions
+from deploy.registry import audit, canaries, transitions
 from deploy.registry import switches as learner_switches
 from deploy.registry.rollback import rollback
+from ingest.store.groups import CLAIMED, SAMPLED, SCORED, SET_ASIDE, retry_judging
+from learner.runs.source import TRAINED
 from sidecar.hiding import hide_in_url
 from sidecar.records import BASE
+from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
 
 log = structlog.get_logger()
 
 CanaryAction = Literal["pause", "resume", "promote", "abort", "skip-step"]
 LearnerAction = Literal["pause", "resume", "run", "override"]
 Reason = Annotated[ReasonIn | None, Body()]
+GIVEN_UP = re.compile("judge_[a-z_]+|verifier_failed")
+"""Reasons for which judging sets a group aside whose answers are complete and readable."""
+
+
+class RetryIn(ReasonIn):
+    """Groups by id, or all that judging set aside for one reason."""
+
+    groups: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=500)
+    of_reason: str | None = Field(default=None, pattern=f"^({GIVEN_UP.pattern})$")
+
+
+class RetryOut(Out):
+    retried: list[str]
+    """Groups that wait for the judge again."""
+    unchanged: list[str]
+    """Groups that wait for the judge or have scores already."""
+    refused: dict[str, str]
+    """Any other group -> why it stays as it is."""
 
 
 def action_router(context: AdminContext) -> APIRouter:
@@ -52,6 +79,7 @@ def action_router(context: AdminContext) -> APIRouter:
     _add_rollback(router, context)
     _add_canary_actions(router, context)
     _add_learner_actions(router, context)
+    _add_retry(router, context)
     return router
 
 
@@ -210,3 +238,68 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
                 )
             response.headers["etag"] = learner_switches.read(session, line).etag
             return read_learner(session, line)
+
+
+def _add_retry(router: APIRouter, context: AdminContext) -> None:
+    @router.post("/groups/retry")
+    def retry(asked: RetryIn, actor: Caller) -> RetryOut:
+        """Give groups that judging set aside back to the judge. Idempotent, so it takes no
+        If-Match; 409 when every group is refused."""
+        reason = not_blank(asked.reason)
+        if bool(asked.groups) == (asked.of_reason is not None):
+            raise UnreadableError("body: name groups, or one of_reason for all of it")
+        wanted = GroupRow.group_id.in_(asked.groups)
+        if asked.of_reason is not None:
+            wanted = and_(GroupRow.status == SET_ASIDE, GroupRow.reason == asked.of_reason)
+        found = RetryOut(
+            retried=[], unchanged=[], refused=dict.fromkeys(asked.groups, "there is none")
+        )
+        with context.database.write() as session:
+            rows = session.execute(
+                select(GroupRow, ExchangeRow.seq, AdapterRow.removed_at, AdapterRow.name)
+                .outerjoin(ExchangeRow, ExchangeRow.exchange_id == GroupRow.exchange_id)
+                .outerjoin(AdapterRow, AdapterRow.name == GroupRow.adapter)
+                .where(wanted)
+                .order_by(GroupRow.seq)
+            ).all()
+            for row, exchange, removed_at, adapter in rows:
+                has_adapter = row.adapter == BASE or (adapter is not None and removed_at is None)
+                found.refused.pop(row.group_id, None)
+                if why := why_refused(
+                    row, has_prompt=exchange is not None, has_adapter=has_adapter
+                ):
+                    found.refused[row.group_id] = why
+                elif row.status == SET_ASIDE and retry_judging(session, row):
+                    found.retried.append(row.group_id)
+                else:
+                    found.unchanged.append(row.group_id)
+            if found.retried:
+                audit.record(
+                    session,
+                    now=context.clock(),
+                    actor=actor,
+                    action="groups.retried",
+                    subject=asked.of_reason or found.retried[0],
+                    before={},
+                    after={"number": len(found.retried), "groups": found.retried[:MOST_NAMED]},
+                    reason=reason,
+                )
+        log.info("groups_retried", groups=len(found.retried), refused=len(found.refused))
+        if found.refused and not (found.retried or found.unchanged):
+            first, why = next(iter(found.refused.items()))
+            more = f", and {len(found.refused) - 1:,} more" if len(found.refused) > 1 else ""
+            raise ConflictError(f"no group can be judged again: {first}: {why}{more}", [])
+        return found
+
+
+def why_refused(row: GroupRow, *, has_prompt: bool, has_adapter: bool) -> str:
+    """Say why a group cannot go back to the judge; empty when it can, or has been there. Pure."""
+    if row.status not in (SAMPLED, SCORED, CLAIMED, TRAINED) and not (
+        row.status == SET_ASIDE and GIVEN_UP.fullmatch(row.reason or "")
+    ):
+        return f"it is {row.status}" + (f": {row.reason}" if row.reason else "")
+    if row.status == SET_ASIDE and not has_prompt:
+        return "its prompt is not stored any more"
+    if row.status == SET_ASIDE and not has_adapter:
+        return f"its adapter {row.adapter} does not exist any more"
+    return ""

@@ -20,7 +20,7 @@ from deploy.supervise import LoopView
 from sidecar.conditions import Condition
 from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
-from sidecar.settings import Groups, Watch
+from sidecar.settings import Groups, Learner, Watch
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 
@@ -42,8 +42,8 @@ class AdminContext:
     on_change: Callable[[], None] = lambda: None
     """Called after every change of the adapters that vLLM should have loaded."""
     clock: Callable[[], float] = time.time
-    by_hand: bool = False
-    """The learner has no schedule: it runs when it is asked to (`learner.schedule`)."""
+    learner: Learner = field(default_factory=Learner)
+    """Has the schedule of runs."""
     examiner: Examiner | None = None
     """The judge of the gate; None: control has none."""
     hooks: tuple[str, ...] = ()

@@ -321,6 +321,10 @@ class StatusOut(Out):
     best: str = ""
     """How far the champion is from the best so far, the anchor; empty while the base is both."""
     learner: LearnerOut
+    by_hand: bool = False
+    """The learner runs when it is asked to: `learner.schedule` is `manual`."""
+    cron_times: str = ""
+    """The next three times of `learner.cron`, in its zone; empty under another schedule."""
     engine: EngineOut
     conditions: list[ConditionOut] = Field(default_factory=list)
     """The state of every part, what needs a person first."""

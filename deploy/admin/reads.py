@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import structlog
@@ -70,7 +71,10 @@ from ingest.reward_watch.store import ask
 from ingest.sampling.round import read_usage
 from ingest.store.exchanges import opened_answers
 from ingest.tokens import FLAG as TOKEN_CHECK
+from learner.schedule.rule import shown_cron
+from sidecar.errors import SettingsError
 from sidecar.records import BASE
+from sidecar.settings import Learner
 from sidecar.store.database import get_flag
 from sidecar.store.models import (
     AdapterRow,
@@ -150,6 +154,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     asked=context.rules.promote_on != "quick",
                 ),
                 learner=read_learner(session, model),
+                by_hand=context.learner.schedule == "manual",
+                cron_times=_cron_times(context.learner, now),
                 engine=EngineOut.of(context.engine),
                 conditions=list(map(ConditionOut.of, context.conditions(session, model, now))),
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
@@ -308,6 +314,12 @@ def _pace(
         return ""
     a_day = sessions_a_day(session, line, now)
     return pace(canary, row.evidence, context.rules, a_day)
+
+
+def _cron_times(learner: Learner, now: float) -> str:
+    with suppress(SettingsError):  # `sidecar doctor` tells of a line that cannot be read
+        return shown_cron(learner, now)
+    return ""
 
 
 def _token_check(session: Session) -> str:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from deploy.records import LEARNER_AWAY_S, version_of
+from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has, version_of
 from deploy.text import (
     WHOLE,
+    capital,
     found_lines,
     iso,
+    paused_words,
+    percent,
     shown_age,
     shown_length,
     shown_time,
@@ -24,7 +27,10 @@ from deploy.text import (
 )
 from ingest.judge_prompt import without_media
 from ingest.verifiers.records import check_words
+from learner import resume
+from learner.progress import watch
 from sidecar.lines import learner_of, line_name
+from sidecar.records import BASE
 from sidecar.replies.parts import answer_text
 from sidecar.visible import counted
 
@@ -273,22 +279,17 @@ def progress_words(found: object) -> str:
     """Say where a run is; "" when nothing is known of it. found: JSON of the admin API. Pure."""
     if not isinstance(found, dict):
         return ""
-    from learner.progress.watch import (
-        Progress,
-        words,  # `--help` waits for no settings
-    )
-
     try:
-        return words(Progress(**{key: value for key, value in found.items() if key != "at"}))
-    except (TypeError, ValueError):  # of another version, or damaged
+        return watch.words(
+            watch.Progress(**{key: value for key, value in found.items() if key != "at"})
+        )
+    except (TypeError, ValueError):  # damaged
         return str(found.get("phase", ""))
 
 
 def resumed_words(deaths: object) -> str:
     """Say where a run was resumed; "" when it never was. deaths: JSON of the admin API. Pure."""
-    from learner.resume import resumed_words as said
-
-    return said(deaths).removeprefix("resumed ")
+    return resume.resumed_words(deaths).removeprefix("resumed ")
 
 
 def killed_words(run: Json, now: float) -> str:
@@ -399,6 +400,243 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+# The status in sentences.
+
+DOLLARS = "US dollars"
+
+
+def status_lines(found: Json, now: float) -> Iterator[str]:
+    """Yield what serves, what is on canary, and every condition, in sentences."""
+    yield from _serving(found)
+    yield from _other_lines(found["lines"], found["project"])
+    if found["best"]:
+        yield str(found["best"])
+    yield from _on_canary(found["canary"], now)
+    if found["pace"]:
+        yield f"  {found['pace']}"
+    yield from _queued(found["queued"], now)
+    yield from _learner(found, now)
+    yield from _engine(found["engine"])
+    yield f"Adapters: {_tally(found['adapters'])}."
+    exchanges, groups = counted(found["exchanges"], "exchange"), _tally(found["groups"])
+    yield f"Recorded: {exchanges}. Groups: {groups}."
+    yield from _feedback(found["feedback"], found["signals"])
+    yield from _budgets(found["budgets"])
+    yield from _gate_judge(found["gate_judge"])
+    yield from _noise(found["judge_noise"])
+    yield from _retention(found["retention"], now)
+    if found["token_check"] != "on":
+        yield f"Token check: {found['token_check']}"
+    yield from _conditions(found["conditions"], now)
+
+
+def _serving(found: Json) -> Iterator[str]:
+    routing = found["routing"] or {}
+    champion = str(routing.get("champion", found["champion"]))
+    canary, canary_bp = routing.get("canary"), routing.get("canary_weight_bp", 0)
+    of = f"Model {found['model']}"
+    if found["project"] is not None:
+        of += f", project {found['project']}"
+    replicas = found["engine"]["replicas"].values()
+    who = _name_of(champion)
+    if nobody_has(champion, (None if one["away"] else one["loaded"] for one in replicas)):
+        yield f"No vLLM has loaded the champion {champion}: the base model answers in its place."
+        who = "the base model"
+    if canary is not None and canary_bp:
+        yield (
+            f"{of}: {who} answers {percent(10_000 - canary_bp)} of the sessions, the canary "
+            f"{canary} {percent(canary_bp)}."
+        )
+    else:
+        yield f"{of}: {who} answers every session."
+    if found["previous"] != champion:
+        yield f"A rollback goes to {_name_of(found['previous'])}."
+
+
+def _other_lines(lines: list[Json], project: str | None) -> Iterator[str]:
+    """Say of each line of adapters but that of `project` what answers it."""
+    for one in lines:
+        if one["project"] == project:
+            continue
+        whose = "All other projects" if one["project"] is None else f"Project {one['project']}"
+        text = f"{whose}: {_name_of(one['champion'])}"
+        if one["canary"] is not None:
+            text += f", and the canary {one['canary']} for {percent(one['canary_weight_bp'])}"
+        command = f" (`sidecar status --project {one['project']}`)"
+        yield f"{text}{'' if one['project'] is None else command}."
+
+
+def _queued(queued: Json | None, now: float) -> Iterator[str]:
+    if queued is not None:
+        since = shown_time(queued["step_started_at"], now)
+        yield f"Queue: {queued['candidate']} waits since {since} (canary {queued['canary_id']})."
+
+
+def _on_canary(canary: Json | None, now: float) -> Iterator[str]:
+    if canary is None:
+        yield "Canary: none."
+        return
+    since = shown_time(canary["step_started_at"], now)
+    steps, next_at = canary["steps"], canary["next_step_earliest_at"]
+    doing = f"is {canary['state']}"
+    if canary["state"] == "ramping":
+        share = f"{percent(canary['weight_bp'])} of the sessions"
+        doing = f"has {share} (step {canary['step'] + 1} of {len(steps)})"
+    yield (
+        f"Canary {canary['canary_id']}: {canary['candidate']} {doing} since {since}, against "
+        f"{_name_of(canary['champion'])}."
+    )
+    if canary["reason"]:
+        yield f"  Reason: {canary['reason']}"
+    if next_at is not None and next_at > now:
+        what = comes_next(canary["state"], canary["step"], steps).capitalize()
+        yield f"  {what}: {shown_age(now - next_at)} at the earliest."
+
+
+def _learner(found: Json, now: float) -> Iterator[str]:
+    learner = found["learner"]
+    run, told, next_at = learner["last_run"], learner["schedule"], learner["next_run_at"]
+    of_line = f" --project {found['project']}" if found["project"] else ""
+    by_hand = found["by_hand"]
+    if learner["paused"]:
+        yield "Learner: paused."
+    elif learner["run_requested"]:
+        yield "Learner: a run is requested and starts next."
+    elif by_hand:
+        asks = f"`sidecar learner run{of_line}` asks"
+        yield f"Learner: runs when it is asked to (learner.schedule); {asks}."
+    else:
+        yield "Learner: follows its schedule."
+    if next_at is not None:
+        yield f"  Next scheduled time: {shown_time(next_at, now)}."
+    if told is not None and not (
+        told["kind"] in ("start", "running")
+        or (told["kind"] == "paused" and learner["paused"])
+        or (told["kind"] == "not_due" and by_hand)
+    ):
+        yield f"  No run now: {told['why']}."
+        if told["again_at"] is not None:
+            yield f"  It is tried again {shown_time(told['again_at'], now)}."
+    if found["cron_times"]:
+        yield f"  learner.cron runs next {found['cron_times']}."
+    if run is None:
+        yield "  It has not run yet."
+    else:
+        yield from _newest_run(run, now)
+
+
+def _newest_run(run: Json, now: float) -> Iterator[str]:
+    """Say what the newest run did, or where it is."""
+    made = f" and made {run['adapter']}" if run["adapter"] else ""
+    why = f": {run['reason']}" if run["reason"] else ""
+    goes_on = run["ended_at"] is None
+    word = run["status"]
+    if goes_on:
+        word = "is interrupted, began" if run["reason"] else "runs since"
+    when = shown_time(run["started_at"] if goes_on else run["ended_at"], now)
+    yield f"  Last run {run['run_id']}: {word} {when}{made}{why}."
+    if resumed := resumed_words(run["deaths"]):
+        how = "stopped" if resume.was_stopped(run["deaths"]) else "killed"
+        yield f"  It was {how}, and resumed {resumed}."
+    if killed := killed_words(run, now):
+        yield f"  It was KILLED: {killed}."
+    if goes_on and (where := progress_words(run["progress"])):
+        at = (run["progress"] or {}).get("at")
+        seen = f" ({shown_age(now - at)})" if isinstance(at, int | float) else ""
+        yield f"  It {'was' if killed or run['reason'] else 'is'} {where}{seen}."
+
+
+def _engine(engine: Json) -> Iterator[str]:
+    for url, replica in engine["replicas"].items():
+        if replica["away"] is None:
+            loaded = ", ".join(replica["loaded"]) or "no adapter"
+            yield f"vLLM at {url}: answers; it has loaded {loaded}."
+
+
+def _feedback(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterator[str]:
+    if feedback:
+        scores, outcomes = (feedback.get(f"stored_{kind}", 0) for kind in ("feedback", "outcome"))
+        joined = feedback.get("joined", 0)
+        yield (
+            f"Feedback: {counted(scores, 'score')} and {counted(outcomes, 'outcome')}; {joined:,} "
+            "of them are joined to exchanges."
+        )
+    if signals:
+        yield f"Signals: {_tally(signals)}."
+
+
+def _budgets(budgets: list[Json]) -> Iterator[str]:
+    """Yield what is used of the budgets that are set; nothing where none is."""
+    shown = [
+        f"{_used(one)} {'today' if one['period'] == 'day' else 'this hour'} ({one['setting']})"
+        for one in budgets
+    ]
+    if shown:
+        yield f"Budgets (UTC): {'; '.join(shown)}."
+
+
+def _used(one: Json) -> str:
+    used, limit = one["used"], one["limit"]
+    if one["what"] != DOLLARS:
+        return f"{used:,.0f} of {limit:,.0f} {one['what']}"
+    shown = "under $0.01" if 0 < used < 0.01 else f"${used:,.2f}"
+    return f"{shown} of {f'${limit:,.2f}' if limit >= 0.01 else f'${limit:g}'} for judges"
+
+
+def _gate_judge(judge: Json | None) -> Iterator[str]:
+    if judge is not None and judge["model"]:
+        rubric = "a rubric of its own" if judge["own_rubric"] else "judge.rubric"
+        passes = counted(judge["passes"], "pass", "passes")
+        yield f"Gate: judged by {judge['model']}, {passes}, by {rubric}."
+
+
+def _noise(noise: Json | None) -> Iterator[str]:
+    if noise is not None and noise["sd"] is not None:
+        of, passes = counted(noise["groups"], "group"), counted(noise["passes"], "pass", "passes")
+        yield f"Noise of a score: sd {noise['sd']:.3f}, from the {passes} over {of}."
+
+
+def _retention(retention: Json | None, now: float) -> Iterator[str]:
+    if retention is None:
+        return
+    limit, free, oldest = (retention[key] for key in ("max_bytes", "free_bytes", "oldest_at"))
+    used = (
+        f"{_megabytes(retention['used_bytes'])}{f' of {_megabytes(limit)}' if limit else ''} used"
+    )
+    left = f", and {_megabytes(free)} free" if free else ""
+    age = "" if oldest is None else f" The oldest exchange was stored {shown_age(now - oldest)}."
+    yield f"Store: {used}{left}, {shown_age(now - retention['at'])}.{age}"
+
+
+def _conditions(conditions: list[Json], now: float) -> Iterator[str]:
+    """Yield a line for each condition and one for what to do: what works first."""
+    needy = [one for one in conditions if one["state"] != "ok"]
+    for one in conditions:
+        if one["state"] == "ok" and one["kind"] not in ("canary", "schedule"):
+            yield f"{capital(one['message'])}."
+    if needy:
+        yield "Needs you:" if any(one["state"] == "act" for one in needy) else "To know:"
+    for one in needy:
+        since = "" if one["since"] is None else f", since {shown_time(one['since'], now)}"
+        until = one["until"]
+        end = "" if until is None or until <= now else f"; again {shown_time(until, now)}"
+        yield f"  {capital(one['message'])}{since}{end}."
+        if one["to_do"]:
+            yield f"    {capital(one['to_do'])}."
+
+
+def _name_of(adapter: str) -> str:
+    return "the base model" if adapter == BASE else adapter
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.0f} MB"
+
+
+def _tally(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"
+
+
 # The forms of the routes.
 
 Row = Callable[[Json, float], tuple[str, ...]]
@@ -416,6 +654,7 @@ TABLES: dict[str, tuple[str, Row]] = {
 RECORDS: dict[str, Callable[[Json, float], Iterable[str]]] = {
     "/groups/{group_id}": group_lines,
     "/runs/{run_id}": run_lines,
+    "/status": status_lines,
     "/watch": lambda found, _now: watch_lines(found),
     # What the schedule said last was decided before the switch.
     "/learner/{action}": lambda found, now: found_lines(
@@ -450,8 +689,3 @@ def missing_notes(found: Json) -> Iterator[str]:
     yield from found.get("damaged", [])
     if found.get("next_cursor"):
         yield f"there are more than these {len(found['items'])}; --limit shows up to 200"
-
-
-def paused_words(project: str | None) -> str:
-    of = "" if project is None else f" --project {project}"
-    return f"the learner is paused until `sidecar learner resume{of}`"

@@ -190,6 +190,7 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
     ("POST", PREFIX + "/canaries/{canary_id}/{action}"): "operate",
     ("POST", PREFIX + "/adapters/{version}/allow"): "admin",
     ("POST", PREFIX + "/learner/{action}"): "train",
+    ("POST", PREFIX + "/groups/retry"): "train",
 }
 """(method, path template) -> scope."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +44,7 @@ from deploy.cli.output import (
 )
 from deploy.cli.store import audit_app, store_app
 from deploy.supervisor_rules import MODULES
+from deploy.text import paused_words
 
 # The help of a command, without parsing the command line.
 
@@ -110,6 +111,7 @@ EXAMPLES: dict[str, str] = {
     "keys revoke": "sidecar keys revoke key_1a2b3c",
     "groups ls": "sidecar groups ls --status set_aside",
     "groups show": "sidecar groups show 0f3a9c",
+    "groups retry": "sidecar groups retry --all judge_rubbish",
     "audit": "sidecar audit --limit 50",
     "audit verify": "sidecar audit verify -o json",
     "judge calibrate": "sidecar judge calibrate --judge openai/gpt-4.1-mini",
@@ -352,23 +354,7 @@ def control(context: typer.Context) -> None:
 @app.command()
 def status(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What serves, what is on canary, what the learner does, how many records there are."""
-    from deploy.cli.output import shown_cron
-    from deploy.cli.status import status_lines
-    from sidecar.errors import SettingsError
-
-    found = admin_client(context, project).get("/status")
-    learner, now = settings_of(context).learner, time.time()
-    times = ""
-    with suppress(SettingsError):  # `sidecar doctor` tells of a line that cannot be read
-        times = shown_cron(learner, now)
-    lines = None
-    if output != "json":
-        lines = status_lines(found, now, schedule=learner.schedule, times=times)
-    if lines is None:
-        print_found(found, output)
-        return
-    for line in lines:
-        say(line)
+    show(admin_client(context, project), output, "/status")
 
 
 @app.command()
@@ -418,7 +404,6 @@ def _without_collection() -> Iterator[None]:
 def _roll_back_offline(
     context: typer.Context, to: str, reason: str, project: str | None, output: str
 ) -> None:
-    from deploy.admin.text import paused_words
     from deploy.registry.rollback import rollback as roll_back
     from sidecar.records import BASE
 

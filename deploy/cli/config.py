@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, say, say_json, shown_cron
+from deploy.cli.output import Output, note, say, say_json
 
 if TYPE_CHECKING:
     from deploy.preflight.peers import Finding
@@ -85,6 +85,7 @@ def config_check(
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
     from deploy.preflight.settings import advice, checked_settings, will_not_happen
+    from learner.schedule.rule import shown_cron
 
     settings = checked_settings(context.obj)
     for one in advice(settings):

@@ -24,6 +24,7 @@ from deploy.cli.context import (
 from deploy.cli.files import new_file
 from deploy.cli.output import (
     Output,
+    Reason,
     completed_by,
     note,
     read_length,
@@ -615,3 +616,24 @@ def groups_ls(
 def groups_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
     """One group: what was asked, and each answer with its score, explanation and checks."""
     show(admin_client(context), output, "/groups", group_id)
+
+
+@groups_app.command("retry")
+def groups_retry(
+    context: typer.Context,
+    group_ids: Annotated[list[str] | None, typer.Argument(help="ids of groups")] = None,
+    every: Annotated[
+        str,
+        typer.Option("--all", metavar="WHY", help="all set aside for this, such as judge_rubbish"),
+    ] = "",
+    reason: Reason = None,
+    output: Output = "text",
+) -> None:
+    """Give groups that the judge or a verifier gave up back to it: those named, or all of a reason.
+
+    One whose prompt or adapter is gone is refused. Exit code 1: every one of them is."""
+    if bool(group_ids) == bool(every):
+        raise typer.BadParameter("name groups, or --all of a reason", param_hint="GROUP_IDS")
+    body: dict[str, Any] = {"of_reason": every} if every else {"groups": group_ids}
+    given = {} if reason is None else {"reason": reason}
+    show(admin_client(context), output, "/groups", "retry", method="POST", body={**body, **given})

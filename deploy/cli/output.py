@@ -12,9 +12,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,27 +23,7 @@ from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
 
-if TYPE_CHECKING:
-    from sidecar.settings import Learner
-
-
-# Times for people: when, in UTC, and how long ago. Pure.
-
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
-
-def shown_cron(learner: Learner, now: float) -> str:
-    """The next three times of `learner.cron`; "" under another schedule. now: Unix seconds.
-
-    Raises: SettingsError.
-    """
-    if learner.schedule != "cron":
-        return ""
-    from learner.schedule.rule import next_times
-
-    times = next_times(learner, datetime.fromtimestamp(now, UTC))
-    shown = ", ".join(f"{one:%a %Y-%m-%d %H:%M}" for one in times)
-    return f"{shown} ({learner.timezone})"
 
 
 def read_length(text: str) -> int | None:

@@ -34,7 +34,6 @@ from deploy.page.text import (
     Looked,
     Sight,
     arm_rows,
-    capital,
     changes,
     difference_chart,
     evidence_rows,
@@ -48,6 +47,7 @@ from deploy.page.text import (
     sights,
     waits_for,
 )
+from deploy.text import capital
 from sidecar.conditions import Condition
 from sidecar.routing.table import is_adapter_name
 from sidecar.visible import counted
@@ -293,7 +293,7 @@ def record_views(server: PageServer) -> dict[str, View]:
             "runs.html",
             found=found,
             learner=status.learner,
-            by_hand=server.context.by_hand,
+            by_hand=status.by_hand,
             missing=[one for one in status.conditions if one.code in MISSING],
             etag=etag,
         )

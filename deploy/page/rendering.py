@@ -26,18 +26,17 @@ from deploy.admin.client import is_of_a_line
 from deploy.admin.wire import UnreadableError, check_text
 from deploy.errors import DeployError
 from deploy.page.text import (
-    capital,
     clock,
     differences,
     iso,
     length,
-    percent,
     share,
     short,
     short_length,
 )
 from deploy.records import LOADS, comes_next
 from deploy.registry import audit
+from deploy.text import capital, percent
 from ingest.verifiers.records import check_words
 from sidecar.hiding import hide_in_url
 from sidecar.lines import Line

@@ -16,6 +16,7 @@ from deploy.engine.reconcile import NOT_ASKED
 from deploy.evidence.quality import CHART_LEVEL, EMPTY, bounds, observe
 from deploy.records import comes_next, nobody_has, version_of
 from deploy.registry.audit import CONTROL
+from deploy.text import capital, percent
 from sidecar.lines import Line, learner_of, line_of_adapter
 from sidecar.records import BASE
 from sidecar.visible import counted
@@ -242,10 +243,6 @@ def short(adapter: object) -> str:
     return "the base model" if name == BASE else version_of(name)
 
 
-def percent(basis_points: float) -> str:
-    return f"{basis_points / 100:g}%"
-
-
 def share(part: float) -> str:
     """A share of 0..1; never 100.0% when something is missing."""
     return f"{min(part, 0.999):.1%}" if part < 1.0 else "100%"
@@ -321,11 +318,6 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
 
 SILENT = ("ingest_down", "learner_away")
 """Codes of processes that have not been heard of: what the page says of the rest may be old."""
-
-
-def capital(text: str) -> str:
-    """A condition's words as a sentence begins; a name such as `vLLM` stays."""
-    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
 
 
 def _upper(text: str) -> str:

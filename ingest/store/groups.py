@@ -112,6 +112,8 @@ def opened_checks(session: Session, answer: AnswerRow) -> list[Mapping[str, Any]
 
 SERVED = "served"
 """Counter rows: ("served", "trainable" or why it is masked) -> served answers of new groups."""
+RETRIED = "judging_retried"
+"""Counter rows: (this, reason for which a group was set aside before) -> groups judged anew."""
 SAMPLING = "sampling"
 SAMPLED = "sampled"
 SCORED = "scored"
@@ -354,6 +356,23 @@ def set_aside(session: Session, group_id: str, reason: str, *, detail: str | Non
             )
             return True
     return False
+
+
+def retry_judging(session: Session, row: GroupRow) -> bool:
+    """set_aside -> sampled, for a group that judging gave up: its failed attempts count no more.
+
+    Its refused replies do: the judge gets another order of the answers than it had.
+    """
+    reason = row.reason or ""
+    if not _step(session, row.group_id, SET_ASIDE, SAMPLED, stage=RETRIED, reason=reason):
+        return False
+    count(session, "judging", reason, -1)
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == row.group_id)
+        .values(detail=None, judge_failures=None, judge_attempts=0)
+    )
+    return True
 
 
 def mark_scored(

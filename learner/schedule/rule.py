@@ -328,6 +328,18 @@ def next_times(learner: Learner, now: datetime, count: int = 3) -> list[datetime
     return list(islice(times(), count))
 
 
+def shown_cron(learner: Learner, now: float) -> str:
+    """The next three times of `learner.cron`; "" under another schedule. now: Unix seconds.
+
+    Raises: SettingsError.
+    """
+    if learner.schedule != "cron":
+        return ""
+    times = next_times(learner, datetime.fromtimestamp(now, UTC))
+    shown = ", ".join(f"{one:%a %Y-%m-%d %H:%M}" for one in times)
+    return f"{shown} ({learner.timezone})"
+
+
 # The scheduled times of `learner.schedule`, which go on after a restart.
 
 SLACK_S = 1.0

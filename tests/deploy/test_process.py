@@ -19,14 +19,10 @@ import pytest
 from learner.adapter_folder import folder_digest
 from sidecar.store.models import AdapterRow, CanaryRow
 from support.adapter_endpoints import vllm_in_thread
+from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from sidecar.store.models import AdapterRow
 from support import api_keys
 from support.fake_vllm import FakeVllm, whole_reply
 from support.migrated_store import open_migrated
+from support.ports import free_port
 from support.proxy_kit import MemorySink, post, split
 
 MODEL, OWN = "m", "m@@support"
@@ -85,8 +85,7 @@ async def test_a_promotion_and_a_rollback_reach_the_users_of_their_line_alone(
     keys = {
         project: api_keys.create(database, project=project)[1] for project in ("support", "shop")
     }
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     proxy = Proxy(
         Settings(
             state_dir=tmp_path,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
@@ -46,6 +45,7 @@ from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
 from support.fake_vllm import FakeVllm, whole_reply
 from support.ingest_kit import make_choice, make_exchange
+from support.ports import free_port
 from support.proxy_kit import MemorySink, post, split
 from support.stores import NewStore
 from tests.learner.conftest import FakeTrainer
@@ -271,8 +271,7 @@ async def test_users_get_the_adapter_of_their_project_and_a_rollback_is_of_one_l
         names[project], _ = await asyncio.to_thread(two.train, project, b"weights %d" % number)
     vllm.models = [MODEL, *names.values()]
     keys = {project: api_keys.create(two.database, project=project)[1] for project in LINES}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     settings = two.settings.model_copy(
         update={
             "serving": two.settings.serving.model_copy(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import uvloop
 
 from sidecar.proxy import Proxy
 from sidecar.settings import Settings
+from support import ports
 from support.fake_vllm import RECORDED, FakeVllm, SeenRequest, Step, whole_reply
 from support.proxy_kit import (
     Child,
@@ -66,15 +66,8 @@ def state_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def free_port() -> FreePort:
-    """A port that nobody holds: two proxies of one `state_dir` need ports of their own."""
-
-    def free() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
-
-    return free
+    """Two proxies of one `state_dir` need ports of their own."""
+    return ports.free_port
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from sidecar.conditions import Condition, write
 from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history
+from support.ports import free_port
 from support.served_admin import served_admin
 from tests.deploy.conftest import write_adapter
-from tests.deploy.test_process import free_port
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -59,6 +59,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "keys ls": (),
     "groups ls": (),
     "groups show": ("group-1",),
+    "groups retry": ("group-2", "--reason", "x"),
     "audit": (),
     "audit verify": (),
     "judge noise": (),

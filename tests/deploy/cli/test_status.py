@@ -17,10 +17,10 @@ from deploy.admin.models import (
     StatusOut,
 )
 from deploy.admin.out import BudgetOut, ConditionOut, GateJudgeOut, RoutingOut
-from deploy.cli.output import shown_cron
-from deploy.cli.status import status_lines
+from deploy.admin.text import reply_lines
 from deploy.examiner import examiner_of
 from deploy.text import shown_time
+from learner.schedule.rule import shown_cron
 from sidecar.conditions import Condition
 from sidecar.settings import Learner, Settings
 
@@ -58,6 +58,10 @@ def status(**changes: Any) -> Any:
     return StatusOut(**{**fields, **changes}).model_dump(mode="json")
 
 
+def status_lines(found: Any) -> list[str]:
+    return list(reply_lines("/status", found, NOW))
+
+
 def test_the_budgets_have_a_line() -> None:
     budgets = [
         BudgetOut(
@@ -76,11 +80,9 @@ def test_the_budgets_have_a_line() -> None:
         ),
     ]
 
-    lines = status_lines(status(budgets=budgets), NOW)
-    quiet = status_lines(status(), NOW)
+    lines = status_lines(status(budgets=budgets))
+    quiet = status_lines(status())
 
-    assert lines is not None
-    assert quiet is not None
     assert [one for one in lines if one not in quiet] == [
         "Budgets (UTC): 716,800 of 5,000,000 candidate tokens today (groups.tokens_per_day); under "
         "$0.01 of $0.50 for judges this hour (judge.budget_per_hour).",
@@ -97,9 +99,8 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
     )
 
     def said(one: Settings) -> list[str]:
-        found = status_lines(status(gate_judge=GateJudgeOut.model_validate(examiner_of(one))), NOW)
-        assert found is not None
-        return [line for line in found if line not in (status_lines(status(), NOW) or ())]
+        found = status_lines(status(gate_judge=GateJudgeOut.model_validate(examiner_of(one))))
+        return [line for line in found if line not in status_lines(status())]
 
     assert said(settings) == [
         "Gate: judged by openai/a, 2 passes, by judge.rubric.",
@@ -152,8 +153,7 @@ def test_a_champion_that_no_vllm_has_is_said() -> None:
     bare = ReplicaOut(away=None, loaded=[], refused={CHAMPION: "corrupt"})
     engine = EngineOut(away=None, loaded=[], refused={CHAMPION: "corrupt"}, replicas={URL: bare})
 
-    lines = status_lines(status(engine=engine), NOW)
-    assert lines is not None
+    lines = status_lines(status(engine=engine))
     assert lines[0] == (
         f"No vLLM has loaded the champion {CHAMPION}: the base model answers in its place."
     )
@@ -168,9 +168,8 @@ def test_conditions_are_said_with_since_until_and_what_to_do() -> None:
     )  # fmt: skip
     found = [ConditionOut.of(one) for one in (away, works)]
 
-    lines = status_lines(status(conditions=found), NOW)
+    lines = status_lines(status(conditions=found))
 
-    assert lines is not None
     assert lines[-4:] == [
         "The judge gives scores.",
         "Needs you:",
@@ -181,7 +180,7 @@ def test_conditions_are_said_with_since_until_and_what_to_do() -> None:
 
 
 def test_a_quiet_sidecar() -> None:
-    assert status_lines(status(), NOW) == [
+    assert status_lines(status()) == [
         f"Model m: {CHAMPION} answers every session.",
         "A rollback goes to the base model.",
         "Canary: none.",
@@ -201,9 +200,8 @@ def test_a_run_that_was_killed_and_resumed() -> None:
     death = {"at": NOW - 100, "checkpoint": 3, "step": 2, "steps": 4, "place": "g"}
     going = run(status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 2, deaths=[death])
 
-    lines = status_lines(status(learner=learner_of(going)), NOW)
+    lines = status_lines(status(learner=learner_of(going)))
 
-    assert lines is not None
     assert "  It was killed, and resumed from step 2 of 4." in lines
     assert not any("KILLED" in line for line in lines)
 
@@ -211,9 +209,8 @@ def test_a_run_that_was_killed_and_resumed() -> None:
 def test_a_run_that_stands_still_was_killed() -> None:
     still = run(status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 180)
 
-    lines = status_lines(status(learner=learner_of(still)), NOW)
+    lines = status_lines(status(learner=learner_of(still)))
 
-    assert lines is not None
     assert "  It was KILLED: no sign of it for 3 min; the next start goes on with it." in lines
 
 
@@ -225,9 +222,7 @@ def test_a_run_that_was_stopped_waits_for_the_next_start() -> None:
         status="running", ended_at=None, adapter=None, heartbeat_at=NOW, deaths=[{"at": 1}, stop]
     )
 
-    waiting, going = (
-        status_lines(status(learner=learner_of(one)), NOW) or [] for one in (waits, again)
-    )
+    waiting, going = (status_lines(status(learner=learner_of(one))) for one in (waits, again))
 
     said = next(line for line in waiting if "Last run" in line)
     assert "is interrupted, began" in said
@@ -241,9 +236,8 @@ def test_a_learner_that_runs_by_hand_follows_no_schedule(project: str | None, of
     told = ScheduleOut(kind="not_due", why="the schedule has not come round", at=NOW)
     learner = learner_of(run()).model_copy(update={"schedule": told})
 
-    lines = status_lines(status(learner=learner, project=project), NOW, schedule="manual")
+    lines = status_lines(status(learner=learner, project=project, by_hand=True))
 
-    assert lines is not None
     asks = f"`sidecar learner run{of_line}` asks"
     assert f"Learner: runs when it is asked to (learner.schedule); {asks}." in lines
     assert not any("the schedule has not come round" in line for line in lines)
@@ -252,9 +246,8 @@ def test_a_learner_that_runs_by_hand_follows_no_schedule(project: str | None, of
 def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
     routing = RoutingOut(champion=CHAMPION, canary=CANDIDATE, canary_weight_bp=2_000, generation=8)
 
-    lines = status_lines(status(canary=canary(), routing=routing), NOW)
+    lines = status_lines(status(canary=canary(), routing=routing))
 
-    assert lines is not None
     assert lines[0] == (
         f"Model m: {CHAMPION} answers 80% of the sessions, the canary {CANDIDATE} 20%."
     )
@@ -266,18 +259,16 @@ def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
 
 
 def test_behind_the_last_step_comes_the_promotion() -> None:
-    lines = status_lines(status(canary=canary(step=1, weight_bp=5_000)), NOW)
+    lines = status_lines(status(canary=canary(step=1, weight_bp=5_000)))
 
-    assert lines is not None
     assert "  Promotion: in 1 min at the earliest." in lines
 
 
 def test_a_paused_canary_says_why_and_how_to_continue_it() -> None:
     held = canary(state="gating", paused=True, reason="by hand", next_step_earliest_at=None)
 
-    lines = status_lines(status(canary=held), NOW)
+    lines = status_lines(status(canary=held))
 
-    assert lines is not None
     assert lines[2:4] == [
         f"Canary c-1: {CANDIDATE} is gating since 2026-03-01T09:28:00Z (2 min ago), against "
         f"{CHAMPION}.",
@@ -302,9 +293,8 @@ def test_a_paused_canary_says_why_and_how_to_continue_it() -> None:
 def test_the_last_run_says_how_it_ended(last: RunOut, sentence: str) -> None:
     learner = LearnerOut(paused=True, run_requested=False, last_run=last, allowed_actions=[])
 
-    lines = status_lines(status(learner=learner), NOW)
+    lines = status_lines(status(learner=learner))
 
-    assert lines is not None
     assert lines[3] == "Learner: paused."
     assert lines[4] == f"  Last run r-1: {sentence}"
 
@@ -330,9 +320,8 @@ def test_a_schedule_says_when_it_is_due_and_why_no_run_starts(
         schedule=ScheduleOut(kind=kind, why=why, at=told_at),
     )
 
-    lines = status_lines(status(learner=learner), NOW)
+    lines = status_lines(status(learner=learner))
 
-    assert lines is not None
     assert lines[3:-3] == [
         "Learner: follows its schedule.",
         "  Next scheduled time: 2026-03-01T11:30:00Z (in 2 h).",
@@ -346,9 +335,8 @@ def test_a_hold_says_until_when() -> None:
     told = ScheduleOut(kind="no_room", why=why, at=NOW, again_at=NOW + 480)
     learner = learner_of(run()).model_copy(update={"schedule": told})
 
-    lines = status_lines(status(learner=learner), NOW)
+    lines = status_lines(status(learner=learner))
 
-    assert lines is not None
     at = lines.index(f"  No run now: {why}.")
     assert lines[at + 1] == "  It is tried again 2026-03-01T09:38:00Z (in 8 min)."
 
@@ -370,9 +358,8 @@ def test_a_run_that_goes_on_says_where_it_is_and_how_long_it_takes() -> None:
     )
     learner = LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
 
-    lines = status_lines(status(learner=learner), NOW)
+    lines = status_lines(status(learner=learner))
 
-    assert lines is not None
     assert lines[5] == (
         "  It is training: step 2 of 3, 12 of 64 answers, about 2 min left (4 s ago)."
     )
@@ -381,34 +368,25 @@ def test_a_run_that_goes_on_says_where_it_is_and_how_long_it_takes() -> None:
 def test_feedback_and_signals_are_counted() -> None:
     feedback = {"joined": 2, "stored_feedback": 3, "stored_outcome": 1}
 
-    lines = status_lines(status(feedback=feedback, signals={"retry": 4}), NOW)
+    lines = status_lines(status(feedback=feedback, signals={"retry": 4}))
 
-    assert lines is not None
     told = "Feedback: 3 scores and 1 outcome; 2 of them are joined to exchanges."
     assert lines[-2:] == [told, "Signals: 4 retry."]
 
 
 def test_before_any_adapter_the_base_model_answers() -> None:
-    lines = status_lines(
-        status(champion="base", routing=None, adapters={}, groups={}, exchanges=1), NOW
-    )
+    lines = status_lines(status(champion="base", routing=None, adapters={}, groups={}, exchanges=1))
 
-    assert lines is not None
     assert lines[0] == "Model m: the base model answers every session."
     assert lines[1] == "Canary: none."
     assert lines[-2:] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
-
-
-@pytest.mark.parametrize("found", [{}, [], {"model": 1}, {**status(), "engine": None}])
-def test_a_status_of_another_version_is_left_to_the_caller(found: Any) -> None:
-    assert status_lines(found, NOW) is None
 
 
 def test_the_next_times_of_a_cron_line_are_told_below_the_learner() -> None:
     rules = Learner(schedule="cron", cron="30 3 * * mon-fri", timezone="America/New_York")
     friday = datetime(2027, 1, 8, 8, 30, 1, tzinfo=UTC).timestamp()  # 03:30:01 in New York
 
-    lines = status_lines(status(), NOW, times=shown_cron(rules, friday)) or []
+    lines = status_lines(status(cron_times=shown_cron(rules, friday)))
 
     assert shown_cron(Learner(), friday) == ""
     at = lines.index("Learner: follows its schedule.")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from deploy.engine.reconcile import MISSING
 from deploy.registry import aliases as history
 from deploy.registry import flags
+from sidecar import conditions
 from sidecar.store.models import BannedDigestRow, CounterRow
-from support.adapter_endpoints import MODEL, vllm_in_thread
+from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from support.killed_control import Point, Start, start
-from tests.deploy.test_process import free_port, write_config
+from support.ports import free_port
+from support.processes import until
+from tests.deploy.test_process import write_config
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -29,6 +34,8 @@ SHORT = {
     "deploy.process:RECONCILE_S": 0.1,
 }
 END_S = 90.0
+ROUNDS = 10
+"""Reconciliations that take ten times `MISSING_S` at least."""
 MOVES = ["alias.champion", "learner.pause", "rollback"]
 
 
@@ -63,7 +70,7 @@ def test_a_champion_that_no_vllm_can_serve_gives_way_once(world: World, tmp_path
             assert world.actions()[known:] == (MOVES if done else [])
         last = start(asked)
         try:
-            _until_it_checked_again(port)
+            _until_it_checked_again(world, port, (one, other))
         finally:
             last.terminate()
             last.join(END_S)
@@ -80,13 +87,23 @@ def test_a_champion_that_no_vllm_can_serve_gives_way_once(world: World, tmp_path
         assert history.verify(session).broken == ()
 
 
-def _until_it_checked_again(port: int) -> None:
-    """Wait until control is ready, and then for ten times what the guard needs."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
+def _until_it_checked_again(world: World, port: int, replicas: Sequence[AdapterEndpoints]) -> None:
+    """Wait until control is ready, its guard has seen that the champion is served, and each vLLM
+    has been asked so often for its adapters that the guard has looked at it again."""
+
+    def is_ready() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200:
-                time.sleep(10 * (0.1 + 0.05))
-                return
-        time.sleep(0.05)
-    raise AssertionError("control is not ready")
+            return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200
+        return False
+
+    def is_cleared() -> bool:
+        with world.database.read() as session:
+            return conditions.read(session, MISSING, MODEL) is None
+
+    def asked() -> int:
+        return min(sum(path == "/v1/models" for path, _ in one.seen) for one in replicas)
+
+    until(is_ready, END_S)
+    until(is_cleared, END_S)
+    enough = asked() + ROUNDS
+    until(lambda: asked() >= enough, END_S)

@@ -38,7 +38,8 @@ from sidecar.store.models import (
 )
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from support.killed_control import Point, Start, start
-from tests.deploy.test_process import free_port, write_config
+from support.ports import free_port
+from tests.deploy.test_process import write_config
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -51,6 +50,7 @@ from support.fake_sampler import FakeSampler
 from support.ingest_kit import make_choice, make_exchange
 from support.kafka_broker import unclosed_sockets
 from support.migrated_store import open_migrated
+from support.ports import free_port
 
 KEY = "right-key"
 Found = tuple[int, dict[str, Any]]
@@ -216,12 +216,6 @@ def base_of(folder: Path) -> Path:
     (base / "config.json").write_text('{"model_type": "llama"}')
     (base / "model.safetensors").touch()
     return base
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def exchange(number: int, **changes: Any) -> Exchange:

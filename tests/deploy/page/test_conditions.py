@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.cli.status import status_lines
+from deploy.admin.text import reply_lines
 from deploy.conditions import read_conditions
 from deploy.doctor.collect import Facts, StoreFacts
 from deploy.doctor.rules import OF_CONDITIONS, diagnose
@@ -131,7 +131,7 @@ async def test_a_condition_is_the_same_in_every_rendering(
     (one,) = [one for one in status["conditions"] if one["code"] == code]
     assert (one["state"], says in one["message"]) == (state, True)
     sentence = one["message"][0].upper() + one["message"][1:]
-    assert any(sentence in line for line in status_lines(status, NOON) or ())
+    assert any(sentence in line for line in reply_lines("/status", status, NOON))
     assert sentence in page
     assert (code in ready["conditions"]) is (state == "act")
     label = f'code="{code}",kind="{one["kind"]}",project="",state="{state}"'

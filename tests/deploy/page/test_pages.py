@@ -14,6 +14,7 @@ from deploy.registry import transitions
 from learner.progress.watch import Missing, write_missing
 from sidecar.conditions import Condition, write
 from sidecar.errors import StoreError
+from sidecar.settings import Learner
 from sidecar.store.models import CanaryRow
 from support import page_history
 
@@ -69,7 +70,7 @@ async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
     world: World, browser: Browser
 ) -> None:
     follows = words_of((await browser.get("/runs")).text)
-    object.__setattr__(browser.context, "by_hand", True)
+    object.__setattr__(browser.context, "learner", Learner(schedule="manual"))
     now = world.clock()
     told = Condition(
         kind="schedule", line="m", code="no_room", message="a run needs about 16.4 GB",

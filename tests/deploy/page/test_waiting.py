@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.admin.out import ConditionOut
+from deploy.admin.text import reply_lines
 from deploy.canary.controller import with_approval
-from deploy.cli.status import status_lines
 from deploy.evidence.live import Approval, Check, MetricState, add_check
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.page.text import headline, waits_for
@@ -165,7 +165,7 @@ async def test_while_vllm_loads_a_candidate_its_canary_says_so_and_since_when(
     assert "vLLM loads it since 12:00 UTC" in page
     assert "v1 is being loaded into vLLM since 12:00 UTC." in first
     assert "vLLM loads it" in listed
-    told = status_lines((await browser.get("/admin/v1/status")).json(), world.clock.now)
-    assert told is not None
+    status = (await browser.get("/admin/v1/status")).json()
+    told = list(reply_lines("/status", status, world.clock.now))
     place = next(i for i, line in enumerate(told) if f"{name} is loading since" in line)
     assert told[place + 1] == "  Reason: vLLM loads it"

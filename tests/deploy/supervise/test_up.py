@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from learner.schedule.loop import REQUESTED_FLAG
 from sidecar.settings import Learner, Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
+from support.ports import free_port
 from support.processes import is_alive, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,12 +96,6 @@ def vllm() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from learner.records import TrainingGroup
 from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow
+from support.ports import free_port
 
 if TYPE_CHECKING:
     from support.forking import Fork
@@ -175,9 +175,7 @@ def test_nothing_to_learn_is_no_failure_of_a_job(
     config: Callable[..., Path], fork: Fork, tmp_path: Path
 ) -> None:
     """Each process of a job ends with 0: with the place that torchrun would tell it."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    job = {ADDRESS: "127.0.0.1", PORT: str(port), SIZE: "2", LOCAL_SIZE: "2"}
+    job = {ADDRESS: "127.0.0.1", PORT: str(free_port()), SIZE: "2", LOCAL_SIZE: "2"}
     arguments = ("--once", "--config", str(config()))
 
     ranks = [

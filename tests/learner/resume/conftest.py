@@ -22,6 +22,7 @@ from learner.records import Parent
 from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.database import Database
 from support.migrated_store import open_migrated
+from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
@@ -133,6 +134,7 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
             "kill_at": kill_at,
             "signal": sent,
             "processes": processes,
+            "port": free_port() if processes > 1 else 0,
             "rank": rank,
             "to_all": to_all,
             "apart_s": apart_s,

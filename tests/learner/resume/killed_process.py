@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -171,12 +170,6 @@ def fork(asked: dict[str, Any], rank: int) -> int:
     return child
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def prepare() -> None:
     """Do once what each process of a run would do anew: what libraries import and build at their
     first use. To search the imported libraries for garbage takes a process half a second."""
@@ -192,7 +185,6 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         size, rank = asked["processes"], asked["rank"]
-        asked["port"] = free_port() if size > 1 else 0
         asked["pids"] = f"{asked['events']}-pids"
         children = [fork(asked, number) for number in range(size)]
         Path(asked["pids"]).write_text(" ".join(map(str, children)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from support.fake_vllm import FakeVllm
+from support.ports import free_port
 from support.proxy_kit import StartProcess
 from support.traffic import Faults
 
@@ -74,8 +74,6 @@ async def rooms(
     started: dict[str, Room] = {}
 
     async def start(*names: str) -> dict[str, Room]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            admin_port = free.getsockname()[1]
         config = state_dir / "rooms.toml"
         sections: dict[str, dict[str, object]] = {
             "serving": {
@@ -85,7 +83,7 @@ async def rooms(
             "bus": {"url": f"sqlite:///{state_dir}/outbox.db"},
             "store": {"url": f"sqlite:///{state_dir}/store.db"},
             "learner": {"adapters_dir": str(state_dir / "adapters"), "schedule": "manual"},
-            "admin": {"port": admin_port},
+            "admin": {"port": free_port()},
             "judge": {"model": "openai/none", "api_base": f"http://127.0.0.1:{fake_vllm.port}"},
         }
         lines = [f"state_dir = {json.dumps(str(state_dir))}"]

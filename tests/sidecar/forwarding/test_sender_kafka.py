@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from sidecar.forwarding.sender import KafkaSender, Record, Sender, ensure_topics
 from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from support.kafka_broker import PASSWORD, TLS, USER, Broker, unclosed_sockets
 from support.memory_sender import MemorySender
+from support.processes import until
 
 LIMIT = 20_000
 
@@ -123,12 +124,15 @@ def secured(password: str) -> Kafka:
 
 def opened_in_time(place: KafkaUrl, settings: Kafka) -> KafkaSender:
     """Open a sender; on a busy machine the broker may need several of the client's time limits."""
-    for _ in range(9):
-        try:
-            return KafkaSender(place, settings)
-        except ForwardingError:
-            time.sleep(1.0)
-    return KafkaSender(place, settings)
+    senders: list[KafkaSender] = []
+
+    def opens() -> bool:
+        with suppress(ForwardingError):
+            senders.append(KafkaSender(place, settings))
+        return bool(senders)
+
+    until(opens)
+    return senders[0]
 
 
 def test_kafka_by_tls_and_password(broker: Broker) -> None:
