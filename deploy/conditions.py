@@ -17,7 +17,7 @@ from deploy.engine.reconcile import NOT_ASKED, EngineView
 from deploy.examiner import TO_DO, Examiner
 from deploy.funnel import Funnel, groups_by_status, read_pile_up, said, to_do
 from deploy.outside.telling import read_states
-from deploy.records import LEARNER_AWAY_S, Canary, nobody_has, version_of
+from deploy.records import LEARNER_AWAY_S, Canary, nobody_has, short
 from deploy.registry import canaries, flags, tallies
 from deploy.supervise import LoopView
 from ingest.intake.bus import KIND as BUS
@@ -34,7 +34,6 @@ from learner.schedule.loop import SCHEDULE
 from sidecar.conditions import Condition, read_all
 from sidecar.hiding import hide_in_url
 from sidecar.lines import Line, learner_of
-from sidecar.records import BASE
 from sidecar.settings import Watch
 from sidecar.store.models import AuditRow, CanaryRow, RunRow
 from sidecar.visible import counted
@@ -70,11 +69,9 @@ def in_order(found: Sequence[Condition]) -> list[Condition]:
     return sorted(found, key=lambda one: ("act", "look", "ok").index(one.state))
 
 
-def words_of(line: Line) -> tuple[str, str]:
+def words_of(project: str | None) -> tuple[str, str]:
     """Return whose line it is in words, and the option of commands; empty for the default line."""
-    return (
-        ("", "") if line.project is None else (f" of {line.project}", f" --project {line.project}")
-    )
+    return ("", "") if project is None else (f" of {project}", f" --project {project}")
 
 
 def _stored(
@@ -164,14 +161,14 @@ def _of_line(
         if now - schedule.at <= LEARNER_AWAY_S or runs:
             yield schedule
         else:
-            of = words_of(line)[0]
+            of = words_of(line.project)[0]
             yield _silent(schedule, "learner_away", f"the learner{of}", "learn", "groups")
 
 
 def _paused(session: Session, line: Line) -> Iterator[Condition]:
     if not flags.read(session, line.name).paused:
         return
-    of, option = words_of(line)
+    of, option = words_of(line.project)
     newest = (
         select(AuditRow)
         .where(AuditRow.subject == learner_of(line.name), AuditRow.action == "learner.pause")
@@ -191,7 +188,7 @@ def _paused(session: Session, line: Line) -> Iterator[Condition]:
 
 
 def _run(line: Line, run: RunRow) -> Iterator[Condition]:
-    of, option = words_of(line)
+    of, option = words_of(line.project)
     if run.status == "held":
         yield Condition(
             kind="run",
@@ -220,7 +217,7 @@ def _run(line: Line, run: RunRow) -> Iterator[Condition]:
 def _would_hold(session: Session, line: Line, watch: Watch) -> Iterator[Condition]:
     """Yield that a run would be held, before one is tried."""
     if why := ask(session, line.name, watch).reason:
-        of, option = words_of(line)
+        of, option = words_of(line.project)
         yield Condition(
             kind="watch",
             line=line.name,
@@ -249,16 +246,16 @@ def _canary(session: Session, line: Line, hold: Condition | None) -> Iterator[Co
             line=line.name,
             state="look",
             code="canary_inconclusive",
-            message=f"the trial of {_short(row.candidate)}{words_of(line)[0]} ended without a "
-            f"result: {row.reason or ''}",
+            message=f"the trial of {short(row.candidate)}{words_of(line.project)[0]} ended "
+            f"without a result: {row.reason or ''}",
             to_do="the champion stayed; more traffic or more held-out prompts would tell",
             data={"canary_id": row.canary_id},
         )
 
 
 def _active(line: Line, canary: Canary, hold: Condition | None) -> Iterator[Condition]:
-    of, option = words_of(line)
-    name, data = _short(canary.candidate), {"canary_id": canary.canary_id}
+    of, option = words_of(line.project)
+    name, data = short(canary.candidate), {"canary_id": canary.canary_id}
     if canary.paused:
         yield Condition(
             kind="canary",
@@ -416,13 +413,9 @@ def _engine(engine: EngineView, champion: str) -> Iterator[Condition]:
                 kind=f"adapter {name} at {url}",
                 state="act",
                 code="adapter_refused",
-                message=f"vLLM at {shown} does not serve {_short(name)}: {why}",
+                message=f"vLLM at {shown} does not serve {short(name)}: {why}",
                 to_do="correct vLLM's flags or the adapter, or roll back: users get the base model"
                 if name == champion and missing
                 else "correct vLLM's flags or the adapter; another version answers meanwhile",
                 data={"adapter": name},
             )
-
-
-def _short(adapter: str) -> str:
-    return "the base model" if adapter == BASE else version_of(adapter)

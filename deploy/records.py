@@ -148,6 +148,12 @@ def version_of(adapter: str) -> str:
     return match[1] if match else adapter
 
 
+def short(adapter: object) -> str:
+    """`v12` of `<model>--v12-<digest>`; "the base model"; another name as it is. Pure."""
+    name = str(adapter)
+    return "the base model" if name == BASE else version_of(name)
+
+
 def comes_next(state: str, step: int, steps: Sequence[int]) -> str:
     """Say what follows a step of a canary (0 is the first): the promotion or the next one. Pure."""
     return "promotion" if state == "ramping" and step + 1 >= len(steps) else "next step"

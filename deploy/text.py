@@ -22,18 +22,21 @@ def is_time(key: str, value: object) -> bool:
     return named and number and key not in NO_TIMES
 
 
-def iso(at: object) -> str | None:
-    """Return a time such as `2026-03-01T09:30:00.250Z`. at: Unix seconds; None: no time.
-
-    A damaged time, which no calendar has, is None too.
-    """
-    if not isinstance(at, int | float) or isinstance(at, bool):
+def moment(at: object) -> datetime | None:
+    """Return a time of the store in UTC; None for what is no time of our calendar: a damaged row.
+    at: Unix seconds."""
+    if isinstance(at, bool) or not isinstance(at, int | float):
         return None
     try:
-        moment = datetime.fromtimestamp(at, UTC)
+        return datetime.fromtimestamp(at, UTC)
     except (OverflowError, ValueError, OSError):
         return None
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def iso(at: object) -> str | None:
+    """Return a time such as `2026-03-01T09:30:00.250Z`; None for what is none. at: Unix seconds."""
+    found = moment(at)
+    return found and found.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def capital(text: str) -> str:
@@ -55,11 +58,8 @@ UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 def shown_time(at: float, now: float) -> str:
     """A time such as `2026-03-01T09:30:00Z (3 min ago)`. at, now: Unix seconds."""
-    try:
-        moment = datetime.fromtimestamp(int(at), UTC)
-    except (OverflowError, ValueError, OSError):  # no time of our calendar: a damaged row
-        return str(at)
-    return f"{moment:%Y-%m-%dT%H:%M:%SZ} ({shown_age(now - at)})"
+    found = moment(at)
+    return str(at) if found is None else f"{found:%Y-%m-%dT%H:%M:%SZ} ({shown_age(now - at)})"
 
 
 def shown_age(age_s: float) -> str:

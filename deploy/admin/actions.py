@@ -7,12 +7,14 @@ Resume, promote, skip-step and the learner's run require the ETag of the state t
 from __future__ import annotations
 
 import re
+import threading
+from pathlib import Path
 from typing import Annotated, Literal
 
 import structlog
 from fastapi import APIRouter, Body, Response
 from pydantic import Field
-from sqlalchemy import and_, select
+from sqlalchemy import ColumnElement, and_, select
 
 from deploy.admin.auth import Caller
 from deploy.admin.changes import (
@@ -28,24 +30,25 @@ from deploy.admin.changes import (
     reason_in,
 )
 from deploy.admin.context import AdminContext
-from deploy.admin.learning import read_learner
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.out import Out
 from deploy.admin.paging import Project, new_router
 from deploy.admin.problems import ConflictError
-from deploy.admin.records import naming
-from deploy.admin.target_files import with_files
+from deploy.admin.records import naming, read_learner
 from deploy.admin.wire import UnreadableError
 from deploy.engine.reconcile import EngineView
-from deploy.errors import TransitionError
+from deploy.engine.validation import check_digest
+from deploy.errors import InvalidAdapterError, TransitionError, UnknownAdapterError, error_line
 from deploy.records import Canary
-from deploy.registry import audit, canaries, transitions
+from deploy.registry import audit, canaries, transitions, versions
 from deploy.registry import switches as learner_switches
 from deploy.registry.rollback import rollback
 from ingest.store.groups import CLAIMED, SAMPLED, SCORED, SET_ASIDE, retry_judging
 from learner.runs.source import TRAINED
+from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.records import BASE
+from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
 
 log = structlog.get_logger()
@@ -138,6 +141,44 @@ def until_loaded(adapter: str, engine: EngineView) -> str | None:
     refused = engine.refused.get(adapter)
     advice = f"; vLLM refused it ({refused}): name another version, or base" if refused else ""
     return f"{adapter} is not loaded on {where}: {stands_in} until it is{advice}"
+
+
+LIMIT_S = 2.0
+"""Time to read the files: a GB is hashed in that, and a disk that hangs must not hold the reply."""
+
+
+def with_files(note: str | None, database: Database, adapter: str) -> str | None:
+    """Add to the note about a target that is not loaded what is wrong with its files here.
+
+    The rollback is in effect by then: only its reply waits for the disk. Folders that another
+    machine has are left out. note: None when every vLLM has it loaded: then nothing is read.
+    """
+    if note is None:
+        return None
+    try:
+        with database.read() as session:
+            version = versions.find(session, adapter)
+    except (UnknownAdapterError, StoreError):
+        return note  # the rollback is made, and its reply must not fail
+    found: list[str] = []
+
+    def look() -> None:
+        try:
+            check_digest(Path(version.path), version.digest)
+        except InvalidAdapterError as error:
+            found.append(error_line(error))
+        except OSError:
+            return  # the disk's fault, and no word about the files
+
+    looking = threading.Thread(target=look, name="target-files", daemon=True)
+    looking.start()
+    looking.join(LIMIT_S)
+    if not found or found[0] in note:  # a vLLM was refused it for that, and the note says so
+        return note
+    return (
+        f"{note}; its folder is missing or altered on this machine, and vLLM will not get it so "
+        f"({found[0]}): restore {version.path}, or name another version, or base"
+    )
 
 
 def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
@@ -248,7 +289,7 @@ def _add_retry(router: APIRouter, context: AdminContext) -> None:
         reason = not_blank(asked.reason)
         if bool(asked.groups) == (asked.of_reason is not None):
             raise UnreadableError("body: name groups, or one of_reason for all of it")
-        wanted = GroupRow.group_id.in_(asked.groups)
+        wanted: ColumnElement[bool] = GroupRow.group_id.in_(asked.groups)
         if asked.of_reason is not None:
             wanted = and_(GroupRow.status == SET_ASIDE, GroupRow.reason == asked.of_reason)
         found = RetryOut(

@@ -2,7 +2,7 @@
 
 `reception` is middleware before every route: it authenticates the caller and limits the body.
 Each route needs the scope that `wire.NEEDED` states.
-Reads are in `reads`, `records` and `learning`, changes in `actions`; every error is a problem+json.
+Reads are in `reads` and `records`, changes in `actions` and `changes`; errors are problem+json.
 Handlers that use the store run in threads, so that a slow one delays no other.
 """
 
@@ -18,10 +18,9 @@ from sqlalchemy import select
 from deploy.admin import problems
 from deploy.admin.actions import action_router
 from deploy.admin.auth import Caller, allowed
-from deploy.admin.changes import alias_router, begin_router, target_router
+from deploy.admin.changes import change_router
 from deploy.admin.context import AdminContext
 from deploy.admin.events import event_router
-from deploy.admin.learning import run_router
 from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.out import Out
 from deploy.admin.reads import read_router
@@ -74,11 +73,8 @@ def create_routes(context: AdminContext) -> FastAPI:
     problems.install(app)
     app.include_router(read_router(context))
     app.include_router(record_router(context))
-    app.include_router(run_router(context))
     app.include_router(action_router(context))
-    app.include_router(begin_router(context))
-    app.include_router(alias_router(context))
-    app.include_router(target_router(context))
+    app.include_router(change_router(context))
     app.include_router(event_router(context))
     _add_probes(app, context)
     return app

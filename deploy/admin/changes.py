@@ -201,8 +201,16 @@ class StartIn(ReasonIn):
     """A version, a full name or an alias."""
 
 
-def begin_router(context: AdminContext) -> APIRouter:
+def change_router(context: AdminContext) -> APIRouter:
+    """Return the router of the changes that name a version, and of what they may name."""
     router = new_router()
+    _add_begin(router, context)
+    _add_aliases(router, context)
+    _add_targets(router, context)
+    return router
+
+
+def _add_begin(router: APIRouter, context: AdminContext) -> None:
     database = context.database
 
     @router.post("/canaries", status_code=201)
@@ -251,8 +259,6 @@ def begin_router(context: AdminContext) -> APIRouter:
             banned = bans.reasons(session, model)
             return AdapterOut.of(versions.find(session, name), aliases, context.loaded(), banned)
 
-    return router
-
 
 # GET of the admin API for what a rollback may go to.
 
@@ -280,17 +286,13 @@ def may_be_named(session: Session, model: str) -> list[str]:
     return [one.adapter for one in former(session, model) if one.sound][:MOST_NAMED]
 
 
-def target_router(context: AdminContext) -> APIRouter:
-    router = new_router()
-
+def _add_targets(router: APIRouter, context: AdminContext) -> None:
     @router.get("/rollback/targets")
     def targets(project: Project = None) -> Page[TargetOut]:
         """What a rollback may go to; what was rolled back or banned comes last."""
         with context.database.read() as session:
             found = former(session, context.line_of(project))
         return Page(items=[TargetOut.model_validate(one) for one in found])
-
-    return router
 
 
 Alias = Literal["anchor", "canary", "champion", "previous"]
@@ -302,8 +304,7 @@ class AliasIn(ReasonIn):
     """"base", a version, a full name or another alias."""
 
 
-def alias_router(context: AdminContext) -> APIRouter:
-    router = new_router()
+def _add_aliases(router: APIRouter, context: AdminContext) -> None:
     database = context.database
 
     @router.get("/aliases")
@@ -359,8 +360,6 @@ def alias_router(context: AdminContext) -> APIRouter:
         context.on_change()
         response.headers["etag"] = _etag(found)
         return found
-
-    return router
 
 
 def _move(

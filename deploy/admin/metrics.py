@@ -97,50 +97,31 @@ class StoreCollector(Collector):
 
     def _tallies(self, session: Session) -> Iterator[Metric]:
         tallies = (
-            ("groups", "Groups, by status.", "status", GroupRow.status, ()),
-            (
-                "runs",
-                "Training runs, by status.",
-                "status",
-                RunRow.status,
-                (RunRow.model == self._model,),
-            ),
-            (
-                "adapters",
-                "Adapter versions, by state.",
-                "state",
-                AdapterRow.state,
-                (AdapterRow.model == self._model,),
-            ),
-            (
-                "canaries",
-                "Canaries, by state.",
-                "state",
-                CanaryRow.state,
-                (CanaryRow.model == self._model,),
-            ),
+            ("groups", "Groups, by status.", GroupRow.status, None),
+            ("runs", "Training runs, by status.", RunRow.status, RunRow.model),
+            ("adapters", "Adapter versions, by state.", AdapterRow.state, AdapterRow.model),
+            ("canaries", "Canaries, by state.", CanaryRow.state, CanaryRow.model),
         )
-        for name, help_text, label, column, where in tallies:
-            family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[label])
+        for name, help_text, column, line in tallies:
+            family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[column.key])
+            where = () if line is None else (line == self._model,)
             rows = session.execute(select(column, func.count()).where(*where).group_by(column))
             for value, number in rows:
                 family.add_metric([str(value)], number)
             yield family
 
     def _singles(self, session: Session) -> Iterator[Metric]:
-        engine = self._engine()
-        canary = canaries.active(session, self._model)
-        routing = routing_writer.current(session, self._model)
+        engine, line = self._engine(), _figures(session, self._model)
         singles = (
             (
                 "canary_weight",
                 "Share of sessions routed to the candidate of the active canary, 0..1.",
-                canary.weight_bp / 10_000 if canary is not None else 0.0,
+                line["canary_weight"],
             ),
             (
                 "canary_paused",
                 "Whether the active canary is paused (1) or not (0).",
-                float(canary is not None and canary.paused),
+                line["canary_paused"],
             ),
             (
                 "canary_in_both_arms",
@@ -150,12 +131,12 @@ class StoreCollector(Collector):
             (
                 "routing_generation",
                 "Generation of the routing table; 0: there is none, or it is damaged.",
-                routing.generation if routing else 0,
+                line["routing_generation"],
             ),
             (
                 "learner_paused",
                 "Whether the learner is paused (1) or not (0).",
-                float(learner_switches.read(session, self._model).paused),
+                line["learner_paused"],
             ),
             (
                 "engine_reachable",
@@ -204,26 +185,24 @@ def _in_both_arms(session: Session, model: str) -> float:
 
 def _of_projects(session: Session, own: Mapping[str, str]) -> Iterator[Metric]:
     """What the metrics of the same names without `project_` say, of each project's own line."""
-    families = {
-        name: GaugeMetricFamily(f"sidecar_project_{name}", help_text, labels=["project"])
-        for name, help_text in (
-            ("canary_weight", "As sidecar_canary_weight, of a project's own adapters."),
-            ("canary_paused", "As sidecar_canary_paused, of a project's own adapters."),
-            ("routing_generation", "As sidecar_routing_generation, of a project's own adapters."),
-            ("learner_paused", "As sidecar_learner_paused, of a project's own adapters."),
-        )
+    found = {project: _figures(session, line) for project, line in own.items()}
+    for name in ("canary_weight", "canary_paused", "routing_generation", "learner_paused"):
+        said = f"As sidecar_{name}, of a project's own adapters."
+        family = GaugeMetricFamily(f"sidecar_project_{name}", said, labels=["project"])
+        for project, figures in found.items():
+            family.add_metric([project], figures[name])
+        yield family
+
+
+def _figures(session: Session, line: str) -> dict[str, float]:
+    """Return the figures that each line of adapters has."""
+    canary, routing = canaries.active(session, line), routing_writer.current(session, line)
+    return {
+        "canary_weight": canary.weight_bp / 10_000 if canary is not None else 0.0,
+        "canary_paused": float(canary is not None and canary.paused),
+        "routing_generation": float(routing.generation if routing else 0),
+        "learner_paused": float(learner_switches.read(session, line).paused),
     }
-    for project, line in own.items():
-        canary, routing = canaries.active(session, line), routing_writer.current(session, line)
-        values = {
-            "canary_weight": canary.weight_bp / 10_000 if canary is not None else 0.0,
-            "canary_paused": float(canary is not None and canary.paused),
-            "routing_generation": float(routing.generation if routing else 0),
-            "learner_paused": float(learner_switches.read(session, line).paused),
-        }
-        for name, value in values.items():
-            families[name].add_metric([project], value)
-    yield from families.values()
 
 
 def _needy(found: Sequence[Condition]) -> Metric:

@@ -11,7 +11,6 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.admin.context import AdminContext
-from deploy.admin.learning import read_learner, shown
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
@@ -29,6 +28,7 @@ from deploy.admin.out import (
     GateJudgeOut,
     HookOut,
     JudgeNoiseOut,
+    Out,
     RetentionOut,
     RoutingOut,
     StageOut,
@@ -47,7 +47,7 @@ from deploy.admin.paging import (
     newest_first,
     refuse_unknown,
 )
-from deploy.admin.records import naming, page_of
+from deploy.admin.records import naming, page_of, read_learner, shown
 from deploy.errors import UnknownAdapterError
 from deploy.funnel import (
     budgets_of,
@@ -96,7 +96,7 @@ def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetO
 
 
 log = structlog.get_logger()
-Out = TypeVar("Out")
+OutT = TypeVar("OutT", bound=Out)
 SHOWN_COMPARISONS = 200
 """Newest judged prompts of a canary in one reply: a ramp has hundreds, with all answers."""
 
@@ -118,8 +118,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
         model = context.line_of(project)
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
-            table = routing_writer.current(session, model)
-            canary, queued = canaries.active(session, model), canaries.queued(session, model)
+            canary = canaries.active(session, model)
             funnel, now = read_funnel(session, model), context.clock()
             return StatusOut(
                 model=context.model,
@@ -127,24 +126,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 lines=[line_out(session, line) for line in context.lines],
                 champion=aliases.get("champion", BASE),
                 previous=aliases.get("previous", BASE),
-                routing=None
-                if table is None
-                else RoutingOut(
-                    champion=table.champion,
-                    canary=table.canary,
-                    canary_weight_bp=table.canary_weight_bp,
-                    generation=table.generation,
-                ),
-                canary=None
-                if canary is None
-                else shown(
-                    f"canary {canary.canary_id}", lambda: CanaryOut.of(canary, context.rules)
-                ),
-                queued=None
-                if queued is None
-                else shown(
-                    f"canary {queued.canary_id}", lambda: CanaryOut.of(queued, context.rules)
-                ),
+                routing=_known(RoutingOut, routing_writer.current(session, model)),
+                canary=_canary(canary, context),
+                queued=_canary(canaries.queued(session, model), context),
                 pace=_pace(session, context, project, canary, now),
                 best=best_so_far(
                     session,
@@ -163,16 +147,14 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 exchanges=tallies.exchanges(session),
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
-                gate_judge=None
-                if context.examiner is None
-                else GateJudgeOut.model_validate(context.examiner),
-                judge_noise=_judge_noise(session),
+                gate_judge=_known(GateJudgeOut, context.examiner),
+                judge_noise=_known(JudgeNoiseOut, read_noise_state(session)),
                 hooks=[
                     HookOut.of(name, state)
                     for name, state in read_states(session, context.hooks).items()
                 ],
                 budgets=budgets(session, context, now),
-                retention=_retention(session),
+                retention=_known(RetentionOut, read_retention(session)),
                 token_check=_token_check(session),
             )
 
@@ -322,6 +304,16 @@ def _cron_times(learner: Learner, now: float) -> str:
     return ""
 
 
+def _canary(canary: Canary | None, context: AdminContext) -> CanaryOut | None:
+    if canary is None:
+        return None
+    return shown(f"canary {canary.canary_id}", lambda: CanaryOut.of(canary, context.rules))
+
+
+def _known(kind: type[OutT], record: object | None) -> OutT | None:
+    return None if record is None else kind.model_validate(record)
+
+
 def _token_check(session: Session) -> str:
     return get_flag(session, TOKEN_CHECK) or "off: ingest has not run yet"
 
@@ -329,13 +321,3 @@ def _token_check(session: Session) -> str:
 def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     rows = session.execute(select(column, func.count()).where(*where).group_by(column))
     return {str(value): number for value, number in rows}
-
-
-def _judge_noise(session: Session) -> JudgeNoiseOut | None:
-    found = read_noise_state(session)
-    return None if found is None else JudgeNoiseOut.model_validate(found)
-
-
-def _retention(session: Session) -> RetentionOut | None:
-    state = read_retention(session)
-    return None if state is None else RetentionOut.model_validate(state)

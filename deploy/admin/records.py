@@ -20,8 +20,12 @@ from deploy.admin.models import (
     ExchangeOut,
     GroupDetailOut,
     GroupOut,
+    LearnerOut,
     Page,
+    RunDetailOut,
     RunOut,
+    RunStepOut,
+    ScheduleOut,
 )
 from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import (
@@ -38,21 +42,35 @@ from deploy.admin.paging import (
 )
 from deploy.admin.wire import read_stored
 from deploy.errors import DamagedRecordError, UnknownRecordError
+from deploy.registry import switches as learner_switches
 from deploy.registry.aliases import subjects_of
 from ingest.feedback.store import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_checks, opened_explanation, read_rule
 from ingest.store.sessions import stored_name
-from sidecar.lines import Line
+from learner.schedule.loop import SCHEDULE
+from sidecar import conditions
+from sidecar.lines import Line, public_model
 from sidecar.store.codec import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
-from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.models import (
+    AnswerRow,
+    AuditRow,
+    ChoiceRow,
+    ExchangeRow,
+    GroupRow,
+    RunRow,
+    RunStepRow,
+    ScheduleJobRow,
+)
 from sidecar.store.tables import of_line
 
 log = structlog.get_logger()
 Row = TypeVar("Row")
-Out = TypeVar("Out")
+OutT = TypeVar("OutT")
+MOST_STEPS = 2_000
+"""Steps of a run that are shown."""
 
 
 def record_router(context: AdminContext) -> APIRouter:
@@ -139,6 +157,22 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             cursor=lambda row: encode_cursor("runs", row.started_at, row.run_id),
         )
 
+    @router.get("/runs/{run_id}")
+    def run(run_id: str) -> RunDetailOut:
+        """One run, with its steps."""
+        steps = select(RunStepRow).where(RunStepRow.run_id == run_id)
+        steps = steps.order_by(RunStepRow.step.desc()).limit(MOST_STEPS)
+        with database.read() as session, naming(f"run {run_id}"):
+            row = _find_run(session, context.model, run_id)
+            page = page_of(
+                rows := session.scalars(steps).all()[::-1],
+                len(rows),
+                show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
+                name=lambda row: f"step {row.step} of run {run_id}",
+                cursor=lambda row: encode_cursor("steps", row.step),
+            )
+            return RunDetailOut.of_record(row, steps=page.items, damaged=page.damaged)
+
     @router.get("/exchanges/{exchange_id}")
     def exchange(exchange_id: str) -> ExchangeOut:
         with database.read() as session, naming(f"exchange {exchange_id}"):
@@ -211,15 +245,15 @@ def page_of(
     rows: Sequence[Row],
     limit: int,
     *,
-    show: Callable[[Row], Out],
+    show: Callable[[Row], OutT],
     name: Callable[[Row], str],
     cursor: Callable[[Row], str],
-) -> Page[Out]:
+) -> Page[OutT]:
     """Build a page of at most `limit` rows. One row more means that there is a next page.
 
     A damaged row is left out of the items and named in `damaged`.
     """
-    items: list[Out] = []
+    items: list[OutT] = []
     left_out: list[str] = []
     for row in rows[:limit]:
         try:
@@ -292,3 +326,49 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         request=read_stored(content.request),
         choices=[ChoiceOut.of_record(one, **_reply(session, one)) for one in choices],
     )
+
+
+def _find_run(session: Session, model: str, run_id: str) -> RunRow:
+    """Raises: UnknownRecordError."""
+    row = session.get(RunRow, run_id)
+    if row is None or public_model(row.model) != model:
+        raise UnknownRecordError(f"no run {run_id}; `sidecar runs ls` has them")
+    return row
+
+
+# What the status and `GET /learner` say of the learner in one line of adapters.
+
+
+def read_learner(session: Session, model: str) -> LearnerOut:
+    """Read the learner's switches and its newest run in a line; None for a run that is damaged.
+
+    model: name of the line.
+    """
+    switches = learner_switches.read(session, model)
+    newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
+    row = session.scalars(newest.limit(1)).first()
+    schedule = conditions.read(session, SCHEDULE, model)
+    return LearnerOut(
+        paused=switches.paused,
+        run_requested=switches.run_requested,
+        last_run=None if row is None else shown(f"run {row.run_id}", lambda: RunOut.of_record(row)),
+        allowed_actions=learner_switches.allowed_actions(switches),
+        next_run_at=session.scalar(
+            select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
+        ),
+        schedule=None
+        if schedule is None
+        else ScheduleOut(
+            kind=schedule.code, why=schedule.message, at=schedule.at, again_at=schedule.until
+        ),
+    )
+
+
+def shown(name: str, make: Callable[[], OutT]) -> OutT | None:
+    """Make the part of a reply that shows one row. Returns: None when that row is damaged, because
+    it must not hide the rest of the status."""
+    try:
+        return make()
+    except DAMAGE as error:
+        damaged(name, error)  # logs it
+        return None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from deploy.conditions import words_of
 from deploy.doctor.collect import Diagnosis, Facts, LineFacts, Recent, StoreFacts
 from deploy.funnel import STAGES, Name, Stage
 from deploy.preflight.peers import CAUSE as VERIFIER
@@ -219,7 +220,7 @@ def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis
         found.setdefault(facts.adapter[0], facts.adapter[2])
     not_loaded = dict(_not_loaded(facts))
     found = not_loaded | found
-    _, option = _words(project)
+    _, option = words_of(project)
     for name, reason in found.items():
         rank = "rank" in reason
         yield Diagnosis(
@@ -234,7 +235,7 @@ def _serving(facts: LineFacts, refused: Mapping[str, str]) -> Iterator[Diagnosis
 def _slow(facts: LineFacts, rules: CanarySettings) -> Iterator[Diagnosis]:
     """Yield that a canary takes days, when one runs or the newest adapter had one in vain."""
     tried = bool(facts.canary) or (facts.adapter is not None and facts.adapter[1] == "retired")
-    a_day, of = facts.sessions_a_day, _words(facts.line.project)[0]
+    a_day, of = facts.sessions_a_day, words_of(facts.line.project)[0]
     days = steps_days(rules.ramp, rules, a_day)
     limit = rules.step_max_s / DAY_S
     if not tried or a_day <= 0.0 or max(days) <= limit:
@@ -268,11 +269,6 @@ def _to_serve(name: str, option: str, *, rank: bool, not_loaded: bool) -> str:
         f"`sidecar adapters show{option}` and `sidecar canary get{option}` have the evidence; the "
         "next run starts from the champion"
     )
-
-
-def _words(project: str | None) -> tuple[str, str]:
-    """Return whose line it is in words, and the option of commands; empty for the default line."""
-    return ("", "") if project is None else (f" of {project}", f" --project {project}")
 
 
 FEW = 3

@@ -29,7 +29,8 @@ from deploy.admin.models import (
 from deploy.admin.reception import source_of
 from deploy.page.rendering import FirstReply, ProblemError, Took, first_reply, proxies_took
 from deploy.page.sessions import SESSION, Asked, PageServer, View
-from deploy.page.text import clock, names_in, short
+from deploy.page.text import clock, names_in
+from deploy.records import short
 from sidecar.errors import StoreError
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -128,7 +129,7 @@ def changing_views(server: PageServer) -> dict[str, View]:
         template = "rollback_seen.html" if part else "rolled_back.html"
         return server.html(asked, template, tag=tag, **values)
 
-    async def canary(asked: Asked) -> Response:
+    async def steer_canary(asked: Asked) -> Response:
         canary_id, action = asked.part("canary_id"), asked.part("action")
         await asked.ask.post(
             CanaryOut,
@@ -157,7 +158,7 @@ def changing_views(server: PageServer) -> dict[str, View]:
         "rollback_form": rollback_form,
         "roll_back": roll_back,
         "last": last,
-        "canary": canary,
+        "steer_canary": steer_canary,
         "learner": learner,
     }
 
@@ -277,7 +278,6 @@ MAX_S = 60.0
 """Longest time of one stream. The browser then connects again, and its login is checked again."""
 MAX_STREAMS = 40
 """Pages that are told at once. Further ones only ask every 5 s."""
-_SEQ_MAX = 2**63 - 1
 
 
 class Watchers:

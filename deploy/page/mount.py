@@ -71,13 +71,10 @@ def with_page(context: AdminContext) -> ASGIApp:
 def create_page(context: AdminContext) -> Starlette:
     """Build the page alone."""
     server = PageServer(create_routes(context), context)
-    changing = changing_views(server)
     views = {
         **overview_views(server),
         **record_views(server),
-        **changing,
-        "steer_canary": changing["canary"],
-        "canary": record_views(server)["canary"],
+        **changing_views(server),
         "changed": Watchers(context.database).view,
     }
 

@@ -31,10 +31,9 @@ from deploy.page.text import (
     iso,
     length,
     share,
-    short,
     short_length,
 )
-from deploy.records import LOADS, comes_next
+from deploy.records import LOADS, comes_next, short
 from deploy.registry import audit
 from deploy.text import capital, percent
 from ingest.verifiers.records import check_words

@@ -7,18 +7,16 @@ import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
 from deploy.admin.out import ConditionOut, FunnelOut, StageOut
 from deploy.engine.reconcile import NOT_ASKED
 from deploy.evidence.quality import CHART_LEVEL, EMPTY, bounds, observe
-from deploy.records import comes_next, nobody_has, version_of
+from deploy.records import comes_next, nobody_has, short
 from deploy.registry.audit import CONTROL
-from deploy.text import capital, percent
+from deploy.text import capital, moment, percent
 from sidecar.lines import Line, learner_of, line_of_adapter
-from sidecar.records import BASE
 from sidecar.visible import counted
 
 # Figures as charts: series for the browser, and the same numbers for a table beside it. Pure.
@@ -189,16 +187,6 @@ def difference_chart(
 UNITS = ((86_400.0, "day"), (3_600.0, "hour"), (60.0, "minute"), (1.0, "second"))
 
 
-def moment(at: object) -> datetime | None:
-    """Return a time of the store in UTC; None for what is no time of our calendar."""
-    if isinstance(at, bool) or not isinstance(at, int | float):
-        return None
-    try:
-        return datetime.fromtimestamp(at, UTC)
-    except (OverflowError, ValueError, OSError):
-        return None
-
-
 def clock(at: object, now: float) -> str:
     """`03:10`, `22 Nov 03:10`, `22 Nov 2025 03:10`: as short as it is clear. at: Unix seconds."""
     found, today = moment(at), moment(now)
@@ -235,12 +223,6 @@ def short_length(seconds: float) -> str:
 
 
 # The first screen in words: what serves, what the candidate has, and what it waits for. Pure.
-
-
-def short(adapter: object) -> str:
-    """`v12` of `<model>--v12-<digest>`; "the base model"; another name as it is."""
-    name = str(adapter)
-    return "the base model" if name == BASE else version_of(name)
 
 
 def share(part: float) -> str:

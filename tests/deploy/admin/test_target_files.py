@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.admin import target_files
+from deploy.admin import actions
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, World
@@ -80,8 +80,8 @@ async def test_a_disk_that_hangs_holds_no_reply(
     def hang(*_: object) -> None:
         never.wait()
 
-    monkeypatch.setattr(target_files, "LIMIT_S", 0.05)
-    monkeypatch.setattr(target_files, "check_digest", hang)
+    monkeypatch.setattr(actions, "LIMIT_S", 0.05)
+    monkeypatch.setattr(actions, "check_digest", hang)
 
     assert (await note_of_rollback(world, api)).endswith("the base answers until it is")
     never.set()
