@@ -26,74 +26,14 @@ from ingest.grouping.selection import STAGE as SELECTION
 from ingest.intake.choose import pending_by_status
 from ingest.intake.consume import REPEATED, STORED
 from ingest.intake.consume import STAGE as CONSUME
-from ingest.judge_watch import NANO
-from ingest.judges.spending import Spending
 from ingest.retention.deletion import DELETED_GROUPS
-from ingest.sampling.round import Usage
 from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
 from learner.runs.source import NOT_GROUPS, TRAINED
 from learner.runs.source import STAGE as LEARN
 from sidecar.capture.outbox import BUS, CAPTURE, FORWARDED, KEPT, REFUSED, REQUESTS
-from sidecar.settings import Groups, Judge
 from sidecar.store.models import AdapterRow, CounterRow, GroupRow
 from sidecar.visible import counted
-
-# The budgets of sampling and of judges that have a limit, with what is used of them. Pure.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """One budget of this day or this hour, UTC."""
-
-    setting: str
-    what: str
-    """`candidate tokens`, `prompt tokens of candidates`, `tokens of judges` or `US dollars`."""
-    used: float
-    limit: float
-    period: str
-    """`day` or `hour`."""
-
-
-def budgets_of(usage: Usage, groups: Groups, spending: Spending, judge: Judge) -> list[Budget]:
-    """Return the budgets that are set, those of sampling first."""
-    candidates, prompts = "candidate tokens", "prompt tokens of candidates"
-    every = (
-        ("groups.tokens_per_day", candidates, usage.sampled_today, groups.tokens_per_day),
-        ("groups.tokens_per_hour", candidates, usage.sampled_this_hour, groups.tokens_per_hour),
-        (
-            "groups.prompt_tokens_per_day",
-            prompts,
-            usage.prompts_today,
-            groups.prompt_tokens_per_day,
-        ),
-        (
-            "groups.prompt_tokens_per_hour",
-            prompts,
-            usage.prompts_this_hour,
-            groups.prompt_tokens_per_hour,
-        ),
-        ("judge.budget", "US dollars", spending.nano_usd_today / NANO, judge.budget),
-        (
-            "judge.budget_per_hour",
-            "US dollars",
-            spending.nano_usd_this_hour / NANO,
-            judge.budget_per_hour,
-        ),
-        ("judge.budget_tokens", "tokens of judges", spending.tokens_today, judge.budget_tokens),
-    )
-    return [
-        Budget(
-            setting=setting,
-            what=what,
-            used=used,
-            limit=limit,
-            period="hour" if setting.endswith("hour") else "day",
-        )
-        for setting, what, used, limit in every
-        if limit
-    ]
-
 
 Counters = Mapping[str, Mapping[str, int]]
 """Stage -> reason -> count, as in the table `counter`."""

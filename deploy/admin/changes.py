@@ -6,7 +6,6 @@ was champion before, with all that a rollback does. `previous` and `canary` foll
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal
 
@@ -99,25 +98,21 @@ MOST = 100
 """Versions that are listed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Former:
-    """An adapter version, or the base, that has been champion and is not now."""
+class TargetOut(Out):
+    """An adapter version, or "base", that has been champion and is not now."""
 
     adapter: str
     previous: bool
-    """The alias `previous` points at it."""
-    rolled_back_at: float | None = None
-    """When it lost its traffic, in Unix seconds; None: it was replaced, and may be gone back to."""
-    banned: str | None = None
-    """Why its files are banned; None: they are not. A rollback to it lifts the ban."""
-
-    @property
-    def sound(self) -> bool:
-        """False for what was taken away from the users, or proven bad since."""
-        return self.rolled_back_at is None and self.banned is None
+    """It is the champion before this one: where a rollback without a target goes."""
+    rolled_back_at: float | None
+    """When it lost its traffic; null: it was replaced, and not taken away."""
+    banned: str | None
+    """Why its files are banned; null: they are not. A rollback to it lifts the ban."""
+    sound: bool
+    """False for what was rolled back or is banned: choose it on purpose only."""
 
 
-def former(session: Session, model: str) -> list[Former]:
+def former(session: Session, model: str) -> list[TargetOut]:
     """List what a rollback may go to: the previous champion, earlier ones, the base, and last what
     was rolled back or banned; the newest first in each."""
     aliases = versions.aliases_of(session, model)
@@ -130,7 +125,9 @@ def former(session: Session, model: str) -> list[Former]:
     )
     known = list(islice((one for one in found if one is not None), MOST))  # asks for no more rows
     if champion != BASE:
-        known.append(Former(adapter=BASE, previous=previous == BASE))
+        first = previous == BASE
+        base = TargetOut(adapter=BASE, previous=first, rolled_back_at=None, banned=None, sound=True)
+        known.append(base)
     return sorted(known, key=lambda one: (not one.sound, not one.previous, one.adapter == BASE))
 
 
@@ -149,18 +146,21 @@ def _left_at(session: Session, model: str) -> dict[str, float]:
     return left
 
 
-def _former(session: Session, name: str, left_at: float | None, *, previous: bool) -> Former | None:
+def _former(
+    session: Session, name: str, left_at: float | None, *, previous: bool
+) -> TargetOut | None:
     row = session.get(AdapterRow, name)
     if row is None or row.removed_at is not None or not versions.has_been_champion(session, name):
         return None
     ban: BannedDigestRow | None = bans.find(session, row.model, row.digest)
     lost = row.state == "rolled_back" or ban is not None
     at = (left_at or 0.0) if ban is None else ban.at
-    return Former(
+    return TargetOut(
         adapter=name,
         previous=previous,
         rolled_back_at=at if lost else None,
         banned=None if ban is None else ban.reason,
+        sound=not lost,
     )
 
 
@@ -260,23 +260,6 @@ def _add_begin(router: APIRouter, context: AdminContext) -> None:
             return AdapterOut.of(versions.find(session, name), aliases, context.loaded(), banned)
 
 
-# GET of the admin API for what a rollback may go to.
-
-
-class TargetOut(Out):
-    """An adapter version, or "base", that has been champion and is not now."""
-
-    adapter: str
-    previous: bool
-    """It is the champion before this one: where a rollback without a target goes."""
-    rolled_back_at: float | None
-    """When it lost its traffic; null: it was replaced, and not taken away."""
-    banned: str | None
-    """Why its files are banned; null: they are not. A rollback to it lifts the ban."""
-    sound: bool
-    """False for what was rolled back or is banned: choose it on purpose only."""
-
-
 MOST_NAMED = 10
 """Adapters that a refusal names."""
 
@@ -291,8 +274,7 @@ def _add_targets(router: APIRouter, context: AdminContext) -> None:
     def targets(project: Project = None) -> Page[TargetOut]:
         """What a rollback may go to; what was rolled back or banned comes last."""
         with context.database.read() as session:
-            found = former(session, context.line_of(project))
-        return Page(items=[TargetOut.model_validate(one) for one in found])
+            return Page(items=former(session, context.line_of(project)))
 
 
 Alias = Literal["anchor", "canary", "champion", "previous"]

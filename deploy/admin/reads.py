@@ -50,7 +50,6 @@ from deploy.admin.paging import (
 from deploy.admin.records import naming, page_of, read_learner, shown
 from deploy.errors import UnknownAdapterError
 from deploy.funnel import (
-    budgets_of,
     exchanges_by_selection,
     groups_by_reason,
     groups_by_status,
@@ -65,6 +64,7 @@ from deploy.registry.candidates import best_so_far, pace, sessions_a_day
 from ingest.feedback.deriving import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
 from ingest.judge_noise import read_noise_state
+from ingest.judge_watch import NANO
 from ingest.judges.spending import read_spending
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import ask
@@ -85,14 +85,48 @@ from sidecar.store.models import (
 
 
 def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetOut]:
-    """Return the budgets that have a limit, with what is used. now: Unix seconds."""
-    found = budgets_of(
-        read_usage(session, now=now),
-        context.groups,
-        read_spending(session, now=now),
-        context.judge,
+    """Return the budgets that have a limit, with what is used, those of sampling first.
+
+    now: Unix seconds.
+    """
+    usage, spending = read_usage(session, now=now), read_spending(session, now=now)
+    groups, judge = context.groups, context.judge
+    candidates, prompts = "candidate tokens", "prompt tokens of candidates"
+    every = (
+        ("groups.tokens_per_day", candidates, usage.sampled_today, groups.tokens_per_day),
+        ("groups.tokens_per_hour", candidates, usage.sampled_this_hour, groups.tokens_per_hour),
+        (
+            "groups.prompt_tokens_per_day",
+            prompts,
+            usage.prompts_today,
+            groups.prompt_tokens_per_day,
+        ),
+        (
+            "groups.prompt_tokens_per_hour",
+            prompts,
+            usage.prompts_this_hour,
+            groups.prompt_tokens_per_hour,
+        ),
+        ("judge.budget", "US dollars", spending.nano_usd_today / NANO, judge.budget),
+        (
+            "judge.budget_per_hour",
+            "US dollars",
+            spending.nano_usd_this_hour / NANO,
+            judge.budget_per_hour,
+        ),
+        ("judge.budget_tokens", "tokens of judges", spending.tokens_today, judge.budget_tokens),
     )
-    return [BudgetOut.model_validate(one) for one in found]
+    return [
+        BudgetOut(
+            setting=setting,
+            what=what,
+            used=used,
+            limit=limit,
+            period="hour" if setting.endswith("hour") else "day",
+        )
+        for setting, what, used, limit in every
+        if limit
+    ]
 
 
 log = structlog.get_logger()

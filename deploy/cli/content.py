@@ -28,6 +28,7 @@ from deploy.cli.output import (
     completed_by,
     note,
     read_length,
+    read_rubric,
     refuse_unknown,
     say,
     say_either,
@@ -462,7 +463,7 @@ def judge_sessions(
     settings = settings_of(context)
     if not settings.judge.model:
         raise typer.BadParameter("there is no judge: set judge.model", param_hint="SESSIONS")
-    given = None if rubric is None else _text(rubric)
+    given = None if rubric is None else read_rubric(rubric)
     configure_logging(settings.telemetry, "judge")  # to stderr
     found = _load(settings, sessions)
     words = _rubric_of(settings, found) if given is None else given
@@ -564,18 +565,6 @@ def _ranking_row(found: RecordedTrajectory, score: TrajectoryScore) -> dict[str,
         "messages": len(found.messages),
         **found.outcome,
     }
-
-
-def _text(path: Path) -> str:
-    try:
-        words = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(
-            f"{path} cannot be read ({error}); name a file of plain text", param_hint="--rubric"
-        ) from None
-    if not words.strip():
-        raise typer.BadParameter(f"{path} is empty", param_hint="--rubric")
-    return words
 
 
 # `sidecar groups`: the groups of answers, their scores, and why some were set aside.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import open_store, settings_of
-from deploy.cli.output import Output, note, say, say_json
+from deploy.cli.output import Output, note, read_rubric, say, say_json
 from deploy.text import shown_time
 from sidecar.visible import counted
 
@@ -178,15 +178,7 @@ def _rubrics(files: list[Path], projects: list[str], judge: Judge) -> dict[str, 
         return {"judge.rubric": judge.rubric}
     found = {f"judge.projects.{name}": _of_project(judge, name).rubric for name in projects}
     for path in files:
-        try:
-            words = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(
-                f"{path} cannot be read ({error}); name a file of plain text", param_hint="--rubric"
-            ) from None
-        if not words.strip():
-            raise typer.BadParameter(f"{path} is empty", param_hint="--rubric")
-        found[str(path)] = words
+        found[str(path)] = read_rubric(path)
     return found
 
 

@@ -156,3 +156,16 @@ def require_store(url: str) -> None:
         raise StoreError(
             f"store {hide_in_url(url)}: no such file; check store.url, or name --config"
         )
+
+
+def read_rubric(path: Path) -> str:
+    """Read the file of `--rubric`. Raises: typer.BadParameter."""
+    try:
+        words = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"{path} cannot be read ({error}); name a file of plain text", param_hint="--rubric"
+        ) from None
+    if not words.strip():
+        raise typer.BadParameter(f"{path} is empty", param_hint="--rubric")
+    return words
