@@ -36,7 +36,9 @@ def moment(at: object) -> datetime | None:
 def iso(at: object) -> str | None:
     """Return a time such as `2026-03-01T09:30:00.250Z`; None for what is none. at: Unix seconds."""
     found = moment(at)
-    return found and found.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if found is None:
+        return None
+    return found.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def capital(text: str) -> str:

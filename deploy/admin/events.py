@@ -41,10 +41,14 @@ class Streams:
         return EventStream(lines, self)
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events; it counts until it was sent, or its client left."""
+class EventReply(StreamingResponse):
+    """Server-sent events, as the API's description names them."""
 
     media_type = "text/event-stream"
+
+
+class EventStream(EventReply):
+    """One that counts until it was sent, or its client left."""
 
     def __init__(self, lines: AsyncIterator[str], streams: Streams) -> None:
         super().__init__(lines, headers={"cache-control": "no-store"})
@@ -77,7 +81,7 @@ def event_router(context: AdminContext) -> APIRouter:
     router = new_router()
     streams = Streams()
 
-    @router.get("/events", response_class=EventStream)
+    @router.get("/events", response_class=EventReply)
     async def events(
         for_s: Annotated[float, Query(ge=0, le=MAX_S, allow_inf_nan=False)] = MAX_S,
         last_event_id: Annotated[str | None, Header(max_length=19, pattern="^[0-9]+$")] = None,
