@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-_held: list[socket.socket] = []
-
 
 def free_port() -> int:
     """Return a port that stays reserved until this process ends.
@@ -17,5 +15,6 @@ def free_port() -> int:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
-    _held.append(held)
-    return int(held.getsockname()[1])
+    port = int(held.getsockname()[1])
+    held.detach()  # its descriptor is open until the process ends
+    return port
