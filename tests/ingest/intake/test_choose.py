@@ -283,7 +283,7 @@ OUTCOMES = st.sampled_from(["ok", "failed", "untrainable", "surface"])
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(

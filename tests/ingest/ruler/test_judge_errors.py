@@ -259,24 +259,21 @@ async def test_a_missing_key_is_told_as_such_and_not_as_a_reply_that_cannot_be_r
         await judge.complete([{"role": "user", "content": "what?"}], reply_schema(("ab", "cd")))
 
 
-@pytest.mark.parametrize("part", ["a", "://", "missing ", "api_key ", "token ", "é", "x=\n"])
-def test_a_long_message_is_sorted_and_explained_in_bounded_time(part: str) -> None:
+def test_a_long_message_is_sorted_and_explained_in_bounded_time() -> None:
     """Score's event loop does this. 80 kB of "missing " took 11 s, 40,000 letters took 18 s."""
     sorted_ = subprocess.run(
         [
             sys.executable,
             "-c",
-            "import sys\n"
-            "from ingest.ruler.judge import next_forms\n"
-            "from ingest.ruler.judge import explain, sort_error\n"
-            "error = Exception((sys.stdin.read() * 4_000_000)[:4_000_000])\n"
-            "error.status_code = 400\n"
-            "next_forms({'messages': []}, (), error, needed=(), search=True)\n"
-            "sort_error(error, explain(error, model='m', secrets=['s' * 20]), now=0.0)\n"
-            "error.status_code = 500\n"
-            "sort_error(error, 'x', now=0.0)",
+            "from ingest.ruler.judge import explain, next_forms, sort_error\n"
+            "for part in ['a', '://', 'missing ', 'api_key ', 'token ', 'é', 'x=\\n']:\n"
+            " error = Exception((part * 4_000_000)[:4_000_000])\n"
+            " error.status_code = 400\n"
+            " next_forms({'messages': []}, (), error, needed=(), search=True)\n"
+            " sort_error(error, explain(error, model='m', secrets=['s' * 20]), now=0.0)\n"
+            " error.status_code = 500\n"
+            " sort_error(error, 'x', now=0.0)",
         ],
-        input=part,
         capture_output=True,
         text=True,
         timeout=60,

@@ -191,7 +191,7 @@ def sessions(draw: st.DrawFn) -> list[TokenTurn]:
     return turns
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(sessions())
 def test_each_sampled_token_is_trainable_in_exactly_one_row(turns: list[TokenTurn]) -> None:
     found = join_rows(turns)
@@ -217,7 +217,7 @@ def test_each_sampled_token_is_trainable_in_exactly_one_row(turns: list[TokenTur
     assert seen == Counter(dict.fromkeys(expected, 1))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(sessions())
 def test_a_row_begins_with_the_prompt_and_the_answer_of_each_of_its_turns(
     turns: list[TokenTurn],
@@ -245,7 +245,7 @@ def test_a_row_begins_with_the_prompt_and_the_answer_of_each_of_its_turns(
             assert min(len(ids), len(other)) >= row.link.shared
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(sessions())
 def test_a_row_begins_only_where_none_can_be_extended(turns: list[TokenTurn]) -> None:
     found = join_rows(turns)

@@ -20,28 +20,6 @@ from support.proxy_kit import StartProcess
 from support.traffic import Faults
 
 
-async def test_a_locked_outbox_makes_captures_wait_and_loses_none(
-    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
-) -> None:
-    """For less than the outbox's patience (5 s): they wait in memory, and come in order."""
-    child = await start_process()
-    path = state_dir / "outbox.db"
-    async with faults.traffic(child) as traffic:
-        await traffic.more(50)
-        await kept_some(faults, child)
-        with closing(sqlite3.connect(path, isolation_level=None)) as locker:
-            locker.execute("BEGIN IMMEDIATE")
-            await traffic.more(200)
-            locker.execute("ROLLBACK")
-        await traffic.more(50)
-
-    accounts = await faults.accounts(child, traffic.sent)
-    assert set(traffic.statuses) == {"200"}
-    assert accounts.lost == {}
-    found = faults.rows(path)
-    assert len(found) == len(set(found)) == accounts.kept == traffic.sent
-
-
 async def test_an_outbox_that_is_deleted_is_made_again(
     start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
@@ -174,19 +152,6 @@ async def test_a_full_disk_costs_captures_only(
     assert set(accounts.lost) <= {"disk_full", "failed"}
     found = faults.rows(folder / "outbox.db")
     assert len(found) == len(set(found)) == accounts.kept
-
-
-async def test_an_outbox_full_of_unread_rows_drops_the_newest(
-    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
-) -> None:
-    child = await start_process(bus={"url": f"sqlite:///{state_dir}/outbox.db", "max_rows": 40})
-    async with faults.traffic(child) as traffic:
-        await traffic.more(100)
-
-    accounts = await faults.accounts(child, traffic.sent)
-    assert set(traffic.statuses) == {"200"}
-    assert (accounts.kept, accounts.lost) == (40, {"outbox_full": traffic.sent - 40})
-    assert len(faults.rows(state_dir / "outbox.db")) == 40
 
 
 async def test_a_store_that_goes_away_leaves_the_last_routing(

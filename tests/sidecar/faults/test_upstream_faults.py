@@ -6,7 +6,6 @@ And every request has its place in the accounts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 
@@ -79,48 +78,6 @@ async def test_a_vllm_that_closes_after_each_reply_serves_all(
 
     assert set(traffic.statuses) == {"200"}
     assert (await faults.accounts(running, traffic.sent)).kept == traffic.sent
-
-
-async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
-    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
-) -> None:
-    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
-    go_on = asyncio.Event()
-    slow = {number for number in range(1, 51) if number % 2}
-
-    def script(seen: SeenRequest) -> list[Step]:
-        number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
-        return [go_on, whole] if number in slow else [whole]
-
-    fake_vllm.script = script
-    running = await start_proxy()
-    traffic = faults.Traffic(running.port)
-    asking = [asyncio.create_task(traffic.one()) for _ in range(50)]
-    await traffic.more(25)
-
-    assert traffic.statuses == {"200": 25}
-    go_on.set()
-    await asyncio.gather(*asking)
-    assert traffic.statuses == {"200": 50}
-    assert (await faults.accounts(running, 50)).kept == 50
-
-
-async def test_vllm_gone_and_back_costs_only_what_came_meanwhile(
-    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
-) -> None:
-    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
-    fake_vllm.script = lambda _: [whole]
-    running = await start_proxy()
-    traffic = faults.Traffic(running.port)
-    before = [await traffic.one() for _ in range(5)]
-
-    await fake_vllm.stop()
-    meanwhile = [await traffic.one() for _ in range(10)]
-    await fake_vllm.start(fake_vllm.port)
-    after = [await traffic.one() for _ in range(5)]
-
-    assert (set(before), set(meanwhile), set(after)) == ({"200"}, {"502"}, {"200"})
-    assert (await faults.accounts(running, 20)).total == 20
 
 
 async def test_ten_megabytes_in_one_event_pass_whole_and_hold_nobody_up(

@@ -213,7 +213,7 @@ def alone(*pieces: bytes) -> list[Sent]:
     return [Sent(pieces)]
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(sent_replies(), min_size=1, max_size=4))
 @example([Sent((known(b"ab"),)), Sent((known(b"abc"),)), Sent((KNOWN % b"2", b"a", b"bc"))])
 @example([Sent((known(b"ab"),)), Sent((known(b""),)), Sent((known(b"ab") + b"x",))])

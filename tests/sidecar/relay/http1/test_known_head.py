@@ -139,7 +139,7 @@ def reads(draw: st.DrawFn) -> list[bytes]:
     return [joined[a:b] for a, b in pairwise([*sorted(cuts), size]) if a < b]
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(reads())
 @example([usual(b"ab"), usual(b"abc"), usual(b""), usual(b"x" * 65)])
 @example([usual(b"ab"), usual(b"ab") + usual(b"abc")[:-1], b"c" + usual(b"")])
