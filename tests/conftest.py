@@ -38,7 +38,6 @@ FIRST = (
     "tests/clients/test_vllm_unasked.py",
     "tests/clients/",
     "tests/sidecar/test_compiled.py",
-    "tests/sidecar/hardening/test_fuzz.py",
     "tests/deploy/supervise/test_up.py",
 )
 """Beginnings of node ids, the longest first. The engines of `end_to_end` and the one of
@@ -88,7 +87,6 @@ TIER_2 = (
     "tests/sidecar/hardening/test_back_pressure.py/",
     "tests/sidecar/hardening/test_cuts.py/",
     "tests/sidecar/hardening/test_drain.py/",
-    "tests/sidecar/hardening/test_fuzz.py/",
     "tests/sidecar/hardening/test_held_bodies.py/",
     "tests/sidecar/hardening/test_limits.py/",
     "tests/sidecar/hardening/test_mutations.py/",
@@ -96,7 +94,7 @@ TIER_2 = (
     "tests/sidecar/test_main.py/",
     "tests/sidecar/workers/",
 )
-"""Kills, processes, browsers, clients, engines, fuzzers and long runs. Of the other files the
+"""Kills, processes, browsers, clients, engines and long runs. Of the other files the
 tests on PostgreSQL and Kafka, and those that start a proxy's process, are of tier 2 as well."""
 SERVICES = {"fork", "running_broker", "start_process"}
 """Fixtures that start a process of their own."""

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from sqlalchemy import select, text
+from sqlalchemy import text
 
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.sampling.worker import SamplingWorker
 from sidecar.settings import Groups
-from sidecar.store.models import ExchangeRow
 from support.ingest_kit import Kit
-from support.planted import plant, repeated
-
-
-@pytest.mark.parametrize(
-    ("table", "column"),
-    [
-        ("exchange", "sampling"),
-        ("exchange", "turn_id"),
-        ("exchange", "exchange_id"),
-        ("exchange", "selection"),
-        ("choice", "finish_reason"),
-    ],
-)
-def test_a_damaged_exchange_keeps_no_other_from_being_chosen(
-    kit: Kit, table: str, column: str
-) -> None:
-    kit.store(*(kit.exchange(f"e{number}") for number in range(4)))
-    plant(kit.database, table, column, "exchange_id = 'e1'")
-
-    while repeated(
-        lambda: choose_new(kit.database, kit.rules(), model="smollm", limit=100, now=2.0)
-    ):
-        continue
-
-    with kit.database.read() as session:
-        left = select(ExchangeRow.selection).where(ExchangeRow.exchange_id.in_(("e0", "e2", "e3")))
-        assert list(session.scalars(left)) == ["chosen"] * 3
 
 
 def test_a_damaged_exchange_leaves_the_backlog(kit: Kit) -> None:

@@ -68,22 +68,24 @@ async def test_an_account_without_credit_is_no_rate_limit(
     assert type(raised) is JudgeNoCreditError
 
 
-@pytest.mark.parametrize("model", MODELS)
+MEANS = {
+    **dict.fromkeys((400, 401, 403, 404, 413, 422), JudgeRejectedError),
+    **dict.fromkeys((408, 500, 502, 503, 504), JudgeUnavailableError),
+    **dict.fromkeys((429, 529), JudgeBusyError),
+}
+
+
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((status, JudgeRejectedError) for status in (400, 401, 403, 404, 413, 422)),
-        *((status, JudgeUnavailableError) for status in (408, 500, 502, 503, 504)),
-        *((status, JudgeBusyError) for status in (429, 529)),
-    ],
+    ("model", "status"),
+    [(MODELS[0], one) for one in MEANS] + [(m, s) for m in MODELS[1:] for s in (401, 503, 429)],
 )
 async def test_a_status_means_the_same_whichever_provider_answers(
-    judge_kit: JudgeKit, model: str, status: int, kind: type[Exception]
+    judge_kit: JudgeKit, model: str, status: int
 ) -> None:
-    assert type(await raised_by(judge_kit, model, status, failure())) is kind
+    assert type(await raised_by(judge_kit, model, status, failure())) is MEANS[status]
 
 
-@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize("model", MODELS[:1])
 @pytest.mark.parametrize(
     "body",
     [
@@ -113,7 +115,7 @@ async def test_a_200_without_a_completion_is_garbled_and_no_outage(
     assert type(await raised_by(judge_kit, model, 200, body)) is JudgeGarbledError
 
 
-@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize("model", MODELS[:1])
 @pytest.mark.parametrize(
     "usage",
     [
@@ -138,7 +140,7 @@ async def test_a_reply_with_an_odd_usage_is_taken_and_its_tokens_are_unknown(
     assert (reply.prompt_tokens, reply.completion_tokens, reply.cost_usd) == (None, None, None)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS[1:3])
 async def test_a_reply_that_unpacks_to_much_is_left_before_it_is_in_memory(
     judge_kit: JudgeKit, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

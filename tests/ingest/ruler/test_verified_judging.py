@@ -29,7 +29,6 @@ from support.fake_checker import FakeChecker, Find
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
-pytestmark = pytest.mark.both_stores
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 
 
@@ -63,6 +62,7 @@ def scored(database: Database) -> ScoredGroup:
     return found
 
 
+@pytest.mark.both_stores
 async def test_score_independent_reward_and_reward_are_kept_apart(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:

@@ -26,8 +26,6 @@ from ingest.store.sessions import count_by_session
 from sidecar.store.models import AnswerRow
 from support.ingest_kit import Kit
 
-pytestmark = pytest.mark.both_stores
-
 
 def answer(kit: Kit, content: str, **changes: Any) -> Answer:
     values: dict[str, Any] = {
@@ -47,6 +45,7 @@ def claim(kit: Kit, now: float, *, status: str = "sampling", limit: int = 10) ->
         return claim_groups(session, status, limit=limit, now=now, lease_s=30.0)
 
 
+@pytest.mark.both_stores
 def test_a_group_comes_back_as_it_went_in(kit: Kit) -> None:
     exchange = kit.exchange("e1")
     kit.store(exchange)
@@ -106,6 +105,7 @@ def test_a_released_group_waits_until_the_time_given(kit: Kit) -> None:
     assert claim(kit, now=110.0) == [group_id]
 
 
+@pytest.mark.both_stores
 def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit: Kit) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(3)))
     with kit.database.write() as session:
@@ -116,6 +116,7 @@ def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit: Kit) -
     assert claim(kit, now=1.0, status="sampled") == [ids[0]]
 
 
+@pytest.mark.both_stores
 def test_two_workers_that_claim_at_once_never_get_the_same_group(kit: Kit) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(20)))
     taken: list[list[str]] = [[], []]
@@ -156,6 +157,7 @@ def test_a_group_that_has_moved_on_takes_no_more_answers(kit: Kit) -> None:
         assert append_answers(session, group_id, [answer(kit, "b")], size=4) == 0
 
 
+@pytest.mark.both_stores
 def test_each_step_happens_once_and_is_counted_once(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
@@ -254,6 +256,7 @@ def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit: Ki
     assert claim(kit, now=49.0) == []
 
 
+@pytest.mark.both_stores
 def test_pending_groups_and_groups_by_session_are_counted(kit: Kit) -> None:
     ids = kit.choose(
         kit.exchange("e1", session_key="m:s"),
