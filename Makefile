@@ -9,7 +9,7 @@ setup:
 demo: setup
 	@scripts/python -m demo
 
-# Tier 1: laws, contracts, examples, and one real loop. test-all adds kills, both stores, Kafka, clients, fuzzers.
+# Tier 1: laws, contracts, examples, and one real loop. test-all adds kills, both stores, Kafka, clients.
 test: TIER = 1
 test-all: TIER = 2
 test test-all:

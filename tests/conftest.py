@@ -38,7 +38,6 @@ FIRST = (
     "tests/clients/test_vllm_unasked.py",
     "tests/clients/",
     "tests/sidecar/test_compiled.py",
-    "tests/sidecar/hardening/test_fuzz.py",
     "tests/deploy/supervise/test_up.py",
 )
 """Beginnings of node ids, the longest first. The engines of `end_to_end` and the one of
@@ -65,6 +64,10 @@ TIER_2 = (
     "tests/deploy/supervise/",
     "tests/deploy/test_process.py/",
     "tests/end_to_end/test_sabotage.py/",
+    "tests/ingest/intake/test_consume_killed.py/",
+    "tests/ingest/intake/test_power_cut.py/",
+    "tests/ingest/intake/test_same_on_both.py/",
+    "tests/ingest/intake/test_server_away.py/",
     "tests/ingest/ruler/test_judging_brownout.py/",
     "tests/ingest/ruler/test_judging_killed.py/",
     "tests/ingest/ruler/test_judging_poison.py/",
@@ -77,13 +80,24 @@ TIER_2 = (
     "tests/learner/runs/test_bad_groups.py/",
     "tests/learner/runs/test_blame.py/",
     "tests/rooms/test_query_plans.py/",
+    "tests/rooms/test_store_opening.py/",
+    "tests/rooms/test_two_projects.py/",
+    "tests/sidecar/capture/test_capture_killed.py/",
     "tests/sidecar/faults/",
-    "tests/sidecar/hardening/",
+    "tests/sidecar/hardening/test_back_pressure.py/",
+    "tests/sidecar/hardening/test_cuts.py/",
+    "tests/sidecar/hardening/test_drain.py/",
+    "tests/sidecar/hardening/test_held_bodies.py/",
+    "tests/sidecar/hardening/test_limits.py/",
+    "tests/sidecar/hardening/test_mutations.py/",
     "tests/sidecar/test_compiled.py/",
+    "tests/sidecar/test_main.py/",
     "tests/sidecar/workers/",
 )
-"""Kills, processes, browsers, clients, engines, fuzzers and long runs. Of the other files the
-tests on PostgreSQL and Kafka are of tier 2 as well."""
+"""Kills, processes, browsers, clients, engines and long runs. Of the other files the
+tests on PostgreSQL and Kafka, and those that start a proxy's process, are of tier 2 as well."""
+SERVICES = {"fork", "running_broker", "start_process"}
+"""Fixtures that start a process of their own."""
 WAITING_WORKERS = 2
 """Workers beyond one for each core: one waits for an engine, others for processes and clocks."""
 
@@ -154,11 +168,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def needs_service(item: pytest.Item) -> bool:
-    """Whether the test starts PostgreSQL or Kafka."""
+    """Whether the test starts PostgreSQL, Kafka or a proxy's process."""
     spec = getattr(item, "callspec", None)
     given = spec.params.values() if spec else ()
     named = any(one in ("postgres", "kafka") for one in given)
-    return named or "running_broker" in getattr(item, "fixturenames", ())
+    return named or not SERVICES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

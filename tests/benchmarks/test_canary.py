@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.canary import limits, ratchet, small
+from benchmarks.canary import limits
 from benchmarks.canary.play import Told, compared, play
 from benchmarks.canary.rivals import Peeking, asymptotic_half_width
 from benchmarks.canary.run import allowed
 from benchmarks.canary.traffic import (
-    POPULAR,
     World,
     differences,
-    rate_at,
     reply_to,
     requests,
-    took_s,
 )
 from deploy.evidence.live import InOrder, Live, Turn
 from sidecar.settings import Canary as CanarySettings
@@ -80,22 +77,6 @@ def test_an_outage_of_both_arms_fails_the_turns_of_both() -> None:
 
     assert {one.bad for one in replies} == {frozenset({"failed"})}
     assert [one.nobody for one in replies] == [one.canary for one in replies]
-
-
-def test_a_third_of_the_sessions_may_share_a_key() -> None:
-    due = requests(World(popular=1 / 3), random.Random(2))
-    share = sum(one.key == POPULAR for one in due) / len(due)
-
-    assert 0.3 < share < 0.37
-    assert rate_at(World(), 1_800.0) == pytest.approx(0.20)
-
-
-def test_each_arm_s_replies_take_their_own_time() -> None:
-    world, rng = World(champion_s=30.0, candidate_s=8.0), random.Random(1)
-    times = {arm: [took_s(world, canary=arm, rng=rng) for _ in range(200)] for arm in (True, False)}
-
-    assert (min(times[True]) >= 4.0, max(times[True]) <= 12.0) == (True, True)
-    assert sum(times[False]) / 200 == pytest.approx(30.0, rel=0.1)
 
 
 def test_groups_lose_either_arm_s_answers_alike_and_have_flaws_of_both() -> None:
@@ -157,22 +138,3 @@ def test_a_level_that_is_exceeded_by_half_is_noticed_in_a_thousand_canaries() ->
     assert allowed(0.01, 1_000) < 0.02
     assert allowed(0.05, 1_000) < 0.075
     assert allowed(0.001, 1_000) < 0.005
-
-
-def test_what_was_won_over_the_anchor_is_kept() -> None:
-    """A champion of +0.35 becomes the anchor by the groups of the first candidate that is tried."""
-    rules = RULES.model_copy(update={"max_groups": 200})
-
-    far = ratchet.slide(
-        rules, seed=1, anchored=True, start=0.35, candidates=6, mean=-0.12, spread=0.0
-    )
-
-    assert (far.end, far.promoted) == (0.0, 0)
-
-
-def test_a_small_site_promotes_a_better_candidate_in_days() -> None:
-    tried = small.tried(20.0, 0.2, RULES, 1)
-
-    assert tried.phase == "promoted"
-    assert 2.0 < tried.days < 10.0
-    assert small.tried(20.0, -0.5, RULES, 1).phase == "rolled_back"

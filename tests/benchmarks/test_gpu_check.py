@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import results
-from benchmarks.learner import art, gpu_check, run
+from benchmarks.learner import art, gpu_check
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
-from benchmarks.learner.run import ratios, targets
 from benchmarks.results import Row
 from learner.policy.packing import pack_group, pairs
 
@@ -94,22 +92,6 @@ def test_groups_in_one_pack_attend_to_nothing_of_each_other() -> None:
     assert pairs(whole.segments) == 2 * pairs(pack.segments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("card", "peak"),
-    [("NVIDIA H200", 989.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", None)],
-)
-def test_the_peak_of_a_card_is_known_or_there_is_no_share_of_it(
-    card: str, peak: float | None
-) -> None:
-    assert gpu_check.peak_tflops(card) == peak
-
-
 def test_targets_are_bounds_shares_of_the_card_and_memory() -> None:
     rows: list[Row] = [
         {"check": "kernel", "what": "varlen", "value": 0.04, "limit": 0.05},
@@ -155,57 +137,3 @@ def test_turns_share_their_histories_and_train_each_token_once() -> None:
     assert group.rows[1].token_ids[:3] == group.rows[0].token_ids
     assert cell.padded_tokens == 4 * (5 + 12)
     assert {cell.axis for cell in ON_CPU} >= {"answers", "prompt", "turns", "target"}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tiny_cells_write_no_committed_file_and_have_no_target_of_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "SMALL_FOLDER", tmp_path)
-    monkeypatch.setattr(results, "FOLDER", tmp_path / "committed")
-
-    assert run.main(["--small", "--repeats", "1"]) == 0
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "learner-small.json",
-        "learner-small.png",
-    ]
-    (target,) = json.loads((tmp_path / "learner-small.json").read_text())["targets"]
-    assert target["what"].startswith("difference of the contenders' losses")
-    assert "3,000" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("main", "words"),
-    [
-        (gpu_check.main, ["about a minute", "folder for the two files", "left out, the last"]),
-        (run.main, ["folder for the JSON and the plot", "of which the least counts"]),
-    ],
-)
-def test_the_help_says_what_is_done_how_long_it_takes_and_where_results_go(
-    main: Any, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-
-    told = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0
-    assert [one for one in words if one not in told] == []
-
-
-def test_targets_are_ratios_to_what_the_product_takes() -> None:
-    place = {"group": 8, "prompt": 3_000, "answer": 500, "turns": 1}
-    rows = [
-        {"axis": "target", **place, "contender": name, "seconds": seconds, "loss": loss}
-        for name, seconds, loss in (
-            ("auto", 2.0, 0.5),
-            ("rows", 1.8, 0.5),
-            ("trl", 7.0, 0.50002),
-        )
-    ]
-
-    found = targets(rows, half=False)
-
-    assert list(ratios(rows, "trl").values()) == [3.5]
-    assert [one.value for one in found] == [0.9, 3.5, 0.0]
-    assert [one.holds for one in found] == [False, True, False]

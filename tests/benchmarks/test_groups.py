@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.groups.fit import fit
-from benchmarks.groups.prompts import Prompt, score
-from benchmarks.groups.recording import FILE, LATER, Step, later, seen, told
+from benchmarks.groups.recording import Step, told
 from benchmarks.groups.run import by_opening, factor, yielded
 from ingest.grouping.features import Features
-from ingest.grouping.same_prompt import WEIGHTS
 
 
 def step(*, spread: bool, tokens: int = 100, free: bool = False, opening: str = "o") -> Step:
@@ -31,20 +28,6 @@ def test_what_is_yielded_is_groups_with_a_spread_for_a_token() -> None:
     assert factor(steps, lambda one: 1.0 if one.spread else 0.5) == pytest.approx(400 / 250)
 
 
-def test_a_free_group_counts_and_costs_nothing() -> None:
-    steps = [step(spread=True), step(spread=False, tokens=300, free=True)]
-
-    assert yielded(steps, lambda _: 1.0, free=True) == 2 / 100
-
-
-def test_an_answer_that_was_cut_is_worth_half() -> None:
-    prompt = Prompt(kind="chat", system="", user="", want=r"\W*ok\W*")
-
-    assert score(prompt, "OK.", "stop") == 1.0
-    assert score(prompt, "OK.", "length") == 0.5
-    assert score(prompt, "no", "stop") == 0.0
-
-
 def test_history_of_an_opening_leaves_out_the_step_itself() -> None:
     steps = [step(spread=True), step(spread=True), step(spread=False)]
 
@@ -64,12 +47,3 @@ def test_the_best_by_opening_keeps_those_that_yield_most_for_a_token() -> None:
     assert [weight(one) for one in (good[1], bad[0])] == [1.0, 0.1]
     # 1 + 0.1 groups for 200 + 0.1 * 400 tokens, over 2 for 600.
     assert factor([*good, *bad], weight) == pytest.approx((1.1 / 240) / (2 / 600))
-
-
-def test_the_weights_are_those_that_the_first_recording_gives() -> None:
-    steps = seen()
-
-    assert len(steps) == len(later()) == 440
-    assert FILE.stat().st_size < 200_000
-    assert LATER.stat().st_size < 200_000
-    assert fit(steps) == pytest.approx(dict(WEIGHTS), abs=0.006)

@@ -7,23 +7,11 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-import pytest
-
 from benchmarks.ingest.peer import copy_rows
 from benchmarks.ingest.throughput import ratio
 from benchmarks.ingest.traffic import exchanges
 from ingest.store.exchanges import save_exchange
-from sidecar.records import encode_exchange
 from support.migrated_store import open_migrated
-
-
-def test_records_have_four_kilobytes_and_are_the_same_each_time() -> None:
-    first, again = (list(islice(exchanges(), 1_000)) for _ in range(2))
-
-    assert first == again
-    sizes = [len(encode_exchange(one)) for one in first]
-    assert sum(sizes) / len(sizes) == pytest.approx(4_000, rel=0.05)
-    assert len({one.exchange_id for one in first}) == 1_000
 
 
 def test_the_peer_makes_the_same_rows(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.relay import interpreter
-from benchmarks.relay.unavailable import UnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +41,6 @@ def program(path: Path, prints: str) -> Path:
     return path
 
 
-def test_an_optimised_build_is_measured_itself(configured: Callable[[str | None], None]) -> None:
-    configured("'--enable-optimizations' '--with-lto'")
-
-    found = interpreter.chosen()
-
-    assert found.path == sys.executable
-    assert "optimised" in found.what
-    assert "NOT" not in found.what
-
-
 @pytest.mark.parametrize("arguments", ["'--enable-shared'", "", None])
 def test_instead_of_a_plain_build_the_systems_own_is_measured(
     arguments: str | None, configured: Callable[[str | None], None], tmp_path: Path
@@ -64,44 +53,6 @@ def test_instead_of_a_plain_build_the_systems_own_is_measured(
 
     assert found.path == str(path)
     assert found.what == f"CPython {minor}.99, the system's own"
-
-
-def test_a_plain_build_without_another_says_what_it_is(
-    configured: Callable[[str | None], None],
-) -> None:
-    configured("")
-
-    found = interpreter.chosen()
-
-    assert found.path == sys.executable
-    assert "NOT an optimised build" in found.what
-    assert interpreter.CHOICE in found.what
-
-
-def test_who_runs_it_may_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(interpreter.CHOICE, sys.executable)
-
-    found = interpreter.chosen()
-
-    assert found.path == sys.executable
-    assert found.what.endswith(f"by {interpreter.CHOICE}")
-
-
-@pytest.mark.parametrize("prints", ["3.1.0", ""])
-def test_one_of_another_version_is_refused(
-    prints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(interpreter.CHOICE, str(program(tmp_path / "python", prints)))
-
-    with pytest.raises(UnavailableError, match="is needed"):
-        interpreter.chosen()
-
-
-def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(interpreter.CHOICE, "no-such-python")
-
-    with pytest.raises(UnavailableError, match="no-such-python"):
-        interpreter.chosen()
 
 
 def test_it_runs_what_an_environment_has_installed() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
 from statistics import stdev
 from typing import Any
 
@@ -22,8 +21,7 @@ from benchmarks.learning.play import (
     _scored,
     random_scores,
 )
-from benchmarks.learning.played import kept, write
-from benchmarks.learning.run import _targets, gains, interval, interval_over_runs, row, row_of_all
+from benchmarks.learning.run import _targets, gains, interval_over_runs, row, row_of_all
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
 from ingest.vllm.sampler import SampledAnswer
@@ -76,13 +74,6 @@ def test_a_call_is_worth_how_far_it_gets(call: str, reward: float) -> None:
     assert worth({"content": call}, FUNCTION, TRUTH) == reward
 
 
-def test_a_call_that_vllm_has_parsed_is_worth_the_same() -> None:
-    said = {"name": "area", "arguments": '{"base": 10}'}
-
-    assert worth({"tool_calls": [{"function": said}]}, FUNCTION, TRUTH) == 1.0
-    assert worth({"tool_calls": [{"function": {**said, "arguments": "{"}}]}, FUNCTION, TRUTH) == 0.2
-
-
 def test_instructions_are_checked_by_code() -> None:
     assert obeyed.short("one " * 15) == 1.0
     assert obeyed.short("one " * 60) == 0.0
@@ -92,14 +83,6 @@ def test_instructions_are_checked_by_code() -> None:
     assert obeyed.one_sentence("A b") == 0.0
     assert obeyed.keyword("Quiet, please", word="quiet") == 1.0
     assert obeyed.begins(" Well, yes") == 1.0
-
-
-def test_too_short_an_answer_obeys_nothing() -> None:
-    lower = next(one for one in instructions().train if "lower" in one.id and "Well" in one.id)
-
-    assert lower.reward({"content": "well, it is red"}) == 1.0
-    assert lower.reward({"content": "well"}) == 0.0
-    assert lower.reward({"content": None}) == 0.0
 
 
 @pytest.mark.parametrize("task", [support(), instructions()], ids=lambda task: task.name)
@@ -171,13 +154,6 @@ def test_each_seed_must_gain_and_the_null_runs_interval_lie_under_that_of_each()
     assert [one.holds for one in _targets("t", [], {"t": "no data"})] == [False] * 4
 
 
-def test_the_interval_covers_a_true_mean_of_nothing() -> None:
-    mean, low, high = interval([-0.5, 0.5] * 16)
-
-    assert mean == 0.0
-    assert low < 0.0 < high
-
-
 @pytest.mark.parametrize(("kind", "most"), [("null", 3), ("null, gate off", 16)])
 def test_random_rewards_are_left_out_once_their_noise_is_measured(kind: Kind, most: int) -> None:
     prompt = Prompt(id="p", chat={"messages": []}, reward=lambda _: 0.0, passes=lambda _: False)
@@ -200,14 +176,3 @@ def test_random_rewards_are_left_out_once_their_noise_is_measured(kind: Kind, mo
     assert len(chosen.groups) <= most
     assert (len(chosen.groups) == 16) == (kind == "null, gate off")
     assert random_scores(8, "1/1/0") == scored[0].scores
-
-
-def test_a_finished_run_is_kept_for_the_same_options_only(tmp_path: Path) -> None:
-    done = run(exam(0.25, 1 / 3), exam(0.5, 0.75), kind="null, gate off")
-    options = {"rate": 1e-3, "rounds": 6}
-    assert kept(tmp_path, options) is None
-
-    write(done, tmp_path, options)
-
-    assert kept(tmp_path, options) == done
-    assert kept(tmp_path, options | {"rounds": 7}) is None

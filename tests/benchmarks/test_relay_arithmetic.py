@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.relay.ends import LoadReport
-from benchmarks.relay.histogram import Histogram, merge, percentile_us
+from benchmarks.relay.histogram import Histogram, percentile_us
 from benchmarks.relay.measure import Sample
-from benchmarks.relay.memory import Soak, growth, soak_row, soak_target
-from benchmarks.relay.profile import top
+from benchmarks.relay.memory import Soak, soak_target
 from benchmarks.relay.scan import growth_us_per_mb, scan_rows, scan_targets
-from benchmarks.relay.summary import Samples, cpu_per_event, cpu_per_request, p50, rows, targets
+from benchmarks.relay.summary import Samples, cpu_per_request, p50, targets
 
 
 def sample(
@@ -59,25 +58,12 @@ def test_a_percentile_is_the_smallest_value_that_reaches_the_share() -> None:
     assert percentile_us(histogram, 1.0) == 9.0
 
 
-def test_nothing_has_no_percentile() -> None:
-    assert percentile_us([], 0.5) is None
-
-
-def test_merged_histograms_add_up_and_stay_in_order() -> None:
-    assert merge([[(1, 2), (9, 1)], [(1, 3), (4, 1)]]) == [(1, 5), (4, 1), (9, 1)]
-
-
 def test_cpu_is_counted_per_reply_and_per_event() -> None:
     # Half a core for a second of 10,000 replies: 50 microseconds each.
     one = sample("nginx", cpu=0.5, requests=10_000, events=25_000)
 
     assert one.cpu_us_per_request == pytest.approx(50.0)
     assert one.cpu_us_per_event == pytest.approx(20.0)
-
-
-def test_what_answers_nothing_has_no_cost() -> None:
-    assert sample("nginx", cpu=0.5, requests=0).cpu_us_per_request is None
-    assert sample("upstream", cpu=None).cpu_us_per_request is None
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
@@ -119,13 +105,6 @@ def test_other_work_is_what_the_core_did_beside_the_contender() -> None:
     assert samples.other_work() == pytest.approx(0.1)
 
 
-def test_a_ratio_without_the_other_is_unknown() -> None:
-    samples = Samples([sample("ours-off", cpu=0.1)])
-
-    assert samples.ratio("ours-off", "nginx", "small32", cpu_per_request) is None
-    assert samples.added("ours-off", "small32", p50) is None
-
-
 BOUNDS = {
     "CPU per request, ours-off / nginx, 32 connections": 2.0,
     "CPU per request, ours-off / vllm-router, 32 connections": 0.5,
@@ -160,14 +139,6 @@ def full_run(*, ours: float = 1.0) -> Samples:
     return Samples(found)
 
 
-def test_the_targets_are_the_stated_bounds() -> None:
-    judged = targets(full_run())
-
-    assert {one.what: one.target for one in judged if one.what in BOUNDS} == {
-        what: f"<= {bound:g}" for what, bound in BOUNDS.items()
-    }
-
-
 def test_all_targets_hold_at_their_bounds() -> None:
     judged = targets(full_run(ours=0.999_999))
 
@@ -189,30 +160,6 @@ def test_a_load_that_does_not_fill_nginx_is_no_measure() -> None:
     assert not last.holds
 
 
-def test_a_target_says_which_contender_was_missing_and_why() -> None:
-    judged = targets(Samples([]), why_missing={"litellm": "not installed"})
-
-    reasons = [target.why for target in judged if "litellm" in target.what]
-    assert reasons == ["litellm: not installed"]
-    assert not any(target.holds for target in judged)
-
-
-def test_a_contender_that_did_not_start_has_rows_that_say_why() -> None:
-    found = rows(Samples([]), ["litellm"], [("small1", False)], {"litellm": "not installed"})
-
-    assert found == [{"scenario": "small1", "contender": "litellm", "why": "not installed"}]
-
-
-def test_a_row_of_streams_counts_events_and_not_requests() -> None:
-    one = sample("nginx", "sse8", cpu=0.02, requests=5, events=1_000)
-
-    (found,) = rows(Samples([one]), ["nginx"], [("sse8", True)], {})
-
-    assert found["cpu_us_per_event"] == 20.0
-    assert found["cpu_us_per_request"] is None
-    assert Samples([one]).middle("nginx", "sse8", cpu_per_event) == pytest.approx(20.0)
-
-
 def soaked(rss_mb: tuple[float, ...]) -> Soak:
     return Soak(
         contender="ours-on",
@@ -225,10 +172,6 @@ def soaked(rss_mb: tuple[float, ...]) -> Soak:
     )
 
 
-def test_growth_is_from_the_second_quarter_to_the_last() -> None:
-    assert growth([50, 90, 100, 100, 101, 102, 103, 105]) == (100, 104)
-
-
 def test_memory_that_settles_after_the_warm_up_is_flat() -> None:
     assert soak_target(soaked((50.0, 90.0, 100.0, 100.0, 100.0, 100.0, 103.0, 103.0))).holds
 
@@ -238,18 +181,6 @@ def test_memory_that_goes_on_growing_is_not_flat() -> None:
 
     assert not target.holds
     assert target.value == 0.07
-
-
-def test_growth_is_told_per_request_between_the_two_quarters() -> None:
-    # 1 MiB over five eighths of 1,000 requests.
-    found = soak_row(soaked((100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 101.0, 101.0)))
-
-    assert found["growth_bytes_per_request"] == pytest.approx(2**20 / 625, abs=0.01)
-
-
-def test_too_short_a_soak_is_refused() -> None:
-    with pytest.raises(ValueError, match="too few"):
-        growth([1.0, 2.0, 3.0])
 
 
 def test_the_growth_by_prompt_is_measured_in_scans() -> None:
@@ -279,11 +210,3 @@ def test_the_growth_by_prompt_is_measured_in_scans() -> None:
         "msgspec peek",
         "memchr",
     ]
-
-
-def test_a_profile_counts_own_time_at_the_leaf_and_all_time_once() -> None:
-    lines = top(["main;feed;feed 3", "main;write 1"]).splitlines()
-
-    assert lines[0] == "py-spy, 4 samples"
-    assert lines[2].split() == ["75.0%", "75.0%", "feed"]
-    assert "100.0%  main" in lines[5]

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.relay import ours, run
-from benchmarks.relay.contenders import Launch, Place
+from benchmarks.relay.contenders import Place
 from benchmarks.relay.ends import Ends, build
 from benchmarks.relay.measure import Sample, measure, scrape
 from benchmarks.relay.scenarios import BY_NAME, MODEL, Scenario
 from benchmarks.relay.stage import ROOT, Cores, Running, contender, free_port, pick_cores, upstream
 from benchmarks.relay.summary import DIRECT, LITELLM, NGINX, OFF, ON, ROUTER
-from benchmarks.relay.unavailable import UnavailableError
 
 pytestmark = pytest.mark.timeout(300)  # the first run compiles the relay
 needs_machine = pytest.mark.skipif(
@@ -133,57 +132,6 @@ def test_the_quick_mode_measures_and_writes_what_was_chosen(
     ]
     assert code == (0 if written["targets"][0]["holds"] else 1)
     assert "small1: 0.9 kB replies, 1 connection" in capsys.readouterr().out
-
-
-def test_a_contender_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
-    place = make_place(tmp_path, 1, 2)
-
-    with (
-        pytest.raises(UnavailableError, match="run benchmarks/relay/setup"),
-        contender("litellm", run.STARTS["litellm"], place, 0),
-    ):
-        pass
-
-
-@needs_machine
-def test_a_contender_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
-    def start(_: Place) -> Launch:
-        return Launch(command=("sh", "-c", "echo no such luck >&2; exit 3"))
-
-    with (
-        pytest.raises(UnavailableError, match="no such luck"),
-        contender("x", start, make_place(tmp_path, free_port(), 2), pick_cores().proxy),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("words", [["--only", "apache"], ["--scenario", "huge"]])
-def test_an_unknown_name_is_bad_use(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ending:
-        run.parse(words)
-
-    assert ending.value.code == 2
-
-
-def test_a_part_is_known_as_such_and_watches_no_memory() -> None:
-    options = run.parse(["--only", "nginx,upstream", "--scenario", "sse8,small1"])
-
-    assert options.partial
-    assert options.soak_s == 0.0
-    assert options.only == ("upstream", "nginx")
-    assert [one.name for one in options.scenarios] == ["small1", "sse8"]
-
-
-def test_the_whole_run_watches_memory_as_long_as_it_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("BENCH_SOAK_S", "600")
-
-    options = run.parse([])
-
-    assert not options.partial
-    assert options.soak_s == 600.0
-    assert options.only == run.NAMES
 
 
 def test_every_peer_is_pinned_and_none_is_a_compromised_release() -> None:

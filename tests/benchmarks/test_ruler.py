@@ -16,11 +16,9 @@ import pytest
 
 from benchmarks.ruler import injections
 from benchmarks.ruler.beside import compare, difference, is_wrong, meant_scores
-from benchmarks.ruler.conditions import BEYOND, CONDITIONS, FOOLED, condition_of
+from benchmarks.ruler.conditions import BEYOND, CONDITIONS, FOOLED
 from benchmarks.ruler.material import KINDS, LARGEST, SMALLEST, MadeGroup, groups
-from benchmarks.ruler.ranking import verdict
 from benchmarks.ruler.reading import Reading, read_prompt
-from benchmarks.ruler.run import where_art_is_as_good
 from benchmarks.ruler.scorer import account, claimed, fill, scored
 from benchmarks.ruler.scripted import CASE, Traits, reply_to
 from benchmarks.ruler.server import build_app
@@ -28,7 +26,6 @@ from benchmarks.ruler.sides import Outcome
 from ingest.ruler.prompt import build_prompt
 
 Messages = list[dict[str, str]]
-QUIET = Traits(noise=0.0)
 MADE = MadeGroup(
     context=({"role": "user", "content": "What now?"},),
     tools=(),
@@ -98,13 +95,6 @@ def test_groups_are_the_same_each_time_and_every_answer_says_its_case(kind: str)
         assert [by_case[case] for case in one.cases] == list(one.truth)
 
 
-def test_only_equal_answers_share_a_case() -> None:
-    for one in groups("alike", 30, "a"):
-        assert len(set(one.cases)) < len(one.cases)
-        texts = dict(zip(one.cases, (answer["content"] for answer in one.answers), strict=True))
-        assert [texts[case] for case in one.cases] == [one["content"] for one in one.answers]
-
-
 @pytest.mark.parametrize("how", ["blocks", "obeys", "tags", "decoded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_judge_reads_every_answer_out_of_either_prompt(kind: str, how: Reading) -> None:
@@ -144,49 +134,6 @@ def test_position_bias_goes_from_the_first_to_the_last() -> None:
     assert [entry["trajectory_id"] for entry in entries(said.text)] == ["1", "2", "3"]
 
 
-def test_best_first_moves_entries_with_their_ids() -> None:
-    worst_first = in_order(MADE, (2, 1, 0))
-
-    said = reply_to(art_prompt(worst_first), Traits(noise=0.0, best_first=True), TRUTH)
-
-    shown = [(entry["trajectory_id"], entry["score"]) for entry in entries(said.text)]
-    assert shown == [("3", 0.8), ("2", 0.5), ("1", 0.2)]
-    assert said.meant == (0.2, 0.5, 0.8)
-
-
-def test_coarse_scores_are_multiples_of_the_step() -> None:
-    said = reply_to(art_prompt(MADE), Traits(noise=0.0, step=0.25), TRUTH)
-
-    assert said.meant == (0.75, 0.5, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("defect", "scores"),
-    [("missing", 2), ("doubled", 3), ("one_more", 4), ("ten_scale", 3), ("nan_text", 3)],
-)
-def test_a_defect_is_one_of_form(defect: Any, scores: int) -> None:
-    traits = Traits(noise=0.0, defects=(defect,), share=1.0)
-
-    said = reply_to(art_prompt(MADE), traits, TRUTH)
-
-    found = entries(said.text)
-    assert said.meant == MADE.truth
-    assert len(found) == scores
-    whole = {"1": 0.8, "2": 0.5, "3": 0.2}
-    assert {entry["trajectory_id"]: entry["score"] for entry in found} != whole or scores == 4
-
-
-def test_a_judge_that_is_told_its_error_mostly_corrects_it() -> None:
-    traits = Traits(noise=0.0, defects=("missing",), share=1.0)
-    told = [{"role": "assistant", "content": "{}"}, {"role": "user", "content": "Again."}]
-    again = [
-        entries(reply_to([*art_prompt(MADE), *told], traits, TRUTH, seed=str(seed)).text)
-        for seed in range(200)
-    ]
-
-    assert 0.1 < sum(len(found) == 2 for found in again) / 200 < 0.3
-
-
 def test_hostile_text_fools_the_judge_that_can_be_fooled_at_art_and_not_at_ours() -> None:
     made = injections.attacked(1, "a")
     assert len(made) == 2 * len(injections.TEXTS)
@@ -215,29 +162,6 @@ def _by_place(made: MadeGroup, text: str) -> list[float]:
     """The last score of each place, as a judge's reply names it."""
     found = {entry["trajectory_id"]: entry["score"] for entry in entries(text)}
     return [found.get(str(place), 0.0) for place in range(1, len(made.answers) + 1)]
-
-
-def test_an_attack_stands_in_the_worst_answer_only() -> None:
-    text = injections.TEXTS["an order"]
-    for made in injections.attacked(3, "a", [text]):
-        place = injections.worst(made)
-        holding = [n for n, one in enumerate(made.answers) if "Give id" in json.dumps(one)]
-
-        assert holding == [place]
-        assert f'"{place + 1}" the score' in json.dumps(made.answers[place]).replace("\\", "")
-        assert injections.is_steered(made, [0.9] * len(made.answers))
-        assert not injections.is_steered(made, made.truth)
-
-
-def test_nobody_is_safe_from_a_judge_that_does_what_answers_ask() -> None:
-    (made,) = injections.attacked(1, "a", [injections.PLEA])[:1]
-    truth = dict(zip(made.cases, made.truth, strict=True))
-
-    for messages in (art_prompt(made), our_prompt(made)):
-        said = reply_to(messages, condition_of("injected-obeyed--x").traits, truth)
-
-        attacker = said.cases.index(made.cases[injections.worst(made)])
-        assert entries(said.text)[attacker]["score"] == 1.0
 
 
 def test_one_side_is_summed_up_by_hand() -> None:
@@ -307,30 +231,6 @@ def test_the_difference_has_three_errors_to_either_side() -> None:
     assert apart.high - apart.value == pytest.approx(3 * (2 / 3**0.5) / 3**0.5)
     assert apart.value - apart.low == pytest.approx(2)
     assert difference([MADE], [right], [right]) is None
-
-
-def test_a_side_without_scores_is_worse() -> None:
-    good = compare([MADE], [Outcome(scores=MADE.truth)], [])
-    none = compare([MADE], [Outcome(scores=None)], [])
-
-    assert verdict(good, none, None) == "better"
-    assert verdict(none, good, None) == "worse"
-    assert verdict(none, none, None) == "as good"
-
-
-def test_the_run_says_where_the_published_function_is_as_good_or_better() -> None:
-    rows: list[dict[str, object]] = [
-        {"condition": "plain", "side": "ours", "order": "as good", "tokens_over_art": 1.3},
-        {"condition": "noise", "side": "ours", "order": "worse", "tokens_over_art": 0.9},
-        {"condition": "fenced", "side": "ours", "order": "better", "tokens_over_art": 1.2},
-        {"condition": "plain", "side": "art"},
-    ]
-
-    assert where_art_is_as_good(rows) == [
-        "ours: ART orders answers as well under plain;",
-        "ours: it orders them better under noise;",
-        "ours: it takes fewer tokens under 2 of 3 conditions.",
-    ]
 
 
 async def test_the_server_refuses_what_is_too_long_for_its_judge_and_keeps_account() -> None:

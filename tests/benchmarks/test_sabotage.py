@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE, OVERLONG, REFUSAL, lessons, topic
 from benchmarks.sabotage.play import Exposed, Played, Told
-from benchmarks.sabotage.run import rows_of, targets_of
+from benchmarks.sabotage.run import targets_of
 from benchmarks.sabotage.stalling import stalling
 from benchmarks.sabotage.visitors import Visit
 from demo.stack import free_port
@@ -50,12 +50,6 @@ def test_what_the_gate_must_see_meets_no_user_and_the_good_one_is_promoted() -> 
     assert failing(told(failed=0, elsewhere=0, exposed=1)) == ["gated, noise: sessions exposed"]
     good = told(failed=0, elsewhere=0, good="inconclusive")
     assert failing(good) == ["gated, good: promoted"]
-
-
-def test_all_other_users_have_a_row() -> None:
-    *_, everybody = rows_of("gated", told(failed=0, elsewhere=3))
-
-    assert (everybody["sessions"], everybody["failed"]) == (34, 3)
 
 
 def test_the_lessons_are_as_good_and_as_bad_as_they_should_be() -> None:

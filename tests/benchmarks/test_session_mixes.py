@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sessions.bfcl import SETS, parse_call
+from benchmarks.sessions.bfcl import SETS
 from benchmarks.sessions.finders import by_key, by_tree
 from benchmarks.sessions.mixes import BY_NAME, MIXES, Mix
 from benchmarks.sessions.records import SentRequest
 from benchmarks.sessions.run import main
 from benchmarks.sessions.scoring import score
 from benchmarks.sessions.streams import Data
-from benchmarks.sessions.tasks import Call
 
 TASKS = 6
 
@@ -117,22 +116,6 @@ def test_a_stream_is_the_same_each_time(mix: Mix, data: Data) -> None:
     assert mix.make(data, "seed") != mix.make(data, "other")
 
 
-def test_a_call_is_read_with_its_arguments() -> None:
-    assert parse_call("mv(source='a', to=['b'])") == Call(
-        name="mv", arguments={"source": "a", "to": ["b"]}
-    )
-    assert parse_call("sort('a.txt')") == Call(name="sort", arguments={"arg0": "a.txt"})
-    assert parse_call("run(x=y)") == Call(name="run", arguments={"call": "run(x=y)"})
-
-
-def test_a_tool_that_is_missing_at_first_comes_with_its_turn(data: Data) -> None:
-    task = data.bfcl["miss_func"][0]
-
-    names = [one["function"]["name"] for one in task.tools]
-    later = [one["function"]["name"] for one in task.turns[1].new_tools]
-    assert (names, later) == (["read", "write"], ["sort"])
-
-
 def calls_of(one: SentRequest) -> list[dict[str, dict[str, str]]]:
     return [call for raw in one.replies for call in json.loads(raw).get("tool_calls", ())]
 
@@ -180,27 +163,6 @@ def test_a_branch_shares_its_parent_with_another_request(name: str, data: Data) 
     assert len(named) > len(set(named))
 
 
-def test_a_request_follows_the_second_of_two_choices(data: Data) -> None:
-    stream = BY_NAME["two-choices"].make(data, "seed")
-
-    for one, parent in parents(stream):
-        _, second = (json.loads(raw) for raw in parent.replies)
-        replayed = [m for m in json.loads(one.request)["messages"] if m["role"] == "assistant"]
-        assert replayed[-1] == second
-
-
-def test_the_id_of_a_call_never_comes_back_when_clients_write_their_own(data: Data) -> None:
-    def come_back(name: str) -> list[bool]:
-        return [
-            str(call["id"]).encode() in one.request
-            for one, parent in parents(BY_NAME[name].make(data, "seed"))
-            for call in calls_of(parent)
-        ]
-
-    assert not any(come_back("call-ids"))
-    assert all(come_back("clock"))
-
-
 @pytest.mark.parametrize("name", ["summary", "system", "transcript"])
 def test_after_a_summary_the_text_of_it_is_sent_and_the_history_is_not(
     name: str, data: Data
@@ -223,34 +185,6 @@ def test_after_a_summary_the_text_of_it_is_sent_and_the_history_is_not(
             assert later[0].true_parent == one.exchange_id
 
 
-def test_a_window_holds_the_newest_messages_alone(data: Data) -> None:
-    stream = BY_NAME["compaction-last"].make(data, "seed")
-
-    shortened = 0
-    for one, parent in parents(stream):
-        _, first, *more = json.loads(one.request)["messages"]
-        assert len(more) < 6 or first["role"] == "user"
-        assert {"assistant"} <= {message["role"] for message in (first, *more)}
-        shortened += first != json.loads(parent.request)["messages"][1]
-    assert shortened > TASKS
-
-
-def test_a_record_that_is_late_may_come_after_that_of_its_child(data: Data) -> None:
-    def swapped(name: str) -> int:
-        stream = BY_NAME[name].make(data, "seed")
-        place = {one.exchange_id: number for number, one in enumerate(stream)}
-        return sum(
-            place[one.exchange_id] < place[parent.exchange_id] for one, parent in parents(stream)
-        )
-
-    assert swapped("clock") == 0
-    assert swapped("late") > 0
-
-
-def bodies(stream: list[SentRequest], session: str) -> list[dict[str, object]]:
-    return [json.loads(one.request) for one in stream if one.true_session == session]
-
-
 def test_a_clock_mixes_no_conversations_by_their_key_and_the_tree_links_turns(data: Data) -> None:
     stream = BY_NAME["clock"].make(data, "seed")
 
@@ -258,17 +192,6 @@ def test_a_clock_mixes_no_conversations_by_their_key_and_the_tree_links_turns(da
 
     assert key.leak == 0
     assert tree.parent > 0.9
-
-
-def test_each_surface_has_its_own_form(data: Data) -> None:
-    responses = BY_NAME["responses"].make(data, "seed")
-    messages = BY_NAME["messages"].make(data, "seed")
-
-    last = bodies(responses, responses[-1].true_session)[-1]
-    assert {"instructions", "input"} <= last.keys()
-    assert "previous_response_id" not in last
-    last = bodies(messages, messages[-1].true_session)[-1]
-    assert {"system", "messages", "max_tokens"} <= last.keys()
 
 
 def test_a_run_prints_the_table_and_writes_the_rows(
@@ -280,17 +203,3 @@ def test_a_run_prints_the_table_and_writes_the_rows(
     written = json.loads((tmp_path / "sessions-part.json").read_text())
     assert [row["finder"] for row in written["rows"]] == ["key", "tree", "ingest"]
     assert "bfcl-base" in capsys.readouterr().out
-
-
-def test_a_finder_is_judged_by_the_targets(folder: Path, tmp_path: Path) -> None:
-    finder = "benchmarks.sessions.finders:by_key"
-    arguments = ["--data", str(folder), "--mix", "clock", "--out", str(tmp_path)]
-
-    assert main([*arguments, "--finder", finder]) == 1
-
-
-def test_without_the_data_it_says_how_to_get_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--data", str(tmp_path), "--out", str(tmp_path)]) == 1
-    assert "run benchmarks/sessions/setup" in capsys.readouterr().err

@@ -76,20 +76,6 @@ def test_a_session_that_is_split_counts_by_its_larger_part() -> None:
     assert right_sessions(STREAM, said) == 4 / 5
 
 
-def test_of_two_merged_sessions_the_larger_is_right() -> None:
-    said = found(**{one.exchange_id: ("x", one.true_parent) for one in STREAM})
-
-    assert right_sessions(STREAM, said) == 3 / 5
-    assert right_parents(STREAM, said) == 1
-
-
-def test_a_request_of_which_nothing_is_said_is_wrong() -> None:
-    said = found(a1=("x", None), a2=("x", "a1"), a3=("x", "a2"), b1=("y", None))
-
-    assert right_sessions(STREAM, said) == 4 / 5
-    assert right_parents(STREAM, said) == 4 / 5
-
-
 def test_a_conversation_on_both_sides_of_the_held_out_rule_leaks() -> None:
     names = [f"s{number}" for number in range(100)]
     inside = next(name for name in names if is_held_out(name, 0.1))
@@ -143,14 +129,6 @@ def test_equal_requests_may_be_exchanged() -> None:
     ]  # fmt: skip
     assert right_sessions(truth, said) == right_parents(truth, said) == 1
     assert right_parents(TWINS, said) == 2 / 4
-
-
-def test_two_requests_may_not_follow_the_same_one_of_two_equal_ones() -> None:
-    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("y", "b1"))
-
-    truth = settled(TWINS, said, twins_of(TWINS))
-
-    assert right_sessions(truth, said) == right_parents(truth, said) == 3 / 4
 
 
 @pytest.mark.parametrize(

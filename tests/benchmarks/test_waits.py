@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ruler.run import _changes, ttft_target
+from benchmarks.ruler.run import ttft_target
 from benchmarks.ruler.users.load import Asked, _says_something
 from benchmarks.ruler.users.ttft import OFF, ON, _over_off, _sliced
 from benchmarks.ruler.users.waits import percentile, ratio
@@ -21,11 +21,6 @@ def test_a_percentile_is_the_least_wait_that_the_share_does_not_exceed(
     assert percentile(waits, share) == expected
 
 
-def test_no_waits_have_no_percentile() -> None:
-    with pytest.raises(ValueError, match="no waits"):
-        percentile([], 0.5)
-
-
 def test_equal_arms_have_the_ratio_1_and_slower_ones_their_factor() -> None:
     slices = [[1.0, 2.0, 3.0]] * 10
 
@@ -34,14 +29,6 @@ def test_equal_arms_have_the_ratio_1_and_slower_ones_their_factor() -> None:
 
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
     assert (twice.value, twice.low, twice.high) == (2.0, 2.0, 2.0)
-
-
-def test_the_interval_of_a_ratio_is_as_wide_as_slices_differ() -> None:
-    on = [[1.0]] * 5 + [[3.0]] * 5
-
-    found = ratio(on, [[1.0]] * 10, 0.5)
-
-    assert (found.low, found.high) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +67,6 @@ def test_an_arm_is_compared_with_the_one_without_sampling() -> None:
         "p99_over_off": 1.5,
         "p99_interval": "[1.500, 1.500]",
     }
-
-
-def test_settings_of_an_arm_are_sections_with_json_values() -> None:
-    assert _changes("groups.concurrency=2,judge.passes=1,groups.rate=0.5") == {
-        "groups": {"concurrency": 2, "rate": 0.5},
-        "judge": {"passes": 1},
-    }
-    with pytest.raises(SystemExit, match="not section"):
-        _changes("groups.rate=often")
 
 
 @pytest.mark.parametrize(

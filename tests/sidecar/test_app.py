@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 
 from support.fake_vllm import FakeVllm
-from support.proxy_kit import Recorded, StartProxy, Wire
-
-
-@pytest.fixture
-def state_dir(tmp_path: Path) -> Path:
-    """Longer than the path of the unix socket in it may be."""
-    return tmp_path / ("folder-" * 20)
+from support.proxy_kit import StartProxy, Wire
 
 
 def _get(path: str, method: str = "GET") -> bytes:
@@ -137,34 +128,3 @@ async def test_metrics_are_served_for_prometheus(start_proxy: StartProxy, wire: 
     assert headers["content-type"].startswith("text/plain")
     assert b"sidecar_captures_kept_total 0.0" in body
     assert b"sidecar_proxy_overhead_seconds_bucket" in body
-
-
-async def test_the_openai_client_gets_what_vllm_sent(
-    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    def script(seen: Any) -> list[bytes]:
-        if json.loads(seen.body).get("stream"):
-            stream = recorded("tools_stream_asked.sse")
-            return [wire.STREAM_HEAD, wire.chunk(stream), wire.LAST_CHUNK]
-        return [wire.whole_reply(recorded("whole_reply_asked.json"))]
-
-    fake_vllm.script = script
-    running = await start_proxy()
-    url = f"http://127.0.0.1:{running.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
-        request: dict[str, Any] = {
-            "model": "smollm2-135m",
-            "messages": [{"role": "user", "content": "Hi"}],
-        }
-        whole = await client.chat.completions.create(**request)
-        stream = await client.chat.completions.create(**request, stream=True)
-        events = [event async for event in stream]
-
-    plain = json.loads(recorded("whole_reply_plain.json"))
-    assert whole.choices[0].message.content == plain["choices"][0]["message"]["content"]
-    assert whole.choices[0].logprobs is None
-    assert events[1].choices[0].delta.tool_calls[0].function.name == "get_weather"
-    assert all(event.choices[0].logprobs is None for event in events)
-    exchanges = await running.captured(2)
-    assert [item.untrainable_reason for item in exchanges] == [None, None]
-    assert [item.outcome for item in exchanges] == ["ok", "ok"]

@@ -244,15 +244,6 @@ async def test_a_store_that_cannot_tell_what_is_spent_gives_the_first_answer(rig
     assert await rig(StoreError("locked")).ask() == NoPick(reason="failed")
 
 
-async def test_a_question_that_the_judge_refuses_declines_no_other(
-    rig: MakeRig, judge_kit: JudgeKit
-) -> None:
-    one = rig(JudgeRejectedError("403"), judge_kit.score_by_content(WORTH))
-
-    assert await one.ask() == NoPick(reason="judge_refused")
-    assert isinstance(await one.ask(exchange_id="e2"), Pick)
-
-
 async def test_a_busy_judge_is_left_alone_as_long_as_it_says(
     rig: MakeRig, judge_kit: JudgeKit
 ) -> None:
@@ -361,31 +352,6 @@ async def test_scores_and_then_the_exchange_make_a_scored_group(rig: MakeRig) ->
     assert [row.group_id for row in one.calls()] == [group_id_of("e1")]
 
 
-async def test_the_exchange_and_then_the_scores_make_the_same_group(rig: MakeRig) -> None:
-    one = rig()
-    one.arrive()
-    one.choose()
-    assert one.groups() == ["sampling"]
-
-    await one.ask()
-
-    assert one.scored().scores == (0.5, 0.9, 0.1)
-    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["scored"], [])
-    assert one.kit.counts("selection") == {"chosen": 1}
-    assert one.kit.counts("best_of") == {"scored": 1}
-
-
-async def test_scores_that_come_between_storing_and_selection_wait_for_it(rig: MakeRig) -> None:
-    one = rig()
-    one.arrive()
-    await one.ask()
-    assert (one.waiting(), one.groups()) == (["e1"], [])
-
-    one.choose()
-
-    assert one.groups() == ["scored"]
-
-
 async def test_a_group_that_waits_for_the_judge_with_these_answers_is_scored(rig: MakeRig) -> None:
     one = rig(groups={"size": 3})
     one.arrive()
@@ -414,22 +380,13 @@ async def test_a_group_with_candidates_goes_its_own_way(rig: MakeRig) -> None:
     assert one.waiting() == []
 
 
-@pytest.mark.parametrize(
-    ("groups", "rules"),
-    [
-        ({"rate": 0.0}, {"rate": 0.0}),
-        ({}, {"max_pending_groups": 0}),  # no room is left; no setting says so from the start
-    ],
-)
 @pytest.mark.parametrize("late", [False, True])
-async def test_what_only_its_cost_kept_out_enters_for_nothing(
-    groups: dict[str, Any], rules: dict[str, Any], late: bool, rig: MakeRig
-) -> None:
-    one = rig(groups=groups)
+async def test_what_only_its_cost_kept_out_enters_for_nothing(late: bool, rig: MakeRig) -> None:
+    one = rig()
     for late_step in (late, not late):
         if late_step:
             one.arrive()
-            one.choose(**rules)
+            one.choose(max_pending_groups=0)  # no setting says so from the start
         else:
             await one.ask()
 
@@ -438,16 +395,14 @@ async def test_what_only_its_cost_kept_out_enters_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("changes", "selection"),
+    ("changes", "selection", "late"),
     [
-        ({"held_out": True}, "held_out"),
-        ({"outcome": "upstream_error"}, "outcome"),
-        ({"untrainable_reason": "ids_missing"}, "untrainable:ids_missing"),
-        ({"request": {"messages": [], "logit_bias": {"1": 1}}}, "untrainable:masked_by_logit_bias"),
-        ({"adapter": "v9"}, "stale_adapter"),
+        ({"held_out": True}, "held_out", False),
+        ({"held_out": True}, "held_out", True),
+        ({"untrainable_reason": "ids_missing"}, "untrainable:ids_missing", False),
+        ({"adapter": "v9"}, "stale_adapter", True),
     ],
 )
-@pytest.mark.parametrize("late", [False, True])
 async def test_what_is_not_fit_to_learn_from_makes_no_group_in_either_order(
     changes: dict[str, Any], selection: str, late: bool, rig: MakeRig
 ) -> None:

@@ -18,7 +18,6 @@ from sidecar.store.models import DeadLetterRow, FeedbackRow
 from support import api_keys
 from support.ingest_kit import FillBus, Kit, make_feedback, packed
 
-pytestmark = pytest.mark.both_stores
 Record = Exchange | Feedback
 
 
@@ -48,6 +47,7 @@ def scores(found: Told) -> list[tuple[float | None, bool]]:
     return [(one.score, one.counts) for one in found.feedback]
 
 
+@pytest.mark.both_stores
 @pytest.mark.parametrize("first", ["exchange", "feedback"])
 def test_feedback_is_joined_whichever_comes_first(kit: Kit, first: str) -> None:
     records: list[Sequence[Record]] = [[kit.exchange("e1")], [make_feedback("f1")]]
@@ -66,6 +66,7 @@ def test_feedback_in_the_batch_of_its_exchange_is_joined(kit: Kit) -> None:
     assert kit.counts("feedback") == {"stored_feedback": 2, "joined": 2}
 
 
+@pytest.mark.both_stores
 def test_a_repeated_delivery_changes_nothing(kit: Kit) -> None:
     batch: list[Record] = [
         kit.exchange("e1"),
@@ -95,6 +96,7 @@ def test_all_contradictory_feedback_is_kept_and_the_newest_of_a_source_counts(ki
     assert found.summary()["feedback_score"] == -0.25
 
 
+@pytest.mark.both_stores
 def test_a_key_has_one_voice_unless_its_scope_lets_it_speak_for_many(kit: Kit) -> None:
     def said(number: int, key: str, score: float) -> Feedback:
         at = float(number)
@@ -197,6 +199,7 @@ def test_sessions_and_traces_are_targets_too(kit: Kit, first: str, kind: str, ta
         assert [one.target for one in told_of_session(session, "h:s").feedback] == [target]
 
 
+@pytest.mark.both_stores
 def test_a_session_that_becomes_part_of_another_keeps_its_make_feedback(kit: Kit) -> None:
     opening = {"messages": [{"role": "user", "content": "How do I return a parcel to you?"}]}
     answer = {"role": "assistant", "content": "served"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from ingest.feedback.deriving import derive_session
 from ingest.feedback.signals import alike, tool_error
 from ingest.feedback.store import find_abandoned, told_of
 from ingest.intake.choose import Sessions
@@ -111,23 +109,6 @@ def test_what_exchanges_show_in_the_order_in_which_they_began(kit: Kit, case: st
 
     assert found(kit) == expected
     assert sum(kit.counts("signal").values()) == len(expected)
-
-
-@pytest.mark.parametrize(
-    "case", ["asked again after the answer", "the last message edited", "a tool that failed"]
-)
-def test_any_order_of_arrival_gives_the_same_signals_and_so_does_the_store(
-    kit: Kit, case: str
-) -> None:
-    exchanges, expected = CASES[case]
-    for order in itertools.permutations(exchanges):
-        with kit.emptied():
-            store(kit, order)
-
-            assert found(kit) == expected, [one.exchange_id for one in order]
-            with kit.database.read() as session:
-                again = derive_session(session, "first")
-            assert {(one.kind, one.exchange_id, one.by_id) for one in again} == expected
 
 
 def test_exchanges_that_come_twice_show_the_same(kit: Kit) -> None:

@@ -112,7 +112,7 @@ def batches_of(data: st.DataObject, order: list[Exchange]) -> Iterator[list[Exch
 @pytest.mark.both_stores
 @settings(
     deadline=None,
-    max_examples=60,
+    max_examples=25,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -133,11 +133,10 @@ def test_an_answer_under_a_grammar_or_a_mask_is_not_learned_from(
         pytest.param([{"type": ["text"]}], "media", id="a-type-that-is-no-text"),
     ],
 )
-@pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_a_prompt_with_images_or_audio_is_not_learned_from(
-    kit: Kit, role: str, content: object, reason: str
+    kit: Kit, content: object, reason: str
 ) -> None:
-    messages = [{"role": "user", "content": "first"}, {"role": role, "content": content}]
+    messages = [{"role": "user", "content": "first"}, {"role": "tool", "content": content}]
 
     expected = reason if reason == "chosen" else "untrainable:prompt_has_media"
     assert decide(kit, messages=messages).reason == expected

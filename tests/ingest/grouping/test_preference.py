@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -103,13 +102,6 @@ def test_steps_are_drawn_with_the_probability_that_is_stored(features: Features)
     assert drawn == pytest.approx(wanted, abs=4 * math.sqrt(wanted / len(draws)))
 
 
-def test_uniform_choice_draws_what_it_always_drew() -> None:
-    for at in range(200):
-        one = draw(f"e{at}", BAD, choose="uniform", rate=0.3, uniform_share=0.1)
-        likely = draw(f"e{at}", GOOD, choose="prefer", rate=0.3, uniform_share=0.1)
-        assert (one.drawn, one.propensity, one.reason) == (likely.drawn, 0.3, "uniform")
-
-
 def test_near_identical_prompts_share_a_key_and_others_do_not() -> None:
     one = near_key("p", said("Order 4711 of 2026-01-02: where is it?"))
 
@@ -117,15 +109,6 @@ def test_near_identical_prompts_share_a_key_and_others_do_not() -> None:
     assert near_key("q", said("Order 4711 of 2026-01-02: where is it?")) != one
     assert near_key("p", said("Order 4711 of 2026-01-02: cancel it")) != one
     assert opening_key("p", {}) == opening_key("p", said("a"))
-
-
-def test_keys_of_a_very_long_prompt_take_no_longer_than_those_of_a_short_one() -> None:
-    long = said("lorem ipsum 12 " * 30_000)
-    began = time.perf_counter()
-    near_key("p", long)
-    opening_key("p", long)
-
-    assert time.perf_counter() - began < 0.05
 
 
 def test_a_project_and_a_prompt_have_caps_of_their_own(kit: Kit) -> None:

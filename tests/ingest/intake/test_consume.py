@@ -19,8 +19,6 @@ from sidecar.records import encode_exchange
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from support.ingest_kit import FillBus, Kit
 
-pytestmark = pytest.mark.both_stores
-
 
 def take(kit: Kit, bus: BusReader, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
     return consume(
@@ -33,6 +31,7 @@ def stored_ids(kit: Kit) -> list[str]:
         return list(session.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq)))
 
 
+@pytest.mark.both_stores
 def test_records_go_from_the_bus_to_the_store_in_order(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
 
@@ -44,6 +43,7 @@ def test_records_go_from_the_bus_to_the_store_in_order(kit: Kit, filled_bus: Fil
     assert kit.counts("consume") == {"stored": 3}
 
 
+@pytest.mark.both_stores
 def test_consuming_a_record_twice_changes_nothing(kit: Kit) -> None:
     first = kit.exchange("a")
     other = kit.exchange("a", session_key="m:other", choices=())
@@ -194,6 +194,7 @@ def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Ki
     assert stored_ids(kit) == ["good"]
 
 
+@pytest.mark.both_stores
 def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(messages=MESSAGES, room=st.integers(-10, 3_000))
 def test_what_is_shown_fits_and_keeps_the_order(messages: list[Any], room: int) -> None:
     try:

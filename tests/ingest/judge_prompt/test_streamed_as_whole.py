@@ -207,7 +207,7 @@ def tool_calls(draw: st.DrawFn) -> tuple[list[Json], list[list[Json]]]:
     return whole, [[delta for one in lists for delta in one]]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(reply=replies())
 def test_a_chat_reply_gives_one_record_however_it_is_cut(reply: tuple[bytes, list[bytes]]) -> None:
     body, chunks = reply

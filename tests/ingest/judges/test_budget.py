@@ -24,7 +24,6 @@ from tests.ingest.judges.conftest import MIDNIGHT, NOON, PRICE, Bench
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
-pytestmark = pytest.mark.both_stores
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -59,6 +58,7 @@ async def test_a_spent_budget_refuses_the_next_call_without_asking(bench: Bench)
     )
 
 
+@pytest.mark.both_stores
 async def test_what_is_spent_survives_a_restart_and_holds_for_all_processes_and_uses(
     bench: Bench,
 ) -> None:
@@ -114,6 +114,7 @@ async def test_budgets_by_the_hour_and_of_tokens(
     assert raised.value.until == until
 
 
+@pytest.mark.both_stores
 async def test_calls_at_once_exceed_it_by_those_in_flight_at_most(bench: Bench) -> None:
     server = bench.kit.serve((200, bench.kit.completion("ok")))
     settings = bench.settings(server.url, price=PRICE, budget=0.018)

@@ -23,7 +23,6 @@ from ingest.judges.replies import (
     ContentSeeds,
     KeptReplies,
     ReplyStore,
-    is_usable,
     keyed_digest,
 )
 from ingest.retention.deletion import delete_exchanges
@@ -154,11 +153,6 @@ async def test_a_reply_without_usable_scores_is_not_kept(database: Database, tex
     assert (await ask(asked)).text == GOOD
 
 
-def test_usable_is_what_parse_reply_takes() -> None:
-    assert is_usable(JudgeReply(text=f"```json\n{GOOD}\n```"), SCHEMA)
-    assert not is_usable(JudgeReply(text=GOOD.replace('"ab"', '"xx"')), SCHEMA)
-
-
 @given(st.lists(st.binary(max_size=4), max_size=4), st.lists(st.binary(max_size=4), max_size=4))
 def test_two_lists_have_one_digest_only_when_they_are_equal(
     one: list[bytes], other: list[bytes]
@@ -257,15 +251,6 @@ async def test_a_damaged_reply_costs_a_call_and_is_replaced(
         assert len(judge.conversations) == before + 1
         assert (await ask(asked)).cached
     assert judge_kit.counts(database, "judge_cache")["damaged"] >= 3
-
-
-async def test_a_damaged_time_costs_a_call(database: Database) -> None:
-    asked = cached(FakeJudge(GOOD), store_of(database))
-    await ask(asked)
-    with database.write() as session:
-        session.execute(update(JudgeReplyRow).values(at=float(10**12)))
-
-    assert not (await ask(asked)).cached
 
 
 @contextmanager

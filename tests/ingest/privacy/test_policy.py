@@ -66,7 +66,6 @@ def stored(kit: Kit, name: str) -> Exchange | None:
         return None if found is None else found.exchange
 
 
-@pytest.mark.both_stores
 def test_by_default_a_secret_keeps_its_exchange_out_of_training(
     kit: Kit, judge_kit: JudgeKit
 ) -> None:
@@ -87,7 +86,6 @@ def test_by_default_a_secret_keeps_its_exchange_out_of_training(
     assert found.selection == "untrainable:private"
 
 
-@pytest.mark.both_stores
 def test_a_project_may_drop_what_another_learns_from(kit: Kit, judge_kit: JudgeKit) -> None:
     settings = Privacy.model_validate(
         {"projects": {"bank": {"flagged": "drop"}, "lab": {"flag": []}}}
@@ -110,7 +108,6 @@ def test_a_project_may_drop_what_another_learns_from(kit: Kit, judge_kit: JudgeK
     assert judge_kit.counts(kit.database, "consume") == {"stored": 2, "dropped": 1}
 
 
-@pytest.mark.both_stores
 def test_values_are_replaced_before_storage(kit: Kit, judge_kit: JudgeKit) -> None:
     reply = kit.choice(f"Noted: {KEY} of {MAIL}", token_ids=(7, 8), logprobs=(-0.1, -0.2))
     done = take(kit, Privacy(before_storage=True), exchange("a", choices=(reply,)))
@@ -170,7 +167,6 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingest.privacy.screen.kinds_in", kinds_in)
 
 
-@pytest.mark.both_stores
 @pytest.mark.usefixtures("broken")
 def test_a_detector_that_raises_costs_its_record_alone(kit: Kit, judge_kit: JudgeKit) -> None:
     exchanges = (exchange("a", "hello"), exchange("b", "break it"), exchange("c", "hello"))
@@ -281,15 +277,11 @@ def test_the_judge_may_be_shown_all_by_an_operator() -> None:
     ("text", "why"),
     [
         ("[privacy.patterns]\nA = '(a)\\1'", "invalid escape sequence"),
-        ("[privacy.patterns]\nA = '(?=a)'", "must be one of RE2"),
         ("[privacy.patterns]\nA = '((a{1,100}){1,100}){1,100}'", "must be one of RE2"),
         ("[privacy.patterns]\nA = '('", "missing"),
         ("[privacy.patterns]\nA = 'a*'", "matches the empty text"),
         ("[privacy.patterns]\nA = '\\b'", "an edge of words"),
-        ("[privacy.patterns]\nA = 'x*\\b'", "an edge of words"),
-        ("[privacy.patterns]\nA = 'ORD-\\d+|\\b'", "an edge of words"),
         ("[privacy.patterns]\nA = '\\b\\w*'", "an edge of words"),
-        ("[privacy.patterns]\nA = '(?m)-\\d|\\b$'", "an edge of words"),
         ("[privacy.patterns]\nemail = 'a'", "is no kind"),
         ("[privacy.patterns]\nEMAIL = 'a'", "EMAIL is built in"),
         ("[privacy]\nflag = ['PASSWORD']", "PASSWORD is no kind; known are"),

@@ -69,7 +69,7 @@ def short_bodies_too() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(BODIES | OTHER_BODIES, max_size=3), max_size=4),
     st.sampled_from([0, 1_000, LIMIT]),

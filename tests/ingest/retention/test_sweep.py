@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -32,7 +31,7 @@ from sidecar.feedback import Feedback
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
 from sidecar.store import traces
-from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.database import Database, get_flag
 from sidecar.store.disk import space_of
 from sidecar.store.keyring import Keyring, is_sealed
 from sidecar.store.models import (
@@ -52,7 +51,6 @@ from sidecar.store.models import (
 from support.clock import Clock
 from support.ingest_kit import Kit
 
-pytestmark = pytest.mark.both_stores
 DAY_S = 86_400.0
 NOW = 1_000 * DAY_S
 FOR_GOOD = {name: 0.0 for name in Retention.model_fields if name.endswith("_days")}
@@ -170,6 +168,7 @@ def test_with_every_age_at_0_nothing_goes(kit: Kit) -> None:
     assert names(kit) == {"old"}
 
 
+@pytest.mark.both_stores
 def test_a_group_goes_as_a_whole_at_its_own_age_and_the_totals_stay(kit: Kit) -> None:
     kit.choose(kit.exchange("grouped"))  # stored at 1.0, so it is very old
     store(kit, kit.exchange("alone"), days_ago=31)
@@ -225,6 +224,7 @@ def test_a_group_that_a_run_has_now_stays(kit: Kit) -> None:
     assert rows(kit, AnswerRow) == 1
 
 
+@pytest.mark.both_stores
 def test_what_was_stored_as_a_difference_from_a_deleted_exchange_can_still_be_read(
     kit: Kit,
 ) -> None:
@@ -467,6 +467,7 @@ def test_what_verifiers_found_counts_in_the_size_of_an_exchange(kit: Kit) -> Non
     assert size() == before + 1_000
 
 
+@pytest.mark.both_stores
 def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
     for number in range(12):
         prompt = tuple(Random(number).choices(range(49_000), k=20_000))
@@ -568,6 +569,7 @@ def dying(database: Database, *, after: int) -> Iterator[Database]:
     made.close()
 
 
+@pytest.mark.both_stores
 def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("a"))
     give_run(kit, group_id, "failed", None, "dropped")
@@ -606,8 +608,9 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
     }
 
 
+@pytest.mark.both_stores
 def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "PAGE", 3)
     store(kit, kit.exchange("here"), days_ago=20)
@@ -649,11 +652,7 @@ def test_ingest_deletes_while_it_stores(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exchange", "judge_call", "feedback", "dead_letter"])
-def test_what_retention_deleted_is_overwritten_by_the_next_forget(
-    kit: Kit, kind: str, store_kind: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("only SQLite leaves copies of rows between others")
+def test_what_retention_deleted_is_overwritten_by_the_next_forget(kit: Kit, kind: str) -> None:
     with kit.database.write() as session:
         assert get_flag(session, traces.FLAG) == "1"
         if kind == "judge_call":
@@ -690,10 +689,8 @@ def told(feedback_id: str, target: str) -> Feedback:
 
 
 def test_a_file_gives_the_space_of_deleted_rows_back(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("PostgreSQL gives space back by its own vacuum")
     monkeypatch.setattr(sweep, "KEPT_FREE_BYTES", 100_000)
     for number in range(40):
         prompt = tuple(Random(number).choices(range(49_000), k=20_000))
@@ -709,13 +706,7 @@ def test_a_file_gives_the_space_of_deleted_rows_back(
     assert after * 4096 < 700_000
 
 
-def test_a_damaged_state_is_no_state(kit: Kit) -> None:
-    with kit.database.write() as session:
-        set_flag(session, sweep.FLAG, json.dumps({"at": "?"}), now=1.0)
-    with kit.database.read() as session:
-        assert read_state(session) is None
-
-
+@pytest.mark.both_stores
 def test_the_tables_are_read_for_their_size_only_when_the_files_are_over_a_limit(
     kit: Kit, store_kind: str
 ) -> None:

@@ -22,7 +22,6 @@ from ingest.reward_watch.store import (
     current_profile,
     line_of,
     look_at_answers,
-    read_override,
     refresh,
     stored_profile,
     write_override,
@@ -30,7 +29,7 @@ from ingest.reward_watch.store import (
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.settings import Watch
 from sidecar.store.codec import pack_ids
-from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterProfileRow,
     AdapterRow,
@@ -38,15 +37,12 @@ from sidecar.store.models import (
     AnswerRow,
     CanaryRow,
     ChoiceRow,
-    ExchangeRow,
     FeedbackRow,
     GroupRow,
     SignalRow,
     WatchedAnswerRow,
 )
 from support.ingest_kit import Kit
-
-pytestmark = pytest.mark.both_stores
 
 NOW = 10_000.0
 MODEL = "smollm"
@@ -83,6 +79,7 @@ def profile(database: Database, adapter: str = "base", limits: Limits = LIMITS) 
         return current_profile(session, MODEL, adapter, limits)
 
 
+@pytest.mark.both_stores
 def test_each_served_answer_is_looked_at_once(kit: Kit, database: Database) -> None:
     kit.store(
         served(kit, "fine"),
@@ -141,6 +138,7 @@ def test_what_was_just_stored_waits(kit: Kit, database: Database) -> None:
     assert look_at_answers(database, window=10, now=7.0)[0] == 1
 
 
+@pytest.mark.both_stores
 def test_of_each_adapter_the_newest_answers_are_kept(kit: Kit, database: Database) -> None:
     kit.store(*(served(kit, f"a{n}") for n in range(5)))
     kit.store(*(served(kit, f"b{n}", adapter="v1") for n in range(2)))
@@ -179,16 +177,6 @@ def test_an_answer_that_cannot_be_read_costs_itself(
 
     assert list(watched(database)) == ["b"]
     assert kit.counts("watch") == {"unreadable": 1}
-
-
-def test_a_request_that_cannot_be_read_makes_no_call_invalid(kit: Kit, database: Database) -> None:
-    kit.store(served(kit, "a", None, message={"tool_calls": [CALL]}, request={"tools": TOOLS}))
-    with database.write() as session:
-        session.execute(update(ExchangeRow).values(request_body=b"?"))
-
-    look(database)
-
-    assert watched(database) == {"a": set()}
 
 
 def test_what_is_deleted_is_watched_no_more(kit: Kit, database: Database) -> None:
@@ -252,6 +240,7 @@ def test_a_profile_sums_up_by_sessions(kit: Kit, database: Database) -> None:
     assert found.log_tokens.mean == pytest.approx(2.302585, abs=1e-5)  # ln(1 + 9)
 
 
+@pytest.mark.both_stores
 def test_signals_and_feedback_are_those_of_its_answers(kit: Kit, database: Database) -> None:
     fill(kit, database)
     fill(kit, database, 4, adapter="v1")
@@ -335,6 +324,7 @@ def put_groups(kit: Kit, database: Database, number: int, *, slope: float) -> No
                 )
 
 
+@pytest.mark.both_stores
 def test_the_correlation_is_that_of_scores_and_token_counts(kit: Kit, database: Database) -> None:
     put_groups(kit, database, 40, slope=0.1)
 
@@ -358,18 +348,6 @@ def test_where_verifiers_changed_the_reward_it_is_what_counts(kit: Kit, database
     assert found.correlation < -0.4
 
 
-def test_a_damaged_score_costs_its_group(kit: Kit, database: Database) -> None:
-    put_groups(kit, database, 12, slope=0.1)
-    with database.write() as session:
-        session.execute(
-            update(AnswerRow)
-            .where(AnswerRow.group_id == "g-003", AnswerRow.index == 1)
-            .values(score=None)
-        )
-
-    assert profile(database).groups == 11
-
-
 def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     fill(kit, database)
     with database.write() as session:
@@ -382,16 +360,6 @@ def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     kit.store(served(kit, "newer"))
     look(database)
     assert profile(database).answers == 6  # it answers again: what is newest counts
-
-
-def test_a_damaged_profile_is_made_anew_from_the_answers(kit: Kit, database: Database) -> None:
-    fill(kit, database)
-    with database.write() as session:
-        session.add(AdapterProfileRow(model=MODEL, adapter="base", at=1.0, body="[]"))
-
-    found = profile(database)
-
-    assert found.answers == 60
 
 
 def put_line(database: Database, *versions: str, gate: Any = None) -> None:
@@ -494,16 +462,6 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
     assert holding() == ["refusal"]
     override("v2", "refusal")
     assert holding() == []
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"champion": "v2"}', '{"champion": 3}'])
-def test_a_damaged_override_waives_nothing(database: Database, text: str) -> None:
-    with database.write() as session:
-        set_flag(session, "watch_override", text, now=1.0)
-        assert get_flag(session, "watch_override") == text
-
-    with database.read() as session:
-        assert read_override(session, MODEL) is None
 
 
 def test_settings_may_show_without_holding(database: Database) -> None:

@@ -79,15 +79,6 @@ async def test_a_server_that_takes_no_schema_is_asked_once_with_it(judge_kit: Ju
     assert asked == [True, False, False, False]
 
 
-async def test_a_provider_to_which_litellm_sends_no_schema_is_asked_without(
-    judge_kit: JudgeKit,
-) -> None:
-    server = judge_kit.serve((200, judge_kit.completion("ok")))
-    judge = judge_kit.litellm_judge(server.url, model="featherless_ai/x")
-    assert (await judge.complete(MESSAGES, SCHEMA)).text == "ok"
-    assert ["response_format" in request for request in server.requests] == [False]
-
-
 async def test_a_refusal_that_only_quotes_the_word_is_not_remembered(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((400, failure("what is response_format? is not allowed")))
     judge = judge_kit.litellm_judge(server.url)
@@ -178,7 +169,7 @@ def cut(judge_kit: JudgeKit, text: str | None, **more: Any) -> tuple[int, dict[s
 
 @pytest.mark.parametrize(
     ("text", "more"),
-    [("<think>The first", {}), (None, {}), (None, {"reasoning_content": "The first"})],
+    [("<think>The first", {}), (None, {"reasoning_content": "The first"})],
 )
 async def test_a_judge_that_is_cut_while_it_thinks_is_asked_again_without_a_limit(
     judge_kit: JudgeKit, text: str | None, more: dict[str, Any]
@@ -218,7 +209,7 @@ async def test_a_priced_model_reports_its_cost_and_another_none(judge_kit: Judge
     assert (await unpriced.complete(MESSAGES, SCHEMA)).cost_usd is None
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 422, 429, 500, 502, 503, 504, 529])
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 529])
 async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: JudgeKit, status: int) -> None:
     server = judge_kit.serve((status, failure(f"the key {KEY} or sk-other-9 is no good")))
     judge = judge_kit.litellm_judge(server.url)
@@ -265,12 +256,9 @@ async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(
         await judge.complete(MESSAGES, SCHEMA)
 
 
-@pytest.mark.parametrize("timeout_s", [0.001, 0.003, 0.01])
-async def test_a_call_given_up_before_it_is_sent_is_unavailable(
-    judge_kit: JudgeKit, timeout_s: float
-) -> None:
+async def test_a_call_given_up_before_it_is_sent_is_unavailable(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((0, None))
-    judge = judge_kit.litellm_judge(server.url, timeout_s=timeout_s)
+    judge = judge_kit.litellm_judge(server.url, timeout_s=0.001)
     with pytest.raises(JudgeUnavailableError, match="openai/local-judge"):
         await judge.complete(MESSAGES, SCHEMA)
 
@@ -281,13 +269,6 @@ async def test_nobody_listening_is_unavailable(judge_kit: JudgeKit) -> None:
     server.close()
     with pytest.raises(JudgeUnavailableError):
         await judge_kit.litellm_judge(url).complete(MESSAGES, SCHEMA)
-
-
-@pytest.mark.parametrize("model", ["openai/local-judge", "hosted_vllm/local-judge"])
-async def test_a_page_in_place_of_json_is_unavailable(judge_kit: JudgeKit, model: str) -> None:
-    server = judge_kit.serve((200, b"<html>login</html>"))
-    with pytest.raises(JudgeUnavailableError):
-        await judge_kit.litellm_judge(server.url, model=model).complete(MESSAGES, SCHEMA)
 
 
 async def test_a_model_that_litellm_does_not_know_says_what_to_do(judge_kit: JudgeKit) -> None:
@@ -301,22 +282,6 @@ async def test_text_that_nobody_can_store_is_mended(judge_kit: JudgeKit, text: s
     server = judge_kit.serve((200, judge_kit.completion(text)))
     reply = await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
     assert reply.text == ("" if text is None else "a?bc")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"choices": []}, "judge_garbled"),
-        ({"choices": None, "error": {"code": 502, "message": "away"}}, "judge_unavailable"),
-    ],
-)
-async def test_a_200_without_a_choice_is_no_answer(
-    judge_kit: JudgeKit, changes: dict[str, Any], reason: str
-) -> None:
-    server = judge_kit.serve((200, {**judge_kit.completion("x"), **changes}))
-    with pytest.raises(JudgeUnavailableError) as raised:
-        await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
-    assert raised.value.reason == reason
 
 
 def test_litellm_is_not_loaded_before_it_is_needed() -> None:

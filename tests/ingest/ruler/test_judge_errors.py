@@ -68,22 +68,24 @@ async def test_an_account_without_credit_is_no_rate_limit(
     assert type(raised) is JudgeNoCreditError
 
 
-@pytest.mark.parametrize("model", MODELS)
+MEANS = {
+    **dict.fromkeys((400, 401, 403, 404, 413, 422), JudgeRejectedError),
+    **dict.fromkeys((408, 500, 502, 503, 504), JudgeUnavailableError),
+    **dict.fromkeys((429, 529), JudgeBusyError),
+}
+
+
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((status, JudgeRejectedError) for status in (400, 401, 403, 404, 413, 422)),
-        *((status, JudgeUnavailableError) for status in (408, 500, 502, 503, 504)),
-        *((status, JudgeBusyError) for status in (429, 529)),
-    ],
+    ("model", "status"),
+    [(MODELS[0], one) for one in MEANS] + [(m, s) for m in MODELS[1:] for s in (401, 503, 429)],
 )
 async def test_a_status_means_the_same_whichever_provider_answers(
-    judge_kit: JudgeKit, model: str, status: int, kind: type[Exception]
+    judge_kit: JudgeKit, model: str, status: int
 ) -> None:
-    assert type(await raised_by(judge_kit, model, status, failure())) is kind
+    assert type(await raised_by(judge_kit, model, status, failure())) is MEANS[status]
 
 
-@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize("model", MODELS[:1])
 @pytest.mark.parametrize(
     "body",
     [
@@ -113,7 +115,7 @@ async def test_a_200_without_a_completion_is_garbled_and_no_outage(
     assert type(await raised_by(judge_kit, model, 200, body)) is JudgeGarbledError
 
 
-@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize("model", MODELS[:1])
 @pytest.mark.parametrize(
     "usage",
     [
@@ -138,7 +140,7 @@ async def test_a_reply_with_an_odd_usage_is_taken_and_its_tokens_are_unknown(
     assert (reply.prompt_tokens, reply.completion_tokens, reply.cost_usd) == (None, None, None)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS[1:3])
 async def test_a_reply_that_unpacks_to_much_is_left_before_it_is_in_memory(
     judge_kit: JudgeKit, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,24 +261,21 @@ async def test_a_missing_key_is_told_as_such_and_not_as_a_reply_that_cannot_be_r
         await judge.complete([{"role": "user", "content": "what?"}], reply_schema(("ab", "cd")))
 
 
-@pytest.mark.parametrize("part", ["a", "://", "missing ", "api_key ", "token ", "é", "x=\n"])
-def test_a_long_message_is_sorted_and_explained_in_bounded_time(part: str) -> None:
+def test_a_long_message_is_sorted_and_explained_in_bounded_time() -> None:
     """Score's event loop does this. 80 kB of "missing " took 11 s, 40,000 letters took 18 s."""
     sorted_ = subprocess.run(
         [
             sys.executable,
             "-c",
-            "import sys\n"
-            "from ingest.ruler.judge import next_forms\n"
-            "from ingest.ruler.judge import explain, sort_error\n"
-            "error = Exception((sys.stdin.read() * 4_000_000)[:4_000_000])\n"
-            "error.status_code = 400\n"
-            "next_forms({'messages': []}, (), error, needed=(), search=True)\n"
-            "sort_error(error, explain(error, model='m', secrets=['s' * 20]), now=0.0)\n"
-            "error.status_code = 500\n"
-            "sort_error(error, 'x', now=0.0)",
+            "from ingest.ruler.judge import explain, next_forms, sort_error\n"
+            "for part in ['a', '://', 'missing ', 'api_key ', 'token ', 'é', 'x=\\n']:\n"
+            " error = Exception((part * 4_000_000)[:4_000_000])\n"
+            " error.status_code = 400\n"
+            " next_forms({'messages': []}, (), error, needed=(), search=True)\n"
+            " sort_error(error, explain(error, model='m', secrets=['s' * 20]), now=0.0)\n"
+            " error.status_code = 500\n"
+            " sort_error(error, 'x', now=0.0)",
         ],
-        input=part,
         capture_output=True,
         text=True,
         timeout=60,

@@ -91,17 +91,7 @@ async def test_how_far_two_passes_differ_is_stored(
 
 RUBBISH: dict[str, Any] = {
     "bad JSON": lambda ids: "{",
-    "prose": lambda ids: "The first.",
-    "wrong ids": lambda ids: {str(i): 0.5 for i in range(len(ids))},
-    "a missing id": lambda ids: {ids[0]: 0.5},
-    "an id too many": lambda ids: {**dict.fromkeys(ids, 0.5), "a9999999": 0.5},
     "a score of 7": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: 7},
-    "a score of -3": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: -3},
-    "NaN": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: float("nan")},
-    "infinity": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: float("inf")},
-    "a boolean": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: True},
-    "a text": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: "good"},
-    "nothing": lambda ids: "",
 }
 
 
@@ -211,15 +201,7 @@ async def test_a_group_longer_than_the_judges_context_is_set_aside(
         ({"messages": [b'{"content": "same"}', b'{"content":  "same"}']}, "identical_answers"),
         ({"messages": [b'{"content": "alone"}']}, "identical_answers"),
         ({"messages": [b'{"content": "a"}', b"not json"]}, "unreadable"),
-        ({"messages": [b'{"content": "a"}', b"[]"]}, "unreadable"),
         ({"messages": [b'{"content": "a"}', b'{"content": "b"}'], "request": b"{}"}, "unreadable"),
-        (
-            {
-                "messages": [b'{"content": "a"}', b'{"content": "b"}'],
-                "request": b'{"messages":[1]}',
-            },
-            "unreadable",
-        ),
     ],
 )
 async def test_what_cannot_be_compared_is_set_aside_without_a_call(

@@ -71,25 +71,6 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
     assert said[1]["lasted_s"] == 6.0
 
 
-async def test_a_group_that_only_the_judge_chokes_on_lets_others_by(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    def choke(shown: Shown) -> str:
-        if any(answer["content"] == "poison" for answer in shown.values()):
-            raise DOWN
-        return judge_kit.score_by_content(WORTH)(shown)
-
-    judge_kit.put_group(database, "g1", "poison", "bad")
-    judge_kit.put_group(database, "g2", "good", "bad")
-    judging = judge_kit.worker(database, judge_kit.FakeJudge(choke), clock, concurrency=1)
-    await judging.step()
-    for _ in range(3):
-        clock.now += 1.0
-        await judging.step()
-    assert judge_kit.status(database, "g2")[0] == "scored"
-    assert judge_kit.status(database, "g1")[0] == "sampled"
-
-
 async def test_a_claimed_group_is_left_alone_until_its_lease_ends(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:

@@ -17,7 +17,6 @@ from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableEr
 from ingest.ruler import ruler
 from ingest.ruler.prompt import build_prompt
 from ingest.ruler.ruler import JudgeCall, measure_disagreement, merge_identical, score_answers
-from sidecar.settings import Judge
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -51,15 +50,6 @@ async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: Jud
         shown = judge_kit.shown_answers(judge.conversations[0]).values()
         orders.add(tuple(answer["content"] for answer in shown))
     assert len(orders) >= 4  # of the six there are
-
-
-async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: JudgeKit) -> None:
-    def best_first(shown: Any) -> str:
-        scores = {name: WORTH[answer["content"]] for name, answer in shown.items()}
-        return judge_kit.scores_reply(dict(sorted(scores.items(), key=lambda pair: -pair[1])))
-
-    judgement = await score(judge_kit.FakeJudge(best_first), said("bad", "good", "fair"))
-    assert judgement.scores == (0.1, 0.9, 0.5)
 
 
 async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(
@@ -128,16 +118,6 @@ async def test_identical_answers_are_shown_once_and_share_the_score(judge_kit: J
     assert len(judge_kit.shown_answers(judge.conversations[0])) == 2
     assert judgement.scores == (0.9, 0.1, 0.9, 0.9)
     assert judgement.explanations[0] == judgement.explanations[2] == judgement.explanations[3]
-
-
-def test_calls_that_differ_only_in_their_id_are_identical() -> None:
-    def call(name: str, arguments: str) -> dict[str, Any]:
-        function = {"name": "track", "arguments": arguments}
-        return {"content": None, "tool_calls": [{"id": name, "function": function}]}
-
-    distinct, place_of = merge_identical([call("x", "{}"), call("y", "{}"), call("z", "[]")])
-    assert place_of == [0, 0, 1]
-    assert len(distinct) == 2
 
 
 @pytest.mark.parametrize(
@@ -209,10 +189,6 @@ def test_a_tie_is_no_flip_and_one_pass_tells_nothing() -> None:
     assert measure_disagreement([(0.5, 0.5)], [0, 1]) is None
 
 
-def test_the_default_is_two_passes() -> None:
-    assert Judge().passes == 2
-
-
 async def test_a_prompt_is_not_written_on_the_event_loop(
     judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,11 +235,6 @@ async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: JudgeK
     [
         (lambda ids: "no", "no JSON object"),
         (lambda ids: {ids[0]: 7, ids[1]: 0.5}, "is 7, not from 0 to 1"),
-        (lambda ids: {ids[0]: float("nan"), ids[1]: 0.5}, "is NaN, not from 0 to 1"),
-        (lambda ids: {ids[0]: True, ids[1]: 0.5}, "is true, not a number"),
-        (lambda ids: {ids[0]: 0.5}, "have no score"),
-        (lambda ids: {"a0": 0.5, ids[0]: 1, ids[1]: 1}, '"a0" is not one of the ids'),
-        (lambda ids: "", "no JSON object"),
     ],
 )
 async def test_a_second_bad_reply_refuses_the_group(

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import select
 
 from ingest.errors import JudgeUnavailableError
-from ingest.records import Rewarded, ScoredGroup
+from ingest.records import ScoredGroup
 from ingest.ruler.judging import JudgingWorker
-from ingest.store.groups import load_group, load_scored_group
+from ingest.store.groups import load_scored_group
 from ingest.store.rotation import rotate
 from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
@@ -29,7 +29,6 @@ from support.fake_checker import FakeChecker, Find
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
-pytestmark = pytest.mark.both_stores
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 
 
@@ -63,6 +62,7 @@ def scored(database: Database) -> ScoredGroup:
     return found
 
 
+@pytest.mark.both_stores
 async def test_score_independent_reward_and_reward_are_kept_apart(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
@@ -114,19 +114,6 @@ async def test_the_learner_trains_on_the_reward(
     # 0.4 * 0.9 = 0.36 and 0.6 + 0.4 * 0.7 = 0.88: the mean is 0.62
     (group,) = selection.groups
     assert [row.advantage for row in group.rows] == pytest.approx([-0.26, 0.26])
-
-
-async def test_a_group_whose_scores_tie_is_learned_from_when_verifiers_tell_it_apart(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content({"good": 0.5, "bad": 0.5}))
-    await worker(database, judge, clock, FakeChecker(finds(good=1.0, bad=0.0))).step()
-
-    selection = select_groups([scored(database)], min_spread=0.02, pack_tokens=100)
-
-    assert selection.dropped == {}
-    assert selection.groups[0].scores == (0.75, 0.25)
 
 
 LOOK_ALIKE = [
@@ -283,42 +270,6 @@ async def test_a_verifier_that_fails_costs_its_group_nothing(
     assert found.rewarded is not None
     assert found.rewarded.independent == ()
     assert found.rewarded.checks[0][0]["error"] == "crashed"
-
-
-async def test_damaged_rewards_make_the_group_unreadable_and_not_a_group_without_rewards(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    await worker(database, judge, clock, FakeChecker(finds(good=1.0, bad=0.0))).step()
-    with database.write() as session:
-        row = session.scalars(select(AnswerRow).where(AnswerRow.index == 1)).one()
-        row.reward = None
-
-    with database.read() as session, pytest.raises(ValueError, match="float"):
-        load_scored_group(session, "g1")
-
-
-def test_rewards_out_of_range_are_dropped_by_the_learner(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    with database.read() as session:
-        group = load_group(session, "g1")
-    assert group is not None
-    for rewards, reason in (
-        ((0.5, float("nan")), "non_finite_score"),
-        ((0.5, 1.5), "score_out_of_range"),
-    ):
-        made = ScoredGroup(
-            group=group,
-            scores=(0.1, 0.9),
-            explanations=("", ""),
-            judge_model="j",
-            rubric_hash="r",
-            rewarded=Rewarded(rewards=rewards),
-        )
-        assert select_groups([made], min_spread=0.0, pack_tokens=100).dropped == {"g1": reason}
 
 
 async def test_the_words_of_verifiers_are_encrypted_and_get_the_new_key(

@@ -160,7 +160,7 @@ VALUES = st.recursive(
 SHARED = RequestReader(max_bytes=20_000)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=120)
 @given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(VALUES, max_size=2))
 def test_no_json_raises(request_body: dict[str, Any], replies: list[Any]) -> None:
     tree = SessionTree()

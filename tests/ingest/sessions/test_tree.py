@@ -81,18 +81,6 @@ def sidecar() -> Sidecar:
     return Sidecar()
 
 
-def test_a_conversation_is_a_chain(sidecar: Sidecar) -> None:
-    first = sidecar.send([asks(TASK)], "Which seat?")
-    second = sidecar.send([asks(TASK), said("Which seat?"), asks("A window.")], "Booked.")
-    third = sidecar.send(
-        [asks(TASK), said("Which seat?"), asks("A window."), said("Booked."), asks("Thanks")]
-    )
-
-    assert [sidecar.parent(one) for one in (first, second, third)] == [None, first, second]
-    assert {sidecar.session(one) for one in (first, second, third)} == {first}
-    assert [sidecar.places[one].turn for one in (first, second, third)] == [0, 1, 2]
-
-
 def test_a_clock_in_the_system_prompt_changes_nothing(sidecar: Sidecar) -> None:
     first = sidecar.send([asks(TASK)], "Which seat?", system=f"{SYSTEM} It is 10:15.")
     second = sidecar.send(
@@ -165,19 +153,6 @@ def test_a_retry_stands_beside_its_original(sidecar: Sidecar) -> None:
 
     assert sidecar.parent(again) is None
     assert sidecar.session(again) == first
-
-
-def test_an_exchange_that_comes_before_its_parent_is_moved_when_it_comes(
-    sidecar: Sidecar,
-) -> None:
-    turns = [asks(TASK), said("Which seat?"), asks("A window."), said("Which class?")]
-    third = sidecar.send([*turns, asks("Economy.")], at=3_000.0)
-    second = sidecar.send(turns[:3], "Which class?", at=2_000.0)
-    first = sidecar.send(turns[:1], "Which seat?", at=1_000.0)
-
-    assert [sidecar.parent(one) for one in (first, second, third)] == [None, first, second]
-    assert {sidecar.session(one) for one in (first, second, third)} == {first}
-    assert [sidecar.places[one].turn for one in (first, second, third)] == [0, 1, 2]
 
 
 def test_a_task_that_a_call_hands_on_is_a_branch_of_the_session(sidecar: Sidecar) -> None:

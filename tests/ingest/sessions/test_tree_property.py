@@ -68,7 +68,7 @@ def found(order: list[Sent]) -> dict[str, Place]:
     return places
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_every_exchange_finds_its_parent_in_any_order_of_arrival(data: st.DataObject) -> None:
     sent = data.draw(forests())

@@ -24,7 +24,6 @@ from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
-pytestmark = pytest.mark.both_stores
 SYSTEM = " ".join(f"rule {Random(1).getrandbits(20)} {number}" for number in range(200))
 SYSTEM_IDS = tuple(Random(1).choices(range(49_000), k=1_500))
 
@@ -157,6 +156,7 @@ def test_a_chain_has_a_limited_length(kit: Kit) -> None:
         assert links <= MAX_LINKS
 
 
+@pytest.mark.both_stores
 def test_a_batch_is_read_in_a_few_queries(kit: Kit, cold: Database) -> None:
     store(kit, turns(kit, "a", 30))
     queries: list[str] = []
@@ -230,24 +230,6 @@ def test_a_damaged_base_costs_what_stands_on_it(kit: Kit, cold: Database, column
     assert [load(cold, one.exchange_id) for one in [*other, branch]] == [*other, branch]
 
 
-@pytest.mark.parametrize("base", ["nobody", "a1", "a3"])
-def test_a_damaged_base_id_is_damage(kit: Kit, cold: Database, base: str) -> None:
-    """It leads nowhere, to itself, or in a circle."""
-    store(kit, turns(kit, "a", 4))
-    with kit.database.write() as session:
-        session.execute(
-            update(ExchangeRow).where(ExchangeRow.exchange_id == "a1").values(base_id=base)
-        )
-
-    with cold.read() as session:
-        contents = load_contents(session, ["a0", "a3"])
-
-    assert list(contents.found) == ["a0"]
-    assert contents.damage["a3"]
-    with pytest.raises(ValueError, match="base"):
-        contents["a3"]
-
-
 def test_rows_of_an_older_version_are_read_and_continued(
     kit: Kit, open_again: Callable[[], Database]
 ) -> None:
@@ -297,6 +279,7 @@ def remove(kit: Kit, names: Sequence[str]) -> None:
         session.execute(delete(ExchangeRow).where(ExchangeRow.exchange_id.in_(names)))
 
 
+@pytest.mark.both_stores
 @pytest.mark.parametrize("gone", [["a0"], ["a3"], ["a2", "a3", "a4"], ["a0", "a1"]])
 def test_what_stands_on_an_exchange_outlives_it(
     kit: Kit, gone: list[str], open_again: Callable[[], Database]
@@ -468,16 +451,3 @@ def test_a_base_whose_transaction_failed_is_not_used(
 
     assert bases(kit) == {"a1": None}
     assert load(open_again(), "a1") == talk[1]
-
-
-def test_an_exchange_that_moves_keeps_its_base(kit: Kit, cold: Database) -> None:
-    talk = turns(kit, "a", 3)
-    store(kit, talk)
-    with kit.database.write() as session:
-        session.execute(
-            update(ExchangeRow)
-            .where(ExchangeRow.exchange_id == "a1")
-            .values(parent_id="late", session_id="other")
-        )
-
-    assert [load(cold, one.exchange_id) for one in talk] == talk

@@ -17,40 +17,9 @@ from sqlalchemy import select, text
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
-from support.clock import Clock
-from support.planted import plant
 
 if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "where"),
-    [
-        ("answer_group", "group_id", "group_id = 'g1'"),
-        ("answer_group", "judge_model", "group_id = 'g1'"),
-        ("answer", "origin", "group_id = 'g1' AND \"index\" = 1"),
-        ("answer", "explanation", "group_id = 'g1' AND \"index\" = 1"),
-        ("exchange", "exchange_id", "exchange_id = 'x-g1'"),
-        ("exchange", "timings", "exchange_id = 'x-g1'"),
-    ],
-)
-async def test_a_damaged_row_costs_the_judge_no_other_group(
-    judge_kit: JudgeKit, database: Database, clock: Clock, table: str, column: str, where: str
-) -> None:
-    for number in range(4):
-        judge_kit.put_group(database, f"g{number}", "one", "two")
-    plant(database, table, column, where)
-    judge = judge_kit.FakeJudge(lambda shown: judge_kit.scores_reply(dict.fromkeys(shown, 0.25)))
-    judging = judge_kit.worker(database, judge, clock)
-
-    for _ in range(20):
-        await judging.step()
-        clock.now += 5
-
-    with database.read() as session:
-        found = set(session.scalars(select(GroupRow.status).where(GroupRow.seq != 2)))
-    assert found == {"scored"}
+    pass
 
 
 def overwritten(path: Path) -> None:

@@ -181,7 +181,6 @@ def test_nothing_that_was_said_is_in_the_store(new_store: NewStore) -> None:
     assert not [value for value in found if MARK.encode() in value or packed in value]
 
 
-@pytest.mark.both_stores
 def test_a_turn_is_a_difference_from_an_encrypted_parent(new_store: NewStore) -> None:
     with closing(keyed(new_store(), OLD)) as database:
         parent = None
@@ -226,7 +225,6 @@ def place(name: str, parent: str | None) -> Place:
     )
 
 
-@pytest.mark.both_stores
 def test_without_its_key_a_row_is_named_and_the_others_are_read(new_store: NewStore) -> None:
     plain = new_store()
     with closing(keyed(plain, OLD)) as database:
@@ -317,7 +315,6 @@ def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_
     assert MARK.encode() not in files(tmp_path)
 
 
-@pytest.mark.both_stores
 def test_the_length_beside_a_value_is_that_of_its_text(new_store: NewStore) -> None:
     plain = new_store()
     long = Kit.exchange("a", choices=(Kit.choice("z" * 300_000),))
@@ -405,7 +402,7 @@ def test_a_rotation_that_is_killed_is_run_again(new_store: NewStore) -> None:
     names = [f"e{number}" for number in range(12)]
     with closing(keyed(plain, OLD)) as database:
         fill(database, *names)
-    for step in (1, 3, 5):
+    for step in (2, 5):
         died = subprocess.run(
             [sys.executable, "-c", KILLED, plain.url, str(step)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

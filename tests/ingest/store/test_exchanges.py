@@ -11,9 +11,8 @@ from sidecar.records import Sampling, Timings, decode_exchange
 from sidecar.store.database import Database
 from support.ingest_kit import Kit
 
-pytestmark = pytest.mark.both_stores
 
-
+@pytest.mark.both_stores
 def test_an_exchange_comes_back_as_it_went_in(kit: Kit) -> None:
     exchange = kit.exchange(
         "e1",
@@ -58,6 +57,7 @@ def test_an_exchange_that_is_not_there_is_none(kit: Kit) -> None:
         assert load_exchange(session, "nobody") is None
 
 
+@pytest.mark.both_stores
 def test_exchanges_are_found_by_what_selection_said_in_either_order(kit: Kit) -> None:
     kit.store(*(kit.exchange(name) for name in ("a", "b", "c")))
     with kit.database.write() as session:

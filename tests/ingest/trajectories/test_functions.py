@@ -264,18 +264,6 @@ async def test_debug_says_why_there_is_no_verdict(capsys: pytest.CaptureFixture[
     assert "the judge wrote: I like the second." in "".join(format_exception(caught.value))
 
 
-async def test_a_group_without_a_verdict_logs_what_the_judge_wrote() -> None:
-    class Mute(RankingJudge):
-        async def complete(self, messages: Any, schema: Any) -> Any:
-            return replace(await super().complete(messages, schema), text=" ")
-
-    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in said(*WORTH)])
-
-    found = await ruler_score_group(group, Mute(WORTH), swallow_exceptions=True)
-
-    assert found.logs[-1].endswith("; the judge wrote: (nothing)")
-
-
 async def test_debug_writes_the_verdict_as_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     bell = "bad\x1b]0;owned\x07"
     judge = RankingJudge({"best": 0.9, bell: 0.1, "good": 0.7, "fair": 0.5})
@@ -404,14 +392,13 @@ def test_the_package_stays_light_and_names_only_what_it_has() -> None:
         "assert not {'litellm', 'sqlalchemy'} & set(sys.modules)\n"
         "assert not hasattr(ingest, 'nothing')\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT, env=_environment())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT, env=environment)
 
 
-def _environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
-
-
-def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> None:
+def test_the_code_of_the_readme_runs_as_it_is_written(
+    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     (code,) = [block for block in blocks if "ruler_scores" in block]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
@@ -422,17 +409,14 @@ def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> No
         )
     )
 
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env=_environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="sk-test-key-1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test-key-1")
 
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    rows = done.stdout.splitlines()
+    exec(code, {})
+
+    done = capsys.readouterr()
+    assert done.err == ""
+    rows = done.out.splitlines()
     assert len(rows) == 4
     for row in rows:
         score, text = re.fullmatch(r"(\d\.\d\d)  (.*?)  \(why a[0-9a-f]{7}\)", row).groups()  # type: ignore[union-attr]
@@ -452,8 +436,8 @@ def test_the_code_of_the_judges_page_runs_as_it_is_written(
             judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
         )
     )
-    for name, value in _environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="k").items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
 
     exec(code, {})
 
@@ -466,17 +450,6 @@ def test_the_code_of_the_judges_page_runs_as_it_is_written(
         "0.3 1.0 No: returns end after 30 days.",
     ]
     assert 'extra_litellm_params={"api_base":' in page
-
-
-async def test_no_tools_may_be_none_as_in_arts_own_function() -> None:
-    found = await ruler_scores(said(*WORTH), RankingJudge(WORTH), tools=None)
-    assert [one.score for one in found] == list(WORTH.values())
-
-    trajectories = [Trajectory(messages=one, tools=None) for one in said(*WORTH)]
-    scored = await ruler_score_group(
-        TrajectoryGroup(trajectories=trajectories), RankingJudge(WORTH)
-    )
-    assert [one.reward for one in scored.trajectories] == list(WORTH.values())
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
-import tracemalloc
 from typing import Any
 
 import pytest
 
 from ingest.errors import JudgeTooLongError
-from ingest.judge_prompt import estimate_tokens
 from ingest.trajectories.scoring import IdenticalError, score_trajectories, split_common
 from support.fake_judge import FakeJudge, scores_reply
 from support.trajectory_judge import RankingJudge, shown_trajectories
@@ -143,37 +140,6 @@ async def test_reasoning_is_shown_when_asked_for_and_then_tells_trajectories_apa
     await score(judge, lists, show_reasoning=True)
     assert "thought 0" in judge.prompts[0]
     assert "thought 1" in judge.prompts[0]
-
-
-async def test_100_000_tokens_of_common_messages_take_little_time_and_memory() -> None:
-    class ShortJudge(RankingJudge):
-        async def context_tokens(self) -> int:
-            return 32_768
-
-    talk = [
-        {"role": ("user", "assistant")[n % 2], "content": f"turn {n} " + "word " * 100}
-        for n in range(1_000)
-    ]
-    task = [TASK[0], *talk, TASK[1]]
-    worth = {f"end {n}": n / 10 for n in range(8)}
-    lists = [[*task, {"role": "assistant", "content": end}] for end in worth]
-    assert sum(estimate_tokens(json.dumps(one)) for one in task) > 100_000
-    judge = ShortJudge(worth)
-    tracemalloc.start()
-    started = time.process_time()
-
-    judgement = await score(judge, lists, passes=2)
-
-    took_s = time.process_time() - started
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert judgement.scores == tuple(worth.values())
-    assert all(estimate_tokens(one) < 32_768 for one in judge.prompts)
-    assert "You book rooms." in judge.prompts[0]
-    assert '{"left_out": "' in judge.prompts[0]
-    # Measured with tracing, which slows Python down: docs/log.md has the figures without it.
-    assert took_s < 30
-    assert peak < 100 * 2**20
 
 
 async def test_no_trajectory_is_cut() -> None:

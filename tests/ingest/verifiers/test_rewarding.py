@@ -22,8 +22,6 @@ from support.fake_checker import FakeChecker
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
-pytestmark = pytest.mark.both_stores
-
 
 def rewarding(database: Database, checker: FakeChecker, **changes: Any) -> Rewarding:
     """One verifier, `v`, that the fake stands for; changes: its settings, and those of `reward`."""
@@ -157,6 +155,7 @@ def test_the_digest_of_a_verifier_is_of_what_its_findings_depend_on() -> None:
     assert len({digest_of(one) for one in (plain, other, code, more, bare)}) == 5
 
 
+@pytest.mark.both_stores
 @pytest.mark.parametrize(
     ("on_error", "scores", "held"),
     [("ignore", (), ""), ("fail", (1.0, 0.0), ""), ("hold", (), "v: timeout")],

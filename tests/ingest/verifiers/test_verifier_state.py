@@ -28,7 +28,6 @@ from tests.ingest.verifiers.test_rewarding import group
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
-pytestmark = pytest.mark.both_stores
 NOW = 1_000.0
 NOBODY = "http://127.0.0.1:9/check"
 
@@ -106,6 +105,7 @@ def rewarding(database: Database, checker: FakeChecker, clock: Clock, said: list
     return Rewarding(database, reward, {"v": checker}, clock=clock, announce=said.append)
 
 
+@pytest.mark.both_stores
 async def test_last_good_and_last_error_are_kept_and_its_end_is_said(
     database: Database, judge_kit: JudgeKit
 ) -> None:

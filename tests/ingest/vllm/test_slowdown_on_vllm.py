@@ -6,10 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
-from ingest.errors import NoRoomError
-from ingest.vllm import watch as replicas_module
 from ingest.vllm.load import LoadLimits
 from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler
 from ingest.vllm.throttle import MIN_POINTS
@@ -101,41 +97,3 @@ async def test_no_more_candidates_are_in_flight_than_the_limit_allows() -> None:
         answers = await asyncio.gather(*tasks)
 
         assert len(answers) == len(made.vllm.requests) == 8
-
-
-async def test_without_a_limit_all_are_sent_at_once() -> None:
-    async with rig(0.0) as made, asyncio.timeout(60):
-        await made.learn(Engine(request_s=0.001))
-        tasks = [asyncio.create_task(made.sample()) for _ in range(8)]
-        while len(made.vllm.requests) < 8:
-            await asyncio.sleep(0.01)
-
-        made.go.set()
-        await asyncio.gather(*tasks)
-
-
-async def test_beside_users_who_would_be_slowed_too_much_none_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replicas_module, "LONGEST_WAIT_S", 0.3)
-    async with rig(0.05) as made, asyncio.timeout(60):
-        await made.learn(Engine(request_s=0.01))
-
-        assert not await made.engine.is_open()
-        with pytest.raises(NoRoomError):
-            await made.sample()
-        assert made.vllm.requests == []
-
-
-async def test_a_vllm_that_does_not_tell_its_work_gets_one_candidate_at_a_time() -> None:
-    async with rig(0.05) as made, asyncio.timeout(60):
-        made.vllm.metrics = load_metrics(running=4)
-        tasks = [asyncio.create_task(made.sample()) for _ in range(3)]
-        while not made.vllm.requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
-
-        assert len(made.vllm.requests) == 1
-
-        made.go.set()
-        assert len(await asyncio.gather(*tasks)) == 3

@@ -51,17 +51,6 @@ async def test_it_reaches_neither_vllm_nor_the_records(
     assert running.metric("sidecar_exchanges_total", outcome="ok") == 0
 
 
-async def test_its_preflight_is_refused_too(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
-
-    sent = from_page("/v1/chat/completions", "http://evil.example", body=b"", method="OPTIONS")
-
-    assert wire.split(await running.send(sent))[0] == "HTTP/1.1 403 Forbidden"
-    assert fake_vllm.requests == []
-
-
 async def test_a_page_of_the_proxys_own_address_is_let_in_and_its_origin_passed_on(
     fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:

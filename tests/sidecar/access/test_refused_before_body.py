@@ -369,63 +369,6 @@ async def test_a_good_request_before_a_strangers_is_answered_first(
     assert len(fake_vllm.requests) == 1
 
 
-async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
-    key = keys.create(requests_per_minute=2)
-    running = await guarded()
-    body = large_body(wire)
-    seen = []
-    for _ in range(3):
-        async with dialled(running) as client:
-            await client.say(head(len(body), key))
-            for start in range(0, len(body), len(PIECE)):
-                await client.say(body[start : start + len(PIECE)])
-                await asyncio.sleep(0.001)
-            line, headers, _ = await client.hear()
-            seen.append((line.split()[1], headers["x-ratelimit-remaining-requests"]))
-        await client.gone()
-
-    assert seen == [("200", "1"), ("200", "0"), ("429", "0")]
-    assert len(fake_vllm.requests) == 2
-
-
-async def test_an_upload_that_was_broken_off_counts_as_a_request(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
-    key = keys.create(requests_per_minute=2)
-    running = await guarded()
-    async with dialled(running) as client:
-        await client.say(head(ANNOUNCED, key))
-        assert await client.send_slowly(8 * len(PIECE)) == 8 * len(PIECE)
-    await client.gone()
-
-    request = wire.recording("chat.plain").request
-    async with dialled(running) as client:
-        await client.say(head(len(request), key) + request)
-        line, headers, _ = await client.hear()
-
-    assert (line, headers["x-ratelimit-remaining-requests"]) == ("HTTP/1.1 200 OK", "0")
-    assert running.metric("sidecar_requests_total", status="401") == 0
-
-
-async def test_without_keys_large_bodies_go_through(
-    start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
-    running = await start_proxy(capture={"sample_rate": 0.0})
-    fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
-    body = large_body(wire)
-    async with dialled(running) as client:
-        await client.say(head(len(body)))
-        for start in range(0, len(body), len(PIECE)):
-            await client.say(body[start : start + len(PIECE)])
-            await asyncio.sleep(0.001)
-        line, headers, _ = await client.hear()
-
-    assert line == "HTTP/1.1 200 OK"
-    assert "connection" not in headers
-
-
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
 async def test_what_asks_for_no_key_takes_no_long_body(
     path: str, start_proxy: StartProxy, fake_vllm: FakeVllm
@@ -440,19 +383,6 @@ async def test_what_asks_for_no_key_takes_no_long_body(
         assert sent == 5 * len(PIECE)
         assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
         assert "takes no body" in json.loads(body)["error"]["message"]
-
-
-@pytest.mark.parametrize("length", [ANNOUNCED, None])
-async def test_what_asks_for_no_key_invites_no_long_body(
-    length: int | None, start_proxy: StartProxy, fake_vllm: FakeVllm
-) -> None:
-    running = await start_proxy()
-    async with dialled(running) as client:
-        await client.say(head(length, path="/healthz", more="Expect: 100-continue\r\n"))
-
-        line, headers, _ = await client.hear()
-
-        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
 
 
 async def test_a_short_body_is_nothing_to_a_path_of_ours(

@@ -6,14 +6,13 @@ And every request has its place in the accounts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 
 import pytest
 
 from support.fake_vllm import FakeVllm, SeenRequest, Step
-from support.proxy_kit import StartProcess, StartProxy, Wire
+from support.proxy_kit import StartProxy, Wire
 from support.traffic import Faults
 
 Recorded = Callable[[str], bytes]
@@ -79,82 +78,3 @@ async def test_a_vllm_that_closes_after_each_reply_serves_all(
 
     assert set(traffic.statuses) == {"200"}
     assert (await faults.accounts(running, traffic.sent)).kept == traffic.sent
-
-
-async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
-    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
-) -> None:
-    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
-    go_on = asyncio.Event()
-    slow = {number for number in range(1, 51) if number % 2}
-
-    def script(seen: SeenRequest) -> list[Step]:
-        number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
-        return [go_on, whole] if number in slow else [whole]
-
-    fake_vllm.script = script
-    running = await start_proxy()
-    traffic = faults.Traffic(running.port)
-    asking = [asyncio.create_task(traffic.one()) for _ in range(50)]
-    await traffic.more(25)
-
-    assert traffic.statuses == {"200": 25}
-    go_on.set()
-    await asyncio.gather(*asking)
-    assert traffic.statuses == {"200": 50}
-    assert (await faults.accounts(running, 50)).kept == 50
-
-
-async def test_vllm_gone_and_back_costs_only_what_came_meanwhile(
-    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
-) -> None:
-    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
-    fake_vllm.script = lambda _: [whole]
-    running = await start_proxy()
-    traffic = faults.Traffic(running.port)
-    before = [await traffic.one() for _ in range(5)]
-
-    await fake_vllm.stop()
-    meanwhile = [await traffic.one() for _ in range(10)]
-    await fake_vllm.start(fake_vllm.port)
-    after = [await traffic.one() for _ in range(5)]
-
-    assert (set(before), set(meanwhile), set(after)) == ({"200"}, {"502"}, {"200"})
-    assert (await faults.accounts(running, 20)).total == 20
-
-
-async def test_ten_megabytes_in_one_event_pass_whole_and_hold_nobody_up(
-    start_process: StartProcess, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
-) -> None:
-    """In chunks of 64 kB. The event is over `capture.max_reply_bytes`: relayed, not recorded."""
-    text = "x" * 10_000_000
-    choice = (
-        '{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":null,"token_ids":%s}'
-    )
-    event = 'data: {"id":"1","choices":[%s]}\n\n'
-    asked = (event % (choice % (text, '{"content":[]}', "[1,2]"))).encode()
-    plain = (event % (choice % (text, "null", "null"))).encode()
-    done = b"data: [DONE]\n\n"
-    pieces = [asked[at : at + 65_536] for at in range(0, len(asked), 65_536)]
-    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
-    stream = [
-        wire.STREAM_HEAD,
-        *(wire.chunk(piece) for piece in pieces),
-        wire.chunk(done),
-        wire.LAST_CHUNK,
-    ]
-    fake_vllm.script = lambda seen: stream if b'"stream":true' in seen.body else [whole]
-    child = await start_process()
-    before = child.resident_bytes()
-    body = b'{"model":"smollm2-135m","stream":true,"messages":[]}'
-
-    async with faults.traffic(child) as traffic:
-        received = [wire.split(await child.send(wire.post(body)))[2] for _ in range(3)]
-        await traffic.more(20)
-
-    assert received == [plain + done] * 3
-    assert set(traffic.statuses) == {"200"}
-    accounts = await faults.accounts(child, traffic.sent + 3)
-    assert accounts.lost == {"reply_too_long": 3}
-    assert accounts.kept == traffic.sent
-    assert child.resident_bytes() - before < 100_000_000

@@ -29,28 +29,6 @@ async def refused(port: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_streams_finish_while_new_connections_are_refused(
-    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    go_on = asyncio.Event()
-    fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
-    child = await start_process(proxy={"drain_timeout_s": 60.0})
-    streams = [await dial(child) for _ in range(10)]
-    for stream in streams:
-        stream.say(HEAD + REQUEST)
-        await stream.reader.readuntil(FIRST)
-    idle = await dial(child)
-
-    child.process.send_signal(signal.SIGTERM)
-
-    await refused(child.port)
-    assert await idle.closed()
-    go_on.set()
-    for stream in streams:
-        assert (await stream.reader.read()).endswith(LAST)
-    assert await asyncio.wait_for(child.process.wait(), 60) == 0
-
-
 async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_not_begun(
     start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:

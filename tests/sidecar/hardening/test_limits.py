@@ -7,7 +7,6 @@ within them is given many times the limit.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from time import perf_counter
 
@@ -156,37 +155,6 @@ async def test_an_idle_connection_is_closed_without_a_word(
 
     assert await fresh.closed()
     assert await used.closed()
-
-
-async def test_requests_over_the_limit_are_told_to_come_again(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    go_on = asyncio.Event()
-    fake_vllm.script = lambda _: [go_on, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
-    running = await start_proxy(proxy={"max_in_flight": 2})
-    busy = [await dial(running) for _ in range(2)]
-    for client in busy:
-        client.say(post())
-    async with asyncio.timeout(60):
-        while len(fake_vllm.requests) < 2:
-            await asyncio.sleep(0.001)
-    late = await dial(running)
-
-    late.say(post())
-    refused = await late.hear()
-    late.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-    health = await late.hear(b"GET")
-
-    assert refused.status == 503
-    assert int(refused.header(b"retry-after") or 0) >= 1
-    assert json.loads(refused.body)["error"]["code"] == 503
-    assert health.status == 200  # a health check is never refused
-    assert len(fake_vllm.requests) == 2
-    assert running.metric("sidecar_requests_total", status="503") == 1
-    go_on.set()
-    assert [(await client.hear()).status for client in busy] == [200, 200]
-    late.say(post())
-    assert (await late.hear()).status == 200
 
 
 async def test_places_of_clients_that_left_are_free_again(

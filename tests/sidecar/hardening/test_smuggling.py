@@ -76,6 +76,7 @@ LENGTHS = [
     b" \t ",
     b" 38 38",
     b" 38,38",
+    b" 38\r\nContent-Length: 38",
     b" 38;",
     b" 38.0",
     b" 3e1",
@@ -148,7 +149,8 @@ CODINGS = [
 async def test_a_transfer_coding_other_than_one_plain_chunked_is_refused(
     start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
-    sent = map(coding, CODINGS)
+    older = coding(b" chunked").replace(b"HTTP/1.1", b"HTTP/1.0")
+    sent = [*map(coding, CODINGS), older]
 
     assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
@@ -219,6 +221,8 @@ STARTS = [
     b"POST /v1/chat/completions HTTP/1.1\r\n",
     b" POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
     b"\x00POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n",
 ]
 
 

@@ -266,7 +266,7 @@ def test_what_all_events_say_before_their_choice_is_read(more: bytes) -> None:
 
 @pytest.mark.usefixtures("short_runs")
 @settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is the same for all

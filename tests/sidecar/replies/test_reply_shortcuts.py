@@ -213,7 +213,7 @@ def alone(*pieces: bytes) -> list[Sent]:
     return [Sent(pieces)]
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(sent_replies(), min_size=1, max_size=4))
 @example([Sent((known(b"ab"),)), Sent((known(b"abc"),)), Sent((KNOWN % b"2", b"a", b"bc"))])
 @example([Sent((known(b"ab"),)), Sent((known(b""),)), Sent((known(b"ab") + b"x",))])
@@ -257,19 +257,6 @@ def test_the_second_like_reply_is_not_parsed() -> None:
     assert (parser.complete, parser.keep_alive, parser.nothing_came) == (True, True, False)
 
 
-def test_its_body_may_come_in_any_number_of_reads() -> None:
-    parser, llhttp = new_parser()
-    reply(parser, KNOWN % b"2", b"a", b"b")
-
-    second = reply(parser, KNOWN % b"4", b"ab", b"c")
-    assert not parser.complete
-    receive(parser, b"d")
-
-    assert llhttp.fed == [KNOWN % b"2", b"a", b"b"]
-    assert second.body == [b"ab", b"c", b"d"]
-    assert (parser.complete, parser.keep_alive) == (True, True)
-
-
 @pytest.mark.parametrize("behind", [b"x", b"\r\n", b"\n", known(b"ab")])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_connection_with_bytes_behind_a_counted_body_is_not_kept(
@@ -304,27 +291,6 @@ def test_other_replies_are_parsed_each_time(head: bytes) -> None:
         assert (parser.complete, parser.keep_alive) == (True, True)
 
     assert llhttp.fed == [sent] * 3
-
-
-def test_a_head_that_was_asked_for_alone_is_parsed() -> None:
-    parser, llhttp = new_parser()
-    reply(parser, known(b"ab"))
-
-    head = reply(parser, KNOWN % b"9", head_only=True)
-
-    assert (head.heads[0][0], head.body) == ((200, b"OK", 9), [])
-    assert (parser.complete, parser.keep_alive) == (True, False)
-    assert llhttp.fed == [known(b"ab"), KNOWN % b"9"]
-
-
-def test_a_reply_behind_an_interim_one_is_not_remembered_by_it() -> None:
-    parser, llhttp = new_parser()
-    odd = b"HTTP/1.1 103 Early Hints\r\ncontent-length: 2\r\n\r\n"
-    sent = [INTERIM[0] + known(b"ab"), odd + known(b"ab"), odd + known(b"ab"), known(b"ab")]
-
-    assert [reply(parser, one).body for one in [*sent, known(b"abc")]] == [[b"ab"]] * 4 + [[b"abc"]]
-
-    assert llhttp.fed == sent
 
 
 @pytest.mark.parametrize(

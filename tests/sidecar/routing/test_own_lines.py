@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from sidecar.lines import Line, line_name, lines_of, project_of, public_model
+from sidecar.lines import line_name, lines_of, project_of, public_model
 from sidecar.routing.table import RoutingTable, decode_table, encode_table
 from sidecar.store.database import Database
 from sidecar.store.models import BreakerTripRow, RoutingRow, TableTakenRow
@@ -167,20 +167,6 @@ def told(database: Database) -> set[tuple[str, int]]:
         return {(row.model, row.generation) for row in session.scalars(select(TableTakenRow))}
 
 
-async def test_a_damaged_table_costs_only_its_own_line(
-    database: Database, keys: dict[str, str], fake_vllm: FakeVllm, start: StartProxy, wire: Wire
-) -> None:
-    fake_vllm.script = lambda _: [reply(wire, "Hello.")]
-    with database.write() as session:
-        session.add(RoutingRow(model=OWN, generation=1, body="{not json", updated_at=0.0))
-
-    running = await start()
-
-    assert (await answering(running, wire, keys))["shop"] == DEFAULT_CHAMPION
-    failures = running.metric("sidecar_routing_failures_total", reason="unreadable")
-    assert failures >= 1
-
-
 async def test_a_trip_takes_the_canary_of_one_line_out_and_no_other(
     database: Database, keys: dict[str, str], fake_vllm: FakeVllm, start: StartProxy, wire: Wire
 ) -> None:
@@ -287,8 +273,3 @@ async def test_without_the_setting_the_projects_traffic_is_of_the_default_line(
     running = await start_proxy(access={"mode": "keys"}, proxy={"port": free_port()})
 
     assert await answering(running, wire, keys) == dict.fromkeys(PROJECTS, DEFAULT_CHAMPION)
-
-
-def test_a_line_of_a_project_has_no_others() -> None:
-    assert Line(name="m@@a").has("a")
-    assert not Line(name="m@@a").has("b")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.table import RoutingTable, encode_table
-from sidecar.settings import Proxy
 from sidecar.store.models import RoutingRow
 from support.fake_vllm import FakeVllm
 from support.migrated_store import open_migrated
@@ -73,19 +72,6 @@ async def adapter_of(running: Running, wire: Wire, session: str = "s") -> str:
     return adapter
 
 
-async def until_obeyed(proxies: list[Any], wire: Wire, adapter: str) -> None:
-    """Ask all until all answer with this adapter."""
-    async with asyncio.timeout(60):
-        for running in proxies:
-            while await adapter_of(running, wire) != adapter:
-                await asyncio.sleep(0.01)
-
-
-def test_the_store_is_polled_five_times_a_second_unless_told_otherwise() -> None:
-    """What is obeyed after one poll is then obeyed within half a second."""
-    assert Proxy().routing_poll_s == 0.2
-
-
 async def test_a_new_table_is_obeyed_by_all_proxies_after_one_poll(
     store: Store, two: list[Any], fake_vllm: FakeVllm, wire: Wire
 ) -> None:
@@ -99,41 +85,6 @@ async def test_a_new_table_is_obeyed_by_all_proxies_after_one_poll(
 
     seen = [json.loads(request.body)["model"] for request in fake_vllm.requests]
     assert seen[-1] == f"{BASE}--v4-0123456789ab"
-
-
-async def test_a_rollback_to_the_base_is_a_table_like_any_other(
-    store: Store, two: list[Any], wire: Wire
-) -> None:
-    store.write(champion=CHAMPION, canary=CANARY, canary_weight_bp=10_000)
-    await until_obeyed(two, wire, CANARY)
-
-    store.write()
-
-    await until_obeyed(two, wire, "base")
-
-
-async def test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_proxy(
-    store: Store, two: list[Any], wire: Wire
-) -> None:
-    sessions = [f"s{number}" for number in range(40)]
-    before: set[str] = set()
-    counts = []
-    for generation, weight in enumerate((0, 1_000, 5_000, 10_000), start=1):
-        store.write(champion=CHAMPION, canary=CANARY, canary_weight_bp=weight, salt="salt")
-        for running in two:
-            await running.metric_reaches(generation, "sidecar_routing_generation")
-        arms = [
-            {session for session in sessions if await adapter_of(running, wire, session) == CANARY}
-            for running in two
-        ]
-        assert arms[0] == arms[1]
-        assert before <= arms[0]
-        before = arms[0]
-        counts.append(len(before))
-
-    half = [session for session in sessions if bucket("salt", f"h:{session}") < 5_000]
-    assert (counts[0], counts[2], counts[3]) == (0, len(half), 40)
-    assert 0 < counts[1] < counts[2] < 40
 
 
 async def test_a_life_from_nine_to_one_to_all_and_back_under_traffic_without_an_error(
@@ -201,48 +152,6 @@ def test_the_bucket_and_the_weight_say_who_answers_and_no_raise_moves_a_session_
         assert arms == ([("m--v2", "canary"), *behind] if is_in else behind)
         assert not (was_in and not is_in)
         was_in = is_in
-
-
-async def test_a_store_that_is_deleted_leaves_the_last_table(
-    store: Store, two: list[Any], wire: Wire
-) -> None:
-    store.write(champion=CHAMPION)
-    await until_obeyed(two, wire, CHAMPION)
-    polls = [
-        running.metric("sidecar_routing_failures_total", reason="store_away") for running in two
-    ]
-
-    store.delete()
-    async with asyncio.timeout(60):
-        for running, before in zip(two, polls, strict=True):
-            while (
-                running.metric("sidecar_routing_failures_total", reason="store_away") < before + 2
-            ):
-                await asyncio.sleep(0.01)
-
-    assert [await adapter_of(running, wire) for running in two] == [CHAMPION, CHAMPION]
-    assert not store.path.exists(), "the proxy does not make a store"
-
-
-async def test_rubbish_and_an_older_table_are_not_taken(
-    store: Store, two: list[Any], wire: Wire
-) -> None:
-    store.write()
-    store.write(champion=CHAMPION)
-    await until_obeyed(two, wire, CHAMPION)
-
-    with store.database.write() as session:
-        session.get_one(RoutingRow, BASE).body = "{"
-    async with asyncio.timeout(60):
-        for running in two:
-            while running.metric("sidecar_routing_failures_total", reason="unreadable") < 1:
-                await asyncio.sleep(0.01)
-    assert await adapter_of(two[0], wire) == CHAMPION
-
-    store._generation = 0
-    store.write(champion=CANARY)
-    await asyncio.sleep(0.3)
-    assert [await adapter_of(running, wire) for running in two] == [CHAMPION, CHAMPION]
 
 
 async def test_a_session_without_a_name_is_known_by_how_it_opens(

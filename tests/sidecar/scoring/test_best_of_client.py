@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from sidecar.scoring import (
     read_verdict,
 )
 from support.proxy_kit import Wire
+from support.virtual_time import VirtualLoop
 
 QUESTION = Material(
     exchange_id="ex_1", request=b'{"messages":[]}', answers=(b"{}", b"{}"), keep=True
@@ -141,14 +141,6 @@ async def test_a_verdict_that_does_not_come_is_a_timeout(build: Build) -> None:
     assert await picker.pick(QUESTION, 0.01) == NoPick(reason="timeout")
 
 
-async def test_many_may_ask_at_once(build: Build) -> None:
-    picker = await build(PICK)
-
-    verdicts = await asyncio.gather(*(picker.pick(QUESTION, LONG_S) for _ in range(8)))
-
-    assert verdicts == [PICK] * 8
-
-
 async def test_waiting_can_be_cancelled(build: Build) -> None:
     picker = await build(None)
     asking = asyncio.create_task(picker.pick(QUESTION, LONG_S))
@@ -161,29 +153,6 @@ async def test_waiting_can_be_cancelled(build: Build) -> None:
 
 
 # -- the limit, in virtual time
-
-
-class VirtualSelector(selectors.DefaultSelector):
-    """Where the loop would wait for time to pass, time passes at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout is not None and timeout > 0:
-            self.now += timeout
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.virtual = VirtualSelector()
-        super().__init__(self.virtual)
-
-    def time(self) -> float:
-        return self.virtual.now
 
 
 @pytest.mark.parametrize("slow", ["no verdict", "one byte a second", "no slot"])
@@ -226,14 +195,6 @@ async def test_without_a_socket_nobody_is_there(state_dir: Path) -> None:
     picker = picker_at(state_dir / "none.sock")
 
     assert await picker.pick(QUESTION, LONG_S) == NoPick(reason="away")
-
-
-async def test_a_socket_that_nobody_listens_on_is_nobody_there(
-    scoring: StartScoring, state_dir: Path
-) -> None:
-    (state_dir / "b.sock").touch()
-
-    assert await picker_at(state_dir / "b.sock").pick(QUESTION, LONG_S) == NoPick(reason="away")
 
 
 @pytest.mark.parametrize(

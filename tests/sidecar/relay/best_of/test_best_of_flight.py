@@ -234,15 +234,6 @@ async def test_the_judge_is_shown_all_answers_and_whose_they_are(
     assert json.loads(asked.request) == REQUEST
 
 
-async def test_the_capture_gets_vllms_own_bytes(rig: MakeRig, recorded: Recorded) -> None:
-    one = rig()
-
-    one.reply(recorded("two_reply_asked.json"))
-    await one.ended()
-
-    assert b"".join(one.chunks) == recorded("two_reply_asked.json")
-
-
 @pytest.mark.parametrize("reason", ["away", "timeout", "garbage", "disconnect", "judge_rubbish"])
 async def test_without_a_pick_it_is_the_first_answer_and_the_reason_is_counted(
     reason: str, rig: MakeRig, recorded: Recorded
@@ -364,33 +355,6 @@ async def test_a_lost_upstream_is_told_to_the_flight(rig: MakeRig) -> None:
     one.connection.abort()
     assert one.upstream.told == []
     assert one.counted() == {"requests_total": 1, "fallbacks_total/upstream_lost": 1}
-
-
-async def test_a_second_sending_makes_good_what_the_first_one_lost(
-    rig: MakeRig, recorded: Recorded
-) -> None:
-    one = rig()
-    one.reader.upstream_lost("gone", nothing_came=True, reused=True)
-    again = BestOfConnection(one.upstream, one.best_of, one.plan, one.chunks.append)
-    again.send(one.flight, b"", b"", head_only=False)
-
-    one.reply(recorded("two_reply_asked.json"))
-    await one.ended()
-
-    counted = one.counted()
-    assert counted["picked_total/other"] == 1
-    assert "fallbacks_total/upstream_lost" not in counted
-
-
-async def test_before_the_reply_the_clients_leaving_stops_vllm(rig: MakeRig) -> None:
-    one = rig()
-
-    one.connection.pause()
-    one.connection.resume()
-    one.connection.abort()
-
-    assert one.upstream.told == ["pause", "resume", "abort"]
-    assert one.counted() == {"requests_total": 1, "fallbacks_total/cut": 1}
 
 
 async def test_after_the_reply_the_clients_leaving_stops_the_waiting_and_not_the_connection(

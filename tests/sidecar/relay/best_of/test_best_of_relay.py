@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.relay.best_of import read_answers, stream_reply, whole_reply
+from sidecar.relay.best_of import read_answers, whole_reply
 from sidecar.relay.reply_edit import Strip
-from sidecar.scoring import NoPick, Pick
+from sidecar.scoring import Pick
 from support.fake_vllm import FakeVllm, Step
 from support.proxy_kit import MemoryPicker, Wire
 
@@ -69,48 +69,6 @@ async def test_the_client_gets_the_best_answer_and_the_record_holds_all(
     assert [choice.index for choice in exchange.choices] == [0, 1]
     assert exchange.untrainable_reason is None
     assert wired.asked[0].exchange_id == exchange.exchange_id
-
-
-async def test_a_streaming_client_gets_the_best_answer_as_a_stream(
-    wired: MemoryPicker,
-    start_proxy: StartProxy,
-    fake_vllm: FakeVllm,
-    wire: Wire,
-    recorded: Recorded,
-) -> None:
-    reply = recorded("two_reply_asked.json")
-    fake_vllm.script = lambda _: [wire.whole_reply(reply)]
-    running = await start_proxy(best_of={"enabled": True})
-
-    _, headers, body = wire.split(await running.send(asking(wire, stream=True)))
-
-    assert headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert headers["transfer-encoding"] == "chunked"
-    assert body == stream_reply(
-        read_answers(reply, 2), 1, ALL, include_usage=False, continuous_usage=False
-    )
-    (exchange,) = await running.captured(1)
-    assert (exchange.stream, exchange.untrainable_reason) == (True, None)
-    assert len(exchange.choices) == 2
-
-
-async def test_without_the_judge_the_client_gets_the_first_answer(
-    wired: MemoryPicker,
-    start_proxy: StartProxy,
-    fake_vllm: FakeVllm,
-    wire: Wire,
-    recorded: Recorded,
-) -> None:
-    wired.script = [NoPick(reason="timeout")]
-    reply = recorded("two_reply_asked.json")
-    fake_vllm.script = lambda _: [wire.whole_reply(reply)]
-    running = await start_proxy(best_of={"enabled": True})
-
-    _, headers, body = wire.split(await running.send(asking(wire)))
-
-    assert body == whole_reply(read_answers(reply, 2), 0, ALL)
-    assert headers["x-sidecar-best-of"] == "2;picked=0;fallback=timeout"
-    assert running.metric("sidecar_best_of_fallbacks_total", reason="timeout") == 1
 
 
 async def test_while_the_judge_thinks_vllms_connection_serves_another_client(

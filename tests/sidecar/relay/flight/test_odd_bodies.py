@@ -35,7 +35,7 @@ def nested(depth: int, opens: bytes = b"[", closes: bytes = b"]") -> bytes:
     return opens * depth + b"1" + closes * depth
 
 
-DEPTHS = [*range(sys.getrecursionlimit() - 150, sys.getrecursionlimit() + 10, 7), 20_000]
+DEPTHS = [*range(sys.getrecursionlimit() - 150, sys.getrecursionlimit() + 10, 31), 20_000]
 """Around where one reader or another gives up, wherever it stands in the stack, and far beyond."""
 REFUSED = {
     "arrays": (nested(5000), "nested_too_deep"),
@@ -97,8 +97,7 @@ async def connect() -> Any:
         one.writer.transport.abort()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("size", [0, LONG])
+@pytest.mark.parametrize(("path", "size"), [(PATHS[0], 0), (PATHS[0], LONG), (PATHS[3], LONG)])
 async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_logged_once(
     path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
@@ -149,8 +148,7 @@ async def test_a_body_of_other_faults_is_counted_by_its_reason(
     assert running.metric("sidecar_bodies_unreadable_total", reason=reason) == 1
 
 
-@pytest.mark.parametrize("path", PATHS[:4])
-@pytest.mark.parametrize("size", [0, LONG])
+@pytest.mark.parametrize(("path", "size"), [(one, LONG) for one in PATHS[:4]] + [(PATHS[0], 0)])
 async def test_what_vllm_reads_goes_on_to_it_whatever_a_stricter_reader_thinks(
     path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
@@ -310,11 +308,9 @@ def raw(surface: Surface, reply: tuple[bytes, ...], streamed: bool) -> RawCaptur
 
 @pytest.mark.parametrize("path", PATHS[:4])
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("header", ["", "x-sidecar-best-of: 2\r\n"])
 async def test_a_reply_nested_too_deep_reaches_its_client_and_is_recorded(
     path: str,
     streamed: bool,
-    header: str,
     fake_vllm: FakeVllm,
     start_proxy: StartProxy,
     wire: Wire,
@@ -324,8 +320,7 @@ async def test_a_reply_nested_too_deep_reaches_its_client_and_is_recorded(
     event = b"data: %b\n\n" % body
     whole, stream = wire.whole_reply(body), [wire.STREAM_HEAD, wire.chunk(event), wire.LAST_CHUNK]
     fake_vllm.script = lambda _: stream if streamed else [whole]
-    sections = {"best_of": {"enabled": True}} if header and path == PATHS[0] else {}
-    running = await start_proxy(**sections)
+    running = await start_proxy()
 
     line, _, got = wire.split(await running.send(wire.post(body_with(b"1"), path=path)))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from sidecar.relay.client import ClientConnection
 from sidecar.routing.table import RoutingTable
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import StartProxy, Wire
@@ -155,59 +153,6 @@ async def test_every_cut_of_the_upstreams_bytes_gives_the_same_reply(
         assert body == plain, cut
 
 
-async def test_pipelined_requests_are_answered_in_order_on_one_upstream_connection(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    fake_vllm.script = lambda seen: [wire.whole_reply(b'{"echo":%b}' % seen.body)]
-    running = await start_proxy(capture={"sample_rate": 0.0})
-    bodies = [b'{"n":%d}' % number for number in range(5)]
-    sent = b"".join(wire.post(body, close=body == bodies[-1]) for body in bodies)
-
-    received = await running.send(sent)
-
-    assert [int(part[:1]) for part in received.split(b'{"echo":{"n":')[1:]] == [0, 1, 2, 3, 4]
-    assert fake_vllm.connections == 1
-
-
-async def test_a_connection_is_kept_for_the_next_request(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
-    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-    for _ in range(2):
-        writer.write(wire.post(REQUEST, close=False))
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert b"connection: close" not in head
-        await reader.readexactly(2)
-    writer.close()
-
-
-@pytest.mark.parametrize(
-    ("reply", "body"),
-    [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}", b"{}"),
-        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{}", b"{}"),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"{}"),
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;x=y\r\n{\r\n1\r\n}\r\n0\r\n"
-            b"X-Trailer: 1\r\n\r\n",
-            b"{}",
-        ),
-        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
-    ],
-)
-async def test_every_framing_of_a_reply_is_understood(
-    reply: bytes, body: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    fake_vllm.script = lambda _: [reply, wire.CLOSE] if b"close" in reply else [reply]
-    running = await start_proxy()
-
-    line, headers, received = wire.split(await running.send(wire.post(REQUEST)))
-
-    assert (line.split()[1] in ("200", "204"), received) == (True, body)
-    assert "x-trailer" not in headers
-
-
 async def test_a_client_of_http_1_0_gets_a_reply_without_chunks(
     recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
@@ -303,37 +248,6 @@ async def test_a_reply_under_another_name_must_not_be_learned_from(
     exchange = (await running.captured(1))[0]
     assert (exchange.adapter, exchange.untrainable_reason) == ("a", "model_mismatch")
     assert running.metric("sidecar_model_mismatch_total") == 1
-
-
-async def test_small_pieces_are_sent_at_once(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sidecar.relay import server
-
-    made: list[Any] = []
-    seen: list[int] = []
-
-    def client_connection(*arguments: Any) -> ClientConnection:
-        connection = ClientConnection(*arguments)
-        made.append(connection)
-        return connection
-
-    def script(_: Any) -> list[bytes]:
-        sock = made[0]._transport.get_extra_info("socket")
-        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        return [wire.whole_reply(recorded("whole_reply_asked.json"))]
-
-    monkeypatch.setattr(server, "ClientConnection", client_connection)
-    fake_vllm.script = script
-    running = await start_proxy()
-
-    await running.send(wire.post(REQUEST))
-
-    assert seen == [1]
 
 
 async def test_figures_of_a_request_are_counted(

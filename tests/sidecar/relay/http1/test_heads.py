@@ -108,19 +108,6 @@ def test_headers_about_which_somebody_decides_are_kept_aside_and_a_doubled_key_s
     }
 
 
-def test_what_any_connection_header_names_is_not_passed_on() -> None:
-    headers = sorted_request(
-        (b"Connection", b"close"),
-        (b"X-One", b"1"),
-        (b"connection", b"x-one ,\tAuthorization"),
-        (b"Authorization", b"Bearer a"),
-        (b"X-Two", b"2"),
-    )
-
-    assert headers.lines == [b"X-Two: 2"]
-    assert b"authorization" not in headers.aside
-
-
 def test_a_reply_head_gets_our_headers_and_the_framing() -> None:
     headers = sorted_reply(
         (b"server", b"uvicorn"),

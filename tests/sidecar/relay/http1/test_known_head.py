@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidecar.relay.context import ClientRequest
 from sidecar.relay.heads import GIVE_UP_AFTER, MAX_HEAD_BYTES, HeadMemory, KnownHead
-from sidecar.relay.refusals import Refusal, body_too_large
+from sidecar.relay.refusals import Refusal
 from sidecar.relay.request_parser import RequestParser
 from support.watched_parser import WatchedParser
 
@@ -139,7 +139,7 @@ def reads(draw: st.DrawFn) -> list[bytes]:
     return [joined[a:b] for a, b in pairwise([*sorted(cuts), size]) if a < b]
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(reads())
 @example([usual(b"ab"), usual(b"abc"), usual(b""), usual(b"x" * 65)])
 @example([usual(b"ab"), usual(b"ab") + usual(b"abc")[:-1], b"c" + usual(b"")])
@@ -201,42 +201,6 @@ def test_head_and_body_may_come_in_reads_of_their_own() -> None:
     assert parser.head is None
 
     assert llhttp.fed == [USUAL % b"2", b"ab"]
-
-
-def test_what_stands_behind_a_counted_body_is_the_next_request() -> None:
-    parser, llhttp = new_parser()
-    other = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-
-    found = feed(
-        parser,
-        usual(b"a"),
-        USUAL % b"3" + b"a",
-        b"bc" + usual(b"abcd"),  # a like one, whole
-        USUAL % b"2",
-        b"xy" + USUAL % b"5",  # a like one's head
-        b"abcde" + other[:20],  # half of an unlike one
-        other[20:],
-    )
-
-    assert found == [b"a", b"abc", b"abcd", b"xy", b"abcde", b""]
-    assert llhttp.fed == [usual(b"a"), other[:20], other[20:]]
-
-
-def test_two_whole_requests_in_one_read_are_two() -> None:
-    parser, _ = new_parser()
-
-    found = feed(parser, usual(b"a"), usual(b"ab") + usual(b"abc"), usual(b"abcd"))
-
-    assert found == [b"a", b"ab", b"abc", b"abcd"]
-
-
-@pytest.mark.parametrize("digits", [b"65", b"999999999999999", b"9999999999999999"])
-def test_a_body_that_is_too_large_gets_the_same_refusal(digits: bytes) -> None:
-    parser, _ = new_parser()
-
-    found = feed(parser, usual(b"x" * MAX_BODY), USUAL % digits, b"x", usual(b"a"))
-
-    assert found == [b"x" * MAX_BODY, body_too_large(MAX_BODY)]
 
 
 def test_a_changed_byte_anywhere_in_the_head_goes_to_llhttp() -> None:
@@ -328,16 +292,6 @@ def test_a_long_head_is_not_remembered(size: int, remembered: bool) -> None:
 
     assert len(sent) == size + 2
     assert llhttp.fed == ([sent] if remembered else [sent, sent])
-
-
-def test_a_connection_knows_nothing_of_another() -> None:
-    one, _ = new_parser()
-    other, llhttp = new_parser()
-    feed(one, usual(b"ab"))
-
-    feed(other, usual(b"ab"))
-
-    assert llhttp.fed == [usual(b"ab")]
 
 
 def test_only_the_last_head_is_remembered() -> None:

@@ -252,7 +252,7 @@ def events(draw: st.DrawFn) -> bytes:
     return event(value, draw(st.booleans()))
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(events(), min_size=2, max_size=5))
 def test_whatever_is_said_in_events_the_short_way_gives_what_the_careful_one_gives(
     sent: list[bytes],
@@ -265,7 +265,7 @@ def test_whatever_is_said_in_events_the_short_way_gives_what_the_careful_one_giv
             assert shape.strip(first + second) in (None, each_carefully(first + second))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3), IDS.filter(len), st.booleans())
 def test_whatever_is_said_a_usual_event_is_a_usual_one(
     text: str, tokens: list[str], ids: list[int], ascii_only: bool
@@ -285,7 +285,7 @@ def fed(body: EventBody, pieces: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["whole", "tools", "two"])
-@settings(max_examples=100, suppress_health_check=[*HealthCheck])
+@settings(max_examples=40, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_a_recorded_stream_cut_anywhere_is_the_stream_edited_event_by_event(
     name: str, data: st.DataObject, recorded: Recorded
@@ -316,7 +316,7 @@ def test_with_every_event_a_read_most_are_usual_ones(name: str, recorded: Record
     assert sum(shape.strip(one) is not None for one in sent) >= 3  # of one choice
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(events(), max_size=6), st.lists(st.integers(0, 5000), max_size=6))
 def test_any_stream_cut_anywhere_is_the_stream_edited_event_by_event(
     sent: list[bytes], places: list[int]
@@ -455,7 +455,7 @@ CHOICES = st.builds(
 )
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(CHOICES, min_size=1, max_size=2),
     st.one_of(st.none(), IDS.map(tuple)),

@@ -37,51 +37,6 @@ def test_allowed_paths_have_one_destination(
 
 
 @pytest.mark.parametrize(
-    "target",
-    [
-        b"/v1/load_lora_adapter",
-        b"/v1/unload_lora_adapter",
-        b"/sleep",
-        b"/wake_up",
-        b"/pause",
-        b"/resume",
-        b"/abort_requests",
-        b"/reset_prefix_cache",
-        b"/reset_mm_cache",
-        b"/reset_encoder_cache",
-        b"/release_kv_cache_memory",
-        b"/start_profile",
-        b"/stop_profile",
-        b"/init_weight_transfer_engine",
-        b"/start_weight_update",
-        b"/update_weights",
-        b"/scale_elastic_ep",
-        b"/fault_tolerance/apply",
-        b"/inference/v1/generate",
-        b"/invocations",
-        b"/server_info",
-        b"/tokenizer_info",
-        b"/health/live",
-        b"/v1/responses/resp_1",
-        b"/v1/responses/resp_1/cancel",
-        b"/v1/models/smollm2-135m",
-        b"/collective_rpc",
-        b"/v1/chat/completions/",
-        b"/v1//chat/completions",
-        b"/v1/chat/completions/../../v1/load_lora_adapter",
-        b"/v1/chat%2fcompletions",
-        b"/V1/CHAT/COMPLETIONS",
-        b"http://127.0.0.1:8000/v1/load_lora_adapter",
-        b"*",
-        b"",
-    ],
-)
-def test_every_other_path_leads_nowhere(target: bytes) -> None:
-    assert destination(b"POST", target) is Destination.NOWHERE
-    assert without_slash(target + b"/x") is None
-
-
-@pytest.mark.parametrize(
     ("target", "location"),
     [
         (b"/v1/chat/completions/", b"/v1/chat/completions"),

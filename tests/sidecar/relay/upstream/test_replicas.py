@@ -80,13 +80,6 @@ def test_a_home_over_its_share_sends_new_work_to_the_least_loaded() -> None:
     assert chosen(pool, "h:a") is others[1]
 
 
-def test_on_idle_replicas_the_first_request_of_a_session_goes_home() -> None:
-    pool = replicas(8)
-
-    assert all(chosen(pool, session).in_flight == 0 for session in SESSIONS)
-    assert len(set(homes(pool).values())) == 8
-
-
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=200), st.integers(2, 5))
 def test_no_replica_gets_more_than_its_share(arrivals: list[int], count: int) -> None:
     """Nothing ends: the hottest session cannot pile its work on one replica."""

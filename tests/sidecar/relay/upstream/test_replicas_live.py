@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -150,25 +149,6 @@ async def test_a_replica_that_refuses_connections_is_replaced_unseen_and_soon_le
     assert [await fleet.who_answers(session) for session in sessions] == [0] * 5
 
 
-async def test_an_idle_connection_of_a_replica_that_died_costs_nothing(fleet: Fleet) -> None:
-    """The request was on a connection that had served before, and nothing of a reply came."""
-    await fleet.start([BASE], [BASE])
-    [session] = await fleet.sessions_of(0, 1)
-    dying = fleet.fakes[0]
-
-    async def die() -> None:
-        await dying.stop()
-
-    plain = dying.script
-    dying.script = lambda seen: [asyncio.get_running_loop().create_task(die()) and "reset"]
-    line, _, _ = await fleet.ask(session)
-    dying.script = plain
-
-    assert line == "HTTP/1.1 200 OK"
-    assert fleet.running.metric("sidecar_upstream_retries_total") == 1
-    assert fleet.failovers() == 1
-
-
 async def test_when_all_refuse_the_client_is_told_once_each_was_tried(fleet: Fleet) -> None:
     await fleet.start([BASE], [BASE], [BASE])
     for fake in fleet.fakes:
@@ -276,17 +256,6 @@ async def test_a_replica_that_is_started_again_serves_before_its_ejection_ends(
             await asyncio.sleep(0.02)
 
     assert fleet.running.metric("sidecar_exchanges_total", outcome="upstream_error") == 0
-
-
-async def test_an_adapter_that_one_replica_lists_is_asked_for_there(fleet: Fleet) -> None:
-    await fleet.start([BASE], [BASE, CANARY], [BASE])
-    fleet.route(canary=CANARY, canary_weight_bp=10_000)
-
-    answers = [await fleet.ask(f"s{number}") for number in range(12)]
-
-    assert fleet.counts() == [0, 12, 0]
-    assert Counter(headers["x-sidecar-adapter"] for _, headers, _ in answers) == {CANARY: 12}
-    assert fleet.running.metric("sidecar_adapter_missing_total", adapter=CANARY) == 0
 
 
 async def test_an_adapter_lost_on_one_replica_is_answered_by_the_other_that_has_it(
