@@ -50,7 +50,8 @@ class ReadReply(msgspec.Struct, gc=False):
     models: set[str] = set()
     """All model names in the reply; exactly one in a sound reply."""
     choices: dict[int, ReadChoice] = {}
-    prompt_token_ids: tuple[int, ...] = ()
+    prompt_ids: bytes = b""
+    """Token ids of the prompt, a JSON array as vLLM wrote it; empty when not reported."""
     several_prompts: bool = False
     """The request was a list of prompts: the answers belong to different prompts."""
     completion_tokens: int | None = None
