@@ -219,10 +219,12 @@ def _read(raw: RawCapture, *, tools: bool) -> tuple[ReadReply, tuple[Choice, ...
 
 
 def _choice(index: int, choice: ReadChoice, *, tools: bool) -> Choice:
-    kept_back = withheld(choice) if tools else ""
+    message = choice.message
+    if tools and (kept_back := withheld(choice)):
+        message = {**message, WITHHELD: kept_back}
     return Choice(
         index=index,
-        message=message_json({**choice.message, WITHHELD: kept_back}),
+        message=message_json(message),
         finish_reason=_word(choice.finish_reason),
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,

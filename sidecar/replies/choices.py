@@ -3,7 +3,7 @@
 On both surfaces a choice carries token ids and log-probabilities. They differ in the place of the
 text and in the form of the log-probabilities; one reader handles both.
 
-Typical events of a stream are decoded many at a time (`runs.py`), the others one by one.
+Typical events of a stream are decoded many at a time, the others one by one.
 """
 
 from __future__ import annotations
