@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
 BASE = "base"
 """The adapter name for "no adapter": the base model answered."""
@@ -87,6 +88,24 @@ class Assignment:
     """What to write into the request's `model`: the adapter's name, or the base model's."""
 
 
+class SampledFields(msgspec.Struct, gc=False):
+    """The members of a request's body that say how the answer is sampled, undecoded."""
+
+    stream: Raw | UnsetType = UNSET
+    temperature: Raw | UnsetType = UNSET
+    top_p: Raw | UnsetType = UNSET
+    min_p: Raw | UnsetType = UNSET
+    top_k: Raw | UnsetType = UNSET
+    presence_penalty: Raw | UnsetType = UNSET
+    frequency_penalty: Raw | UnsetType = UNSET
+    repetition_penalty: Raw | UnsetType = UNSET
+    seed: Raw | UnsetType = UNSET
+    max_tokens: Raw | UnsetType = UNSET
+    max_completion_tokens: Raw | UnsetType = UNSET
+    max_output_tokens: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+
+
 class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     """relay -> capture. One finished request, nothing of it parsed."""
 
@@ -98,6 +117,8 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     session_key: str
     user: str
     request: bytes
+    fields: SampledFields | None = None
+    """Of the request, as routing read it; None: the capture reads it."""
     reply: Sequence[bytes] | None
     """The reply's body as vLLM sent it, cut anywhere. None: only a span is wanted."""
     streamed: bool
@@ -187,6 +208,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """Length of the request's body in bytes, as the agent sent it."""
     reply_bytes: int = 0
     """Length of the reply's body in bytes, as vLLM sent it."""
+    prompt_ids: bytes = b""
+    """The prompt's token ids as vLLM wrote them, a JSON array, between the proxy and ingest;
+    `read_prompt_ids` makes `prompt_token_ids` of it."""
     address_hash: str = ""
     """4 hex digits of the connection's address (`sidecar.routing.session_key.hash_of_address`);
     empty where the caller has a key, or no canary runs."""
@@ -194,6 +218,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Exchange)
+_ids_decoder = msgspec.json.Decoder(tuple[int, ...])
 
 
 def encode_exchange(exchange: Exchange) -> bytes:
@@ -204,3 +229,27 @@ def encode_exchange(exchange: Exchange) -> bytes:
 def decode_exchange(data: bytes) -> Exchange:
     """Unpack a record from the bus. Raises msgspec.MsgspecError when it is not one."""
     return _decoder.decode(data)
+
+
+def ids_of(written: bytes) -> tuple[int, ...]:
+    """Read token ids, a JSON array; none where nothing is written. Raises: msgspec.MsgspecError."""
+    return _ids_decoder.decode(written) if written else ()
+
+
+def read_prompt_ids(exchange: Exchange) -> Exchange:
+    """Return the exchange with `prompt_token_ids` in place of `prompt_ids`: none, and untrainable,
+    where these are no list of token ids."""
+    if not exchange.prompt_ids:
+        return exchange
+    try:
+        ids = ids_of(exchange.prompt_ids)
+    except msgspec.MsgspecError:
+        reason = exchange.untrainable_reason or "ids_missing"
+        return msgspec.structs.replace(exchange, prompt_ids=b"", untrainable_reason=reason)
+    return msgspec.structs.replace(exchange, prompt_ids=b"", prompt_token_ids=ids)
+
+
+def prompt_tokens(exchange: Exchange) -> int:
+    """Return the number of the prompt's token ids; 0 when they were not reported."""
+    written = exchange.prompt_ids
+    return written.count(b",") + 1 if written else len(exchange.prompt_token_ids)

@@ -54,7 +54,7 @@ from ingest.store.sessions import any_forgotten, forgotten_among, save_forgotten
 from ingest.tokens import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
 from sidecar.feedback import Feedback, decode_feedback, is_feedback
-from sidecar.records import Exchange, decode_exchange
+from sidecar.records import Exchange, decode_exchange, read_prompt_ids
 from sidecar.store.database import Database, count
 from sidecar.store.keyring import BUS, Keyring, is_sealed
 
@@ -191,7 +191,7 @@ class _Readiness:
             payload = self.keyring.open(envelope.payload, BUS)
             if is_feedback(payload):
                 return _Record(envelope, feedback=decode_feedback(payload))
-            exchange, bounded = bound(decode_exchange(payload))
+            exchange, bounded = bound(read_prompt_ids(decode_exchange(payload)))
             tokens = self.check_tokens(exchange)
             if tokens == DISAGREES and exchange.untrainable_reason is None:
                 exchange = msgspec.structs.replace(exchange, untrainable_reason=DISAGREES)

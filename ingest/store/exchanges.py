@@ -55,7 +55,7 @@ Settled = Callable[[Any], bool]  # Any: what the column holds
 """Whether an exchange may be decided that was stored then (`stored_at`)."""
 DELTAS = ("request", "prompt_token_ids")
 """Fields that are stored as differences from another exchange's (`ingest.store.bases`)."""
-_EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices", *DELTAS})
+_EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices", "prompt_ids", *DELTAS})
 _CHOICE = RowMapping(Choice, ChoiceRow)
 _DEFERRED = (defer(ExchangeRow.request_body), defer(ExchangeRow.prompt_token_ids))
 """Read by `load_contents`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import httpx
+import msgspec
 import structlog
 
 from ingest.errors import (
@@ -26,7 +27,7 @@ from ingest.errors import (
 from ingest.grouping.request import candidate_body, why_inexact
 from ingest.tokens import DISAGREES, TokenCheck
 from ingest.vllm.load import EngineLoad, parse_load
-from sidecar.records import Choice
+from sidecar.records import Choice, ids_of
 from sidecar.replies.choices import read_whole
 from sidecar.replies.parts import UnreadableReplyError, message_json
 
@@ -204,7 +205,8 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
     """Read and check a reply with one choice. Pure. Raises: SamplingError with the defect."""
     try:
         reply = read_whole(body)
-    except (UnreadableReplyError, RecursionError) as error:
+        prompt = ids_of(reply.prompt_ids)
+    except (UnreadableReplyError, msgspec.MsgspecError, RecursionError) as error:
         raise SamplingError(f"not a reply: {error}") from error
     if reply.completion_tokens is None:
         raise SamplingError("not a reply: it has no usage")
@@ -216,7 +218,7 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
     problem = why_inexact(choice.token_ids, choice.logprobs)
     if problem is None and len(choice.token_ids) != reply.completion_tokens:
         problem = f"{len(choice.token_ids)} token ids for {reply.completion_tokens} tokens"
-    if problem is None and not reply.prompt_token_ids:
+    if problem is None and not prompt:
         problem = "no_prompt_token_ids"
     if problem is not None:
         raise SamplingError(problem)
@@ -225,7 +227,7 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
         finish_reason=choice.finish_reason,
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
-        prompt_token_ids=reply.prompt_token_ids,
+        prompt_token_ids=prompt,
         model=asked,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import (
@@ -16,6 +17,7 @@ from sidecar.records import (
     Exchange,
     Outcome,
     RawCapture,
+    SampledFields,
     Sampling,
     Surface,
     Timings,
@@ -40,7 +42,8 @@ class Turns:
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._names: dict[bytes, str] = {}
+        self._names: dict[_Same, str] = {}
+        """What a retry shares with its original -> the name of their turn."""
 
     def name(
         self,
@@ -58,38 +61,40 @@ class Turns:
         ended_well: the client received a complete, successful reply, as far as the relay knows.
         """
         if idempotency_key:
-            return f"key-{_digest(project, idempotency_key, body).hex()}"
-        digest = _digest(project, session_key, body)
+            return f"key-{_digest(project, idempotency_key, body)}"
+        same = (hash(body), len(body), session_key, project)
         if retry_count <= 0 and ended_well:
-            known = self._names.get(digest)
             # Keep the entry of a failed original whose retry has not come yet.
-            if known is None or known != _shared(digest):
-                self._remember(digest, exchange_id)
+            if not self._names.get(same, "").startswith(_SHARED):
+                self._remember(same, exchange_id)
             return exchange_id
-        shared = _shared(digest)
+        # Digested for these few only: it takes as long as to relay a long body.
+        shared = _SHARED + _digest(project, session_key, body)
         if retry_count <= 0:
-            self._remember(digest, shared)
+            self._remember(same, shared)
             return shared
-        name = self._names.get(digest, shared)
+        name = self._names.get(same, shared)
         if ended_well:
-            self._names.pop(digest, None)
+            self._names.pop(same, None)
         return name
 
-    def _remember(self, digest: bytes, name: str) -> None:
-        self._names.pop(digest, None)
-        self._names[digest] = name
+    def _remember(self, same: _Same, name: str) -> None:
+        self._names.pop(same, None)
+        self._names[same] = name
         if len(self._names) > self._remembered:
             del self._names[next(iter(self._names))]
 
 
-def _shared(digest: bytes) -> str:
-    return f"try-{digest.hex()}"
+_Same = tuple[int, int, str, str]
+"""Hash and length of the body, session key, project."""
+_SHARED = "try-"
+"""Begins a name that all processes give alike."""
 
 
-def _digest(project: str, scope: str, body: bytes) -> bytes:
+def _digest(project: str, scope: str, body: bytes) -> str:
     digest = hashlib.blake2b(body, digest_size=12)
     digest.update(f"\x00{len(scope)}:{scope}\x00{project}".encode("utf-8", "surrogateescape"))
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
@@ -99,9 +104,10 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     raw: a capture that has a reply.
     turns: remembers the originals of retries. It is the only state used here.
     """
-    request = _request(raw.request)
-    sampling, sampling_known = _sampling(request, raw.surface)
-    reply, choices, readable = _read(raw, tools=request.offers_tools)
+    fields = _fields(raw)
+    tools = _offers_tools(fields)
+    sampling, sampling_known = _sampling(fields, raw.surface)
+    reply, choices, readable = _read(raw, tools=tools)
     outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
     reason: str | None
     if outcome != "ok":
@@ -112,7 +118,7 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
         reason = "unreadable_sampling"
     else:
         asked = raw.route.upstream_model
-        reason = untrainable(reply, raw.surface, asked, tools=request.offers_tools)
+        reason = untrainable(reply, raw.surface, asked, tools=tools)
         if raw.fields_refused and reason in ("ids_missing", "logprobs_missing"):
             reason = "fields_refused"
     turn_id = (turns or Turns(0)).name(
@@ -135,9 +141,9 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
         session_key=raw.session_key,
         request=raw.request,
         choices=choices,
-        prompt_token_ids=reply.prompt_token_ids,
+        prompt_ids=reply.prompt_ids,
         sampling=sampling,
-        stream=raw.streamed or request.stream is True,
+        stream=raw.streamed or _json(fields.stream) == b"true",
         status=raw.status,
         outcome=outcome,
         timings=_timings(raw, reply),
@@ -213,83 +219,85 @@ def _read(raw: RawCapture, *, tools: bool) -> tuple[ReadReply, tuple[Choice, ...
 
 
 def _choice(index: int, choice: ReadChoice, *, tools: bool) -> Choice:
-    kept_back = withheld(choice) if tools else ""
+    message = choice.message
+    if tools and (kept_back := withheld(choice)):
+        message = {**message, WITHHELD: kept_back}
     return Choice(
         index=index,
-        message=message_json({**choice.message, WITHHELD: kept_back}),
+        message=message_json(message),
         finish_reason=_word(choice.finish_reason),
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
     )
 
 
-class _Request(msgspec.Struct, gc=False):
-    """The sampling parameters of a request. `_sampling` checks the type of each."""
-
-    stream: object = None
-    temperature: object = None
-    top_p: object = None
-    min_p: object = None
-    top_k: object = None
-    presence_penalty: object = None
-    frequency_penalty: object = None
-    repetition_penalty: object = None
-    seed: object = None
-    max_tokens: object = None
-    max_completion_tokens: object = None
-    max_output_tokens: object = None
-    tools: msgspec.Raw = msgspec.Raw(b"null")
-
-    @property
-    def offers_tools(self) -> bool:
-        return bytes(self.tools) not in (b"null", b"[]")
-
-
-_REQUEST = msgspec.json.Decoder(_Request)
+_FIELDS = msgspec.json.Decoder(SampledFields)
+_VALUE = msgspec.json.Decoder()
 _TOO_LARGE = 2**63
 """MessagePack and the stores hold no such integer."""
-_UNREADABLE = _Request(temperature="unreadable")
+_UNREADABLE = SampledFields(temperature=msgspec.Raw(b'"unreadable"'))
 """Stands for JSON that msgspec refuses and Python's json accepts, such as NaN."""
 
 
-def _request(body: bytes) -> _Request:
+def _fields(raw: RawCapture) -> SampledFields:
+    if raw.fields is not None:
+        return raw.fields
     try:
-        return _REQUEST.decode(body)
+        return _FIELDS.decode(raw.request)
     except UNREADABLE_JSON:
         return _UNREADABLE
 
 
-def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
+def _offers_tools(fields: SampledFields) -> bool:
+    return _json(fields.tools) not in (b"null", b"[]")
+
+
+def _json(value: msgspec.Raw | UnsetType) -> bytes:
+    return b"null" if value is UNSET else bytes(value)
+
+
+def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
     """Return the sampling parameters, and whether all of them could be read.
 
     vLLM accepts some values in other types too ("0.7"). Those count as unreadable.
     """
     known = True
 
-    def count(value: object) -> int | None:
+    def number(value: msgspec.Raw | UnsetType) -> float | None:
         nonlocal known
-        if value is None or (type(value) is int and abs(value) < _TOO_LARGE):
-            return value
+        if value is UNSET:
+            return None
+        try:
+            read = _VALUE.decode(value)
+        except UNREADABLE_JSON:
+            read = ""
+        if read is None or type(read) is float or (type(read) is int and abs(read) < _TOO_LARGE):
+            return read
         known = False
         return None
 
-    def number(value: object) -> float | None:
-        return value if type(value) is float else count(value)
+    def count(value: msgspec.Raw | UnsetType) -> int | None:
+        nonlocal known
+        read = number(value)
+        if read is None or type(read) is int:
+            return read
+        known = False
+        return None
 
-    limit = request.max_tokens
+    limit = fields.max_tokens
     if surface == "responses":
-        limit = request.max_output_tokens
-    elif request.max_completion_tokens is not None:  # as in vLLM, the newer name wins
-        limit = request.max_completion_tokens
+        limit = fields.max_output_tokens
+    elif _json(fields.max_completion_tokens) != b"null":  # as in vLLM, the newer name wins
+        limit = fields.max_completion_tokens
     sampling = Sampling(
-        temperature=number(request.temperature),
-        top_p=number(request.top_p),
-        top_k=count(request.top_k),
-        min_p=number(request.min_p),
-        presence_penalty=number(request.presence_penalty),
-        frequency_penalty=number(request.frequency_penalty),
-        repetition_penalty=number(request.repetition_penalty),
-        seed=count(request.seed),
+        temperature=number(fields.temperature),
+        top_p=number(fields.top_p),
+        top_k=count(fields.top_k),
+        min_p=number(fields.min_p),
+        presence_penalty=number(fields.presence_penalty),
+        frequency_penalty=number(fields.frequency_penalty),
+        repetition_penalty=number(fields.repetition_penalty),
+        seed=count(fields.seed),
         max_tokens=count(limit),
     )
     return sampling, known

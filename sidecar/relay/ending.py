@@ -193,6 +193,7 @@ def settle(
             session_key=plan.session_key,
             user=plan.user,
             request=plan.peek.body,
+            fields=plan.peek.fields,
             reply=reply,
             streamed=streamed,
             status=status,

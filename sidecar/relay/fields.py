@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from sidecar.records import SampledFields
+
 Value = Raw | UnsetType
 
 
@@ -29,10 +31,9 @@ class Part(msgspec.Struct, gc=False):
     file_id: Value = UNSET
 
 
-class RequestFields(msgspec.Struct, gc=False):
+class RequestFields(SampledFields, gc=False):
     model: Value = UNSET
     user: Value = UNSET
-    stream: Value = UNSET
     stream_options: Value = UNSET
     return_token_ids: Value = UNSET
     logprobs: Value = UNSET

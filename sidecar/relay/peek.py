@@ -72,7 +72,7 @@ class UnreadableBodyError(BadRequestError):
 class RequestPeek:
     """What the relay reads of a request's body."""
 
-    __slots__ = ("_fields", "body", "model", "model_is_text", "model_json")
+    __slots__ = ("body", "fields", "model", "model_is_text", "model_json")
 
     def __init__(
         self, body: bytes, fields: TypedFields | LooseFields, usual: ModelName | None = None
@@ -80,7 +80,7 @@ class RequestPeek:
         """usual: a model's name that need not be decoded."""
         self.body = body
         """The body in UTF-8; the very bytes that came unless they came in another encoding."""
-        self._fields = fields
+        self.fields = fields
         raw = fields.model
         self.model_json: bytes | None = None
         """The bytes of `model` in the body; None: it is absent."""
@@ -103,7 +103,7 @@ class RequestPeek:
         """`user`, or what Anthropic's surface has for it: `metadata.user_id`, without the session
         that agents put into it. Half of a surrogate pair, which JSON may hold and no record,
         becomes a question mark."""
-        user = _value(self._fields.user)
+        user = _value(self.fields.user)
         if user is None:
             user = user_and_session(self._metadata("user_id"))[0]
         if not isinstance(user, str):
@@ -114,16 +114,16 @@ class RequestPeek:
         """The session in `metadata.user_id`, as coding agents write it, or `conversation` of the
         responses; "" without one."""
         session = user_and_session(self._metadata("user_id"))[1]
-        if session or self._fields.conversation is _UNSET:
+        if session or self.fields.conversation is _UNSET:
             return session
-        name = _value(self._fields.conversation)
+        name = _value(self.fields.conversation)
         if isinstance(name, dict):
             name = name.get("id")
         return name if isinstance(name, str) else ""
 
     def session_name(self) -> str:
         """What else in the body may name the session; "" without one."""
-        fields = self._fields
+        fields = self.fields
         for raw in (fields.session_id, fields.litellm_session_id):
             if raw is not _UNSET:
                 name = _value(raw)
@@ -138,12 +138,12 @@ class RequestPeek:
 
     def cache_key(self) -> str:
         """`prompt_cache_key`: of a conversation, or of all of an application's."""
-        name = _value(self._fields.prompt_cache_key)
+        name = _value(self.fields.prompt_cache_key)
         return name if isinstance(name, str) else ""
 
     def _metadata(self, name: str) -> str:
         """A text in `metadata`; "" where it has none."""
-        raw = self._fields.metadata
+        raw = self.fields.metadata
         if raw is _UNSET or len(raw) > LONGEST_METADATA_BYTES:
             return ""
         metadata = _value(raw)
@@ -152,16 +152,16 @@ class RequestPeek:
 
     @property
     def streams(self) -> bool:
-        return _is_yes(self._fields.stream)
+        return _is_yes(self.fields.stream)
 
     def may_ask_token_ids(self, surface: Surface) -> bool:
         """The client did not ask for token ids, so asking is on the sidecar's account.
 
         Not with the `echo` of completions: vLLM then leaves the prompt out of the text.
         """
-        if surface == "completions" and _is_yes(self._fields.echo):
+        if surface == "completions" and _is_yes(self.fields.echo):
             return False
-        return not _is_yes(self._fields.return_token_ids)
+        return not _is_yes(self.fields.return_token_ids)
 
     def may_ask_logprobs(self, surface: Surface) -> bool:
         """The client did not ask for log-probabilities, and asking for them changes nothing else.
@@ -170,7 +170,7 @@ class RequestPeek:
         must go on refusing them. Not with `echo`: vLLM would compute the prompt's too. In
         completions `logprobs` is a number; even 0 and `false` ask for them.
         """
-        fields = self._fields
+        fields = self.fields
         asked = fields.logprobs
         if surface == "completions" and asked is not _UNSET and bytes(asked) != b"null":
             return False
@@ -184,22 +184,22 @@ class RequestPeek:
     @property
     def has_no_injected_fields(self) -> bool:
         """`return_token_ids` and `logprobs` are absent from the body, even as false."""
-        return self._fields.return_token_ids is _UNSET and self._fields.logprobs is _UNSET
+        return self.fields.return_token_ids is _UNSET and self.fields.logprobs is _UNSET
 
     @property
     def says_stream_options(self) -> bool:
         """`stream_options` is in the body, if only as null."""
-        return self._fields.stream_options is not _UNSET
+        return self.fields.stream_options is not _UNSET
 
     @property
     def stream_options_json(self) -> bytes:
         """The bytes of the client's `stream_options`; `{}` when there are none."""
-        raw = self._fields.stream_options
+        raw = self.fields.stream_options
         return b"{}" if raw is _UNSET or bytes(raw) == b"null" else bytes(raw)
 
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
         """The client's `stream_options`; None when it is no object: nothing can be added to it."""
-        raw = self._fields.stream_options
+        raw = self.fields.stream_options
         options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
         return options if isinstance(options, dict) else None
 
@@ -210,7 +210,7 @@ class RequestPeek:
 
         marks: a cache of the caller's.
         """
-        fields = self._fields
+        fields = self.fields
         messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
         if messages is _UNSET and fields.input is not _UNSET:
             messages = _items(fields.input)

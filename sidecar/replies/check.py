@@ -42,7 +42,7 @@ def untrainable(
         return "several_prompts"
     tokens = [len(choice.token_ids) for choice in choices]
     logprobs = [len(choice.logprobs) for choice in choices]
-    if not reply.prompt_token_ids or 0 in tokens:
+    if not reply.prompt_ids or 0 in tokens:
         return "ids_missing"
     if 0 in logprobs:
         return "logprobs_missing"

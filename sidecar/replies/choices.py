@@ -3,7 +3,7 @@
 On both surfaces a choice carries token ids and log-probabilities. They differ in the place of the
 text and in the form of the log-probabilities; one reader handles both.
 
-Typical events of a stream are decoded many at a time (`runs.py`), the others one by one.
+Typical events of a stream are decoded many at a time, the others one by one.
 """
 
 from __future__ import annotations
@@ -91,6 +91,32 @@ class ReplyFields(msgspec.Struct, gc=False):
     prompt_token_ids: tuple[int, ...] | None = None
     error: object = None
     """An object when a stream failed; a string from vLLM's own key check."""
+
+
+_PROMPT = b'"prompt_token_ids":['
+
+
+def cut_prompts(document: bytes) -> tuple[bytes, list[bytes]]:
+    """Take the prompts' token ids out of a reply or an event, unread: null stands there.
+
+    Reading the 25,000 ids of a prompt of 100 kB takes 0.5 ms, finding them 0.01 ms. The key with
+    its bracket stands in no JSON string, where each quote has a backslash.
+    Returns: the rest, and each prompt as a JSON array.
+    """
+    pieces: list[bytes] = []
+    prompts: list[bytes] = []
+    begin, at = 0, document.find(_PROMPT)
+    while at >= 0:
+        start = at + len(_PROMPT) - 1
+        end = document.find(b"]", start) + 1
+        if end == 0:
+            break
+        prompts.append(document[start:end])
+        pieces += (document[begin:start], b"null")
+        begin, at = end, document.find(_PROMPT, end)
+    if not prompts:
+        return document, prompts
+    return b"".join((*pieces, document[begin:])), prompts
 
 
 REPLY = msgspec.json.Decoder(ReplyFields)
@@ -191,7 +217,7 @@ pay."""
 def read_whole(body: bytes) -> ReadReply:
     """Read a reply that is not streamed. Raises: UnreadableReplyError."""
     reader = _Reader()
-    reader.add(decode(REPLY, body))
+    reader.add(body)
     reader.ended = True
     return reader.end()
 
@@ -401,7 +427,7 @@ class _Reader:
             if is_done(document):
                 self.ended = True
             else:
-                self.add(decode(REPLY, document))
+                self.add(document)
 
     def add_choices(self, lines: bytes, count: int, model: str | None) -> bool:
         """Add typical choices, one on each line. Returns: False when a line is not typical; nothing
@@ -419,15 +445,25 @@ class _Reader:
             self._reply.models.add(model)
         return True
 
-    def add(self, part: ReplyFields) -> None:
+    def add(self, document: bytes) -> None:
+        """Add a whole reply or an event. Raises: UnreadableReplyError."""
         reply = self._reply
+        rest, prompts = cut_prompts(document)
+        try:
+            part = decode(REPLY, rest)
+        except UnreadableReplyError:
+            if not prompts:
+                raise
+            prompts, part = [], decode(REPLY, document)
+        for prompt in prompts:
+            self._add_prompt(prompt)
         if part.model is not None:
             reply.models.add(part.model)
         if part.error is not None:
             error = part.error
             reply.error = str(error.get("type", "error")) if isinstance(error, dict) else "error"
-        if part.prompt_token_ids and not reply.prompt_token_ids:
-            reply.prompt_token_ids = part.prompt_token_ids
+        if part.prompt_token_ids:
+            self._add_prompt(msgspec.json.encode(part.prompt_token_ids))
         if part.usage is not None and part.usage.completion_tokens is not None:
             reply.completion_tokens = part.usage.completion_tokens
         self._add_choices(part.choices)
@@ -435,7 +471,7 @@ class _Reader:
     def _add_choices(self, choices: list[ChoiceFields]) -> None:
         for choice in choices:
             if choice.prompt_token_ids:
-                self._add_prompt(choice.prompt_token_ids)
+                self._add_prompt(msgspec.json.encode(choice.prompt_token_ids))
             growing = self._growing.get(choice.index)
             if growing is None:
                 growing = self._growing[choice.index] = _Growing()
@@ -452,14 +488,14 @@ class _Reader:
                 choices if alone else [choice for choice in choices if choice.index == index]
             )
 
-    def _add_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """Add the prompt's token ids. Text completions give a prompt with each choice, and several
-        prompts for a list of prompts."""
+    def _add_prompt(self, prompt: bytes) -> None:
+        """Add a prompt's token ids, a JSON array. Text completions give a prompt with each choice,
+        and several prompts for a list of prompts."""
         reply = self._reply
-        if reply.prompt_token_ids and reply.prompt_token_ids != prompt_token_ids:
+        if reply.prompt_ids and prompt not in (b"[]", reply.prompt_ids):
             reply.several_prompts = True
-        else:
-            reply.prompt_token_ids = prompt_token_ids
+        elif prompt != b"[]":
+            reply.prompt_ids = prompt
 
     def end(self) -> ReadReply:
         reply = self._reply

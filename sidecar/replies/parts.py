@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -50,7 +50,8 @@ class ReadReply(msgspec.Struct, gc=False):
     models: set[str] = set()
     """All model names in the reply; exactly one in a sound reply."""
     choices: dict[int, ReadChoice] = {}
-    prompt_token_ids: tuple[int, ...] = ()
+    prompt_ids: bytes = b""
+    """Token ids of the prompt, a JSON array as vLLM wrote it; empty when not reported."""
     several_prompts: bool = False
     """The request was a list of prompts: the answers belong to different prompts."""
     completion_tokens: int | None = None
@@ -128,17 +129,29 @@ def canonical(message: Mapping[str, Any]) -> JsonObject:
     empty when the answer says nothing, null when it says something elsewhere (a tool call, a
     refusal, speech). `reasoning_content` is vLLM's older name of `reasoning`.
     """
+    made: JsonObject = {
+        "role": message.get("role") or "assistant",
+        "content": message.get("content") or "",
+    }
     others = {
         key: value
-        for key, value in sorted(message.items())
-        if key not in ("role", "content") and value not in (None, "", [], {})
+        for key, value in message.items()
+        if value not in _EMPTY and key not in made and value is not None
     }
+    if not others:
+        return made
     thought = others.pop("reasoning_content", None)
     if thought is not None:
-        others = dict(sorted({"reasoning": thought, **others}.items()))
-    elsewhere = any(key in others for key in ("tool_calls", "refusal", "audio"))
-    content = message.get("content") or (None if elsewhere else "")
-    return {"role": message.get("role") or "assistant", "content": content, **others}
+        others.setdefault("reasoning", thought)
+    if not made["content"] and not others.keys().isdisjoint(_ELSEWHERE):
+        made["content"] = None
+    for key in sorted(others):
+        made[key] = others[key]
+    return made
+
+
+_EMPTY: Final[tuple[object, ...]] = ("", [], {})
+_ELSEWHERE: Final = ("tool_calls", "refusal", "audio")
 
 
 def dumped(value: Any) -> str:  # Any: JSON

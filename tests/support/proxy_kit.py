@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
-from sidecar.records import Exchange
+from sidecar.records import Exchange, read_prompt_ids
 from sidecar.scoring import Material, NoPick, Verdict
 from support.fake_vllm import (
     CLOSE,
@@ -112,7 +112,8 @@ class Running(Target):
     sink: MemorySink
 
     async def captured(self, count: int) -> list[Exchange]:
-        return await asyncio.to_thread(self.sink.wait_for, count)
+        exchanges = await asyncio.to_thread(self.sink.wait_for, count)
+        return [read_prompt_ids(exchange) for exchange in exchanges]  # as ingest does
 
     def metric(self, name: str, **labels: str) -> float:
         return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0

@@ -45,7 +45,7 @@ def record(chunks: Sequence[bytes], *, streamed: bool, surface: Any = "chat") ->
 def same(whole: Exchange, streamed: Exchange) -> None:
     """Records, identities, and texts before the judge are equal."""
     assert streamed.choices == whole.choices
-    assert streamed.prompt_token_ids == whole.prompt_token_ids
+    assert streamed.prompt_ids == whole.prompt_ids
     assert streamed.completion_tokens == whole.completion_tokens
     assert streamed.untrainable_reason == whole.untrainable_reason
     for one, other in zip(whole.choices, streamed.choices, strict=True):

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sidecar.capture.assemble import Turns, assemble
@@ -15,11 +17,15 @@ from sidecar.records import (
     Choice,
     Exchange,
     RawCapture,
+    SampledFields,
     Sampling,
     Timings,
     decode_exchange,
     encode_exchange,
+    prompt_tokens,
+    read_prompt_ids,
 )
+from sidecar.relay.peek import peek_request
 
 REQUEST = {"model": "m", "messages": [], "temperature": 0.7, "seed": 3, "max_tokens": 9}
 ROUTE = Assignment(adapter="m--v1", arm="canary", propensity=0.2, upstream_model="m--v1")
@@ -89,7 +95,7 @@ def test_everything_that_was_seen_is_in_the_exchange() -> None:
                 logprobs=(-0.5, -0.25),
             ),
         ),
-        prompt_token_ids=(1, 2, 3),
+        prompt_ids=b"[1,2,3]",
         sampling=Sampling(temperature=0.7, seed=3, max_tokens=9),
         stream=False,
         status=200,
@@ -260,6 +266,50 @@ def test_who_asked_and_what_it_weighed_is_kept() -> None:
     assert (failed.retry_count, retried.retry_count) == (0, 1)
     assert failed.turn_id == retried.turn_id != ""
     assert assemble(_raw(_reply(), reply_bytes=5)).reply_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("written", "ids", "reason"),
+    [
+        (b"", (), None),
+        (b"[5, 6,7]", (5, 6, 7), None),
+        (b'["a"]', (), "ids_missing"),
+        (b"[1.5]", (), "ids_missing"),
+        (b"[1", (), "ids_missing"),
+    ],
+)
+def test_ingest_reads_the_prompts_ids(
+    written: bytes, ids: tuple[int, ...], reason: str | None
+) -> None:
+    exchange = replace(assemble(_raw(_reply())), prompt_ids=written)
+
+    read = read_prompt_ids(exchange)
+
+    assert (read.prompt_ids, read.prompt_token_ids, read.untrainable_reason) == (b"", ids, reason)
+    assert reason or prompt_tokens(exchange) == prompt_tokens(read) == len(ids)
+
+
+BODIES = st.dictionaries(
+    st.sampled_from([*SampledFields.__struct_fields__, "messages", "model"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3)
+    | st.lists(st.just({}), max_size=1),
+    max_size=6,
+)
+
+
+@given(BODIES)
+def test_what_routing_read_says_the_same_as_the_body(body: dict[str, Any]) -> None:
+    written = json.dumps(body).encode()
+    fields = peek_request(written).fields
+
+    read = assemble(_raw(_reply(), request=written))
+    given_fields = assemble(_raw(_reply(), request=written, fields=fields))
+
+    assert given_fields == read
 
 
 def test_a_record_of_an_older_writer_is_still_read() -> None:

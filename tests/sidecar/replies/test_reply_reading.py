@@ -27,7 +27,7 @@ def test_a_stream_reads_like_the_whole_reply(name: str, recorded: Recorded) -> N
     stream = read_stream([recorded(f"{name}_stream_asked.sse")])
 
     assert stream.models == whole.models == {"smollm2-135m"}
-    assert stream.prompt_token_ids == whole.prompt_token_ids
+    assert stream.prompt_ids == whole.prompt_ids != b""
     assert stream.choices.keys() == whole.choices.keys()
     for index, choice in whole.choices.items():
         streamed = stream.choices[index]
@@ -47,8 +47,33 @@ def test_the_numbers_of_a_recorded_reply() -> None:
 
     choice = reply.choices[0]
     assert (choice.token_ids, choice.logprobs) == ((7, 2), (-0.5, -0.25))
-    assert (reply.prompt_token_ids, reply.completion_tokens) == ((1, 2, 3), 2)
+    assert (reply.prompt_ids, reply.completion_tokens) == (b"[1,2,3]", 2)
     assert message_json(choice.message) == b'{"role":"assistant","content":"ok"}'
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 10**6), max_size=5), max_size=3),
+    st.text(st.sampled_from('"\\[]:, prompt_token_ids1'), max_size=40),
+)
+def test_prompts_are_cut_out_without_being_read(prompts: list[list[int]], text: str) -> None:
+    """The same as with the keys spelled so that the cut does not find them, whatever the texts."""
+    said = {"index": 0, "message": {"content": text + '"prompt_token_ids":[1'}}
+    choices = [{**said, "prompt_token_ids": ids, "token_ids": [7]} for ids in prompts]
+    reply = {"model": "m", "x": text, "choices": choices or [said]}
+
+    cut = read_whole(json.dumps(reply, separators=(",", ":")).encode())
+    read = read_whole(json.dumps(reply).encode())
+
+    assert cut == read
+    different = {tuple(ids) for ids in prompts if ids}
+    assert cut.several_prompts == (len(different) > 1)
+    assert (cut.prompt_ids == b"") == (not different)
+
+
+@pytest.mark.parametrize("ids", ["[[1],2]", "[1"])
+def test_prompts_that_are_no_list_of_numbers_make_the_reply_unreadable(ids: str) -> None:
+    with pytest.raises(UnreadableReplyError):
+        read_whole(b'{"model":"m","choices":[],"prompt_token_ids":%b}' % ids.encode())
 
 
 def _event(delta: str, index: int = 0) -> bytes:
@@ -208,7 +233,7 @@ def _said(chunks: Sequence[bytes]) -> tuple[object, ...]:
     return (
         reply.models,
         repr(reply.choices),
-        repr(reply)[repr(reply).index("prompt_token_ids=") :],
+        repr(reply)[repr(reply).index("prompt_ids=") :],
     )
 
 

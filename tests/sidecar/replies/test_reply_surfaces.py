@@ -48,8 +48,8 @@ def test_a_stream_reads_like_the_whole_reply(name: str, recorded: Recorded) -> N
     assert stream.ended
     assert stream.models == whole.models == {"smollm2-135m"}
     assert stream.completion_tokens in (None, whole.completion_tokens)
-    assert (stream.prompt_token_ids, stream.several_prompts) == (
-        whole.prompt_token_ids,
+    assert (stream.prompt_ids, stream.several_prompts) == (
+        whole.prompt_ids,
         whole.several_prompts,
     )
     assert stream.choices.keys() == whole.choices.keys()
@@ -90,7 +90,7 @@ def test_a_completion_has_ids_and_log_probabilities(recorded: Recorded) -> None:
     assert choice.token_ids == (7042, 30, 198, 198, 504)
     assert choice.logprobs[0] == -0.2692539393901825
     assert choice.token_texts == [" Paris", ".", "\n", "\n", "The"]
-    assert reply.prompt_token_ids == (504, 3575, 282, 4649, 314)
+    assert reply.prompt_ids == b"[504,3575,282,4649,314]"
     assert message_json(choice.message) == rb'{"role":"assistant","content":" Paris.\n\nThe"}'
     assert untrainable(reply, "completions", "smollm2-135m") is None
 
