@@ -40,13 +40,16 @@ class RoundWatcher:
         self._say = say
         self._ended: set[str] = set()
         self._seen: set[tuple[str, ...]] = set()
+        self._told = 0
 
     async def next_round(self) -> Round:
         """Wait for the next canary to end."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + ROUND_TIMEOUT_S
+        seen, deadline = -1, 0.0
         async with httpx.AsyncClient(timeout=30.0) as client:
-            while loop.time() < deadline:
+            while self._told != seen or loop.time() < deadline:
+                if self._told != seen:  # a slow machine may take long, as long as it goes on
+                    seen, deadline = self._told, loop.time() + ROUND_TIMEOUT_S
                 try:
                     done = await self._look(client)
                 except httpx.TransportError as error:
@@ -57,7 +60,9 @@ class RoundWatcher:
                     return done
                 await asyncio.sleep(0.5)
             funnel = (await client.get(f"{self._url}/funnel")).text
-        raise RoundTimeoutError(f"no round ended in {ROUND_TIMEOUT_S:.0f} s; the funnel: {funnel}")
+        raise RoundTimeoutError(
+            f"nothing happened in {ROUND_TIMEOUT_S:.0f} s; the funnel: {funnel}"
+        )
 
     async def _look(self, client: httpx.AsyncClient) -> Round | None:
         """Say what is new. Returns: a round that has ended, if one has."""
@@ -107,6 +112,7 @@ class RoundWatcher:
         if key in self._seen:
             return False
         self._seen.add(key)
+        self._told += key[0] != "away"
         return True
 
 

@@ -247,9 +247,3 @@ def read_prompt_ids(exchange: Exchange) -> Exchange:
         reason = exchange.untrainable_reason or "ids_missing"
         return msgspec.structs.replace(exchange, prompt_ids=b"", untrainable_reason=reason)
     return msgspec.structs.replace(exchange, prompt_ids=b"", prompt_token_ids=ids)
-
-
-def prompt_tokens(exchange: Exchange) -> int:
-    """Return the number of the prompt's token ids; 0 when they were not reported."""
-    written = exchange.prompt_ids
-    return written.count(b",") + 1 if written else len(exchange.prompt_token_ids)

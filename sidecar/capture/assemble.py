@@ -7,6 +7,7 @@ feedback. `untrainable_reason` says why it must not be trained on.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -85,10 +86,8 @@ class Turns:
             del self._names[next(iter(self._names))]
 
 
-_Same = tuple[int, int, str, str]
-"""Hash and length of the body, session key, project."""
-_SHARED = "try-"
-"""Begins a name that all processes give alike."""
+_Same = tuple[int, int, str, str]  # hash and length of the body, session key, project
+_SHARED = "try-"  # begins a name that all processes give alike
 
 
 def _digest(project: str, scope: str, body: bytes) -> str:
@@ -105,7 +104,7 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     turns: remembers the originals of retries. It is the only state used here.
     """
     fields = _fields(raw)
-    tools = _offers_tools(fields)
+    tools = _json(fields.tools) not in (b"null", b"[]")
     sampling, sampling_known = _sampling(fields, raw.surface)
     reply, choices, readable = _read(raw, tools=tools)
     outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
@@ -195,14 +194,8 @@ def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
         tokens = reply.completion_tokens or 0
     if tokens < 2:
         return timings
-    return Timings(
-        started_at=timings.started_at,
-        queue_s=timings.queue_s,
-        first_byte_s=timings.first_byte_s,
-        per_token_s=max(0.0, timings.total_s - timings.first_byte_s) / (tokens - 1),
-        total_s=timings.total_s,
-        overhead_s=timings.overhead_s,
-    )
+    per_token_s = max(0.0, timings.total_s - timings.first_byte_s) / (tokens - 1)
+    return msgspec.structs.replace(timings, per_token_s=per_token_s)
 
 
 def _read(raw: RawCapture, *, tools: bool) -> tuple[ReadReply, tuple[Choice, ...], bool]:
@@ -240,16 +233,10 @@ _UNREADABLE = SampledFields(temperature=msgspec.Raw(b'"unreadable"'))
 
 
 def _fields(raw: RawCapture) -> SampledFields:
-    if raw.fields is not None:
-        return raw.fields
     try:
-        return _FIELDS.decode(raw.request)
+        return raw.fields or _FIELDS.decode(raw.request)
     except UNREADABLE_JSON:
         return _UNREADABLE
-
-
-def _offers_tools(fields: SampledFields) -> bool:
-    return _json(fields.tools) not in (b"null", b"[]")
 
 
 def _json(value: msgspec.Raw | UnsetType) -> bytes:
@@ -263,26 +250,22 @@ def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
     """
     known = True
 
-    def number(value: msgspec.Raw | UnsetType) -> float | None:
+    def number(value: msgspec.Raw | UnsetType, kinds: tuple[type, ...] = (int, float)) -> Any:
         nonlocal known
-        if value is UNSET:
-            return None
         try:
-            read = _VALUE.decode(value)
+            read = None if value is UNSET else _VALUE.decode(value)
         except UNREADABLE_JSON:
             read = ""
-        if read is None or type(read) is float or (type(read) is int and abs(read) < _TOO_LARGE):
+        if read is None or (
+            type(read) in kinds and (type(read) is float or abs(read) < _TOO_LARGE)
+        ):
             return read
         known = False
         return None
 
     def count(value: msgspec.Raw | UnsetType) -> int | None:
-        nonlocal known
-        read = number(value)
-        if read is None or type(read) is int:
-            return read
-        known = False
-        return None
+        whole: int | None = number(value, (int,))
+        return whole
 
     limit = fields.max_tokens
     if surface == "responses":

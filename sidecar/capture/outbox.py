@@ -107,8 +107,6 @@ def _rewrite(connection: sqlite3.Connection) -> bool:
 log = structlog.get_logger()
 PAGE_BYTES = 16 * 1024
 """A write takes 0.6 of the CPU time that SQLite's 4 kB take, for records of 3 kB and of 250 kB."""
-LOG_FULL_BYTES = 4 * 2**20
-"""The -wal file is written into the file when it has this size: SQLite's 1,000 pages of 4 kB."""
 LOG_BYTES = 512 * 1024
 """A longer -wal file is truncated when the outbox is drained, and by SQLite when it is reset."""
 IDLE_FREE_BYTES = 512 * 1024
@@ -131,8 +129,7 @@ def prepare(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
-    pages = LOG_FULL_BYTES // _number(connection, "page_size")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+    connection.execute("PRAGMA wal_autocheckpoint = 256")  # pages: 4 MB
 
 
 def used_bytes(connection: sqlite3.Connection) -> int:

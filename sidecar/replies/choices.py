@@ -93,7 +93,7 @@ class ReplyFields(msgspec.Struct, gc=False):
     """An object when a stream failed; a string from vLLM's own key check."""
 
 
-_PROMPT = b'"prompt_token_ids":['
+_PROMPT = b'"prompt_token_ids":'
 
 
 def cut_prompts(document: bytes) -> tuple[bytes, list[bytes]]:
@@ -103,20 +103,10 @@ def cut_prompts(document: bytes) -> tuple[bytes, list[bytes]]:
     its bracket stands in no JSON string, where each quote has a backslash.
     Returns: the rest, and each prompt as a JSON array.
     """
-    pieces: list[bytes] = []
-    prompts: list[bytes] = []
-    begin, at = 0, document.find(_PROMPT)
-    while at >= 0:
-        start = at + len(_PROMPT) - 1
-        end = document.find(b"]", start) + 1
-        if end == 0:
-            break
-        prompts.append(document[start:end])
-        pieces += (document[begin:start], b"null")
-        begin, at = end, document.find(_PROMPT, end)
-    if not prompts:
-        return document, prompts
-    return b"".join((*pieces, document[begin:])), prompts
+    first, *others = document.split(_PROMPT + b"[")
+    parts = [other.partition(b"]") for other in others]
+    rest = (_PROMPT + b"null").join([first, *(after for _, _, after in parts)])
+    return rest, [b"[%b]" % ids for ids, _, _ in parts]
 
 
 REPLY = msgspec.json.Decoder(ReplyFields)
@@ -449,12 +439,7 @@ class _Reader:
         """Add a whole reply or an event. Raises: UnreadableReplyError."""
         reply = self._reply
         rest, prompts = cut_prompts(document)
-        try:
-            part = decode(REPLY, rest)
-        except UnreadableReplyError:
-            if not prompts:
-                raise
-            prompts, part = [], decode(REPLY, document)
+        part = decode(REPLY, rest)
         for prompt in prompts:
             self._add_prompt(prompt)
         if part.model is not None:

@@ -129,28 +129,21 @@ def canonical(message: Mapping[str, Any]) -> JsonObject:
     empty when the answer says nothing, null when it says something elsewhere (a tool call, a
     refusal, speech). `reasoning_content` is vLLM's older name of `reasoning`.
     """
-    made: JsonObject = {
-        "role": message.get("role") or "assistant",
-        "content": message.get("content") or "",
-    }
+    made: JsonObject = {"role": message.get("role") or "assistant"}
+    made["content"] = message.get("content") or ""
     others = {
-        key: value
-        for key, value in message.items()
-        if value not in _EMPTY and key not in made and value is not None
+        key: value for key, value in message.items() if value not in _EMPTY and key not in made
     }
-    if not others:
-        return made
     thought = others.pop("reasoning_content", None)
     if thought is not None:
         others.setdefault("reasoning", thought)
     if not made["content"] and not others.keys().isdisjoint(_ELSEWHERE):
         made["content"] = None
-    for key in sorted(others):
-        made[key] = others[key]
+    made.update(sorted(others.items()))
     return made
 
 
-_EMPTY: Final[tuple[object, ...]] = ("", [], {})
+_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 _ELSEWHERE: Final = ("tool_calls", "refusal", "audio")
 
 

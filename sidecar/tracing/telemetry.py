@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-from sidecar.records import Exchange, RawCapture, Surface, prompt_tokens
+from sidecar.records import Exchange, RawCapture, Surface
 from sidecar.settings import Telemetry
 from sidecar.settings.kinds import ask_loopback_directly
 
@@ -262,7 +262,9 @@ def _of_exchange(exchange: Exchange) -> dict[str, Attribute]:
 def token_counts(exchange: Exchange) -> tuple[int, int]:
     """Return the token counts of the prompt and of all answers; 0 where vLLM reported none."""
     ids = sum(len(choice.token_ids) for choice in exchange.choices)
-    return prompt_tokens(exchange), exchange.completion_tokens or ids
+    written = exchange.prompt_ids
+    prompt = written.count(b",") + 1 if written else len(exchange.prompt_token_ids)
+    return prompt, exchange.completion_tokens or ids
 
 
 def error_type(raw: RawCapture, exchange: Exchange | None) -> str | None:

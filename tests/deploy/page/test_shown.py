@@ -35,10 +35,10 @@ from deploy.page.text import (
     read_looked,
     run_charts,
     share,
-    short,
     short_length,
     sights,
 )
+from deploy.records import short
 from sidecar.conditions import Condition
 
 NOON = 1_767_268_800.0

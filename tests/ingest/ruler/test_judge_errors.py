@@ -68,7 +68,7 @@ async def test_an_account_without_credit_is_no_rate_limit(
     assert type(raised) is JudgeNoCreditError
 
 
-MEANS = {
+MEANS: dict[int, type[JudgeUnavailableError]] = {
     **dict.fromkeys((400, 401, 403, 404, 413, 422), JudgeRejectedError),
     **dict.fromkeys((408, 500, 502, 503, 504), JudgeUnavailableError),
     **dict.fromkeys((429, 529), JudgeBusyError),

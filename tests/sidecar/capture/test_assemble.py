@@ -22,10 +22,10 @@ from sidecar.records import (
     Timings,
     decode_exchange,
     encode_exchange,
-    prompt_tokens,
     read_prompt_ids,
 )
 from sidecar.relay.peek import peek_request
+from sidecar.tracing.telemetry import token_counts
 
 REQUEST = {"model": "m", "messages": [], "temperature": 0.7, "seed": 3, "max_tokens": 9}
 ROUTE = Assignment(adapter="m--v1", arm="canary", propensity=0.2, upstream_model="m--v1")
@@ -286,10 +286,10 @@ def test_ingest_reads_the_prompts_ids(
     read = read_prompt_ids(exchange)
 
     assert (read.prompt_ids, read.prompt_token_ids, read.untrainable_reason) == (b"", ids, reason)
-    assert reason or prompt_tokens(exchange) == prompt_tokens(read) == len(ids)
+    assert reason or token_counts(exchange)[0] == token_counts(read)[0] == len(ids)
 
 
-BODIES = st.dictionaries(
+BODIES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
     st.sampled_from([*SampledFields.__struct_fields__, "messages", "model"]),
     st.none()
     | st.booleans()
