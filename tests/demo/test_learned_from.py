@@ -14,7 +14,7 @@ from demo.stack import MODEL, MODEL_FOLDER
 from ingest.grouping.request import EngineFacts, read_defaults
 from ingest.grouping.selection import Rules, Standing, select_exchanges
 from sidecar.capture.assemble import assemble
-from sidecar.records import BASE, Assignment, Exchange, RawCapture, Timings
+from sidecar.records import BASE, Assignment, Exchange, RawCapture, Timings, read_prompt_ids
 
 REPLY: dict[str, Any] = {
     "id": "c",
@@ -96,7 +96,7 @@ async def test_every_answer_of_the_demos_agent_is_chosen_and_trained_on() -> Non
     )
     standing = Standing(live_adapters=frozenset({BASE}), pending_groups=0, groups_by_session={})
 
-    exchanges = [exchange_of(number, body) for number, body in enumerate(bodies)]
+    exchanges = [read_prompt_ids(exchange_of(n, body)) for n, body in enumerate(bodies)]
     decisions = select_exchanges([(exchange, False) for exchange in exchanges], standing, rules)
 
     assert {decision.reason for decision in decisions} == {"chosen"}
