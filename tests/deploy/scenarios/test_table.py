@@ -55,7 +55,7 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "7 affinity in both directions": (
         f"{LIFE}::test_two_clients_keep_their_arms_while_the_weight_grows_and_go_back_together",
         "tests/sidecar/routing/test_routing_live.py"
-        "::test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_proxy",
+        "::test_the_bucket_and_the_weight_say_who_answers_and_no_raise_moves_a_session_out",
     ),
     "8 a life under traffic, without an error for a client": (
         "tests/sidecar/routing/test_routing_live.py"
