@@ -37,7 +37,7 @@ from ingest.verifiers.rewarding import Rewarding
 from sidecar.backoff import Backoff
 from sidecar.capture.assemble import assemble
 from sidecar.errors import StoreError
-from sidecar.records import Assignment, RawCapture, Sampling, Timings
+from sidecar.records import Assignment, RawCapture, Sampling, Timings, read_prompt_ids
 from sidecar.relay.best_of import read_answers
 from sidecar.scoring import Material, NoPick, Pick
 from sidecar.settings import Reward, Settings
@@ -715,7 +715,7 @@ async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
 
     await one.judge.decide(asked)
     await one.judge.settled()
-    one.kit.store(assemble(raw))
+    one.kit.store(read_prompt_ids(assemble(raw)))
     one.choose()
 
     assert one.kit.counts("best_of") == {"scored": 1}
