@@ -22,6 +22,7 @@ from ingest.reward_watch.store import (
     current_profile,
     line_of,
     look_at_answers,
+    read_override,
     refresh,
     stored_profile,
     write_override,
@@ -29,7 +30,7 @@ from ingest.reward_watch.store import (
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.settings import Watch
 from sidecar.store.codec import pack_ids
-from sidecar.store.database import Database
+from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import (
     AdapterProfileRow,
     AdapterRow,
@@ -362,6 +363,16 @@ def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     assert profile(database).answers == 6  # it answers again: what is newest counts
 
 
+def test_a_damaged_profile_is_made_anew_from_the_answers(kit: Kit, database: Database) -> None:
+    fill(kit, database)
+    with database.write() as session:
+        session.add(AdapterProfileRow(model=MODEL, adapter="base", at=1.0, body="[]"))
+
+    found = profile(database)
+
+    assert found.answers == 60
+
+
 def put_line(database: Database, *versions: str, gate: Any = None) -> None:
     """Register a chain of versions from the base; the last one is champion."""
     with database.write() as session:
@@ -462,6 +473,16 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
     assert holding() == ["refusal"]
     override("v2", "refusal")
     assert holding() == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"champion": "v2"}', '{"champion": 3}'])
+def test_a_damaged_override_waives_nothing(database: Database, text: str) -> None:
+    with database.write() as session:
+        set_flag(session, "watch_override", text, now=1.0)
+        assert get_flag(session, "watch_override") == text
+
+    with database.read() as session:
+        assert read_override(session, MODEL) is None
 
 
 def test_settings_may_show_without_holding(database: Database) -> None:
