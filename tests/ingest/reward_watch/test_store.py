@@ -38,6 +38,7 @@ from sidecar.store.models import (
     AnswerRow,
     CanaryRow,
     ChoiceRow,
+    ExchangeRow,
     FeedbackRow,
     GroupRow,
     SignalRow,
@@ -178,6 +179,16 @@ def test_an_answer_that_cannot_be_read_costs_itself(
 
     assert list(watched(database)) == ["b"]
     assert kit.counts("watch") == {"unreadable": 1}
+
+
+def test_a_request_that_cannot_be_read_makes_no_call_invalid(kit: Kit, database: Database) -> None:
+    kit.store(served(kit, "a", None, message={"tool_calls": [CALL]}, request={"tools": TOOLS}))
+    with database.write() as session:
+        session.execute(update(ExchangeRow).values(request_body=b"?"))
+
+    look(database)
+
+    assert watched(database) == {"a": set()}
 
 
 def test_what_is_deleted_is_watched_no_more(kit: Kit, database: Database) -> None:
@@ -347,6 +358,18 @@ def test_where_verifiers_changed_the_reward_it_is_what_counts(kit: Kit, database
 
     assert found.correlation is not None
     assert found.correlation < -0.4
+
+
+def test_a_damaged_score_costs_its_group(kit: Kit, database: Database) -> None:
+    put_groups(kit, database, 12, slope=0.1)
+    with database.write() as session:
+        session.execute(
+            update(AnswerRow)
+            .where(AnswerRow.group_id == "g-003", AnswerRow.index == 1)
+            .values(score=None)
+        )
+
+    assert profile(database).groups == 11
 
 
 def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
