@@ -34,7 +34,7 @@ from ingest.ruler.ruler import JudgeCall, Judgement
 from learner.runs.selection import PASSING, noise_factor
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
-from sidecar.store.models import JudgeCallRow
+from sidecar.store.models import FlagRow, JudgeCallRow
 from support.fake_judge import FakeJudge, Shown, scores_reply
 from support.simulated_judge import EVEN, UNEVEN, SimulatedJudge, sums
 from support.stores import NewStore
@@ -243,3 +243,20 @@ async def test_a_check_that_the_judge_does_not_answer_is_tried_again_after_an_ho
     await watch.step()
 
     assert len(judge.conversations) == before + 20
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"at": "x"}'])
+async def test_a_damaged_state_is_written_anew(new_store: NewStore, damaged: str) -> None:
+    database = new_store()
+    with database.write() as session:
+        for name in ("judge_noise", "judge_checks"):
+            session.add(FlagRow(name=name, value=damaged, updated_at=1.0))
+    score(database, 3, now=5.0)
+
+    await NoiseWatch(database, FakeJudge(), SETTINGS, clock=lambda: 9.0).step()
+
+    with database.read() as session:
+        state = read_noise_state(session)
+    assert state is not None
+    assert (state.groups, state.passes, state.drift) == (3, 2, "")
+    assert state.sd is not None

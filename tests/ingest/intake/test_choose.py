@@ -14,7 +14,7 @@ from ingest.store.exchanges import load_exchange, save_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
 from sidecar.settings import Groups, Learner, Settings
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import AliasRow, ExchangeRow, RoutingRow
 from support.ingest_kit import Kit
 
 
@@ -115,6 +115,18 @@ def test_the_base_is_live_until_there_is_a_champion(kit: Kit) -> None:
     with kit.database.read() as session:
         assert live_adapters(session, "smollm") == {"v2", "v3"}
         assert live_adapters(session, "another-model") == {"base"}
+
+
+@pytest.mark.parametrize("body", ["{", "{}", "[7]"])
+def test_a_damaged_routing_table_holds_up_no_selection(kit: Kit, body: str) -> None:
+    kit.route(champion="v2", canary="v3")
+    with kit.database.write() as session:
+        session.add(AliasRow(model="smollm", alias="champion", adapter="v2", generation=1))
+        session.get_one(RoutingRow, "smollm").body = body
+
+    kit.choose(kit.exchange("a", adapter="v2"))
+
+    assert selections(kit, "a") == ["chosen"]
 
 
 @pytest.mark.both_stores

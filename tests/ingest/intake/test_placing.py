@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from deploy.canary.gate_store import held_out_prompts
 from ingest.grouping.features import is_held_out
@@ -21,7 +21,7 @@ from ingest.store import sessions as store
 from ingest.store.groups import load_group
 from sidecar.lines import Line
 from sidecar.records import Exchange, encode_exchange
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
 RATE = 0.5
@@ -263,6 +263,23 @@ def test_after_a_restart_a_late_parent_moves_also_what_was_stored_before_its_own
     assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
 
 
+def test_parents_in_a_circle_which_only_damage_makes_stop_no_restart(kit: Kit) -> None:
+    before = Sessions(held_out_rate=RATE)
+    take(kit, before, turn(kit, SECOND, 1, about=TRAINED), turn(kit, THIRD, 2, about=TRAINED))
+    with kit.database.write() as session:
+        session.execute(
+            update(ExchangeRow).where(ExchangeRow.exchange_id == SECOND).values(parent_id=THIRD)
+        )
+    sessions = Sessions(held_out_rate=RATE)
+
+    assert sessions.restore(kit.database, now=6.0) == 2
+    take(kit, sessions, turn(kit, "ex_5", 4, about=TRAINED), now=6.0)
+    take(kit, sessions, turn(kit, FOURTH, 3, about=TRAINED), now=6.0)
+
+    assert rows(kit)[FOURTH] == (SECOND, THIRD, 2, False)
+    assert rows(kit)["ex_5"] == (SECOND, FOURTH, 3, False)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.99])
 def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float) -> None:
     for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
@@ -276,6 +293,22 @@ def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float
     found = rows(kit)
     assert found["trained_2"] == ("trained", "trained", 1, False)
     assert found["held_out_2"] == ("held_out", "held_out", 1, True)
+
+
+def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) -> None:
+    first, second = FIRST, SECOND
+    take(
+        kit,
+        Sessions(held_out_rate=RATE),
+        turn(kit, first, 0, about=TRAINED),
+        turn(kit, second, 1, about=TRAINED),
+    )
+    with kit.database.write() as session:
+        session.execute(
+            update(ChoiceRow).where(ChoiceRow.exchange_id == first).values(logprobs=b"x")
+        )
+
+    assert Sessions(held_out_rate=RATE).restore(kit.database, now=6.0) == 1
 
 
 def test_a_restart_reads_the_newest_exchanges_within_its_bounds(

@@ -253,6 +253,15 @@ async def test_a_damaged_reply_costs_a_call_and_is_replaced(
     assert judge_kit.counts(database, "judge_cache")["damaged"] >= 3
 
 
+async def test_a_damaged_time_costs_a_call(database: Database) -> None:
+    asked = cached(FakeJudge(GOOD), store_of(database))
+    await ask(asked)
+    with database.write() as session:
+        session.execute(update(JudgeReplyRow).values(at=float(10**12)))
+
+    assert not (await ask(asked)).cached
+
+
 @contextmanager
 def locked(database: Database) -> Iterator[None]:
     path = database.url.removeprefix("sqlite:///")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -31,7 +32,7 @@ from sidecar.feedback import Feedback
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
 from sidecar.store import traces
-from sidecar.store.database import Database, get_flag
+from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.disk import space_of
 from sidecar.store.keyring import Keyring, is_sealed
 from sidecar.store.models import (
@@ -704,6 +705,13 @@ def test_a_file_gives_the_space_of_deleted_rows_back(
         after = session.execute(text("PRAGMA page_count")).scalar_one()
     assert before * 4096 > 1_500_000
     assert after * 4096 < 700_000
+
+
+def test_a_damaged_state_is_no_state(kit: Kit) -> None:
+    with kit.database.write() as session:
+        set_flag(session, sweep.FLAG, json.dumps({"at": "?"}), now=1.0)
+    with kit.database.read() as session:
+        assert read_state(session) is None
 
 
 @pytest.mark.both_stores

@@ -22,6 +22,7 @@ from ingest.reward_watch.store import (
     current_profile,
     line_of,
     look_at_answers,
+    read_override,
     refresh,
     stored_profile,
     write_override,
@@ -29,7 +30,7 @@ from ingest.reward_watch.store import (
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from sidecar.settings import Watch
 from sidecar.store.codec import pack_ids
-from sidecar.store.database import Database
+from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import (
     AdapterProfileRow,
     AdapterRow,
@@ -37,6 +38,7 @@ from sidecar.store.models import (
     AnswerRow,
     CanaryRow,
     ChoiceRow,
+    ExchangeRow,
     FeedbackRow,
     GroupRow,
     SignalRow,
@@ -177,6 +179,16 @@ def test_an_answer_that_cannot_be_read_costs_itself(
 
     assert list(watched(database)) == ["b"]
     assert kit.counts("watch") == {"unreadable": 1}
+
+
+def test_a_request_that_cannot_be_read_makes_no_call_invalid(kit: Kit, database: Database) -> None:
+    kit.store(served(kit, "a", None, message={"tool_calls": [CALL]}, request={"tools": TOOLS}))
+    with database.write() as session:
+        session.execute(update(ExchangeRow).values(request_body=b"?"))
+
+    look(database)
+
+    assert watched(database) == {"a": set()}
 
 
 def test_what_is_deleted_is_watched_no_more(kit: Kit, database: Database) -> None:
@@ -348,6 +360,18 @@ def test_where_verifiers_changed_the_reward_it_is_what_counts(kit: Kit, database
     assert found.correlation < -0.4
 
 
+def test_a_damaged_score_costs_its_group(kit: Kit, database: Database) -> None:
+    put_groups(kit, database, 12, slope=0.1)
+    with database.write() as session:
+        session.execute(
+            update(AnswerRow)
+            .where(AnswerRow.group_id == "g-003", AnswerRow.index == 1)
+            .values(score=None)
+        )
+
+    assert profile(database).groups == 11
+
+
 def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     fill(kit, database)
     with database.write() as session:
@@ -360,6 +384,16 @@ def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     kit.store(served(kit, "newer"))
     look(database)
     assert profile(database).answers == 6  # it answers again: what is newest counts
+
+
+def test_a_damaged_profile_is_made_anew_from_the_answers(kit: Kit, database: Database) -> None:
+    fill(kit, database)
+    with database.write() as session:
+        session.add(AdapterProfileRow(model=MODEL, adapter="base", at=1.0, body="[]"))
+
+    found = profile(database)
+
+    assert found.answers == 60
 
 
 def put_line(database: Database, *versions: str, gate: Any = None) -> None:
@@ -462,6 +496,16 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
     assert holding() == ["refusal"]
     override("v2", "refusal")
     assert holding() == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"champion": "v2"}', '{"champion": 3}'])
+def test_a_damaged_override_waives_nothing(database: Database, text: str) -> None:
+    with database.write() as session:
+        set_flag(session, "watch_override", text, now=1.0)
+        assert get_flag(session, "watch_override") == text
+
+    with database.read() as session:
+        assert read_override(session, MODEL) is None
 
 
 def test_settings_may_show_without_holding(database: Database) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
-from sqlalchemy import event
+from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
 from ingest.errors import (
@@ -146,6 +146,19 @@ async def test_attempts_of_one_reason_do_not_use_up_those_of_another(play: Play,
     await play.run(60, 5)
 
     assert play.judged() == {"scored": 1}
+
+
+async def test_a_damaged_count_of_attempts_counts_for_nothing(play: Play) -> None:
+    play.refuse = lambda texts: JudgeRejectedError("no") if "bad" in texts else None
+    for name in ("good", "bad"):
+        play.put(name)
+    with play.database.write() as session:
+        session.execute(text("UPDATE answer_group SET judge_failures = '[1, {'"))
+
+    await play.run(120, 1)
+
+    assert play.judged() == {"scored": 1, "judge_rejected": 1}
+    assert len(play.calls("bad")) == ATTEMPTS["judge_rejected"]
 
 
 async def test_a_limit_of_requests_is_charged_to_no_group(play: Play) -> None:

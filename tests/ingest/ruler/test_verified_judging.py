@@ -272,6 +272,20 @@ async def test_a_verifier_that_fails_costs_its_group_nothing(
     assert found.rewarded.checks[0][0]["error"] == "crashed"
 
 
+async def test_damaged_rewards_make_the_group_unreadable_and_not_a_group_without_rewards(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "bad")
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+    await worker(database, judge, clock, FakeChecker(finds(good=1.0, bad=0.0))).step()
+    with database.write() as session:
+        row = session.scalars(select(AnswerRow).where(AnswerRow.index == 1)).one()
+        row.reward = None
+
+    with database.read() as session, pytest.raises(ValueError, match="float"):
+        load_scored_group(session, "g1")
+
+
 async def test_the_words_of_verifiers_are_encrypted_and_get_the_new_key(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:

@@ -230,6 +230,24 @@ def test_a_damaged_base_costs_what_stands_on_it(kit: Kit, cold: Database, column
     assert [load(cold, one.exchange_id) for one in [*other, branch]] == [*other, branch]
 
 
+@pytest.mark.parametrize("base", ["nobody", "a1", "a3"])
+def test_a_damaged_base_id_is_damage(kit: Kit, cold: Database, base: str) -> None:
+    """It leads nowhere, to itself, or in a circle."""
+    store(kit, turns(kit, "a", 4))
+    with kit.database.write() as session:
+        session.execute(
+            update(ExchangeRow).where(ExchangeRow.exchange_id == "a1").values(base_id=base)
+        )
+
+    with cold.read() as session:
+        contents = load_contents(session, ["a0", "a3"])
+
+    assert list(contents.found) == ["a0"]
+    assert contents.damage["a3"]
+    with pytest.raises(ValueError, match="base"):
+        contents["a3"]
+
+
 def test_rows_of_an_older_version_are_read_and_continued(
     kit: Kit, open_again: Callable[[], Database]
 ) -> None:

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import count_pending
@@ -70,6 +70,21 @@ def test_a_group_comes_back_as_it_went_in(kit: Kit) -> None:
     with kit.database.read() as session:
         assert load_group(session, "g-1") == group
         assert load_group(session, "g-2") is None
+
+
+def test_damaged_log_probabilities_cost_only_themselves(kit: Kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    more = [answer(kit, "x"), answer(kit, "y")]
+    with kit.database.write() as session:
+        append_answers(session, group_id, more, size=3)
+        session.execute(update(AnswerRow).where(AnswerRow.index == 1).values(logprobs=b"\x00" * 7))
+
+    with kit.database.read() as session:
+        group = load_group(session, group_id)
+
+    assert group is not None
+    assert [one.logprobs for one in group.answers[1:]] == [(), (-0.5, -0.25)]
+    assert [one.token_ids for one in group.answers[1:]] == [(7, 2), (7, 2)]
 
 
 def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit: Kit) -> None:

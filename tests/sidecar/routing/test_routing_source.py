@@ -112,6 +112,22 @@ def test_another_table_of_the_same_generation_is_taken_and_the_same_is_not_taken
     source.stop()
 
 
+def test_a_table_whose_generation_is_damaged_is_not_taken(
+    source: RoutingSource, store: Store, metrics: Metrics
+) -> None:
+    store.create()
+    store.put(_table(5))
+    source.poll()
+
+    store.put_text('{"model":"m","champion":"m--v1","generation":9007199254740991}')
+    source.poll()
+    store.put(_table(6, "after"))
+    source.poll()
+
+    assert source.table == _table(6, "after")
+    assert _failures(metrics, "unreadable") == 1
+
+
 def test_a_first_table_of_generation_0_is_taken(source: RoutingSource, store: Store) -> None:
     store.create()
     store.put(_table(0))
