@@ -247,6 +247,23 @@ def test_a_row_that_is_no_key_opens_nothing_and_hides_no_other(
     assert bad.secret_hash not in repr(lines)
 
 
+@pytest.mark.parametrize("column", ["project", "name", "secret_hash", "scopes"])
+def test_a_row_with_bytes_that_are_no_utf8_opens_nothing_and_hides_no_other(
+    column: str, store: Store, source: KeySource, watch: StoreWatch, metrics: Metrics
+) -> None:
+    good, bad = make_key(os.urandom), make_key(os.urandom)
+    store.create()
+    store.put(good, 1)
+    store.put(bad, 2)
+    store.run(f"UPDATE api_key SET {column} = CAST(x'ff80c3' AS TEXT) WHERE key_id = ?", bad.key_id)
+
+    watch.poll()
+
+    assert ids(source) == [good.key_id]
+    assert failures(metrics, "unreadable") == 1
+    assert failures(metrics, "store_away") == 0
+
+
 def test_one_thread_follows_routing_and_keys_and_neither_stops_the_other(
     store: Store, metrics: Metrics
 ) -> None:

@@ -159,6 +159,24 @@ def test_rubbish_in_the_store_changes_nothing_and_is_counted(
     assert _failures(metrics, reason) == 1
 
 
+@pytest.mark.parametrize(
+    "damaged", ["CAST(x'7bff80c3' AS TEXT)", "x'ff80c3'", "x'7b226d6f64656c223a22ff227d'"]
+)
+def test_a_row_with_bytes_that_are_no_utf8_changes_nothing_and_is_counted(
+    damaged: str, source: RoutingSource, store: Store, metrics: Metrics
+) -> None:
+    store.create()
+    store.put(_table(1))
+    source.poll()
+
+    store._run(f"UPDATE routing_table SET body = {damaged}")
+    source.poll()
+
+    assert source.table == _table(1)
+    assert _failures(metrics, "unreadable") == 1
+    assert _failures(metrics, "store_away") == 0
+
+
 def test_the_last_table_outlives_the_store_and_a_new_store_is_followed(
     source: RoutingSource, store: Store, metrics: Metrics
 ) -> None:

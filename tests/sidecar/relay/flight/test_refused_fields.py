@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.reply import PASSED, StreamOpening, is_error
 from sidecar.relay.upstream import CAPTURE, REFUSALS, OwnFields
+from sidecar.scoring import Pick
 from support import api_keys
 from support.fake_vllm import FakeVllm, SeenRequest, Step
 from support.migrated_store import open_migrated
@@ -353,6 +354,31 @@ async def test_a_vllm_that_breaks_off_without_our_fields_too_gives_502(
 
     assert (line, len(fake_vllm.requests)) == ("HTTP/1.1 502 Bad Gateway", 2)
     assert replicas[0].fields.refused == 0
+
+
+async def test_best_of_n_that_fails_is_asked_as_the_client_sent_it(
+    monkeypatch: pytest.MonkeyPatch,
+    replicas: list[Replica],
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+) -> None:
+    picker = wire.Picker(Pick(index=0, scores=(1.0, 0.0)))
+    monkeypatch.setattr("sidecar.proxy.SocketPicker", lambda *_, **__: picker)
+    fake_vllm.script = NO_LOGPROBS.play
+    running = await start_proxy(best_of={"enabled": True})
+
+    reply = await running.send(wire.post(CHAT, headers="x-sidecar-best-of: 2\r\n"))
+
+    line, headers, body = wire.split(reply)
+    assert line == "HTTP/1.1 200 OK"
+    assert json.loads(body)["choices"][0]["message"]["content"] == "Hi"
+    assert headers["x-sidecar-best-of"] == "1;picked=0;fallback=refused"
+    assert [json.loads(seen.body).get("n") for seen in fake_vllm.requests] == [2, None]
+    assert fake_vllm.requests[1].body == CHAT
+    [replica] = replicas
+    assert replica.fields.refused == 0
+    assert running.metric("sidecar_own_fields_total", replica=replica.url, event="refused") == 0
 
 
 async def test_the_role_of_a_good_stream_does_not_wait_for_the_answer(

@@ -181,6 +181,41 @@ async def test_a_connection_that_the_server_ends_politely_is_not_used_again(
     assert (server.accepted, len(server.asked)) == (2, 2)
 
 
+class DeadOnArrival:
+    """A pool whose connections are closed before they are handed out."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.endpoint = pool.endpoint
+        self.connected = 0
+
+    def take_idle(self) -> None:
+        return None
+
+    async def connect(self) -> Any:
+        self.connected += 1
+        connection = await self._pool.connect()
+        connection.abort()
+        while connection._transport is not None:
+            await asyncio.sleep(0)
+        return connection
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+async def test_a_connection_that_is_gone_when_it_is_open_is_no_defect(
+    server: Server, status: VllmStatus
+) -> None:
+    status._pool = pool = DeadOnArrival(status._pool)  # type: ignore[assignment]
+
+    assert await status.reachable() is False
+    assert await status.models(None) is None
+
+    assert pool.connected == 4
+    assert server.asked == []
+
+
 @pytest.mark.parametrize(
     "said",
     [
