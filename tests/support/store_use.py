@@ -758,6 +758,7 @@ QUERY = {
 """A value for each parameter in a query; `cursor` is taken from the page before."""
 STREAM = "/admin/v1/events"
 """It ends when `for_s` says so, and is read after the first change too."""
+BODIES = {"/admin/v1/groups/retry": {"of_reason": "judge_rubbish"}}
 ACTIONS = {
     "canary_id": ("pause", "skip-step", "resume", "promote", "abort"),
     "": ("pause", "resume", "run", "override"),
@@ -787,7 +788,8 @@ async def _admin(use: _Use, fleet: Fleet) -> None:
         for path, methods in paths.items():
             for posted in _posted(path) if "post" in methods else ():
                 headers = {"if-match": "*"}
-                reply = await client.post(posted, json={"reason": "r"}, headers=headers)
+                body = {"reason": "r", **BODIES.get(posted, {})}
+                reply = await client.post(posted, json=body, headers=headers)
                 assert reply.status_code < 500, (posted, reply.text)
     await _pages(context)
 

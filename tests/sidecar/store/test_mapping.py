@@ -17,7 +17,7 @@ FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "prompt_key", 
 """Columns of `exchange` that hold what ingest knows or decides, or a copy to search by."""
 DELTAS = {"request": "request_body", "prompt_token_ids": "prompt_token_ids"}
 """Fields of `Exchange` that are stored as differences from the exchange of `base_id`."""
-ELSEWHERE = {"choices", *DELTAS}
+ELSEWHERE = {"choices", "prompt_ids", *DELTAS}
 """Fields of `Exchange` that the mapping leaves out; each choice is a row of the table `choice`."""
 
 

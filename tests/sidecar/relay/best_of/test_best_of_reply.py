@@ -328,7 +328,7 @@ def said(read: Any) -> Any:
         choice.logprobs,
         read.completion_tokens,
         read.models,
-        read.prompt_token_ids,
+        read.prompt_ids,
     )
 
 
