@@ -60,10 +60,14 @@ GIVEN_UP = re.compile("judge_[a-z_]+|verifier_failed")
 """Reasons for which judging sets a group aside whose answers are complete and readable."""
 
 
+MOST_GROUPS = 500
+"""Groups of one call, which is one transaction."""
+
+
 class RetryIn(ReasonIn):
     """Groups by id, or all that judging set aside for one reason."""
 
-    groups: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=500)
+    groups: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=MOST_GROUPS)
     of_reason: str | None = Field(default=None, pattern=f"^({GIVEN_UP.pattern})$")
 
 
@@ -284,8 +288,8 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
 def _add_retry(router: APIRouter, context: AdminContext) -> None:
     @router.post("/groups/retry")
     def retry(asked: RetryIn, actor: Caller) -> RetryOut:
-        """Give groups that judging set aside back to the judge. Idempotent, so it takes no
-        If-Match; 409 when every group is refused."""
+        """Give groups that judging set aside back to the judge, at most 500 a call. Idempotent, so
+        it takes no If-Match; 409 when every group is refused."""
         reason = not_blank(asked.reason)
         if bool(asked.groups) == (asked.of_reason is not None):
             raise UnreadableError("body: name groups, or one of_reason for all of it")
@@ -301,7 +305,8 @@ def _add_retry(router: APIRouter, context: AdminContext) -> None:
                 .outerjoin(ExchangeRow, ExchangeRow.exchange_id == GroupRow.exchange_id)
                 .outerjoin(AdapterRow, AdapterRow.name == GroupRow.adapter)
                 .where(wanted)
-                .order_by(GroupRow.seq)
+                .order_by(GroupRow.seq.desc())
+                .limit(MOST_GROUPS)
             ).all()
             for row, exchange, removed_at, adapter in rows:
                 has_adapter = row.adapter == BASE or (adapter is not None and removed_at is None)

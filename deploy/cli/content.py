@@ -613,12 +613,12 @@ def groups_retry(
     group_ids: Annotated[list[str] | None, typer.Argument(help="ids of groups")] = None,
     every: Annotated[
         str,
-        typer.Option("--all", metavar="WHY", help="all set aside for this, such as judge_rubbish"),
+        typer.Option("--all", metavar="WHY", help="up to 500 of this, such as judge_rubbish"),
     ] = "",
     reason: Reason = None,
     output: Output = "text",
 ) -> None:
-    """Give groups that the judge or a verifier gave up back to it: those named, or all of a reason.
+    """Give groups that the judge or a verifier gave up back to it, by id or the newest of a reason.
 
     One whose prompt or adapter is gone is refused. Exit code 1: every one of them is."""
     if bool(group_ids) == bool(every):
