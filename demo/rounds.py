@@ -40,16 +40,17 @@ class RoundWatcher:
         self._say = say
         self._ended: set[str] = set()
         self._seen: set[tuple[str, ...]] = set()
-        self._told = 0
+        self._events = 0
+        """What happened so far; a control that is away is nothing."""
 
     async def next_round(self) -> Round:
         """Wait for the next canary to end."""
         loop = asyncio.get_running_loop()
         seen, deadline = -1, 0.0
         async with httpx.AsyncClient(timeout=30.0) as client:
-            while self._told != seen or loop.time() < deadline:
-                if self._told != seen:  # a slow machine may take long, as long as it goes on
-                    seen, deadline = self._told, loop.time() + ROUND_TIMEOUT_S
+            while self._events != seen or loop.time() < deadline:
+                if self._events != seen:  # a slow machine may take long, as long as it goes on
+                    seen, deadline = self._events, loop.time() + ROUND_TIMEOUT_S
                 try:
                     done = await self._look(client)
                 except httpx.TransportError as error:
@@ -112,7 +113,7 @@ class RoundWatcher:
         if key in self._seen:
             return False
         self._seen.add(key)
-        self._told += key[0] != "away"
+        self._events += key[0] != "away"
         return True
 
 

@@ -22,6 +22,7 @@ from msgspec import UNSET, Raw, UnsetType
 BASE = "base"
 """The adapter name for "no adapter": the base model answered."""
 
+Value = Raw | UnsetType  # JSON as the client wrote it; UNSET: absent
 Arm = Literal["champion", "canary"]
 Outcome = Literal["ok", "cut", "upstream_error"]
 """ok: the reply is complete; cut: the client left; upstream_error: vLLM failed during the reply."""
@@ -91,19 +92,19 @@ class Assignment:
 class SampledFields(msgspec.Struct, gc=False):
     """The members of a request's body that say how the answer is sampled, undecoded."""
 
-    stream: Raw | UnsetType = UNSET
-    temperature: Raw | UnsetType = UNSET
-    top_p: Raw | UnsetType = UNSET
-    min_p: Raw | UnsetType = UNSET
-    top_k: Raw | UnsetType = UNSET
-    presence_penalty: Raw | UnsetType = UNSET
-    frequency_penalty: Raw | UnsetType = UNSET
-    repetition_penalty: Raw | UnsetType = UNSET
-    seed: Raw | UnsetType = UNSET
-    max_tokens: Raw | UnsetType = UNSET
-    max_completion_tokens: Raw | UnsetType = UNSET
-    max_output_tokens: Raw | UnsetType = UNSET
-    tools: Raw | UnsetType = UNSET
+    stream: Value = UNSET
+    temperature: Value = UNSET
+    top_p: Value = UNSET
+    min_p: Value = UNSET
+    top_k: Value = UNSET
+    presence_penalty: Value = UNSET
+    frequency_penalty: Value = UNSET
+    repetition_penalty: Value = UNSET
+    seed: Value = UNSET
+    max_tokens: Value = UNSET
+    max_completion_tokens: Value = UNSET
+    max_output_tokens: Value = UNSET
+    tools: Value = UNSET
 
 
 class RawCapture(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,14 +58,12 @@ LearnerAction = Literal["pause", "resume", "run", "override"]
 Reason = Annotated[ReasonIn | None, Body()]
 GIVEN_UP = re.compile("judge_[a-z_]+|verifier_failed")
 """Reasons for which judging sets a group aside whose answers are complete and readable."""
-
-
 MOST_GROUPS = 500
 """Groups of one call, which is one transaction."""
 
 
 class RetryIn(ReasonIn):
-    """Groups by id, or all that judging set aside for one reason."""
+    """Groups by id, or the newest `MOST_GROUPS` that judging set aside for one reason."""
 
     groups: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=MOST_GROUPS)
     of_reason: str | None = Field(default=None, pattern=f"^({GIVEN_UP.pattern})$")

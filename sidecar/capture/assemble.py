@@ -10,7 +10,7 @@ import hashlib
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import (
@@ -22,6 +22,7 @@ from sidecar.records import (
     Sampling,
     Surface,
     Timings,
+    Value,
 )
 from sidecar.replies.check import read_reply, untrainable, withheld
 from sidecar.replies.parts import (
@@ -239,7 +240,7 @@ def _fields(raw: RawCapture) -> SampledFields:
         return _UNREADABLE
 
 
-def _json(value: msgspec.Raw | UnsetType) -> bytes:
+def _json(value: Value) -> bytes:
     return b"null" if value is UNSET else bytes(value)
 
 
@@ -250,7 +251,7 @@ def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
     """
     known = True
 
-    def number(value: msgspec.Raw | UnsetType, kinds: tuple[type, ...] = (int, float)) -> Any:
+    def number(value: Value, kinds: tuple[type, ...] = (int, float)) -> Any:
         nonlocal known
         try:
             read = None if value is UNSET else _VALUE.decode(value)
@@ -263,10 +264,6 @@ def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
         known = False
         return None
 
-    def count(value: msgspec.Raw | UnsetType) -> int | None:
-        whole: int | None = number(value, (int,))
-        return whole
-
     limit = fields.max_tokens
     if surface == "responses":
         limit = fields.max_output_tokens
@@ -275,12 +272,12 @@ def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
     sampling = Sampling(
         temperature=number(fields.temperature),
         top_p=number(fields.top_p),
-        top_k=count(fields.top_k),
+        top_k=number(fields.top_k, (int,)),
         min_p=number(fields.min_p),
         presence_penalty=number(fields.presence_penalty),
         frequency_penalty=number(fields.frequency_penalty),
         repetition_penalty=number(fields.repetition_penalty),
-        seed=count(fields.seed),
-        max_tokens=count(limit),
+        seed=number(fields.seed, (int,)),
+        max_tokens=number(limit, (int,)),
     )
     return sampling, known

@@ -9,9 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from sidecar.records import SampledFields
-
-Value = Raw | UnsetType
+from sidecar.records import SampledFields, Value
 
 
 class Message(msgspec.Struct, gc=False):

@@ -16,7 +16,7 @@ from msgspec import UNSET, Raw, UnsetType
 from xxhash import xxh3_128_digest
 
 from sidecar.errors import UNREADABLE_JSON, BadRequestError
-from sidecar.records import Surface
+from sidecar.records import Surface, Value
 from sidecar.relay.fields import (
     ITEMS,
     LOOSE,
@@ -26,7 +26,6 @@ from sidecar.relay.fields import (
     Message,
     Part,
     TypedFields,
-    Value,
 )
 from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_body
 from sidecar.routing.assignment import ModelName

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import update
 
+from deploy.admin import actions
 from deploy.admin.actions import why_refused
 from deploy.funnel import groups_by_status, read_funnel
 from ingest.store.groups import set_aside
@@ -65,6 +66,23 @@ async def test_a_group_goes_back_once_is_counted_and_audited(
     assert row.after == {"number": 1, "groups": ["group-2"]}
     with history.database.read() as session:
         assert "set_aside" not in groups_by_status(read_funnel(session, "m").stages)
+
+
+async def test_one_call_gives_back_the_newest_and_the_next_call_the_others(
+    history: World, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "MOST_GROUPS", 1)
+    older = min(history.rows(GroupRow), key=lambda one: one.seq).group_id
+    with history.database.write() as session:
+        session.execute(
+            update(GroupRow)
+            .where(GroupRow.group_id == older)
+            .values(status="set_aside", reason="judge_rubbish")
+        )
+
+    calls = [await api.post("/groups/retry", {"of_reason": "judge_rubbish"}) for _ in range(3)]
+
+    assert [one.json()["retried"] for one in calls] == [["group-2"], [older], []]
 
 
 async def test_a_group_without_its_adapter_is_refused_with_the_reason(
