@@ -36,6 +36,8 @@ SHORTENED: Final = {
     "turn_id": 64,
     "trace_id": 64,
     "address_hash": 64,
+    "task": 64,
+    "origin": 16,
     "untrainable_reason": 48,
 }
 """Longest text in characters; a longer one is shortened. The reason leaves room for the words that
@@ -86,6 +88,7 @@ def _is_plain(exchange: Exchange) -> bool:
             ),
             *(exchange.project, exchange.key_id, exchange.session_key, exchange.user),
             *(exchange.replica, exchange.turn_id, exchange.trace_id, exchange.address_hash),
+            *(exchange.task, exchange.origin),
             *(exchange.untrainable_reason or "", *reasons),
         )
     )
@@ -120,6 +123,8 @@ def _is_plain(exchange: Exchange) -> bool:
         and len(exchange.turn_id) <= 64
         and len(exchange.trace_id) <= 64
         and len(exchange.address_hash) <= 64
+        and len(exchange.task) <= 64
+        and len(exchange.origin) <= 16
         and len(exchange.untrainable_reason or "") <= 48
         and all(len(reason) <= LONGEST_FINISH_REASON for reason in reasons)
         and math.isfinite(numbers)

@@ -78,6 +78,8 @@ class Feedback(
     reward: float | None = None
     cost: float | None = None
     """At least 0, in the unit that the caller uses."""
+    done: bool | None = None
+    """True: the client says that the session is over."""
     label: str = ""
     comment: str = ""
 

@@ -149,6 +149,9 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     """It was sent without ids and log-probabilities, which were wanted: this vLLM refuses them."""
     address_hash: str = ""
     """See `Exchange.address_hash`."""
+    task: str = ""
+    origin: str = "user"
+    """See `Exchange.task` and `Exchange.origin`."""
 
     @property
     def size(self) -> int:
@@ -215,6 +218,10 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     address_hash: str = ""
     """4 hex digits of the connection's address (`sidecar.routing.session_key.hash_of_address`);
     empty where the caller has a key, or no canary runs."""
+    task: str = ""
+    """`x-sidecar-task`: sessions with one name are attempts at one task; empty when not sent."""
+    origin: str = "user"
+    """user | rehearsal: who asked."""
 
 
 _encoder = msgspec.msgpack.Encoder()

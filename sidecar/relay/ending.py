@@ -9,7 +9,7 @@ from sidecar.capture.reply_buffer import ReplyBuffer
 from sidecar.records import Assignment, Outcome, RawCapture, Timings
 from sidecar.relay.context import ClientRequest, RelayContext
 from sidecar.relay.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
-from sidecar.relay.plan import Plan
+from sidecar.relay.plan import TASK_HEADER, Plan
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING, ReplySigns, Strip
 from sidecar.relay.reply_parser import ReplyHead
@@ -217,6 +217,7 @@ def settle(
             returned_index=record.returned_index,
             fields_refused=plan.kinds & CAPTURE != 0 and not record.added & CAPTURE,
             address_hash=plan.address_hash,
+            task=headers.text(TASK_HEADER),
         )
     )
 

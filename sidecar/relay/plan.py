@@ -37,6 +37,7 @@ from sidecar.routing.session_key import (
 
 SESSION_HEADER: Final = b"x-sidecar-session"
 USER_HEADER: Final = b"x-sidecar-user"
+TASK_HEADER: Final = b"x-sidecar-task"
 
 
 class RequestContext:

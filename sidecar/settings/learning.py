@@ -17,6 +17,7 @@ from sidecar.settings.kinds import (
     Share,
     Timeout,
     Upstream,
+    WebUrlOrNone,
 )
 from sidecar.settings.outside import MAX_METRICS, Metric, MetricName
 
@@ -93,6 +94,33 @@ class BestOf(Section):
     """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
     """Longest wait for the judge, in seconds; then the client gets the first answer."""
+
+
+class Tasks(Section):
+    """Learning from whole sessions: attempts at one task, compared by how they ended."""
+
+    learn: Literal["off", "outcome", "ruler", "mixed"] = "off"
+    """What a session is rewarded by. outcome: what clients report; ruler: the judge, over whole
+    sessions; mixed: outcomes decide, and the judge ranks those with equal outcomes."""
+    key: Literal["header", "prompt", "template"] = "header"
+    """The weakest thing in common that makes sessions attempts at one task. header:
+    `x-sidecar-task`; prompt: also an equal first prompt; template: also a first message that is
+    equal but for names and numbers."""
+    idle_s: Annotated[float, Between(1, 604_800, "up to a week", "s")] = 3_600.0
+    """A session without a turn for so long is over, unless a client said so before."""
+    size: Annotated[int, Between(2, 8, "one session has nothing to differ from")] = 4
+    """Sessions in a group, and attempts of a rehearsal."""
+
+
+class Rehearsals(Section):
+    """Attempts at recorded tasks, played by the agent team's own runner while vLLM is idle."""
+
+    runner: WebUrlOrNone = ""
+    """URL of the runner; empty: nothing is rehearsed."""
+    tokens_per_day: Budget = 0
+    """Completion tokens of rehearsals a day. 0: nothing is rehearsed."""
+    timeout_s: Timeout = 600.0
+    """Longest time of one attempt."""
 
 
 MOST_WEIGHT = 9_000

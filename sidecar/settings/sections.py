@@ -37,7 +37,7 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.learning import BestOf, Canary, Groups, Watch
+from sidecar.settings.learning import BestOf, Canary, Groups, Rehearsals, Tasks, Watch
 from sidecar.settings.outside import Approval, Notify
 from sidecar.settings.removed import without_removed
 from sidecar.settings.store import Kafka, Privacy, Store
@@ -263,6 +263,8 @@ class Settings(BaseSettings):
     gate_judge: GateJudge = GateJudge()
     reward: Reward = Reward()
     best_of: BestOf = BestOf()
+    tasks: Tasks = Tasks()
+    rehearsals: Rehearsals = Rehearsals()
     learner: Learner = Learner()
     watch: Watch = Watch()
     canary: Canary = Canary()

@@ -73,6 +73,7 @@ does not, except that vLLM did not know the adapter (404)."""
 IN_TRACE = "trace_id <> ''"
 NAMED_OTHERWISE = "substr(session_key, 1, 1) = 'h' AND session_key <> session_id"
 """Exchanges that stand in another session than the one that their client's header named."""
+IN_TASK = "task <> ''"
 TAKEN_OVER = "fallback_from <> ''"
 """Exchanges that another adapter was asked to answer in place of the routed one, which failed."""
 EXAMINED = (
@@ -95,6 +96,7 @@ class ExchangeRow(Base):
         Index("ix_exchange_session", "session_id", "held_out"),
         partial_index("ix_exchange_turn", "turn_id", where=IN_TURN),
         partial_index("ix_exchange_trace", "trace_id", where=IN_TRACE),
+        partial_index("ix_exchange_task", "task", "seq", where=IN_TASK),
         partial_index("ix_exchange_named_otherwise", "session_key", where=NAMED_OTHERWISE),
         partial_index("ix_exchange_undecided", "selection", "seq", where=UNDECIDED),
         partial_index(
@@ -147,6 +149,8 @@ class ExchangeRow(Base):
     user: Mapped[str] = mapped_column(String(255))
     key_id: Mapped[str] = mapped_column(String(64), default="", server_default="")
     address_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    task: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    origin: Mapped[str] = mapped_column(String(16), default="user", server_default="user")
     turn_id: Mapped[str] = mapped_column(String(64), default="", server_default="")
     """The same for a request and its retries; empty: a turn of its own."""
     retry_count: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -323,6 +327,7 @@ class FeedbackRow(Base):
     success: Mapped[bool | None]
     reward: Mapped[float | None]
     cost: Mapped[float | None]
+    done: Mapped[bool | None]
     label: Mapped[str] = mapped_column(String(64))
     comment: Mapped[str] = mapped_column(Text)
     exchange_id: Mapped[str | None] = mapped_column(String(64))
@@ -454,6 +459,73 @@ class AnswerRow(Base):
     """JSON list: what each verifier found; encrypted with a key."""
     exchange_id: Mapped[str | None] = mapped_column(String(64))
     """The exchange of the same prompt that it was served in; null: the group's own."""
+
+
+class TaskGroupRow(Base):
+    """Finished sessions of one task, whose rewards are compared.
+
+    status: waiting (for the judge) -> scored -> claimed -> trained; or set_aside / dropped with a
+    reason.
+    """
+
+    __tablename__ = "task_group"
+    __table_args__ = (
+        Index("ix_task_group_status", "status", "seq"),
+        partial_index("ix_task_group_run", "run_id", where="run_id IS NOT NULL"),
+    )
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
+    group_id: Mapped[str] = mapped_column(String(64), unique=True)
+    """`tg_` and 26 characters."""
+    project: Mapped[str] = mapped_column(String(64))
+    key_kind: Mapped[str] = mapped_column(String(16))
+    """What its sessions have in common: header | prompt | template | rehearsal."""
+    key: Mapped[str] = mapped_column(String(64))
+    adapter: Mapped[str] = mapped_column(String(255))
+    """The one version that sampled all answers."""
+    status: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str | None] = mapped_column(Text)
+    detail: Mapped[str | None] = mapped_column(Text)
+    """Details of the reason; 500 characters."""
+    created_at: Mapped[float]
+    scored_at: Mapped[float | None]
+    judge_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+    judge_model: Mapped[str | None] = mapped_column(String(255))
+    rubric_hash: Mapped[str | None] = mapped_column(String(64))
+    """Who scored; both null where outcomes alone are the rewards."""
+    run_id: Mapped[str | None] = mapped_column(String(64))
+    learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+
+
+class TaskMemberRow(Base):
+    """A session that has a task key: enrolled with its first exchange, member of one group at
+    most."""
+
+    __tablename__ = "task_member"
+    __table_args__ = (
+        partial_index(
+            "ix_task_member_open", "key", "adapter", where="group_id IS NULL AND excluded IS NULL"
+        ),
+        partial_index("ix_task_member_group", "group_id", where="group_id IS NOT NULL"),
+    )
+    session_id: Mapped[str] = mapped_column(String(255), primary_key=True)
+    project: Mapped[str] = mapped_column(String(64))
+    key_kind: Mapped[str] = mapped_column(String(16))
+    key: Mapped[str] = mapped_column(String(64))
+    adapter: Mapped[str] = mapped_column(String(255))
+    caller: Mapped[str] = mapped_column(String(255))
+    """Its user, else its key, else the hash of its address."""
+    began_at: Mapped[float]
+    excluded: Mapped[str | None] = mapped_column(String(32))
+    """Why it becomes a member of no group; null: nothing speaks against it."""
+    group_id: Mapped[str | None] = mapped_column(String(64))
+    place: Mapped[int | None]
+    """Its index in the group."""
+    reward: Mapped[float | None]
+    """0..1; null: not scored yet."""
+    source: Mapped[str | None] = mapped_column(String(16))
+    """What the reward rests on: outcome | ruler | mixed."""
+    exchange_ids: Mapped[list[Any] | None]
+    """The exchanges that it had when the group was drawn; later ones do not count."""
 
 
 class JudgeCallRow(Base):
@@ -897,6 +969,8 @@ __all__ = [
     "ScheduleJobRow",
     "SignalRow",
     "TableTakenRow",
+    "TaskGroupRow",
+    "TaskMemberRow",
     "UnwantedAdapterRow",
     "WatchedAnswerRow",
 ]
