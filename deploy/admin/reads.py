@@ -94,18 +94,11 @@ def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetO
     candidates, prompts = "candidate tokens", "prompt tokens of candidates"
     every = (
         ("groups.tokens_per_day", candidates, usage.sampled_today, groups.tokens_per_day),
-        ("groups.tokens_per_hour", candidates, usage.sampled_this_hour, groups.tokens_per_hour),
         (
             "groups.prompt_tokens_per_day",
             prompts,
             usage.prompts_today,
             groups.prompt_tokens_per_day,
-        ),
-        (
-            "groups.prompt_tokens_per_hour",
-            prompts,
-            usage.prompts_this_hour,
-            groups.prompt_tokens_per_hour,
         ),
         ("judge.budget", "US dollars", spending.nano_usd_today / NANO, judge.budget),
         (

@@ -11,7 +11,7 @@ In plain words:
    that is proven worse, or whose answers are flawed more often. After `gate_prompts` of them (or
    all there are, `gate_min_prompts` at least; three times as many while something speaks against
    it) the candidate goes on, and the groups count in the ramp. With too few prompts, or the judge
-   or vLLM unreachable, it waits and its clock stops. When the clock reaches `gate_timeout_s`, the
+   or vLLM unreachable, it waits and its clock stops. When the clock reaches `GATE_TIMEOUT_S`, the
    groups so far decide; with fewer than `gate_min_prompts` the canary is inconclusive.
 3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
    groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
@@ -25,7 +25,7 @@ In plain words:
    slowly (`step_limit_s`); when the groups have proven the candidate by then, the next step begins.
    An operator may waive what a step must last and see (`skip-step`), and nothing else. After the
    last step the candidate is promoted, if the groups prove what `promote_on` asks for and no guard
-   is suspicious. Until then it waits, up to `max_groups` or `evidence_max_s`; then the canary is
+   is suspicious. Until then it waits, up to `max_groups` or `EVIDENCE_MAX_S`; then the canary is
    inconclusive.
 
 The levels are settings, and docs/canary.md states what they add up to. With `promote_on = "quick"`
@@ -240,14 +240,19 @@ MAX_PARTLY_LOADED = 34
 SLOWEST = 28
 """A step may take so many times `step_max_s` where its sessions come slowly: four weeks of a day
 each, in which a site of 5 sessions a day gives a canary of 20% its 20 sessions."""
+GATE_TIMEOUT_S = 3_600.0
+"""After this the gate's scores so far decide; time without judge, vLLM or prompts does not
+count."""
+EVIDENCE_MAX_S = 604_800.0
+"""The last step ends inconclusive when the proof is still missing after a week."""
 FEW_SEEN = 3
 """Sessions by which a count may fall short of its mean: 0 where 3 are expected is seen in 5% (rule
 of three)."""
 MANY_GROUPS = 350
-"""Groups that prove an equal candidate in the median (docs/canary.md): with fewer `evidence_max_s`
+"""Groups that prove an equal candidate in the median (docs/canary.md): with fewer `EVIDENCE_MAX_S`
 is no limit yet where the judge waits for prompts."""
 SLOWEST_PROOF = 4
-"""And so many times `evidence_max_s` is."""
+"""And so many times `EVIDENCE_MAX_S` is."""
 MOST_IN_BOTH_ARMS = 0.01
 """Share of the conversations whose turns may have met both arms: their users compare two models in
 one task, and no comparison of the arms holds. A single one never holds a step."""
@@ -464,7 +469,7 @@ def _after_gating(
 ) -> Decision:
     verdict, quality = evidence.verdict, evidence.quality
     wanted = min(proof_rule.gate_prompts(quality, rules), evidence.prompts)
-    timed_out = elapsed_s(canary, now) >= rules.gate_timeout_s
+    timed_out = elapsed_s(canary, now) >= GATE_TIMEOUT_S
     if rules.promote_on != "quick" and (harm := proof_rule.harm(quality, rules)) is not None:
         return _reject(f"gate: {harm}")
     if evidence.away is not None:
@@ -486,7 +491,7 @@ def _after_gating(
         )
     if timed_out:
         return _inconclusive(
-            f"gate: {_gate_counts(evidence, rules)} in {rules.gate_timeout_s:g} s; "
+            f"gate: {_gate_counts(evidence, rules)} in {GATE_TIMEOUT_S:g} s; "
             f"it needs {rules.gate_min_prompts}"
         )
     more = proof_rule.gate_doubt(quality, rules) if judged >= rules.gate_prompts else None
@@ -654,7 +659,7 @@ def _after_step(
     waits = f"{lacking}; {proof_rule.describe(quality)}"
     judged = quality.groups + quality.unknown - evidence.carried
     slow = judged < min(MANY_GROUPS, rules.max_groups)
-    proof_s = rules.evidence_max_s * (SLOWEST_PROOF if slow else 1)
+    proof_s = EVIDENCE_MAX_S * (SLOWEST_PROOF if slow else 1)
     if judged >= rules.max_groups or spent_s >= proof_s:
         return _inconclusive(f"the proof is still missing: {waits}")
     if evidence.away is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 import structlog
-from sqlalchemy import delete, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.errors import (
@@ -37,7 +37,7 @@ from ingest.store.groups import (
     sampling_attempts,
     set_aside,
 )
-from ingest.store.listing import day_of, hour_of, next_hour, next_midnight
+from ingest.store.listing import day_of, next_midnight
 from ingest.vllm.sampler import Sampler, SampleRequest
 from sidecar.backoff import Backoff, retry_after_s
 from sidecar.records import BASE, Exchange
@@ -190,25 +190,21 @@ def _as_seen(message: bytes) -> str | bytes:
     return looks(shown_answer(parsed, show_reasoning=True))
 
 
-# The budgets of sampling, by day and by hour (UTC).
+# The budgets of sampling, by day (UTC).
 
-DAY, HOUR = "sampling_tokens", "sampling_tokens_hour"
-PROMPT_DAY, PROMPT_HOUR = "sampling_prompt_tokens", "sampling_prompt_hour"
-SERVED = "served_tokens"
-"""Stages of counter rows: (stage, day or hour) -> tokens. Ingest writes the last one."""
+DAY, PROMPT_DAY, SERVED = "sampling_tokens", "sampling_prompt_tokens", "served_tokens"
+"""Stages of counter rows: (stage, day) -> tokens. Ingest writes the last one."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of this day and this hour, UTC."""
+    """Tokens of this day, UTC."""
 
     sampled_today: int = 0
-    sampled_this_hour: int = 0
     prompts_today: int = 0
     """Prompt tokens, once for each candidate."""
-    prompts_this_hour: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,58 +218,35 @@ class Spent:
 
 
 def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
-    """Return a budget that is spent, of several the one renewed last; None when none is. Pure."""
+    """Return a budget that is spent; None when none is. Pure."""
     budget_uses = (
         ("tokens_per_day", usage.sampled_today, "candidate tokens today"),
         ("prompt_tokens_per_day", usage.prompts_today, "prompt tokens of candidates today"),
-        ("tokens_per_hour", usage.sampled_this_hour, "candidate tokens this hour"),
-        ("prompt_tokens_per_hour", usage.prompts_this_hour, "prompt tokens this hour"),
     )
     for name, used, what in budget_uses:
         limit: int = getattr(budgets, name)
         if limit and used >= limit:
-            until = next_midnight(now) if name.endswith("day") else next_hour(now)
             setting = f"groups.{name}"
-            return Spent(setting=setting, why=f"{setting} is spent: {used} {what}", until=until)
+            why = f"{setting} is spent: {used} {what}"
+            return Spent(setting=setting, why=why, until=next_midnight(now))
     return None
 
 
 def read_usage(session: Session, *, now: float) -> Usage:
-    """Read what this day and this hour have used."""
-    day, hour = day_of(now), hour_of(now)
-    fields = {
-        (DAY, day): "sampled_today",
-        (HOUR, hour): "sampled_this_hour",
-        (PROMPT_DAY, day): "prompts_today",
-        (PROMPT_HOUR, hour): "prompts_this_hour",
-    }
+    """Read what this day has used."""
+    fields = {DAY: "sampled_today", PROMPT_DAY: "prompts_today"}
     rows = session.scalars(
         select(CounterRow).where(
-            CounterRow.stage.in_([stage for stage, _ in fields]),
-            CounterRow.reason.in_([day, hour]),
+            CounterRow.stage.in_(list(fields)), CounterRow.reason == day_of(now)
         )
     )
-    found = {fields.get((row.stage, row.reason)): row.count for row in rows}
-    return Usage(**{name: n for name, n in found.items() if name is not None})
+    return Usage(**{fields[row.stage]: row.count for row in rows})
 
 
 def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) -> None:
     """Count the tokens of candidates, in the caller's transaction."""
-    day, hour = day_of(now), hour_of(now)
-    spent = {
-        (DAY, day): sampled,
-        (HOUR, hour): sampled,
-        (PROMPT_DAY, day): prompts,
-        (PROMPT_HOUR, hour): prompts,
-    }
-    for (stage, reason), tokens in spent.items():
-        count(session, stage, reason, tokens)
-    # Nobody reads an hour that is over, and there would be thousands.
-    session.execute(
-        delete(CounterRow).where(
-            CounterRow.stage.in_([HOUR, PROMPT_HOUR]), CounterRow.reason < hour
-        )
-    )
+    for stage, tokens in ((DAY, sampled), (PROMPT_DAY, prompts)):
+        count(session, stage, day_of(now), tokens)
 
 
 def completion_tokens(exchange: Exchange) -> int:

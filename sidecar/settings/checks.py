@@ -248,11 +248,6 @@ def _budgets(judge: Judge) -> Iterator[Problem]:
 
 # Check the sections of learning: groups, learner, canary, best of N. Pure.
 
-HOUR_AND_DAY = (
-    ("tokens_per_hour", "tokens_per_day"),
-    ("prompt_tokens_per_hour", "prompt_tokens_per_day"),
-)
-
 
 def learner(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong with the learner's settings."""
@@ -334,14 +329,6 @@ def useless_group_settings(settings: Settings) -> Iterator[Problem]:
             f"is {groups.timeout_s:g} s, and a candidate takes as long as an answer to a user, so "
             "none would be finished; give 120 s",
         )
-    for hour, day in HOUR_AND_DAY:
-        of_hour, of_day = getattr(groups, hour), getattr(groups, day)
-        if of_day and of_hour >= of_day:
-            yield (
-                ("groups", hour),
-                f"is {of_hour} and the whole day has groups.{day} = {of_day}, so an hour's limit "
-                "is never reached first; give less than the day's, or leave it out",
-            )
     serving = set(settings.serving.upstreams)
     if groups.sampling_upstreams and set(groups.sampling_upstreams) == serving:
         yield (

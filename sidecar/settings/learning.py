@@ -68,12 +68,8 @@ class Groups(Section):
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000
     """Sampled candidate tokens a day. When they are spent, sampling waits for midnight UTC."""
-    tokens_per_hour: Budget = 0
-    """Sampled candidate tokens an hour; when spent, sampling waits for the next. 0: no limit."""
     prompt_tokens_per_day: Budget = 0
     """Prompt tokens of candidates a day, also where vLLM has them in its cache. 0: no limit."""
-    prompt_tokens_per_hour: Budget = 0
-    """Prompt tokens of candidates an hour. 0: no limit."""
     concurrency: Parallel = 16
     """Candidates sampled at once."""
     sampling_upstreams: tuple[Upstream, ...] = ()
@@ -167,8 +163,6 @@ class Canary(Section):
     ] = 0.02
     """For `quick`: the candidate passes when its mean judged difference to the champion is above
     minus this."""
-    gate_timeout_s: Timeout = 3_600.0
-    """After this the scores so far decide; time without judge, vLLM or prompts does not count."""
     max_tokens: Annotated[int, Between(1, 10_000_000, "an answer has a token")] = 256
     """Most tokens of a gate answer; the request's own limit if that is lower."""
     groups_per_hour: Annotated[int, Between(0, 100_000, "each is sampled and judged")] = 120
@@ -191,11 +185,6 @@ class Canary(Section):
     ] = 86_400.0
     """A step that has not seen its exchanges and sessions by then ends inconclusive: the champion
     stays. Slow traffic gives it up to 28 times as long."""
-    evidence_max_s: Annotated[
-        float, Between(1, 31_536_000, "a shorter one proves nothing, a longer one never ends", "s")
-    ] = 604_800.0
-    """The last step ends inconclusive when the proof is still missing after this; four times as
-    long with fewer than 350 groups."""
     max_truncated_excess: Share = 0.05
     """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
     on the same prompts."""

@@ -415,7 +415,6 @@ def rules() -> CanarySettings:
         gate_answers=1,
         gate_min_prompts=2,
         gate_margin=0.02,
-        gate_timeout_s=100.0,
         steps=(2_000, 5_000),
         step_min_s=10.0,
         turn_wait_s=0.0,

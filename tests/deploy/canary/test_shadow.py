@@ -18,7 +18,7 @@ from deploy.canary.gate import Gate, Shadow
 from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
-from deploy.registry import candidates, proof_rule, transitions
+from deploy.registry import candidates, canary_rule, proof_rule, transitions
 from deploy.registry.canary_rule import quality_of
 from deploy.registry.proof_rule import limits_of
 from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
@@ -42,7 +42,6 @@ def rules() -> CanarySettings:
         gate_prompts=4,
         gate_answers=1,
         gate_min_prompts=2,
-        gate_timeout_s=100.0,
         groups_per_hour=3_600,
         max_groups=60,
         steps=(2_000, 5_000),
@@ -289,8 +288,10 @@ async def test_a_judge_that_hangs_keeps_no_guard_waiting(world: World) -> None:
     await asyncio.gather(shadow, return_exceptions=True)
 
 
-async def test_a_judge_that_is_away_holds_the_promotion_and_its_clock(world: World) -> None:
-    world.rules = world.rules.model_copy(update={"evidence_max_s": 60.0})
+async def test_a_judge_that_is_away_holds_the_promotion_and_its_clock(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary_rule, "EVIDENCE_MAX_S", 60.0)
     name, gate = await ramping(world)
     await play(world, gate, 4, traffic=name)
     world.judge.away = True

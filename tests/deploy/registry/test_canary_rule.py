@@ -164,7 +164,7 @@ def test_an_absent_judge_neither_passes_nor_fails_whatever_the_time(rules: Canar
 
 @pytest.mark.parametrize(
     ("scored", "now", "ends"),
-    [(1, 199.9, None), (1, 200.0, "inconclusive"), (2, 200.0, "ramping")],
+    [(1, 3_699.9, None), (1, 3_700.0, "inconclusive"), (2, 3_700.0, "ramping")],
 )
 def test_at_the_gate_s_time_limit_what_is_scored_decides(
     rules: CanarySettings, scored: int, now: float, ends: str | None
@@ -175,12 +175,12 @@ def test_at_the_gate_s_time_limit_what_is_scored_decides(
 
 
 def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
-    decision = decide(GATING, gate(scored=1, pending=2), rules, 200)
+    decision = decide(GATING, gate(scored=1, pending=2), rules, 3_700)
 
     assert decision == Move(
         to="inconclusive",
         candidate_state="retired",
-        reason="gate: 1 comparison scored, 0 set aside in 100 s; it needs 2",
+        reason="gate: 1 comparison scored, 0 set aside in 3600 s; it needs 2",
     )
 
 
@@ -202,7 +202,9 @@ def test_the_gate_s_time_limit_names_the_counts_that_decided(
     )
     asked = rules.model_copy(update={"promote_on": promote_on, "gate_min_prompts": 4})
 
-    assert decide(GATING, evidence, asked, 200).reason == f"gate: {counts} in 100 s; it needs 4"
+    assert decide(GATING, evidence, asked, 3_700).reason == (
+        f"gate: {counts} in 3600 s; it needs 4"
+    )
 
 
 def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> None:

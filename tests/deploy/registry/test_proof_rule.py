@@ -50,7 +50,6 @@ RULES = CanarySettings(
     step_min_exchanges=3,
     step_min_sessions=3,
     max_groups=400,
-    evidence_max_s=1_000.0,
 )
 RAMPING = made_canary()
 GATING = replace(RAMPING, phase="gating")

@@ -31,9 +31,7 @@ def test_the_day_ends_at_midnight_utc_and_the_hour_at_the_full_one() -> None:
     ("setting", "field"),
     [
         ("tokens_per_day", "sampled_today"),
-        ("tokens_per_hour", "sampled_this_hour"),
         ("prompt_tokens_per_day", "prompts_today"),
-        ("prompt_tokens_per_hour", "prompts_this_hour"),
     ],
 )
 def test_a_budget_is_spent_at_its_limit_and_not_before(setting: str, field: str) -> None:
@@ -41,20 +39,11 @@ def test_a_budget_is_spent_at_its_limit_and_not_before(setting: str, field: str)
     found = spent(Usage(**{field: 100}), **{setting: 100})
     assert found is not None
     assert found.setting == f"groups.{setting}"
+    assert found.until == next_midnight(NOON)
 
 
 def test_without_limits_only_the_one_of_the_day_holds() -> None:
-    used = Usage(sampled_this_hour=10**9, prompts_today=10**9, prompts_this_hour=10**9)
-
-    assert spent(used) is None
-
-
-def test_of_two_spent_budgets_the_one_renewed_last_is_named() -> None:
-    used = Usage(sampled_this_hour=100, prompts_today=100)
-    found = spent(used, tokens_per_hour=100, prompt_tokens_per_day=100)
-
-    assert found is not None
-    assert found.until == next_midnight(NOON)
+    assert spent(Usage(prompts_today=10**9)) is None
 
 
 def test_the_tokens_of_an_answer_are_vllms_count_or_those_recorded() -> None:

@@ -522,11 +522,16 @@ async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
 @pytest.mark.parametrize(
     ("setting", "limit", "stage", "why"),
     [
-        ("tokens_per_hour", 15, "sampling_tokens_hour", "15 candidate tokens this hour"),
-        ("prompt_tokens_per_hour", 12, "sampling_prompt_hour", "12 prompt tokens this hour"),
+        ("tokens_per_day", 15, "sampling_tokens", "15 candidate tokens today"),
+        (
+            "prompt_tokens_per_day",
+            12,
+            "sampling_prompt_tokens",
+            "12 prompt tokens of candidates today",
+        ),
     ],
 )
-async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
+async def test_a_spent_day_waits_for_the_next_and_survives_a_restart(
     kit: Kit, make_worker: MakeWorker, clock: Clock, setting: str, limit: int, stage: str, why: str
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
@@ -538,16 +543,14 @@ async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
     with kit.database.read() as session:
         told = read(session, "sampling")
     assert told is not None
-    assert told.until == NOON + 3600
+    assert told.until == NOON + 12 * 3600
     assert told.message.endswith(f": groups.{setting} is spent: {why}")
-    clock.now = NOON + 3599
+    clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
-    clock.now = NOON + 3600
+    clock.now = NOON + 12 * 3600
     assert await restarted.step() == 1
 
-    assert kit.counts(stage) == {"2026-11-21T13": limit}  # and no row of the hour before
-    assert kit.counts("sampling_tokens") == {"2026-11-21": 30}
-    assert kit.counts("sampling_prompt_tokens") == {"2026-11-21": 24}
+    assert kit.counts(stage) == {"2026-11-21": limit, "2026-11-22": limit}
     assert kit.counts("sampling_waits") == {f"groups.{setting}": 1}
 
 

@@ -32,12 +32,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
         (f"{JUDGE}[groups]\nheld_out_rate = 0", "groups.held_out_rate", "waits for ever"),
         ("[canary]\nsteps = [500, 9500, 10000]", "canary.steps", "played as [500, 9000]"),
         ("[groups]\ntimeout_s = 0.05", "groups.timeout_s", "none would be finished"),
-        ("[groups]\ntokens_per_hour = 5_000_000", "groups.tokens_per_hour", "never reached first"),
-        (
-            "[groups]\nprompt_tokens_per_hour = 9\nprompt_tokens_per_day = 9",
-            "groups.prompt_tokens_per_hour",
-            "never reached first",
-        ),
         (
             '[groups]\nsampling_upstreams = ["http://127.0.0.1:8000"]',
             "groups.sampling_upstreams",
