@@ -18,7 +18,7 @@ from deploy.canary.gate import Gate, Shadow
 from deploy.canary.gate_answers import MOST_ANSWERS, arms_of
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
-from deploy.registry import candidates, canary_rule, proof_rule, transitions
+from deploy.registry import canary_rule, candidates, proof_rule, transitions
 from deploy.registry.canary_rule import quality_of
 from deploy.registry.proof_rule import limits_of
 from ingest.errors import JudgeRefusalError, RequestRefusedError, SamplingError
