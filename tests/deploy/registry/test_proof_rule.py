@@ -12,6 +12,8 @@ from deploy.evidence.betting import Bets
 from deploy.evidence.live import GuardState
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry.canary_rule import (
+    EVIDENCE_MAX_S,
+    SLOWEST_PROOF,
     ArmCounts,
     Comparison,
     Decision,
@@ -229,7 +231,8 @@ def test_answers_that_are_flawed_on_the_same_prompts_end_it_whatever_the_judge_s
 
 
 @pytest.mark.parametrize(
-    ("groups", "now", "ends"), [(50, 20.0, "held"), (50, 4_000.0, "inconclusive")]
+    ("groups", "now", "ends"),
+    [(50, 20.0, "held"), (50, SLOWEST_PROOF * EVIDENCE_MAX_S, "inconclusive")],
 )
 def test_the_deadline_keeps_the_champion(groups: int, now: float, ends: str) -> None:
     assert phase(at_the_end(judged(0.0, groups=groups), now=now)) == ends
