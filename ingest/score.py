@@ -1,8 +1,9 @@
 """The scoring process, `python -m ingest.score`: sample candidates, have the judge score them.
 
-Both workers share one event loop and exchange data only through the store. Without a judge neither
-runs: candidates that are never scored would waste tokens. If best of N is on, the same judge also
-chooses among the answers of requests whose users wait.
+The workers share one event loop and exchange data only through the store. Without a judge neither
+samples nor scores: candidates that are never scored would waste tokens. Groups of whole sessions
+are drawn beside (`ingest.tasks`); those that outcomes alone reward need no judge. If best of N is
+on, the same judge also chooses among the answers of requests whose users wait.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ async def _run(settings: Settings) -> int:
             why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
         )
+        if settings.tasks.learn == "outcome":
+            from ingest.tasks.worker import draw_until
+
+            return await draw_until(stop, settings)
         tell_ready()
         await stop.wait()
         return 0
@@ -91,6 +96,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.privacy.texts import JudgeView
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
+    from ingest.tasks.worker import TaskWorker
     from ingest.tokens import TokenCheck
     from ingest.verifiers.rewarding import open_rewarding
     from ingest.vllm.sampler import CheckedSampler
@@ -157,6 +163,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
             workers.create_task(noise.run(stop))
+            if settings.tasks.learn != "off":
+                workers.create_task(TaskWorker(database, settings.tasks).run(stop))
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:

@@ -74,6 +74,8 @@ IN_TRACE = "trace_id <> ''"
 NAMED_OTHERWISE = "substr(session_key, 1, 1) = 'h' AND session_key <> session_id"
 """Exchanges that stand in another session than the one that their client's header named."""
 IN_TASK = "task <> ''"
+READY = "over_at IS NOT NULL AND group_id IS NULL AND excluded IS NULL"
+"""Sessions that may become members of a group (`TaskMemberRow`)."""
 TAKEN_OVER = "fallback_from <> ''"
 """Exchanges that another adapter was asked to answer in place of the routed one, which failed."""
 EXAMINED = (
@@ -163,6 +165,8 @@ class ExchangeRow(Base):
     prompt_key: Mapped[str | None] = mapped_column(String(32))
     """Shared by exchanges whose answers are draws of one distribution
     (`ingest.grouping.same_prompt`); null: it shares none."""
+    task_group_id: Mapped[str | None] = mapped_column(String(64))
+    """The group of whole sessions that was drawn with it; null: none."""
 
 
 class ChoiceRow(Base):
@@ -502,9 +506,7 @@ class TaskMemberRow(Base):
 
     __tablename__ = "task_member"
     __table_args__ = (
-        partial_index(
-            "ix_task_member_open", "key", "adapter", where="group_id IS NULL AND excluded IS NULL"
-        ),
+        partial_index("ix_task_member_ready", "key", "adapter", "over_at", where=READY),
         partial_index("ix_task_member_group", "group_id", where="group_id IS NOT NULL"),
     )
     session_id: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -513,8 +515,14 @@ class TaskMemberRow(Base):
     key: Mapped[str] = mapped_column(String(64))
     adapter: Mapped[str] = mapped_column(String(255))
     caller: Mapped[str] = mapped_column(String(255))
-    """Its user, else its key, else the hash of its address."""
+    """`user:` and its user, else `key:` and its key, else `address:` and the hash of its address;
+    empty: not known."""
     began_at: Mapped[float]
+    over_at: Mapped[float | None]
+    """When it was over, and known to have what its reward is made of; null: it goes on, or nobody
+    told yet how it ended. Turns that began later are no part of it."""
+    reopened: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """A turn came after it was over; that happens once."""
     excluded: Mapped[str | None] = mapped_column(String(32))
     """Why it becomes a member of no group; null: nothing speaks against it."""
     group_id: Mapped[str | None] = mapped_column(String(64))

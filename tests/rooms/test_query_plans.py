@@ -80,6 +80,7 @@ SORTS = {
     "deploy/forgetting.py:callers_of": LISTING,
     "ingest/feedback/store.py:_feedback": VOICES,
     "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter",
+    "ingest/tasks/grouping.py:told_of": VOICES,
     "ingest/store/exchanges.py:load_by_selection": "at most groups.max_pending_groups numbers",
     "deploy/adapters/prune.py:_last_champions": PRUNING,
     "deploy/adapters/prune.py:_still_loaded": PRUNING,

@@ -63,6 +63,7 @@ from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_rows
 from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
+from ingest.tasks.enrol import IDLE, SEEN
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
@@ -97,7 +98,7 @@ from sidecar.settings import (
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
 from sidecar.settings.judge import LengthVerifier
-from sidecar.store.database import Database
+from sidecar.store.database import Database, set_flag
 from sidecar.store.disk import space_of
 from sidecar.store.models import (
     AdapterProfileRow,
@@ -120,6 +121,7 @@ from support.fake_metrics import FakeMetrics
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
 from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, SPAN_S, adapter, exchange_id
+from support.task_kit import TaskKit
 
 VERSIONS = EXCHANGES // 2_000
 CHAMPION, CANDIDATE = adapter(VERSIONS - 1), adapter(VERSIONS)
@@ -171,6 +173,7 @@ def use_store(folder: Path) -> None:
             routing_writer.initialise(session, MODEL, now=NOW, actor="control")
         _ingest(use)
         asyncio.run(_score(use))
+        _draw_tasks(use)
         _learn(use)
         asyncio.run(_control(use))
         _commands(use)
@@ -425,6 +428,25 @@ async def _score(use: _Use) -> None:
     ledger.spend(Amount(nano_usd=10, tokens=5))
     await ledger.aclose()
     await _best_of(use)
+
+
+def _draw_tasks(use: _Use) -> None:
+    """Sessions of which some are told become groups; one goes on afterwards."""
+    with use.database.write() as session:
+        for mark in (SEEN, IDLE):
+            set_flag(session, mark, str(EXCHANGES - 20), now=NOW)
+    tasks = TaskKit(use.database, size=2, key="template")
+    tasks.now = use.clock.now
+    tasks.session("task-none")
+    bodies = [{"messages": [{"role": "user", "content": f"Order {one}?"}]} for one in (1, 2, 2)]
+    for number, body in enumerate(bodies):
+        prompt = (number,) * 4
+        tasks.session(f"task-t{number}", True, task="", request=body, prompt_token_ids=prompt)
+    for name, success in (("task-a", True), ("task-b", False)):
+        tasks.session(name, success)
+    assert tasks.follow() == 2
+    tasks.turn("task-a")
+    tasks.follow(after_s=tasks.settings.idle_s)
 
 
 async def _watch_noise(use: _Use) -> None:

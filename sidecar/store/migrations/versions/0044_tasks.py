@@ -15,7 +15,7 @@ branch_labels = None
 depends_on = None
 
 IN_TASK = sa.text("task <> ''")
-OPEN = sa.text("group_id IS NULL AND excluded IS NULL")
+READY = sa.text("over_at IS NOT NULL AND group_id IS NULL AND excluded IS NULL")
 GROUPED = sa.text("group_id IS NOT NULL")
 IN_RUN = sa.text("run_id IS NOT NULL")
 WIDE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -24,6 +24,7 @@ WIDE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 def upgrade() -> None:
     op.add_column("exchange", _text("task", 64, ""))
     op.add_column("exchange", _text("origin", 16, "user"))
+    op.add_column("exchange", sa.Column("task_group_id", sa.String(64)))
     op.add_column("feedback", sa.Column("done", sa.Boolean()))
     _partial("ix_exchange_task", "exchange", ["task", "seq"], IN_TASK)
     op.create_table(
@@ -56,6 +57,8 @@ def upgrade() -> None:
         sa.Column("adapter", sa.String(255), nullable=False),
         sa.Column("caller", sa.String(255), nullable=False),
         sa.Column("began_at", sa.Float(), nullable=False),
+        sa.Column("over_at", sa.Float()),
+        sa.Column("reopened", sa.Boolean(), nullable=False, server_default=sa.false()),
         sa.Column("excluded", sa.String(32)),
         sa.Column("group_id", sa.String(64)),
         sa.Column("place", sa.Integer()),
@@ -63,7 +66,7 @@ def upgrade() -> None:
         sa.Column("source", sa.String(16)),
         sa.Column("exchange_ids", sa.JSON()),
     )
-    _partial("ix_task_member_open", "task_member", ["key", "adapter"], OPEN)
+    _partial("ix_task_member_ready", "task_member", ["key", "adapter", "over_at"], READY)
     _partial("ix_task_member_group", "task_member", ["group_id"], GROUPED)
 
 

@@ -1,0 +1,77 @@
+"""The worker of whole tasks: follows the store, and draws groups. The scoring process has it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from ingest.tasks.enrol import follow
+from sidecar.backoff import Backoff
+from sidecar.errors import StoreError
+from sidecar.processes import tell_ready
+from sidecar.settings import Settings, open_keyring
+from sidecar.settings.learning import Tasks
+from sidecar.store.database import Database
+
+TICK_S: Final = 2.0
+"""Seconds between two looks."""
+PAUSES: Final = Backoff(first_s=TICK_S, last_s=30.0)
+"""Pauses while the store is unreachable."""
+
+log = structlog.get_logger()
+
+
+class TaskWorker:
+    """Makes groups of whole sessions until stopped. One per store."""
+
+    def __init__(
+        self, database: Database, settings: Tasks, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._now = now
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set."""
+        failures = 0
+        while not stop.is_set():
+            pause_s = TICK_S
+            try:
+                drawn = await asyncio.to_thread(self.step)
+                failures = 0
+                if drawn:
+                    log.info("task_groups_drawn", groups=drawn)
+            except StoreError as error:
+                failures += 1
+                pause_s = PAUSES.wait_s(failures)
+                log.warning("tasks_wait", error=str(error), pause_s=pause_s)
+            try:
+                await asyncio.wait_for(stop.wait(), timeout=pause_s)
+            except TimeoutError:
+                continue
+
+    def step(self) -> int:
+        """Look at what is new in the store. Returns: the number of groups drawn. Raises:
+        StoreError; the next step begins where this one failed."""
+        return follow(self._database, self._settings, now=self._now())
+
+
+async def draw_until(stop: asyncio.Event, settings: Settings) -> int:
+    """Draw the groups that outcomes alone reward, until `stop` is set: no judge is needed.
+
+    Returns: the process's exit code; 1 when the store cannot be opened.
+    """
+    try:
+        database = Database(settings.store.url, open_keyring(settings.store))
+        await asyncio.to_thread(database.upgrade)
+    except StoreError as error:
+        log.error("store_not_ready", error=str(error))
+        return 1
+    tell_ready()
+    await TaskWorker(database, settings.tasks).run(stop)
+    database.close()
+    return 0
