@@ -179,11 +179,16 @@ def ids_digest(group_ids: Sequence[str]) -> str:
     return hashlib.sha256("".join(f"{one}\n" for one in group_ids).encode()).hexdigest()
 
 
+_OF_TASKS = ("sessions", "weights", "steps")
+"""Left out where they are empty: lineages of before do not have them."""
+
+
 def groups_digest(groups: Sequence[TrainingGroup]) -> str:
     """Return the SHA-256 (hex) of everything that the trainer reads of the groups."""
     found = hashlib.sha256()
     for group in groups:
-        text = json.dumps(asdict(group), sort_keys=True, separators=(",", ":"))
+        read = {name: one for name, one in asdict(group).items() if one or name not in _OF_TASKS}
+        text = json.dumps(read, sort_keys=True, separators=(",", ":"))
         found.update(text.encode() + b"\n")
     return found.hexdigest()
 

@@ -71,6 +71,15 @@ class TrainingGroup:
     they are `scores`."""
     masked_by: str | None = None
     """What forbade tokens while the answers were sampled, or may have; None: nothing did."""
+    sessions: tuple[int, ...] = ()
+    """[G] number of the session that a row is a part of, for a group of whole sessions: they are
+    compared, and not the rows. Empty: each row is an answer by itself."""
+    weights: tuple[float, ...] = ()
+    """[G] with `sessions`: what a row's advantage is multiplied by, so that the loss is a mean per
+    session."""
+    steps: tuple[float, ...] = ()
+    """[G] with `sessions`: advantage of the row's step among other answers to its prompt, times the
+    weight of such advantages; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

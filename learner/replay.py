@@ -35,10 +35,10 @@ from learner.progress.watch import RunWatch
 from learner.records import Parent, TrainingJob, TrainingOutcome
 from learner.runs import source
 from learner.runs.lineage import FORMAT
-from learner.runs.material import noise_of_json
+from learner.runs.material import load_groups, noise_of_json
 from learner.runs.publish import document_digests
 from learner.runs.runs import check_parent
-from learner.runs.selection import select_by
+from learner.runs.selection import select_by, select_tasks
 from learner.runs.train import Trainer
 from sidecar.records import BASE
 from sidecar.settings import Learner, Settings
@@ -120,7 +120,8 @@ def _recipe(
         run_id = str(lineage["run_id"])
         quiet = _quiet(lineage["algorithm"].get("quiet_groups", 0))
         code = msgspec.convert(lineage["code"], dict[str, Any])
-        ids = [str(group["group_id"]) for group in lineage["groups"]]
+        of_tasks = lineage.get("task_groups", [])
+        ids = [str(group["group_id"]) for group in (*lineage["groups"], *of_tasks)]
         parent = _parent(session, lineage["parent"])
         _check_base(settings, lineage["base"])
         content = lineage["window"]["groups_sha256"]
@@ -131,15 +132,15 @@ def _recipe(
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         # Any JSON may stand there; msgspec's ValidationError is a ValueError too.
         _impossible(f"its {LINEAGE} is damaged ({type(error).__name__}: {error})")
-    scored, broken = source.load(session, ids, pack_tokens=learner.pack_tokens)
+    of_run = settings.model_copy(update={"learner": learner})
+    scored, tasks, broken = load_groups(session, of_run, None, ids)
     if broken:
         _impossible(_gone(session, broken))
-    selection = select_by(learner, scored, noise)
-    if selection.dropped:
-        group_id, why = next(iter(selection.dropped.items()))
-        _impossible(
-            f"{len(selection.dropped)} of its groups would be left out now; group {group_id}: {why}"
-        )
+    selection, unfit = select_tasks(learner, tasks, scored, select_by(learner, scored, noise))
+    left_out = {**selection.dropped, **{one: fault.reason for one, fault in unfit.items()}}
+    if left_out:
+        group_id, why = next(iter(left_out.items()))
+        _impossible(f"{len(left_out)} of its groups would be left out now; group {group_id}: {why}")
     if groups_digest(selection.groups) != content:
         _impossible("the content of its groups was changed in the store")
     names = (group.adapter for group in selection.groups)

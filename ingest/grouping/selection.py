@@ -532,6 +532,15 @@ def _make_group(
     )
 
 
+def exact_answers(exchange: Exchange, rules: Rules) -> tuple[Answer, ...]:
+    """Return the answers of an exchange with the reasons why they are not exact; none where the
+    client left, or something forbade tokens or may have."""
+    request = _object(exchange.request) or {}
+    if mask_of(request, rules.facts.grammar) is not None:
+        return ()
+    return _served(exchange, request, rules)
+
+
 def _served(
     exchange: Exchange, request: Mapping[str, Any] | None, rules: Rules
 ) -> tuple[Answer, ...]:

@@ -121,6 +121,20 @@ def last_of_each_part(steps: Sequence[Step]) -> list[str]:
     steps: of one session, in the order of storing.
     Returns: their ids, the oldest part first; empty when no chat was answered.
     """
+    ends: dict[int, str] = {}
+    for step in _main(steps):
+        if step.fits and step.segment not in ends:
+            ends[step.segment] = step.exchange_id
+    return [ends[segment] for segment in sorted(ends)][-MOST_CUTS:]
+
+
+def main_line(steps: Sequence[Step]) -> list[str]:
+    """Return the exchanges of the main conversation, the newest first: no sub-agent, no branch that
+    was given up. Pure. steps: as for `last_of_each_part`."""
+    return [step.exchange_id for step in _main(steps)]
+
+
+def _main(steps: Sequence[Step]) -> list[Step]:
     by_id = {one.exchange_id: one for one in steps}
     of_agent: dict[str, bool] = {}
     for name in parents_first({one.exchange_id: one.parent for one in steps}):
@@ -130,11 +144,7 @@ def last_of_each_part(steps: Sequence[Step]) -> list[str]:
     if not main:
         return []
     last = max(main, key=lambda one: (one.segment, one.began_at))
-    ends: dict[int, str] = {}
-    for step in _upwards(last, by_id):
-        if step.fits and step.segment not in ends:
-            ends[step.segment] = step.exchange_id
-    return [ends[segment] for segment in sorted(ends)][-MOST_CUTS:]
+    return list(_upwards(last, by_id))
 
 
 def _upwards(step: Step, by_id: Mapping[str, Step]) -> Iterator[Step]:

@@ -18,6 +18,7 @@ from itertools import groupby
 from statistics import fmean, mean, pstdev, stdev
 
 from learner.errors import GroupTooSmallError
+from learner.records import TrainingGroup
 
 MIN_TRAINABLE = 2
 """Least trainable answers of a group: one alone has no sibling in the gradient to compare with."""
@@ -97,6 +98,30 @@ def assign(rewards_G: Sequence[float], counted_G: Sequence[bool], method: str) -
     for place, advantage in zip(places, found, strict=True):
         advantages[place] = advantage
     return advantages
+
+
+def assign_rows(group: TrainingGroup, counted_G: Sequence[bool], method: str) -> list[float]:
+    """Return [G] advantages of a group's rows: by `assign`, or between its sessions.
+
+    Of a group of sessions each row has its session's reward minus the mean of the other sessions
+    (which does not depend on what this one did), plus its step's own advantage, times its weight. A
+    session counts while one of its rows does.
+    Raises: GroupTooSmallError when fewer than two answers or sessions count.
+    """
+    if not group.sessions:
+        return assign(group.scores, counted_G, method)
+    of_session = session_scores(group, counted_G)
+    found = dict(zip(of_session, leave_one_out(list(of_session.values())), strict=True))
+    rows = zip(group.sessions, group.weights, group.steps, counted_G, strict=True)
+    return [weight * (found[one] + step) if counts else 0.0 for one, weight, step, counts in rows]
+
+
+def session_scores(group: TrainingGroup, counted_G: Sequence[bool]) -> dict[int, float]:
+    """Return the reward of each session of which a row counts; of each answer where a group is
+    not of sessions."""
+    numbers = group.sessions or range(len(group.scores))
+    rows = zip(numbers, group.scores, counted_G, strict=True)
+    return {number: score for number, score, counts in rows if counts}
 
 
 def text_key(token_ids: Sequence[int], temperature: float) -> Hashable:

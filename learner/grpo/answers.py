@@ -23,9 +23,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 
-from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
+from learner.grpo.advantages import (
+    MIN_TRAINABLE,
+    assign_rows,
+    session_scores,
+    share,
+    spread,
+    text_key,
+)
 from learner.records import CheckedAnswers, Drift, Fault, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 
@@ -197,7 +203,8 @@ def _settled(
     """
     group, verdicts = _with_advantages(given, verdicts, settings)
     out = {place: one for place, one in verdicts.items() if one.row is None}
-    if len(verdicts) - len(out) < MIN_TRAINABLE:
+    left = verdicts.keys() - out.keys()
+    if len({given.sessions[place] for place in left} if given.sessions else left) < MIN_TRAINABLE:
         return _too_few(out, len(verdicts))
     differences = [value for one in verdicts.values() if one.row for value in one.differences]
     why = excess(measure(differences), settings.max_drift) if differences else None
@@ -324,11 +331,12 @@ def _with_advantages(
 
     counted = [counts(place) for place in range(len(group.rows))]
     advantages = [row.advantage for row in group.rows]
-    if counted != [row.counted for row in group.rows] and sum(counted) >= MIN_TRAINABLE:
+    enough = len(session_scores(group, counted)) >= MIN_TRAINABLE
+    if counted != [row.counted for row in group.rows] and enough:
         if group.unshared:
             texts = [text_key(row.token_ids, row.temperature) for row in group.rows]
             group = replace(group, scores=share(group.unshared, texts, counted))
-        advantages = assign(group.scores, counted, settings.advantage)
+        advantages = assign_rows(group, counted, settings.advantage)
     for place, one in verdicts.items():
         if one.row is not None and one.row.positive and not advantages[place] > 0:
             text = "it is not better than its siblings, and its log-probabilities are not known"
@@ -358,7 +366,7 @@ def _flat(
     counted = [row.counted for row in group.rows]
     if counted == before:
         return None  # the gate saw these rewards
-    found = spread(list(compress(group.scores, counted)))
+    found = spread(list(session_scores(group, counted).values()))
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
     if found == 0.0 or found < min_spread:
         return Fault(NO_SPREAD, f"{text}, least {min_spread:.4f} (learner.min_spread)")

@@ -17,6 +17,7 @@ import structlog
 from sqlalchemy import select
 
 from ingest.records import ScoredGroup
+from ingest.tasks.material import TaskGroup
 from learner.adapter_folder import CARD, CURVES, LINEAGE
 from learner.origin import (
     CACHE,
@@ -47,6 +48,7 @@ def build_lineage(
     model: str,
     origin: Mapping[str, Any],
     groups: Sequence[ScoredGroup],
+    tasks: Sequence[TaskGroup] = (),
     dropped: Mapping[str, str],
     settings: Learner,
     gates: Mapping[str, SpreadGate],
@@ -57,11 +59,11 @@ def build_lineage(
 ) -> dict[str, Any]:
     """Build the record that explains an adapter and allows to reproduce it.
 
-    created_at: Unix seconds. groups: the groups trained on. dropped: group id -> reason, for the
-    groups that the run left out. gates: group id -> the least spread of its scores. noise: of the
-    judges, as it was measured when the groups were selected. origin: base, parent, window,
-    libraries, code and hardware (`learner.runs.lineage`). curves: file of the steps' figures, in
-    the folder. resumed: where the run was killed, and went on.
+    created_at: Unix seconds. groups, tasks: the groups trained on, of answers and of sessions.
+    dropped: group id -> reason, for the groups that the run left out. gates: group id -> the least
+    spread of its scores. noise: of the judges, as it was measured when the groups were selected.
+    origin: base, parent, window, libraries, code and hardware (`learner.runs.lineage`). curves:
+    file of the steps' figures, in the folder. resumed: where the run was killed, and went on.
     """
     first, last = outcome.metrics[0], outcome.metrics[-1]
     return {
@@ -80,6 +82,7 @@ def build_lineage(
             )
             for group in groups
         ],
+        "task_groups": [_describe_task(one) for one in tasks],
         "dropped": dict(dropped),
         "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
         "judge_noise": [asdict(one) for _, one in sorted(noise.items())],
@@ -104,6 +107,9 @@ def render_lineage(lineage: Mapping[str, Any]) -> str:
 def render_card(lineage: Mapping[str, Any]) -> str:
     """Render the folder's README.md, a model card that PEFT and the Hugging Face Hub understand."""
     first, last = lineage["metrics"][0], lineage["metrics"][-1]
+    used, of_tasks = str(len(lineage["groups"])), len(lineage["task_groups"])
+    if of_tasks:
+        used += f" of answers and {of_tasks} of whole sessions"
     return f"""---
 base_model: {json.dumps(lineage["base_model"])}
 library_name: peft
@@ -119,7 +125,7 @@ continuing from {lineage["parent"]["name"]}.
 
 | | |
 |---|---|
-| groups | {len(lineage["groups"])} used, {len(lineage["dropped"])} left out |
+| groups | {used} used, {len(lineage["dropped"])} left out |
 | judge | {", ".join(name for name, _ in lineage["judges"])} |
 | optimiser steps | {len(lineage["metrics"])} |
 | mean score of the training answers | {first["reward_mean"]:.3f} in the first step |
@@ -160,6 +166,25 @@ def _describe(
     }
 
 
+def _describe_task(task: TaskGroup) -> dict[str, Any]:
+    return {
+        "group_id": task.group_id,
+        "key_kind": task.key_kind,
+        "adapter": task.adapter,
+        "judge_model": task.judge_model or None,
+        "rubric_hash": task.rubric_hash or None,
+        "sessions": [
+            {
+                "session_id": one.session_id,
+                "exchange_ids": list(one.exchange_ids),
+                "reward": one.reward,
+                "source": one.source,
+            }
+            for one in task.sessions
+        ],
+    }
+
+
 def _numbers(values: Sequence[float]) -> list[float | None]:
     """Return the values; None, for which JSON has a word, in the place of what is no number."""
     return [value if math.isfinite(value) else None for value in values]
@@ -194,6 +219,7 @@ def write_documents(
         model=settings.line.name,
         origin=origin_of(database, settings, material),
         groups=material.scored,
+        tasks=material.tasks,
         dropped=material.left_out,
         settings=settings.learner,
         gates=material.selection.gates,
@@ -236,7 +262,7 @@ def origin_of(database: Database, settings: Settings, material: Material) -> dic
 def _window(database: Database, settings: Learner, material: Material) -> dict[str, Any]:
     groups = material.selection.groups
     return {
-        **_exchanges(database, material.scored),
+        **_exchanges(database, material),
         "groups": len(groups),
         "group_ids_sha256": ids_digest([group.group_id for group in groups]),
         "groups_sha256": groups_digest(groups),
@@ -244,9 +270,10 @@ def _window(database: Database, settings: Learner, material: Material) -> dict[s
     }
 
 
-def _exchanges(database: Database, scored: Sequence[ScoredGroup]) -> dict[str, Any]:
+def _exchanges(database: Database, material: Material) -> dict[str, Any]:
     """Name the first and the last exchange, by the time at which they started."""
-    ids = [one.group.exchange_id for one in scored]
+    ids = [one.group.exchange_id for one in material.scored]
+    ids += [name for task in material.tasks for one in task.sessions for name in one.exchange_ids]
     statement = select(ExchangeRow.started_at, ExchangeRow.exchange_id)
     with database.read() as session:
         rows = session.execute(statement.where(ExchangeRow.exchange_id.in_(ids))).all()

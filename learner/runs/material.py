@@ -16,10 +16,12 @@ import msgspec
 import structlog
 from sqlalchemy.orm import Session
 
+from ingest.grouping.selection import rules_now, rules_of
 from ingest.judge_noise import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED
+from ingest.tasks.material import TaskGroup
 from learner.errors import NotResumedError
 from learner.origin import (
     CACHE,
@@ -36,7 +38,7 @@ from learner.resume import CLAIMED, RUN, WorkFolder
 from learner.runs import source
 from learner.runs import source as retry
 from learner.runs.runs import last_failed
-from learner.runs.selection import Noise, Selection, select_by
+from learner.runs.selection import Noise, Selection, select_by, select_tasks
 from learner.runs.source import FAILED_RUNS, blame
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -79,6 +81,8 @@ class Material:
 
     parent: Parent
     scored: tuple[ScoredGroup, ...]
+    tasks: tuple[TaskGroup, ...]
+    """Groups of whole sessions."""
     selection: Selection
     claimed: Claimed
     dropped: Mapping[str, str]
@@ -128,6 +132,7 @@ class Material:
         return replace(
             self,
             scored=tuple(g for g in self.scored if g.group.group_id not in faults),
+            tasks=tuple(one for one in self.tasks if one.group_id not in faults),
             selection=replace(self.selection, groups=groups),
             dropped={**self.dropped, **{g: fault.reason for g, fault in faults.items()}},
             texts={**self.texts, **{g: fault.text for g, fault in faults.items()}},
@@ -170,9 +175,29 @@ def claim(
     return Claimed(group_ids=tuple(taken), unclaimed=left, fresh=len(waiting.fresh))
 
 
+def load_groups(
+    session: Session, settings: Settings, run_id: str | None, group_ids: Sequence[str]
+) -> tuple[list[ScoredGroup], list[TaskGroup], dict[str, Fault]]:
+    """Load groups of answers and groups of sessions.
+
+    run_id: the run that has claimed them; None: a replay, for which no step is another run's.
+    Returns: both, and group id -> fault for those that cannot be read.
+    """
+    of_tasks = [one for one in group_ids if one.startswith(source.TASKS)]
+    of_answers = [one for one in group_ids if not one.startswith(source.TASKS)]
+    pack_tokens = settings.learner.pack_tokens
+    scored, broken = source.load(session, of_answers, pack_tokens=pack_tokens)
+    if not of_tasks:
+        return scored, [], broken
+    rules = rules_now(session, rules_of(settings))
+    tasks, of_broken = source.load_tasks(session, run_id, of_tasks, rules)
+    return scored, tasks, broken | of_broken
+
+
 def gather(
     database: Database,
     settings: Settings,
+    run_id: str,
     claimed: Claimed,
     parent: Parent,
     noise: Noise | None = None,
@@ -183,15 +208,20 @@ def gather(
     """
     learner = settings.learner
     with database.read() as session:
-        scored, broken = source.load(session, claimed.group_ids, pack_tokens=learner.pack_tokens)
-        samplers = source.samplers(session, settings.line.name, (g.group.adapter for g in scored))
+        loaded = load_groups(session, settings, run_id, claimed.group_ids)
+        scored, tasks, broken = loaded
+        adapters = {*(g.group.adapter for g in scored), *(one.adapter for one in tasks)}
+        samplers = source.samplers(session, settings.line.name, adapters)
         if noise is None:
             noise = measured_noise(session, (g.judged_by for g in scored))
     selection = select_by(learner, scored, noise)
+    selection, unfit = select_tasks(learner, tasks, scored, selection)
+    broken |= unfit
     useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
     return Material(
         parent=parent,
         scored=tuple(g for g in scored if g.group.group_id not in useless),
+        tasks=tuple(one for one in tasks if one.group_id not in useless),
         selection=selection,
         claimed=claimed,
         dropped=useless,
@@ -223,7 +253,7 @@ def gather_again(
         before = began["fingerprint"] if began is not None else _settings_of(dead)
     except (msgspec.MsgspecError, LookupError, TypeError) as error:
         raise NotResumedError(f"what it had written is damaged: {error}") from error
-    material = gather(database, settings, claimed, parent, noise)
+    material = gather(database, settings, dead.run_id, claimed, parent, noise)
     if changed := differences(before, prints(settings, material)["fingerprint"]):
         raise NotResumedError("; ".join(changed[:MOST_DIFFERENCES]))
     return material

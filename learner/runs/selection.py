@@ -23,9 +23,18 @@ from ingest.grouping.request import RAISED_BELOW
 from ingest.judge_noise import JudgedBy, MeasuredNoise
 from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
 from ingest.sessions.rows import RowAnswer, TokenRow
-from learner.grpo.advantages import MIN_TRAINABLE, assign, share, spread, text_key
+from ingest.tasks.material import TaskGroup
+from learner.grpo.advantages import (
+    MIN_TRAINABLE,
+    assign,
+    assign_rows,
+    session_scores,
+    share,
+    spread,
+    text_key,
+)
 from learner.policy.packing import packed_length
-from learner.records import TrainableRow, TrainingGroup
+from learner.records import Fault, TrainableRow, TrainingGroup
 from sidecar.records import BASE
 from sidecar.settings import Learner
 
@@ -420,112 +429,199 @@ def _training_group(
     )
 
 
-# Turn whole trajectories, ranked against each other, into rows to train on. Pure.
+# Turn whole sessions, compared with each other, into rows to train on. Pure.
+
+MEAN_OF_ANSWERS = ("grpo", "gspo")
+"""Losses whose mean is over answers; that of the others is over tokens (`learner.grpo.losses`)."""
+STEP_WEIGHT = 0.5
+"""Weight of a step's advantage among other answers to its prompt, beside its session's. Source: a
+simulation with two actions that look best next and make the task fail: 0 and 0.5 gain alike."""
+IN_TASK_GROUP = "in_task_group"
+"""Mask of a served answer whose step is trained on in its session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledWith:
-    """What an exchange was sampled with."""
+class _Part:
+    """What one row of tokens gives to the loss, with one advantage."""
 
-    adapter: str
+    session: int
+    row: TokenRow
+    answers: tuple[RowAnswer, ...]
     temperature: float
-    """Above 0."""
+    step: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One attempt at a task."""
+def select_tasks(
+    learner: Learner,
+    tasks: Sequence[TaskGroup],
+    scored_groups: Sequence[ScoredGroup],
+    selection: Selection,
+) -> tuple[Selection, dict[str, Fault]]:
+    """Add groups of sessions to the groups that a run has selected.
 
-    rows: tuple[TokenRow, ...]
-    reward: float
-    """Reward of the whole trajectory, unitless, 0..1."""
-
-
-def trajectory_groups(
-    trajectories: Sequence[Trajectory],
-    sampled_with: Mapping[str, SampledWith],
-    *,
-    group_id: str,
-    advantage: str,
-) -> list[TrainingGroup]:
-    """Return a group for each adapter that sampled some of the answers.
-
-    trajectories: G >= 2 attempts at one task. sampled_with: exchange id -> how its answers were
-        sampled; an exchange without is context.
-    advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
-    Returns: groups with ids `<group_id>/<adapter>`; none where nothing was sampled, first prompts
-        differ, or no token is common to the beginning of all rows.
-    Raises: GroupTooSmallError for fewer than two trajectories.
+    A step that has a selected answer group is trained on once: in its session, with both
+    advantages; in the answer group its served answer only counts in the baseline.
+    Returns: the selection with them; and group id -> fault, for those that cannot be trained on.
     """
-    rewards = [one.reward for one in trajectories]
-    advantages = assign(rewards, (True,) * len(rewards), advantage)
-    prompt = _shared(trajectories, sampled_with) if _of_one_task(trajectories) else ()
-    found: dict[str, list[tuple[TrainableRow, float]]] = {}
-    for trajectory, its_advantage in zip(trajectories, advantages, strict=True):
-        for row in trajectory.rows if prompt else ():
-            for how, answers in _targets(row, sampled_with).items():
-                made = _trainable(row, answers, how, its_advantage, len(prompt))
-                found.setdefault(how.adapter, []).append((made, trajectory.reward))
-    return [
-        TrainingGroup(
-            group_id=f"{group_id}/{adapter}",
-            adapter=adapter,
-            prompt_token_ids=prompt,
-            rows=tuple(row for row, _ in rows),
-            scores=tuple(reward for _, reward in rows),
+    exchanges = {one.group.group_id: one.group.exchange_id for one in scored_groups}
+    served = {
+        exchanges[group.group_id]: (place, group.rows[0].advantage)
+        for place, group in enumerate(selection.groups)
+        if group.rows[0].trainable
+    }
+    groups, masks, gates = list(selection.groups), dict(selection.masks), dict(selection.gates)
+    faults: dict[str, Fault] = {}
+    for task in tasks:
+        names = [name for one in task.sessions for name in one.steps if name in served]
+        steps = {name: served[name] for name in names}
+        made = task_group(
+            task,
+            {name: STEP_WEIGHT * advantage for name, (_, advantage) in steps.items()},
+            loss=learner.loss,
         )
-        for adapter, rows in found.items()
+        gate = SpreadGate(least=learner.min_spread, noise_sd=None)
+        fault = _why_no_task(task, made, gate, learner)
+        if fault is not None or made is None:
+            faults[task.group_id] = fault or Fault("too_few_trainable", "nothing to train on")
+            continue
+        groups.append(made)
+        masks[task.group_id], gates[task.group_id] = {}, gate
+        for place, _ in steps.values():
+            groups[place], masks[groups[place].group_id] = _only_counted(
+                groups[place], masks.get(groups[place].group_id, {})
+            )
+    return replace(selection, groups=tuple(groups), masks=masks, gates=gates), faults
+
+
+def _only_counted(
+    group: TrainingGroup, masks: Mapping[int, str]
+) -> tuple[TrainingGroup, Mapping[int, str]]:
+    """Take the gradient of the served answer out of its group."""
+    first = replace(group.rows[0], trainable=False)
+    return replace(group, rows=(first, *group.rows[1:])), {**masks, 0: IN_TASK_GROUP}
+
+
+def _why_no_task(
+    task: TaskGroup, made: TrainingGroup | None, gate: SpreadGate, learner: Learner
+) -> Fault | None:
+    rewards = [one.reward for one in task.sessions]
+    if any(_score_mask(one, one) is not None for one in rewards):
+        return Fault("score_out_of_range", f"its rewards are {rewards}")
+    if made is None:
+        which = sum(bool(one.steps) for one in task.sessions)
+        return Fault(
+            "too_few_trainable",
+            f"{which} of {len(rewards)} sessions have answers that can be trained on",
+        )
+    found = spread(list(session_scores(made, [True] * len(made.rows)).values()))
+    if found == 0.0 or found < gate.least:
+        return Fault("no_spread", gate.words)
+    longest = max(len(row.token_ids) for row in made.rows)
+    if packed_length(len(made.prompt_token_ids), [longest]) > (learner.pack_tokens or 0):
+        what = f"its longest session has {len(made.prompt_token_ids) + longest} tokens"
+        return Fault("too_long", f"{what}; learner.pack_tokens is {learner.pack_tokens}")
+    return None
+
+
+def task_group(task: TaskGroup, steps: Mapping[str, float], *, loss: str) -> TrainingGroup | None:
+    """Turn a group of sessions into rows: the advantage of a session is that of all tokens that it
+    sampled, and each session has the same weight in the loss, however long it is.
+
+    steps: exchange id -> advantage of its answer among others to its prompt, weighted.
+    loss: a key of `learner.grpo.losses.LOSSES`.
+    Returns: None when fewer than two sessions have answers to train on, or no token is common to
+        the beginning of all rows.
+    """
+    parts = [
+        part
+        for number, one in enumerate(task.sessions)
+        for row in one.rows
+        for part in _parts(number, row, one.steps, steps)
     ]
+    if len({part.session for part in parts}) < MIN_TRAINABLE:
+        return None
+    prompt = _shared(parts)
+    if not prompt:
+        return None
+    rows = tuple(_trainable(part, len(prompt)) for part in parts)
+    sessions = tuple(part.session for part in parts)
+    group = TrainingGroup(
+        group_id=task.group_id,
+        adapter=task.adapter,
+        prompt_token_ids=prompt,
+        rows=rows,
+        scores=tuple(task.sessions[number].reward for number in sessions),
+        sessions=sessions,
+        weights=_weights(rows, sessions, by_answer=loss in MEAN_OF_ANSWERS),
+        steps=tuple(part.step for part in parts),
+    )
+    advantages = assign_rows(group, [True] * len(rows), "leave_one_out")
+    return replace(
+        group,
+        rows=tuple(
+            replace(row, advantage=advantage)
+            for row, advantage in zip(rows, advantages, strict=True)
+        ),
+    )
 
 
-def _of_one_task(trajectories: Sequence[Trajectory]) -> bool:
-    """Return True if all trajectories begin with the same prompt, up to their first answer."""
-    firsts = [min(one.rows, key=lambda row: row.number) for one in trajectories if one.rows]
-    return len({tuple(row.token_ids[: row.answers[0].start]) for row in firsts}) <= 1
+def _weights(
+    rows: Sequence[TrainableRow], sessions: Sequence[int], *, by_answer: bool
+) -> tuple[float, ...]:
+    """Return what makes each session count alike, and the group as much as without weights.
+
+    A loss that is a mean over tokens gets the mean tokens of a session over those of this one. One
+    that is a mean over answers weighs each row's tokens by 1 / their number: the row gets its share
+    of its session's tokens, times the mean number of rows of a session.
+    """
+    tokens: Counter[int] = Counter()
+    for row, number in zip(rows, sessions, strict=True):
+        tokens[number] += row.kept_tokens
+    if by_answer:
+        mean = len(rows) / len(tokens)
+        return tuple(
+            mean * row.kept_tokens / tokens[number]
+            for row, number in zip(rows, sessions, strict=True)
+        )
+    mean = tokens.total() / len(tokens)
+    return tuple(mean / tokens[number] for number in sessions)
 
 
-def _targets(
-    row: TokenRow, sampled_with: Mapping[str, SampledWith]
-) -> dict[SampledWith, list[RowAnswer]]:
-    """Group the answers of a row that can be trained on by what they were sampled with."""
-    found: dict[SampledWith, list[RowAnswer]] = {}
+def _parts(
+    session: int, row: TokenRow, temperatures: Mapping[str, float], steps: Mapping[str, float]
+) -> list[_Part]:
+    """Divide the answers of a row that are trained on by temperature and step advantage."""
+    found: dict[tuple[float, float], list[RowAnswer]] = {}
     for answer in row.answers:
-        how = sampled_with.get(answer.exchange_id)
-        if answer.logprobs and how is not None:
-            found.setdefault(how, []).append(answer)
-    return found
-
-
-def _shared(
-    trajectories: Sequence[Trajectory], sampled_with: Mapping[str, SampledWith]
-) -> tuple[int, ...]:
-    """Return the tokens with which all rows begin, before the first one to train on."""
-    begins = [
-        tuple(
-            row.token_ids[: min(answer.start for answers in found.values() for answer in answers)]
-        )
-        for trajectory in trajectories
-        for row in trajectory.rows
-        if (found := _targets(row, sampled_with))
+        temperature = temperatures.get(answer.exchange_id)
+        if answer.logprobs and temperature is not None:
+            alike = (temperature, steps.get(answer.exchange_id, 0.0))
+            found.setdefault(alike, []).append(answer)
+    return [
+        _Part(session=session, row=row, answers=tuple(of), temperature=temperature, step=step)
+        for (temperature, step), of in found.items()
     ]
+
+
+def _shared(parts: Sequence[_Part]) -> tuple[int, ...]:
+    """Return the tokens with which all rows begin, before the first one to train on."""
+    begins = [tuple(one.row.token_ids[: min(a.start for a in one.answers)]) for one in parts]
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins, strict=False))
     return tuple(tokens[0] for tokens in alike)
 
 
-def _trainable(
-    row: TokenRow, answers: Sequence[RowAnswer], how: SampledWith, advantage: float, prompt: int
-) -> TrainableRow:
-    stop = max(answer.stop for answer in answers)
+def _trainable(part: _Part, prompt: int) -> TrainableRow:
+    stop = max(answer.stop for answer in part.answers)
     logprobs, kept = [0.0] * stop, [False] * stop
-    for answer in answers:
+    for answer in part.answers:
         logprobs[answer.start : answer.stop] = answer.logprobs
         kept[answer.start : answer.stop] = [True] * len(answer.logprobs)
     return TrainableRow(
-        token_ids=tuple(row.token_ids[prompt:stop]),
+        token_ids=tuple(part.row.token_ids[prompt:stop]),
         logprobs=tuple(logprobs[prompt:]),
         kept=tuple(kept[prompt:]),
-        advantage=advantage,
-        temperature=how.temperature,
+        advantage=0.0,
+        temperature=part.temperature,
         trainable=True,
     )
 

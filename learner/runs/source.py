@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVarTuple
 
@@ -17,9 +18,12 @@ import structlog
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
+from ingest.grouping.selection import Rules
 from ingest.records import UNREADABLE, ScoredGroup
 from ingest.store.exchanges import stored_tokens
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group
+from ingest.tasks.material import PREFIX as TASKS
+from ingest.tasks.material import TaskGroup, TooLongError, load_task_group
 from learner.errors import (
     DeviceError,
     FaultyGroupsError,
@@ -30,7 +34,7 @@ from learner.records import CheckedAnswers, Fault, Parent
 from learner.runs.selection import runs_between
 from sidecar.lines import Line
 from sidecar.store.database import DAMAGE, count
-from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow, RunRow, TaskGroupRow
 from sidecar.store.tables import of_line
 
 log = structlog.get_logger()
@@ -74,7 +78,13 @@ def waiting_groups(session: Session, *, line: Line, parent: str, max_age: int) -
     """
     parents = _parents(session, line.name)
     statement = select(GroupRow.group_id, GroupRow.adapter, GroupRow.learn_attempts)
-    rows = session.execute(_scored(statement, line)).all()
+    answers = session.execute(_scored(statement, line)).all()
+    task = TaskGroupRow
+    tasks = session.execute(
+        _scored_tasks(select(task.group_id, task.adapter, task.learn_attempts), line)
+    ).all()
+    # In turn, the newest of each first: a run takes a part, and neither may keep the other out.
+    rows = [one for pair in zip_longest(tasks, answers) for one in pair if one is not None]
     ages = {adapter: runs_between(parents, parent, adapter) for _, adapter, _ in rows}
     fresh: list[str] = []
     stale: dict[str, str] = {}
@@ -99,7 +109,8 @@ def count_fresh(session: Session, *, line: Line, parent: str, max_age: int) -> i
     """
     parents = _parents(session, line.name)
     newest = session.scalars(_scored(select(GroupRow.adapter), line).limit(LOOKED_AT))
-    waiting = Counter(newest)
+    tasks = session.scalars(_scored_tasks(select(TaskGroupRow.adapter), line).limit(LOOKED_AT))
+    waiting = Counter(newest) + Counter(tasks)
     ages = {adapter: runs_between(parents, parent, adapter) for adapter in waiting}
     return sum(
         groups
@@ -117,6 +128,18 @@ def _scored(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
     of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
     project = func.coalesce(GroupRow.project, ExchangeRow.project)
     return statement.outerjoin(ExchangeRow, of_exchange).where(of_line(project, line))
+
+
+def _scored_tasks(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
+    """Restrict a query of task groups as `_scored`."""
+    of_project = of_line(TaskGroupRow.project, line)
+    statement = statement.where(TaskGroupRow.status == SCORED, of_project)
+    return statement.order_by(TaskGroupRow.seq.desc())
+
+
+def _table(group_id: str) -> type[GroupRow] | type[TaskGroupRow]:
+    """Return the table that a group's row is in."""
+    return TaskGroupRow if group_id.startswith(TASKS) else GroupRow
 
 
 def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> list[str]:
@@ -154,6 +177,29 @@ def load(
             broken[group_id] = Fault("no_scores", "scores are missing")
         else:
             groups.append(scored)
+    return groups, broken
+
+
+def load_tasks(
+    session: Session, run_id: str | None, group_ids: Iterable[str], rules: Rules
+) -> tuple[list[TaskGroup], dict[str, Fault]]:
+    """Load groups of sessions. Returns: as `load`."""
+    groups: list[TaskGroup] = []
+    broken: dict[str, Fault] = {}
+    for group_id in group_ids:
+        try:
+            found = load_task_group(
+                session, group_id, rules, run_id=run_id, most_tokens=MOST_TOKENS
+            )
+        except TooLongError as error:
+            broken[group_id] = Fault("too_long", str(error))
+        except DAMAGE as error:
+            broken[group_id] = Fault("unreadable", f"{type(error).__name__}: {error}")
+        else:
+            if found is None:
+                broken[group_id] = Fault("no_scores", "rewards are missing")
+            else:
+                groups.append(found)
     return groups, broken
 
 
@@ -208,9 +254,7 @@ def give_back(session: Session, run_id: str, group_ids: Iterable[str] | None = N
 
     group_ids: None: all of the run's claimed groups. Returns: the number of groups.
     """
-    held = session.scalars(
-        select(GroupRow.group_id).where(GroupRow.run_id == run_id, GroupRow.status == CLAIMED)
-    ).all()
+    held = [group_id for group_id, _ in _claimed(session, run_id)]
     returned = held if group_ids is None else set(held) & set(group_ids)
     return _move(session, returned, CLAIMED, status=SCORED, run_id=None)
 
@@ -251,11 +295,12 @@ def _parents(session: Session, model: str) -> dict[str, str]:
 def _move(session: Session, group_ids: Iterable[str], before: str, **values: str | None) -> int:
     moved = 0
     for group_id in group_ids:
+        row = _table(group_id)
         statement = (
-            update(GroupRow)
-            .where(GroupRow.group_id == group_id, GroupRow.status == before)
+            update(row)
+            .where(row.group_id == group_id, row.status == before)
             .values(**values)
-            .returning(GroupRow.seq)
+            .returning(row.seq)
         )
         moved += len(session.scalars(statement).all())
     return moved
@@ -301,25 +346,31 @@ def blame(session: Session, run_id: str, culprits: Mapping[str, Fault], *, times
     counted = times if len(culprits) == 1 else 1
     most = ATTEMPTS if len(culprits) == 1 else ATTEMPTS_TOGETHER
     for group_id, fault in culprits.items():
-        text = fault.text[:DETAIL_LENGTH]
+        text, row = fault.text[:DETAIL_LENGTH], _table(group_id)
         attempts = session.scalar(
-            update(GroupRow)
-            .where(GroupRow.group_id == group_id, GroupRow.run_id == run_id)
-            .where(GroupRow.status == CLAIMED)
-            .values(learn_attempts=GroupRow.learn_attempts + counted, detail=text)
-            .returning(GroupRow.learn_attempts)
+            update(row)
+            .where(row.group_id == group_id, row.run_id == run_id)
+            .where(row.status == CLAIMED)
+            .values(learn_attempts=row.learn_attempts + counted, detail=text)
+            .returning(row.learn_attempts)
         )
         if attempts is not None and attempts >= most:
             reasons, texts = {group_id: fault.reason}, {group_id: text}
             drop(session, run_id, reasons, before=CLAIMED, texts=texts)
 
 
+def _claimed(session: Session, run_id: str) -> list[tuple[str, int]]:
+    """Return the claimed groups of a run, and how many runs failed because of each."""
+    found: list[tuple[str, int]] = []
+    for row in (GroupRow, TaskGroupRow):
+        columns = select(row.group_id, row.learn_attempts)
+        rows = session.execute(columns.where(row.run_id == run_id, row.status == CLAIMED))
+        found += [(group_id, attempts) for group_id, attempts in rows]
+    return found
+
+
 def _suspects(session: Session, run_id: str, text: str) -> dict[str, Fault]:
-    claimed = session.execute(
-        select(GroupRow.group_id, GroupRow.learn_attempts).where(
-            GroupRow.run_id == run_id, GroupRow.status == CLAIMED
-        )
-    ).all()
+    claimed = _claimed(session, run_id)
     before = any(attempts for _, attempts in claimed)
     return {
         group_id: Fault(FAILED_RUNS, text)

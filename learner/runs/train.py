@@ -272,7 +272,7 @@ class Run:
             claiming = partial(claim, self._database, self._settings, self.run_id, parent)
             claimed = claiming(when_unlocked=self._when_unlocked)
             work.write(CLAIMED, claimed.as_json())
-            material = gather(self._database, self._settings, claimed, parent)
+            material = gather(self._database, self._settings, self.run_id, claimed, parent)
         else:
             material = gather_again(self._database, self._settings, dead, parent, work)
         log.info("groups_claimed", run_id=self.run_id, **material.counts, **material.told)

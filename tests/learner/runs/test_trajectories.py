@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows
-from learner.errors import GroupTooSmallError
+from ingest.tasks.material import TaskGroup, TaskSession
+from learner.grpo.advantages import assign_rows, session_scores
+from learner.grpo.losses import LOSSES
 from learner.grpo.trainer import run_steps
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
-from learner.runs.selection import SampledWith, Trajectory, trajectory_groups
+from learner.runs.selection import MEAN_OF_ANSWERS, task_group
 from sidecar.settings import Learner
 
-BASE = SampledWith(adapter="base", temperature=1.0)
 TASK = (1, 2, 3)
 TURNS: dict[str, tuple[str | None, tuple[int, ...], tuple[int, ...]]] = {
     # exchange: (parent, what the client adds, what the policy says)
@@ -63,22 +64,68 @@ def logprobs_of(
         return tuple(policy.logprobs(pack)[0].tolist())
 
 
-def groups_of(
-    *trajectories: Trajectory, sampled_with: dict[str, SampledWith] | None = None
-) -> list[TrainingGroup]:
-    how = sampled_with if sampled_with is not None else dict.fromkeys(TURNS, BASE)
-    return trajectory_groups(trajectories, how, group_id="t", advantage="mean")
+def attempt(
+    rows: Sequence[TokenRow], reward: float, steps: Mapping[str, float] | None = None
+) -> TaskSession:
+    return TaskSession(
+        session_id="s",
+        reward=reward,
+        source="outcome",
+        exchange_ids=(),
+        rows=tuple(rows),
+        steps=dict.fromkeys(TURNS, 1.0) if steps is None else steps,
+    )
 
 
-def both(policy: Policy | None = None) -> list[Trajectory]:
+def task_of(*sessions: TaskSession) -> TaskGroup:
+    return TaskGroup(
+        group_id="tg_1",
+        key_kind="header",
+        adapter="base",
+        judge_model="",
+        rubric_hash="",
+        sessions=sessions,
+    )
+
+
+def group_of(
+    *sessions: TaskSession, loss: str = "dapo", steps: Mapping[str, float] | None = None
+) -> TrainingGroup:
+    group = task_group(task_of(*sessions), steps or {}, loss=loss)
+    assert group is not None
+    return group
+
+
+def both(policy: Policy | None = None) -> list[TaskSession]:
     return [
-        Trajectory(rows=tuple(session(policy, "a1", "a2")), reward=0.9),
-        Trajectory(rows=tuple(session(policy, "b1", "b2")), reward=0.3),
+        attempt(session(policy, "a1", "a2"), 0.9),
+        attempt(session(policy, "b1", "b2"), 0.3),
     ]
 
 
+def answer(tokens: int, token: int) -> SampledAnswer:
+    return SampledAnswer(index=0, token_ids=(token,) * tokens, logprobs=(-1.0,) * tokens)
+
+
+def rewritten(tokens: int) -> list[TokenRow]:
+    """A session whose client has rewritten the conversation: two rows."""
+    return join_rows(
+        [
+            TokenTurn(
+                exchange_id="a1", parent=None, prompt_token_ids=TASK, answers=(answer(tokens, 10),)
+            ),
+            TokenTurn(
+                exchange_id="a2",
+                parent="a1",
+                prompt_token_ids=(1, 2, 9, 9),
+                answers=(answer(1, 12),),
+            ),
+        ]
+    )
+
+
 def test_a_session_is_one_row_in_which_only_sampled_tokens_are_targets() -> None:
-    (group,) = groups_of(*both())
+    group = group_of(*both())
 
     assert group.prompt_token_ids == TASK
     first, second = group.rows
@@ -87,7 +134,9 @@ def test_a_session_is_one_row_in_which_only_sampled_tokens_are_targets() -> None
     assert first.logprobs == (-1.0, -1.0, 0.0, 0.0, -1.0, -1.0, -1.0)
     assert second.token_ids == (15, 22, 16, 17)
     assert second.kept == (True, False, True, True)
-    assert (first.advantage, second.advantage) == pytest.approx((0.3, -0.3))
+    # Leave-one-out: 0.9 - 0.3. Of 4 tokens a session on average the first has 5, the other 3.
+    assert (first.advantage, second.advantage) == pytest.approx((0.6 * 4 / 5, -0.6 * 4 / 3))
+    assert group.sessions == (0, 1)
     assert group.scores == (0.9, 0.3)
 
 
@@ -95,7 +144,7 @@ def test_its_log_probabilities_are_those_of_each_exchange_by_itself(
     policy: Policy, learner_settings: Learner
 ) -> None:
     """The check before the first step finds no difference, and takes all of them."""
-    (group,) = groups_of(*both(policy))
+    group = group_of(*both(policy))
     job = TrainingJob(
         base_model_path="",
         parent=Parent(name="base"),
@@ -114,12 +163,12 @@ def test_its_log_probabilities_are_those_of_each_exchange_by_itself(
     assert (step.answers, step.tokens, step.masked_tokens) == (2, 8, 0)
     assert step.computed_tokens == 3 + 6 + 3, "each token of a session once, but for the last"
     assert step.ratio_mean == pytest.approx(1.0, abs=1e-5)
-    # -(5 tokens * 0.3 - 3 tokens * 0.3) / 8
-    assert step.loss == pytest.approx(-0.075, abs=1e-5)
+    # Each session has the mean over its own tokens, so 0.6 and -0.6 cancel.
+    assert step.loss == pytest.approx(0.0, abs=1e-5)
 
 
 def test_its_gradient_is_that_of_each_exchange_by_itself(policy: Policy) -> None:
-    (group,) = groups_of(*both(policy))
+    group = group_of(*both(policy))
 
     def gradient(groups: list[TrainingGroup]) -> torch.Tensor:
         policy.model.zero_grad()
@@ -130,7 +179,7 @@ def test_its_gradient_is_that_of_each_exchange_by_itself(policy: Policy) -> None
         return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad])
 
     alone = []
-    for names, advantage in ((("a1", "a2"), 0.3), (("b1", "b2"), -0.3)):
+    for names, advantage in ((("a1", "a2"), 0.6 * 4 / 5), (("b1", "b2"), -0.6 * 4 / 3)):
         (row,) = session(None, *names)
         for answer in row.answers:
             prompt, ids = row.token_ids[: answer.start], row.token_ids[answer.start : answer.stop]
@@ -158,93 +207,94 @@ def test_its_gradient_is_that_of_each_exchange_by_itself(policy: Policy) -> None
 
 
 def test_a_session_whose_history_was_rewritten_has_two_rows_with_one_advantage() -> None:
-    rewritten = join_rows(
-        [
-            TokenTurn(
-                exchange_id="a1",
-                parent=None,
-                prompt_token_ids=TASK,
-                answers=(SampledAnswer(index=0, token_ids=(10, 11), logprobs=(-1.0, -1.0)),),
-            ),
-            TokenTurn(
-                exchange_id="a2",
-                parent="a1",
-                prompt_token_ids=(1, 2, 9, 9),
-                answers=(SampledAnswer(index=0, token_ids=(12,), logprobs=(-2.0,)),),
-            ),
-        ]
-    )
-
-    (group,) = groups_of(Trajectory(rows=tuple(rewritten), reward=0.9), both()[1])
+    group = group_of(attempt(rewritten(2), 0.9), both()[1])
 
     assert group.prompt_token_ids == (1, 2), "what all rows begin with"
     assert [row.token_ids for row in group.rows] == [
-        (3, 10, 11),
+        (3, 10, 10),
         (9, 9, 12),
         (3, 15, 22, 16, 17),
     ]
     assert [row.kept_tokens for row in group.rows] == [2, 1, 3]
-    assert [row.advantage for row in group.rows] == pytest.approx([0.3, 0.3, -0.3])
+    assert [row.advantage for row in group.rows] == pytest.approx([0.6, 0.6, -0.6])
 
 
-def test_answers_of_other_adapters_and_temperatures_are_targets_of_their_own() -> None:
-    how = {
-        "a1": BASE,
-        "a2": SampledWith(adapter="v1", temperature=1.0),
-        "b1": SampledWith(adapter="base", temperature=0.7),
-    }
+def test_steps_that_are_not_exact_and_other_temperatures() -> None:
+    group = group_of(
+        attempt(session(None, "a1", "a2"), 0.9, {"a1": 1.0}),
+        attempt(session(None, "b1", "b2"), 0.3, {"b1": 0.7, "b2": 1.0}),
+    )
 
-    of_base, of_v1 = groups_of(*both(), sampled_with=how)
-
-    assert (of_base.group_id, of_base.adapter) == ("t/base", "base")
-    assert [(row.token_ids, row.temperature) for row in of_base.rows] == [
-        ((10, 11), 1.0),
-        ((15,), 0.7),
+    assert [(row.kept_tokens, row.temperature) for row in group.rows] == [
+        (2, 1.0),
+        (1, 0.7),
+        (2, 1.0),
     ]
-    assert (of_v1.group_id, of_v1.adapter) == ("t/v1", "v1")
-    (row,) = of_v1.rows
-    assert row.kept == (False, False, False, False, True, True, True)
-    assert row.advantage == pytest.approx(0.3), "b2 is context, and its session still ranks"
+    assert group.sessions == (0, 1, 1)
+    of_first, *of_second = [row.advantage * row.kept_tokens for row in group.rows]
+    assert of_first == pytest.approx(-sum(of_second)), "each session weighs as much as the other"
+
+
+def test_a_step_with_other_answers_has_both_advantages() -> None:
+    group = group_of(*both(), steps={"a2": -0.2})
+
+    assert [row.kept_tokens for row in group.rows] == [2, 3, 3]
+    assert [row.advantage for row in group.rows] == pytest.approx(
+        [0.6 * 4 / 5, (0.6 - 0.2) * 4 / 5, -0.6 * 4 / 3]
+    )
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_each_session_counts_alike_under_every_loss(loss: str) -> None:
+    """As if a session of any length and any number of rows were one answer."""
+    group = group_of(attempt(rewritten(10), 1.0), both()[1], loss=loss)
+
+    of_session = [0.0, 0.0]
+    for row, number in zip(group.rows, group.sessions, strict=True):
+        length = row.kept_tokens if LOSSES[loss].mean == "answer" else 1
+        of_session[number] += row.advantage * row.kept_tokens / length
+    assert (loss in MEAN_OF_ANSWERS) == (LOSSES[loss].mean == "answer")
+    assert of_session[0] == pytest.approx(-of_session[1])
+
+
+def test_the_baseline_is_over_sessions_whatever_row_is_left_out() -> None:
+    third = attempt(session(None, "b1"), 0.0)
+    group = group_of(attempt(rewritten(2), 0.9), both()[1], third)
+
+    assert session_scores(group, [False, True, True, True]) == {0: 0.9, 1: 0.3, 2: 0.0}
+    found = assign_rows(group, [False, True, True, True], "mean")
+    assert found[0] == 0.0
+    assert found[1:] == pytest.approx([row.advantage for row in group.rows[1:]])
+    assert assign_rows(group, [False, False, True, True], "mean")[2:] == pytest.approx(
+        [0.3 * group.weights[2], -0.3 * group.weights[3]]
+    )
 
 
 @pytest.mark.parametrize(
-    ("trajectories", "expected"),
+    "sessions",
     [
-        pytest.param([Trajectory(rows=(), reward=0.1)] * 2, [], id="no-rows"),
+        pytest.param([attempt((), 0.1), attempt((), 0.9)], id="no-rows"),
+        pytest.param([attempt(session(None, "a1"), 0.5), attempt((), 0.4)], id="one-has-rows"),
         pytest.param(
             [
-                Trajectory(rows=tuple(session(None, "a1")), reward=0.5),
-                Trajectory(rows=(), reward=0.5),
+                attempt(session(None, "a1"), 0.5),
+                attempt(
+                    join_rows(
+                        [
+                            TokenTurn(
+                                exchange_id="b1",
+                                parent=None,
+                                prompt_token_ids=(7,),
+                                answers=(answer(1, 8),),
+                            )
+                        ]
+                    ),
+                    0.1,
+                ),
             ],
-            [0.0],
-            id="one-row-and-equal-rewards",
+            id="nothing-alike",
         ),
     ],
 )
-def test_odd_trajectories(trajectories: list[Trajectory], expected: list[float]) -> None:
-    found = groups_of(*trajectories)
-
-    assert [row.advantage for group in found for row in group.rows] == expected
-
-
-def test_one_trajectory_has_nothing_to_be_compared_with() -> None:
-    with pytest.raises(GroupTooSmallError):
-        groups_of(both()[0])
-
-
-@pytest.mark.parametrize("prompt", [(7,), (1, 2, 9)], ids=["nothing-alike", "system-prompt-alike"])
-def test_sessions_with_other_first_prompts_are_other_tasks_and_make_no_group(
-    prompt: tuple[int, ...],
-) -> None:
-    row: Any = join_rows(
-        [
-            TokenTurn(
-                exchange_id="b1",
-                parent=None,
-                prompt_token_ids=prompt,
-                answers=(SampledAnswer(index=0, token_ids=(8,), logprobs=(-1.0,)),),
-            )
-        ]
-    )
-
-    assert groups_of(both()[0], Trajectory(rows=tuple(row), reward=0.1)) == []
+def test_sessions_that_make_no_group(sessions: list[TaskSession]) -> None:
+    assert task_group(task_of(*sessions), {}, loss="dapo") is None
