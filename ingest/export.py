@@ -48,6 +48,8 @@ def exchange_object(stored: StoredExchange, told: Told = NOTHING) -> Object:
         "model": exchange.public_model,
         "adapter": exchange.adapter,
         "arm": exchange.arm,
+        "task": exchange.task,
+        "origin": exchange.origin,
         "status": exchange.status,
         "outcome": exchange.outcome,
         "held_out": stored.held_out,

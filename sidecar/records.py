@@ -23,7 +23,8 @@ BASE = "base"
 """The adapter name for "no adapter": the base model answered."""
 
 Value = Raw | UnsetType  # JSON as the client wrote it; UNSET: absent
-Arm = Literal["champion", "canary"]
+Arm = Literal["champion", "canary", "rehearsal"]
+"""Why this adapter answers. `rehearsal`: an attempt at a recorded task is pinned to it."""
 Outcome = Literal["ok", "cut", "upstream_error"]
 """ok: the reply is complete; cut: the client left; upstream_error: vLLM failed during the reply."""
 Surface = Literal["chat", "completions", "responses", "messages", "embeddings"]

@@ -154,6 +154,7 @@ def read_recent(session: Session) -> Recent:
             ExchangeRow.stored_at,
             ExchangeRow.session_id,
         )
+        .where(ExchangeRow.origin == "user")
         .order_by(ExchangeRow.seq.desc())
         .limit(EXCHANGES)
     ).all()

@@ -251,7 +251,10 @@ def sessions_a_day(session: Session, line: Line, now: float) -> float:
     covered_s = min(max(now - oldest, DAY_S), WEEK_S)
     begin = max(first, end - EXAMINED)
     own = select(func.count(row.session_key.distinct())).where(
-        row.seq >= begin, row.public_model == line.model, of_line(row.project, line)
+        row.seq >= begin,
+        row.public_model == line.model,
+        of_line(row.project, line),
+        row.origin == "user",
     )
     number = session.scalar(own) or 0
     return number * (end - first) / (end - begin) * DAY_S / covered_s

@@ -6,6 +6,8 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from ingest.grouping.selection import REHEARSAL
+from ingest.grouping.selection import STAGE as SELECTION
 from ingest.intake.consume import STAGE as CONSUME
 from ingest.intake.consume import STORED
 from sidecar.store.models import CounterRow, ExchangeRow
@@ -18,9 +20,10 @@ taken for mended once in 300 looks."""
 
 
 def exchanges(session: Session) -> int:
-    """Return the number of exchanges that were ever stored."""
-    row = session.get(CounterRow, (CONSUME, STORED))
-    return row.count if row is not None else 0
+    """Return the number of users' exchanges that were ever stored."""
+    rows = [session.get(CounterRow, one) for one in ((CONSUME, STORED), (SELECTION, REHEARSAL))]
+    stored, rehearsed = (0 if row is None else row.count for row in rows)
+    return stored - rehearsed
 
 
 def of_stage(session: Session, stage: str) -> dict[str, int]:

@@ -355,6 +355,7 @@ class _Seen:
     started_at: float
     timings: dict[str, Any]  # Any: JSON
     outcome: str
+    origin: str
 
 
 ABANDONED_AFTER_S = 1_800.0
@@ -387,6 +388,7 @@ def _page(session: Session, begin: int, *, settled: float, now: float) -> list[_
             ExchangeRow.started_at,
             ExchangeRow.timings,
             ExchangeRow.outcome,
+            ExchangeRow.origin,
         )
         .where(ExchangeRow.seq > begin)
         .order_by(ExchangeRow.seq)
@@ -417,7 +419,7 @@ def _abandoned(session: Session, page: list[_Seen], after_s: float) -> list[Sign
     found: list[Signal] = []
     for one in page:
         cut = one.outcome == "cut"
-        if not cut and one.exchange_id not in calls:
+        if (not cut and one.exchange_id not in calls) or one.origin != "user":
             continue
         ended_at = one.started_at + (one.timings.get("total_s") or 0.0)
         window = (one.started_at, ended_at + after_s)

@@ -193,6 +193,8 @@ STAGE = "selection"
 """Stage of the counters of reasons."""
 CHOSEN = "chosen"
 HELD_OUT = "held_out"
+REHEARSAL = "rehearsal"
+"""No user asked: what a rehearsal says is compared as a whole session (`ingest.tasks`)."""
 BACKLOG = "backlog"
 RATE = "rate"
 SESSION_CAP = "session_cap"
@@ -411,6 +413,8 @@ def _why_unfit(
     rules: Rules,
 ) -> str | None:
     """Return the reason why the exchange is unfit for learning, or None."""
+    if exchange.origin != "user":
+        return REHEARSAL
     if held_out:
         return HELD_OUT
     left = _client_left(exchange)

@@ -41,6 +41,7 @@ from ingest.grouping.same_prompt import (
 from ingest.grouping.selection import (
     BACKLOG,
     DAY_S,
+    REHEARSAL,
     SHARE,
     STAGE,
     TURN_DECIDED,
@@ -500,7 +501,7 @@ def recent_demand(
     other exchanges, so whoever asked waits a few looks at most.
     """
     seen, each = spread_since(session, now - DAY_S, limit=LOOKED_AT, begin=now * 0.618 % 1.0)
-    asked = ((caller, at) for _, caller, at, _ in seen)
+    asked = ((caller, at) for _, caller, at, state in seen if state != REHEARSAL)
     waiting = [(seq, caller) for seq, caller, _, state in seen if state == BACKLOG]
     return daily_demand(asked, now=now, each=each), waiting
 

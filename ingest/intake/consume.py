@@ -39,7 +39,7 @@ from ingest.intake.choose import Sessions, as_moved
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
 from ingest.retention.deletion import remove_leftovers
-from ingest.sampling.round import completion_tokens, count_served
+from ingest.sampling.round import completion_tokens, count_rehearsed, count_served
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -353,8 +353,10 @@ def _store(
             counts[STAGE, outcome] = getattr(consumed, outcome)
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
-        served = (one.stored.exchange for one in new if one.stored is not None)
-        count_served(session, sum(map(completion_tokens, served)), now=now)
+        for origin, spend in (("user", count_served), ("rehearsal", count_rehearsed)):
+            said = (one.stored.exchange for one in new if one.stored is not None)
+            spent = sum(completion_tokens(one) for one in said if one.origin == origin)
+            spend(session, spent, now=now)
     for record in new:
         if record.tokens == DISAGREES and record.stored is not None:
             exchange = record.stored.exchange

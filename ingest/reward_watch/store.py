@@ -376,10 +376,12 @@ class _Seen(msgspec.Struct, frozen=True):
     outcome: str
     returned_index: object
     tokens: object
+    origin: object
 
     @property
     def counts(self) -> bool:
-        return self.surface == "chat" and self.status == 200 and self.outcome == "ok"
+        answered = self.surface == "chat" and self.status == 200 and self.outcome == "ok"
+        return answered and self.origin == "user"
 
 
 def _in_its_line(one: _Seen, lines: Sequence[Line]) -> _Seen:
@@ -416,6 +418,7 @@ def _page(session: Session, begin: int, *, now: float) -> list[_Seen]:
             row.outcome,
             row.returned_index,
             row.completion_tokens,
+            row.origin,
         )
         .where(row.seq > begin)
         .order_by(row.seq)

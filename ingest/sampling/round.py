@@ -192,8 +192,9 @@ def _as_seen(message: bytes) -> str | bytes:
 
 # The budgets of sampling, by day (UTC).
 
-DAY, PROMPT_DAY, SERVED = "sampling_tokens", "sampling_prompt_tokens", "served_tokens"
-"""Stages of counter rows: (stage, day) -> tokens. Ingest writes the last one."""
+DAY, PROMPT_DAY = "sampling_tokens", "sampling_prompt_tokens"
+SERVED, REHEARSED = "served_tokens", "rehearsal_tokens"
+"""Stages of counter rows: (stage, day) -> tokens. Ingest writes the last two."""
 
 log = structlog.get_logger()
 
@@ -260,6 +261,12 @@ def count_served(session: Session, tokens: int, *, now: float) -> None:
     """Count completion tokens that users got, in the caller's transaction."""
     if tokens:
         count(session, SERVED, day_of(now), tokens)
+
+
+def count_rehearsed(session: Session, tokens: int, *, now: float) -> None:
+    """Count completion tokens of rehearsals, in the caller's transaction."""
+    if tokens:
+        count(session, REHEARSED, day_of(now), tokens)
 
 
 STAGE = "candidate"

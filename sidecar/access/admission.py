@@ -30,6 +30,7 @@ from sidecar.access.denials import (
     MAY_NOT_ASK,
     NO_KEY,
     NOT_OPERATOR,
+    NOT_REHEARSED,
     ORIGIN,
     REVOKED,
     TWO_KEYS,
@@ -44,6 +45,13 @@ from sidecar.access.denials import (
 from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
 from sidecar.access.limits import Allowance, Limiter
 from sidecar.metrics.proxy import Metrics
+from sidecar.rehearsals import (
+    REHEARSAL_HEADER,
+    SESSION_HEADER,
+    TASK_HEADER,
+    Attempt,
+    Tickets,
+)
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
 from sidecar.settings.kinds import is_loopback
@@ -79,6 +87,8 @@ class Admission:
     `Authorization` and `x-api-key` are both dropped."""
     allowance: Allowance | None = None
     """None: the key has no limits."""
+    rehearsed_by: str = ""
+    """The request is of a rehearsal, and this adapter answers; empty: a user's."""
 
 
 class Keys(Protocol):
@@ -102,7 +112,7 @@ class _Holder:
 class Credentials:
     """What a request's head says of its sender. Made once for a head that repeats."""
 
-    __slots__ = ("denial", "digest", "host", "names_adapter", "origin", "presented")
+    __slots__ = ("denial", "digest", "host", "names_adapter", "origin", "presented", "rehearsal")
 
     def __init__(self, headers: Mapping[bytes, bytes]) -> None:
         """headers: by lower-case name, at least those that this module names. A header that came
@@ -113,6 +123,11 @@ class Credentials:
         """Why the headers hold no key; None when they hold one."""
         self.digest = sha256(self.presented).digest()
         self.names_adapter = ADAPTER in headers
+        self.rehearsal: dict[bytes, bytes] | None = None
+        """What says that this is a rehearsal; None: a user's request."""
+        if REHEARSAL_HEADER in headers:
+            named = (REHEARSAL_HEADER, SESSION_HEADER, TASK_HEADER)
+            self.rehearsal = {name: headers.get(name, b"") for name in named}
         self.origin = headers.get(ORIGIN)
         self.host = headers.get(HOST)
 
@@ -130,10 +145,12 @@ class Access:
         upstream_key: str | None = None,
         anyone_operates: bool = False,
         best_of_max: int = 1,
+        tickets: Tickets | None = None,
     ) -> None:
         """keys: given in mode `keys`, and only there. upstream_key: vLLM's own key, for that mode.
         denied: counts a denial by its reason. anyone_operates, best_of_max: apply in the other
-        modes; only a loopback listener may let everybody operate."""
+        modes; only a loopback listener may let everybody operate. tickets: None: nothing is
+        rehearsed."""
         if (mode == "keys") != (keys is not None):
             raise ValueError("mode `keys` needs a source of keys, and no other mode takes one")
         self._keys = keys
@@ -145,6 +162,7 @@ class Access:
             best_of_max=best_of_max,
             replace_authorization=KEEP,
         )
+        self._tickets = tickets
         self._open = mode == "open"
         self._local = anyone_operates
         self._ring: KeyRing | None = None
@@ -179,6 +197,8 @@ class Access:
             self._limiter.charge(admission.key_id, allowance, tokens, now)
 
     def _judge(self, shown: Credentials, now: float) -> Admission | Denial:
+        if shown.rehearsal is not None:
+            return self._rehearse(shown.rehearsal, now)
         keys = self._keys
         if keys is None:
             no_key = self._open or shown.denial is NO_KEY
@@ -204,6 +224,21 @@ class Access:
         if shown.names_adapter and not holder.admission.operator:
             return NOT_OPERATOR
         return holder.admission
+
+    def _rehearse(self, shown: Mapping[bytes, bytes], now: float) -> Admission | Denial:
+        """A ticket stands for a key. What the caller sent as a key is not looked at, so that no
+        key's limits count the request."""
+        attempt: Attempt | None = None
+        if self._tickets is not None:
+            attempt = self._tickets.read(shown, now)
+        if attempt is None:
+            return NOT_REHEARSED
+        return Admission(
+            project=attempt.project,
+            operator=True,  # the adapter that answers is no secret: the ticket names it
+            replace_authorization=self._to_vllm or self._anyone.replace_authorization,
+            rehearsed_by=attempt.adapter,
+        )
 
     def _is_foreign(self, shown: Credentials) -> bool:
         return is_foreign_page(shown.origin, shown.host, local=self._local)
@@ -296,4 +331,5 @@ def open_access(
         # Who can reach the loopback can reach the admin API and the store anyway.
         anyone_operates=is_loopback(settings.proxy.host),
         best_of_max=settings.best_of.max_n,
+        tickets=Tickets(settings.state_dir),
     )

@@ -89,6 +89,11 @@ NOT_OPERATOR = _forbidden(
     "`x-sidecar-adapter` needs a key with the scope `operate`: remove the header, or use such a "
     "key (`sidecar keys create --scope operate`).",
 )
+NOT_REHEARSED = _forbidden(
+    "rehearsal",
+    "`x-sidecar-rehearsal` is not valid for this `x-sidecar-session` and `x-sidecar-task`, or the "
+    "time of the attempt is over: send the three headers as the attempt was given them, or none.",
+)
 FOREIGN_PAGE = _forbidden(
     "foreign_origin",
     "A web page of another site sent this request, and no key is asked for here. Send it from a "

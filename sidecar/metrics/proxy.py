@@ -95,6 +95,11 @@ class Metrics:
             "Model requests by the adapter that answered.",
             ["adapter", "arm"],
         )
+        self.rehearsal_requests = make.labelled_counter(
+            "sidecar_rehearsal_requests",
+            "Model requests of rehearsals by outcome; no other metric of requests counts them.",
+            ["outcome"],
+        )
         self.clients_cut = make.labelled_counter(
             "sidecar_clients_cut",
             "Client connections closed early by the relay, by reason.",

@@ -50,7 +50,7 @@ from sidecar.relay.refusals import (
 from sidecar.relay.request_parser import EarlyBytes, RequestParser
 from sidecar.relay.surfaces import SurfaceRule
 from sidecar.relay.upstream import no_delay
-from sidecar.routing.assignment import CompiledRouting, pinned_assignment
+from sidecar.routing.assignment import CompiledRouting, pinned_assignment, rehearsed
 
 # Turn a received request into a flight, or refuse it.
 
@@ -159,16 +159,20 @@ def _receive_model_request(
     headers = head.headers
     routing = context.compiled_routing(admission.project)
     pinned = None
-    if ADAPTER in headers.aside:  # a caller without that right was rejected
+    if admission.rehearsed_by:
+        pinned = rehearsed(routing.table, admission.rehearsed_by)
+    elif ADAPTER in headers.aside:  # a caller without that right was rejected
         named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)
         if isinstance(named, Refusal):
             return named
         pinned = named
-    skip_reason = context.sampling.skip_reason(
-        surface=rule.surface,
-        project=admission.project,
-        header=headers.text(CAPTURE_HEADER),
-    )
+    skip_reason = None  # an attempt is always recorded: its tokens are counted there
+    if not admission.rehearsed_by:
+        skip_reason = context.sampling.skip_reason(
+            surface=rule.surface,
+            project=admission.project,
+            header=headers.text(CAPTURE_HEADER),
+        )
     allowance = admission.allowance
     plan = plan_request(
         rule,

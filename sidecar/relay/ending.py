@@ -159,22 +159,27 @@ def settle(
     """
     accounts, plan = context.accounts, record.plan
     accounts.in_flight.dec()
-    accounts.request(0 if outcome == "cut" else status)
     streamed = record.streamed
     if streamed:
         accounts.streams_open.dec()
+    rehearsed = record.admission.rehearsed_by != ""
+    if not rehearsed:
+        accounts.request(0 if outcome == "cut" else status)
     if plan is None:
         return
-    if record.meter is not None:
-        _charge(context, record, record.meter, outcome, status)
     route, reply_buffer = record.routes[0], record.reply_buffer
-    accounts.duration.observe(ended - record.began)
-    accounts.overhead.observe(record.overhead_s)
-    if record.first_byte and status == 200:
-        accounts.ttft.observe(record.first_byte - record.began)
-    accounts.exchange(outcome, route)
-    if record.signs is not None:
-        _tell_breaker(context, record, plan, record.signs, outcome, status, ended)
+    if rehearsed:  # no user's: nothing that is measured of users counts it
+        context.metrics.rehearsal_requests.inc((outcome,))
+    else:
+        if record.meter is not None:
+            _charge(context, record, record.meter, outcome, status)
+        accounts.duration.observe(ended - record.began)
+        accounts.overhead.observe(record.overhead_s)
+        if record.first_byte and status == 200:
+            accounts.ttft.observe(record.first_byte - record.began)
+        accounts.exchange(outcome, route)
+        if record.signs is not None:
+            _tell_breaker(context, record, plan, record.signs, outcome, status, ended)
     reply, reply_bytes = None, 0
     if reply_buffer is None:
         accounts.skipped(plan.skip_reason or "")
@@ -218,6 +223,7 @@ def settle(
             fields_refused=plan.kinds & CAPTURE != 0 and not record.added & CAPTURE,
             address_hash=plan.address_hash,
             task=headers.text(TASK_HEADER),
+            origin="rehearsal" if rehearsed else "user",
         )
     )
 

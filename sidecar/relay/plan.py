@@ -72,7 +72,7 @@ class RequestContext:
         """skip_reason: why the exchange is not captured; None when it is.
         metered: the key has an allowance of tokens, so the usage must be known.
         needs_session: the session key is needed even where no canary splits the traffic.
-        pinned: an operator named the adapter.
+        pinned: an operator, or the ticket of a rehearsal, named the adapter.
         operator: the caller may know which arm answers while a canary runs.
         address: of the connection, as text; looked at while a canary runs.
         known: what the relay remembers of earlier requests; None: nothing."""
@@ -223,7 +223,8 @@ def plan_request(
         key = _session_key(peek, headers, user, context)
     if context.pinned is not None:
         routes: tuple[Assignment, ...] = (context.pinned,)
-        reason = reason or "pinned"
+        if context.pinned.arm != "rehearsal":
+            reason = reason or "pinned"
     else:
         routes = routing.routes(key) if rule.adapted else routing.base
     strip = _strip(rule, peek, captured=reason is None, metered=context.metered)

@@ -131,6 +131,11 @@ def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) ->
     return _assignment(table, found[0], "champion", 1.0)
 
 
+def rehearsed(table: RoutingTable, adapter: str) -> Assignment:
+    """Return the assignment of an attempt at a recorded task, which has no fallback."""
+    return _assignment(table, adapter, "rehearsal", 1.0)
+
+
 def _of_another_line(table: RoutingTable, adapter: str) -> bool:
     line = line_of_adapter(adapter)
     return line != table.model and public_model(line) == table.public_model

@@ -31,9 +31,11 @@ from sidecar.visible import visible
 DEFAULT_FILE = Path("sidecar.toml")
 MAX_RUBRIC_BYTES = 64 * 1024
 """Largest file of a rubric: every judge call sends it."""
-NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD"})
-"""Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, and
-by the children of `sidecar up`."""
+NOT_SETTINGS = frozenset(
+    {"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD", "SIDECAR_RUNNER_TOKEN"}
+)
+"""Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, by
+the children of `sidecar up`, and by rehearsals with their runner."""
 
 
 def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:

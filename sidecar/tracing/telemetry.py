@@ -314,8 +314,10 @@ class GenAiMetrics:
         )
 
     def record(self, raw: RawCapture, exchange: Exchange | None) -> None:
-        """Record a request. exchange: None when it was not captured; its tokens are unknown
+        """Record a user's request. exchange: None when it was not captured; its tokens are unknown
         then."""
+        if raw.origin != "user":
+            return
         attributes: dict[str, str | int] = {
             "gen_ai.operation.name": OPERATIONS[raw.surface],
             "gen_ai.provider.name": PROVIDER,
