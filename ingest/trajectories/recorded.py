@@ -143,7 +143,7 @@ def _main(steps: Sequence[Step]) -> list[Step]:
     main = [one for one in steps if one.fits and of_agent[one.exchange_id]]
     if not main:
         return []
-    last = max(main, key=lambda one: (one.segment, one.began_at))
+    last = max(reversed(main), key=lambda one: (one.segment, one.began_at))
     return list(_upwards(last, by_id))
 
 
