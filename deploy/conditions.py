@@ -28,6 +28,8 @@ from ingest.judge_watch import JUDGE, NANO, advice_on, newest_scored
 from ingest.judges.spending import read_spending
 from ingest.reward_watch.store import ask
 from ingest.store.groups import SAMPLED
+from ingest.tasks.grouping import STAGE as TASKS
+from ingest.tasks.grouping import WITHOUT_OUTCOME
 from ingest.verifiers.state import KIND as VERIFIER
 from ingest.verifiers.state import held_groups, waiting_for
 from learner.schedule.loop import SCHEDULE
@@ -38,6 +40,8 @@ from sidecar.settings import Watch
 from sidecar.store.models import AuditRow, CanaryRow, RunRow
 from sidecar.visible import counted
 
+TASKS_SEEN = 100
+"""Exchanges, or finished sessions, from which what whole tasks lack is said."""
 LATE_S = 60.0
 """Ingest looks at the bus every 10 s: a report that is older has no ingest behind it."""
 
@@ -314,6 +318,7 @@ def _of_records(
             "`return_token_ids` to see what it says",
             data={"exchanges": number},
         )
+    yield from _tasks(funnel.counters.get(TASKS, {}))
     noise = read_noise_state(session)
     if noise is not None and noise.drift:
         yield Condition(
@@ -419,3 +424,27 @@ def _engine(engine: EngineView, champion: str) -> Iterator[Condition]:
                 else "correct vLLM's flags or the adapter; another version answers meanwhile",
                 data={"adapter": name},
             )
+
+
+def _tasks(counts: Mapping[str, int]) -> Iterator[Condition]:
+    """Yield what keeps whole sessions from being learned from, where that is turned on."""
+    if counts.get("seen", 0) < TASKS_SEEN:
+        return
+    over, silent = counts.get("over", 0), counts.get(WITHOUT_OUTCOME, 0)
+    code = why = do = ""
+    if not any(name.startswith("enrolled_") for name in counts):
+        code, why = "no_task_key", "no session has a task name"
+        do = (
+            "have agents send x-sidecar-task, or let an equal prompt or a template count: tasks.key"
+        )
+    elif silent > over:
+        code, why = (
+            "few_outcomes",
+            f"{over / (over + silent):.0%} of finished sessions have an outcome",
+        )
+        do = "have the application POST /sidecar/v1/outcomes when a task ends; else none counts"
+    elif over >= TASKS_SEEN and not counts.get("drawn", 0):
+        code, why = "no_task_group", f"of {counted(over, 'finished session')} none makes a group"
+        do = "tasks.size sessions of one task, adapter and day are needed, each of another user"
+    if code:
+        yield Condition(kind="tasks", state="look", code=code, message=why, to_do=do)

@@ -96,6 +96,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.privacy.texts import JudgeView
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
+    from ingest.tasks.judging import TaskJudging
     from ingest.tasks.worker import TaskWorker
     from ingest.tokens import TokenCheck
     from ingest.verifiers.rewarding import open_rewarding
@@ -164,7 +165,9 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
             workers.create_task(judging.run(stop))
             workers.create_task(noise.run(stop))
             if settings.tasks.learn != "off":
-                workers.create_task(TaskWorker(database, settings.tasks).run(stop))
+                view = JudgeView(settings.privacy)
+                ranking = TaskJudging(database, judges.patient, settings.judge, view=view)
+                workers.create_task(TaskWorker(database, settings.tasks, ranking).run(stop))
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:

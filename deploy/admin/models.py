@@ -29,7 +29,15 @@ from deploy.registry import transitions
 from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RunRow
+from sidecar.store.models import (
+    AnswerRow,
+    AuditRow,
+    ExchangeRow,
+    GroupRow,
+    RunRow,
+    TaskGroupRow,
+    TaskMemberRow,
+)
 
 # What the status says of vLLM: the adapters of all lines that its replicas have loaded.
 
@@ -211,6 +219,31 @@ class GroupDetailOut(GroupOut):
     answers: list[AnswerOut]
     request: dict[str, Any] | None
     """What was asked; null: its exchange is not stored any more, or cannot be read."""
+
+
+class TaskGroupOut(
+    columns(  # type: ignore[misc]
+        TaskGroupRow,
+        "group_id project key_kind key adapter status reason detail created_at scored_at "
+        "judge_attempts judge_model rubric_hash run_id learn_attempts",
+    ),
+    Out,
+):
+    pass
+
+
+class TaskMemberOut(
+    columns(  # type: ignore[misc]
+        TaskMemberRow, "session_id place began_at over_at reward source exchange_ids"
+    ),
+    Out,
+):
+    pass
+
+
+class TaskGroupDetailOut(TaskGroupOut):
+    members: list[TaskMemberOut]
+    """Its sessions, without what was said; those that were deleted are missing."""
 
 
 class RunOut(

@@ -85,6 +85,8 @@ def newest_first(
 ADAPTER_STATES: tuple[str, ...] = get_args(AdapterState)
 GROUP_STATUSES = (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPED)
 """In the order in which a group goes through them."""
+TASK_STATUSES = ("waiting", *GROUP_STATUSES[2:])
+"""The same of groups of whole sessions."""
 
 
 Project = Annotated[

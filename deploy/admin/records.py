@@ -26,11 +26,15 @@ from deploy.admin.models import (
     RunOut,
     RunStepOut,
     ScheduleOut,
+    TaskGroupDetailOut,
+    TaskGroupOut,
+    TaskMemberOut,
 )
 from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import (
     DEFAULT_LIMIT,
     GROUP_STATUSES,
+    TASK_STATUSES,
     Cursor,
     Limit,
     OfProject,
@@ -48,6 +52,7 @@ from ingest.feedback.store import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_checks, opened_explanation, read_rule
 from ingest.store.sessions import stored_name
+from ingest.tasks.grouping import members_of
 from learner.schedule.loop import SCHEDULE
 from sidecar import conditions
 from sidecar.lines import Line, public_model
@@ -63,6 +68,7 @@ from sidecar.store.models import (
     RunRow,
     RunStepRow,
     ScheduleJobRow,
+    TaskGroupRow,
 )
 from sidecar.store.tables import of_line
 
@@ -77,6 +83,7 @@ def record_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for records."""
     router = new_router()
     _add_groups(router, context)
+    _add_task_groups(router, context)
     _add_history(router, context)
     _add_sessions(router, context)
     return router
@@ -135,6 +142,48 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
                     answers=[_answer(session, one) for one in answers],
                     request=_asked(session, row.exchange_id),
                 )
+
+
+def _add_task_groups(router: APIRouter, context: AdminContext) -> None:
+    database, row = context.database, TaskGroupRow
+
+    @router.get("/task-groups")
+    def task_groups(
+        limit: Limit = DEFAULT_LIMIT,
+        cursor: Cursor = None,
+        status: str | None = None,
+        project: OfProject = None,
+    ) -> Page[TaskGroupOut]:
+        """Groups of whole sessions."""
+        statement = select(row)
+        if project is not None:
+            line = Line(name=context.line_of(project))
+            statement = statement.where(of_line(row.project, line))
+        if status is not None:
+            refuse_unknown("status", status, TASK_STATUSES)
+            statement = statement.where(row.status == status)
+        key = {row.seq: int}
+        statement = newest_first(statement, "task-groups", limit=limit, cursor=cursor, key=key)
+        with database.read() as session:
+            rows = session.scalars(statement).all()
+        return page_of(
+            rows,
+            limit,
+            show=TaskGroupOut.of_record,
+            name=lambda one: f"task group {one.group_id}",
+            cursor=lambda one: encode_cursor("task-groups", one.seq),
+        )
+
+    @router.get("/task-groups/{task_group_id}")
+    def task_group(task_group_id: str) -> TaskGroupDetailOut:
+        """One group of whole sessions, with its sessions, without what was said."""
+        with database.read() as session:
+            found = session.scalar(select(row).where(row.group_id == task_group_id))
+            if found is None:
+                raise UnknownRecordError(f"no task group {task_group_id}")
+            with naming(f"task group {task_group_id}"):
+                members = map(TaskMemberOut.of_record, members_of(session, task_group_id))
+                return TaskGroupDetailOut.of_record(found, members=[*members])
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:

@@ -133,6 +133,25 @@ def _group(group: Json, now: float) -> tuple[str, ...]:
     )
 
 
+def _task_group(group: Json, now: float) -> tuple[str, ...]:
+    name, made, status, *rest = _group(group, now)
+    return (name, made, status, str(group["key_kind"]), *rest)
+
+
+def task_group_lines(group: Json, now: float) -> Iterator[str]:
+    """Yield a group of whole sessions, and each session with its reward."""
+    yield f"Task group {group['group_id']}: {_status(group)}"
+    yield f"  drawn {shown_time(group['created_at'], now)}, by {group['key_kind']}"
+    by = f" by {group['judge_model']}" if group["judge_model"] else " by outcomes alone"
+    if group["scored_at"] is not None:
+        yield f"  scored {shown_time(group['scored_at'], now)}{by}"
+    yield f"  answered by {_name_of(group['adapter'])}, project {group['project']}"
+    for one in group["members"]:
+        reward = "no reward yet" if one["reward"] is None else f"reward {one['reward']:.3f}"
+        turns = counted(len(one["exchange_ids"] or ()), "turn")
+        yield f"  [{one['place']}] {one['session_id']}: {reward}, {turns}"
+
+
 def _why(group: Json) -> str:
     return ": ".join(str(group[name]) for name in ("reason", "detail") if group[name])
 
@@ -648,11 +667,13 @@ TABLES: dict[str, tuple[str, Row]] = {
     ),
     "/audit": ("seq,at (UTC),by,what,of,why", _change),
     "/groups": ("group,made,status,judge,adapter,project,why", _group),
+    "/task-groups": ("group,made,status,alike by,judge,adapter,project,why", _task_group),
     "/runs": ("run,status,began,from,made,groups,why", _run),
 }
 """Path of a listing -> its heads, and the cells of an item at a time in Unix seconds."""
 RECORDS: dict[str, Callable[[Json, float], Iterable[str]]] = {
     "/groups/{group_id}": group_lines,
+    "/task-groups/{task_group_id}": task_group_lines,
     "/runs/{run_id}": run_lines,
     "/status": status_lines,
     "/watch": lambda found, _now: watch_lines(found),

@@ -20,7 +20,7 @@ import typer
 from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
-from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions
+from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions, tasks_app
 from deploy.cli.context import (
     Project,
     admin_client,
@@ -112,6 +112,8 @@ EXAMPLES: dict[str, str] = {
     "groups ls": "sidecar groups ls --status set_aside",
     "groups show": "sidecar groups show 0f3a9c",
     "groups retry": "sidecar groups retry --all judge_rubbish",
+    "tasks ls": "sidecar tasks ls --status scored",
+    "tasks show": "sidecar tasks show tg_0f3a9c",
     "audit": "sidecar audit --limit 50",
     "audit verify": "sidecar audit verify -o json",
     "judge calibrate": "sidecar judge calibrate --judge openai/gpt-4.1-mini",
@@ -147,6 +149,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "config": ("sidecar config init", "sidecar config check --online"),
     "keys": ("sidecar keys create --project shop --rpm 60", "sidecar keys ls"),
     "groups": ("sidecar groups ls --status set_aside", "sidecar groups show 0f3a9c"),
+    "tasks": ("sidecar tasks ls --status scored", "sidecar tasks show tg_0f3a9c"),
     "hooks": ("sidecar hooks ls", "sidecar hooks test"),
     "judge": ("sidecar judge calibrate --judge openai/gpt-4.1-mini", "sidecar judge noise"),
     "learner": ('sidecar learner pause --reason "a sale begins"', "sidecar learner run"),
@@ -224,6 +227,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+app.add_typer(tasks_app, name="tasks")
 app.add_typer(hooks_app, name="hooks")
 app.add_typer(audit_app, name="audit")
 judge_app.command("sessions")(judge_sessions)

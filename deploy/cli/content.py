@@ -607,6 +607,34 @@ def groups_show(context: typer.Context, group_id: str, output: Output = "text") 
     show(admin_client(context), output, "/groups", group_id)
 
 
+# `sidecar tasks`: the groups of whole sessions.
+
+tasks_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Groups of whole sessions, and their rewards."
+)
+
+
+@tasks_app.command("ls")
+def tasks_ls(
+    context: typer.Context,
+    status: Annotated[str, typer.Option(help="such as waiting, scored or set_aside")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
+    project: Annotated[
+        str | None, typer.Option(help="of whose line of adapters; default: of all lines")
+    ] = None,
+    output: Output = "text",
+) -> None:
+    """The newest groups of whole sessions, one line each."""
+    given: dict[str, str | int] = {"limit": limit, **({"status": status} if status else {})}
+    show(admin_client(context, project), output, "/task-groups", params=given)
+
+
+@tasks_app.command("show")
+def tasks_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
+    """One group of whole sessions: each session with its reward, and how many turns it has."""
+    show(admin_client(context), output, "/task-groups", group_id)
+
+
 @groups_app.command("retry")
 def groups_retry(
     context: typer.Context,

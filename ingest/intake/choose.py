@@ -92,7 +92,7 @@ from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Exchange
 from sidecar.store.contents import keyring_of
 from sidecar.store.database import Database, count
-from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow
+from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow, TaskGroupRow
 
 # Find the exchanges of the same prompt as those of a batch, by an index.
 
@@ -467,6 +467,9 @@ def _waiting(live_adapters: Collection[str]) -> tuple[ColumnElement[bool], Colum
     return alive, waits | for_learner
 
 
+TRAINED = "trained"
+IN_TASK = "in_task_group"
+"""Reason of an exchange whose session is learned from as a whole."""
 LOOKED_AT = 2_048
 """Exchanges by which the shares of callers are decided, spread over the last day, and newest ones
 of the backlog: some ten milliseconds, under the write lock."""
@@ -540,8 +543,24 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
             BACKLOG,
             lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True, of=seqs),
         )
+        batch = _not_learned_from(session, batch)
         decide(session, batch, rules, model=model, now=now)
     return len(batch)
+
+
+def _not_learned_from(session: Session, batch: Sequence[StoredExchange]) -> list[StoredExchange]:
+    """Leave out the steps of sessions that a run learns from as a whole, or did: each step is
+    learned from once."""
+    names = [one.exchange.exchange_id for one in batch]
+    learned = set(
+        session.scalars(
+            select(ExchangeRow.exchange_id)
+            .join(TaskGroupRow, TaskGroupRow.group_id == ExchangeRow.task_group_id)
+            .where(ExchangeRow.exchange_id.in_(names), TaskGroupRow.status.in_((CLAIMED, TRAINED)))
+        )
+    )
+    _move(session, sorted(learned), BACKLOG, IN_TASK)
+    return [one for one in batch if one.exchange.exchange_id not in learned]
 
 
 def _readable(

@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, case, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import BACKLOG, group_id_of
+from ingest.retention.tasks import claimed_tasks, end_tasks
 from ingest.store.bases import Heirs, children_of, encode_children, store_children
 from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED
@@ -65,7 +66,7 @@ class Deleted:
     exchanges: int = 0
     rebased: int = 0
     groups: Counter[str] = field(default_factory=Counter)
-    """By status."""
+    """By status; `task_` and the status of groups of whole sessions."""
     runs: set[str] = field(default_factory=set)
     """Training runs that had one of the groups."""
     held: set[str] = field(default_factory=set)
@@ -152,16 +153,22 @@ def _delete(
     lent = _groups_with_answers_of(session, exchange_ids)
     groups = list({row.group_id: row for row in (*own, *(row for row, _ in lent))}.values())
     claimed = [row for row in groups if row.status == CLAIMED]
-    if claimed and release is not None:
-        release(session, sorted({row.run_id for row in claimed if row.run_id is not None}))
+    tasks = claimed_tasks(session, exchange_ids)
+    if release is not None and (claimed or tasks):
+        runs = {row.run_id for row in claimed if row.run_id is not None} | {*tasks.values()} - {""}
+        release(session, sorted(runs))
         session.flush()
         for row in claimed:
             session.refresh(row)
-    elif claimed:
+    elif claimed or tasks:
         done.held = {row.exchange_id for row in claimed}
-        done.held |= {source for row, source in lent if row.status == CLAIMED}
+        done.held |= {source for row, source in lent if row.status == CLAIMED} | tasks.keys()
         groups = [row for row in groups if row.status != CLAIMED]
     gone = [one for one in exchange_ids if one not in done.held]
+    for task in end_tasks(session, gone, why, now=now):
+        done.groups[f"task_{task.status}"] += 1
+        if task.status == "trained" and task.run_id is not None:
+            done.runs.add(task.run_id)
     _keep_digests(session, groups, contents, done, forgotten=why == "forgotten", now=now)
     _delete_groups(session, [row.group_id for row in groups], gone)
     blank_comparisons(session, gone)

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.store.exchanges import load_exchange
-from ingest.tasks.grouping import STAGE, Pool, close, draw_groups
+from ingest.tasks.grouping import OF_THE_JUDGE, STAGE, close, correct, draw_groups
 from ingest.tasks.keys import FirstExchange, TaskKey, caller_of, task_key
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.settings.learning import Tasks
@@ -54,80 +54,63 @@ class _Newcomer:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One way through the store: a flag row, the numbers that it holds, what reads a page behind
+    one, and how old a row is when it is looked at."""
+
+    mark: str
+    of: Any
+    read: Callable[[Session, int], Sequence[Any]]
+    age_s: float
+
+
 def follow(database: Database, settings: Tasks, *, now: float) -> int:
     """Do up to `PAGES` pages of each pass. Returns: the number of groups drawn."""
     drawn = 0
-    for mark, read in ((SEEN, _new_exchanges), (TOLD, _new_feedback), (IDLE, _idle_exchanges)):
+    for one in (
+        _Pass(SEEN, ExchangeRow.seq, _exchanges, 0.0),
+        _Pass(TOLD, FeedbackRow.seq, _feedback, SETTLE_S),
+        _Pass(IDLE, ExchangeRow.seq, _exchanges, settings.idle_s),
+    ):
         for _ in range(PAGES):
-            size, made = read(database, settings, mark, now)
+            size, made = _look(database, settings, one, now)
             drawn += made
             if size < PAGE:
                 break
     return drawn
 
 
-def _new_exchanges(database: Database, settings: Tasks, mark: str, now: float) -> tuple[int, int]:
-    """Enrol the sessions of a page of exchanges, and reopen those that go on."""
-    with database.read() as session:
-        page = _exchanges(session, _mark(session, mark, ExchangeRow.seq))
-        newcomers = _newcomers(session, page, settings)
-    if not page:
-        return 0, 0
-    with database.write() as session:
-        _enrol(session, newcomers)
-        names = {one.session_id for one in page}
-        _go_on(session, page, names)
-        pools = close(session, _told_among(session, names), settings, now=now)
-        made = _draw(session, pools, settings, now)
-        set_flag(session, mark, str(page[-1].seq), now=now)
-    return len(page), made
-
-
-def _idle_exchanges(database: Database, settings: Tasks, mark: str, now: float) -> tuple[int, int]:
-    """Look again at a page of exchanges that were stored `tasks.idle_s` ago."""
-    return _settled(
-        database, settings, mark, now, read=_exchanges, of=ExchangeRow.seq, age_s=settings.idle_s
-    )
-
-
-def _new_feedback(database: Database, settings: Tasks, mark: str, now: float) -> tuple[int, int]:
-    """Look at the sessions that a page of feedback tells of."""
-    return _settled(
-        database, settings, mark, now, read=_feedback, of=FeedbackRow.seq, age_s=SETTLE_S
-    )
-
-
-def _settled(
-    database: Database,
-    settings: Tasks,
-    mark: str,
-    now: float,
-    *,
-    read: Callable[[Session, int], Sequence[Any]],
-    of: Any,
-    age_s: float,
-) -> tuple[int, int]:
+def _look(database: Database, settings: Tasks, one: _Pass, now: float) -> tuple[int, int]:
+    """Look at a page of a pass. Returns: its rows, and the number of groups drawn."""
+    newcomers: list[_Newcomer] = []
     with database.read() as session:
         page: list[Any] = []
-        for row in read(session, _mark(session, mark, of)):
+        for row in one.read(session, _mark(session, one.mark, one.of)):
             # A time to come was written by a clock that was fast: nothing waits for it.
-            if now - age_s < row.stored_at <= now:
+            if now - one.age_s < row.stored_at <= now:
                 break
             page.append(row)
+        if one.mark == SEEN:
+            newcomers = _newcomers(session, page, settings)
     if not page:
         return 0, 0
+    names = {row.session_id for row in page if row.session_id is not None}
     with database.write() as session:
-        names = {one.session_id for one in page if one.session_id is not None}
-        made = _draw(session, close(session, names, settings, now=now), settings, now)
-        set_flag(session, mark, str(page[-1].seq), now=now)
+        if one.mark == SEEN:
+            _enrol(session, newcomers)
+            _go_on(session, page, names)
+            count(session, STAGE, "seen", len(page))
+            names = _told_among(session, names)
+        if one.mark == TOLD:
+            correct(session, names, now=now)
+        pools = close(session, names, settings, now=now)
+        made = sum(
+            draw_groups(session, pool, settings, now=now)
+            for pool in sorted(pools, key=lambda pool: (pool.key, pool.adapter))
+        )
+        set_flag(session, one.mark, str(page[-1].seq), now=now)
     return len(page), made
-
-
-def _draw(session: Session, pools: set[Pool], settings: Tasks, now: float) -> int:
-    return sum(
-        draw_groups(session, pool, settings, now=now)
-        for pool in sorted(pools, key=lambda one: (one.key, one.adapter))
-    )
 
 
 def _mark(session: Session, name: str, seq: Any) -> int:
@@ -187,7 +170,7 @@ def _newcomers(session: Session, page: Sequence[Any], settings: Tasks) -> list[_
         if first is None:
             continue
         key = task_key(_read(session, first, settings), weakest=settings.key)
-        if key is None:
+        if key is None or (settings.learn == "ruler" and key.kind not in OF_THE_JUDGE):
             continue
         values = {
             "project": first.project,

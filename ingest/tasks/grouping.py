@@ -303,3 +303,32 @@ def mark_scored(
     group.scored_at = now
     count(session, STAGE, "scored" if spread else NO_SPREAD)
     session.flush()
+
+
+def members_of(session: Session, group_id: str) -> Sequence[TaskMemberRow]:
+    """Return the members of a group, by their places."""
+    found = session.scalars(select(TaskMemberRow).where(TaskMemberRow.group_id == group_id))
+    return sorted(found, key=lambda one: one.place or 0)
+
+
+def correct(session: Session, session_ids: Collection[str], *, now: float) -> None:
+    """Make the rewards of groups anew of which an outcome was corrected before a run took them."""
+    row = TaskMemberRow
+    found = session.scalars(
+        select(row.group_id).where(
+            row.session_id.in_(sorted(session_ids)),
+            row.group_id.is_not(None),
+            row.source == "outcome",
+        )
+    )
+    for group_id in sorted({one for one in found if one is not None}):
+        group = session.scalar(select(TaskGroupRow).where(TaskGroupRow.group_id == group_id))
+        if group is None or group.status not in (SCORED, SET_ASIDE):
+            continue
+        members = members_of(session, group_id)
+        scale = scale_in(session, group.project)
+        told = [reward_of(told_of(session, one.session_id), scale) for one in members]
+        rewards = [one for one in told if one is not None]
+        if len(rewards) == len(members) and rewards != [one.reward for one in members]:
+            count(session, STAGE, "corrected")
+            mark_scored(session, group, members, rewards, "outcome", now=now)

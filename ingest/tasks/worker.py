@@ -1,4 +1,5 @@
-"""The worker of whole tasks: follows the store, and draws groups. The scoring process has it."""
+"""The worker of whole tasks: follows the store, draws groups, and has them judged. The scoring
+process has it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Final
 import structlog
 
 from ingest.tasks.enrol import follow
+from ingest.tasks.judging import TaskJudging
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.processes import tell_ready
@@ -29,9 +31,16 @@ class TaskWorker:
     """Makes groups of whole sessions until stopped. One per store."""
 
     def __init__(
-        self, database: Database, settings: Tasks, *, now: Callable[[], float] = time.time
+        self,
+        database: Database,
+        settings: Tasks,
+        judging: TaskJudging | None = None,
+        *,
+        now: Callable[[], float] = time.time,
     ) -> None:
+        """judging: None: outcomes alone are the rewards."""
         self._database = database
+        self._judging = judging
         self._settings = settings
         self._now = now
 
@@ -42,9 +51,11 @@ class TaskWorker:
             pause_s = TICK_S
             try:
                 drawn = await asyncio.to_thread(self.step)
-                failures = 0
                 if drawn:
                     log.info("task_groups_drawn", groups=drawn)
+                if self._judging is not None and await self._judging.step():
+                    pause_s = 0.0
+                failures = 0
             except StoreError as error:
                 failures += 1
                 pause_s = PAUSES.wait_s(failures)

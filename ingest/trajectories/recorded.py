@@ -8,7 +8,7 @@ Sub-agents, branches that were given up, and exchanges that failed are no part o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,10 +58,12 @@ class Step:
     """It is a chat that was answered."""
 
 
-def load_trajectory(session: Session, name: str) -> RecordedTrajectory:
+def load_trajectory(
+    session: Session, name: str, *, among: Collection[str] | None = None
+) -> RecordedTrajectory:
     """Read a session.
 
-    name: as `ingest.store.sessions.stored_name` takes it.
+    name: as `ingest.store.sessions.stored_name` takes it. among: exchanges that count; None: all.
     Raises: TrajectoriesError when there is no such session, or no answered chat in it;
         UnreadableExchangesError.
     """
@@ -93,6 +95,7 @@ def load_trajectory(session: Session, name: str) -> RecordedTrajectory:
             fits=(row.surface, row.outcome, row.status) == ("chat", "ok", 200),
         )
         for row in reversed(rows)
+        if among is None or row.exchange_id in among
     ]
     parts = last_of_each_part(steps)
     if not parts:

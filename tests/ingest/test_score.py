@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from sqlalchemy import select
 
 from ingest.judge_watch import read_judge_state
@@ -18,6 +19,7 @@ from ingest.store.groups import load_scored_group
 from sidecar.processes import VARIABLE
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
+from support.task_kit import TaskKit
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -73,6 +75,24 @@ def test_without_a_judge_it_says_so_once_and_idles_until_told_to_stop(tmp_path: 
         assert process.stderr.read() == ""
     assert process.returncode == 0
     assert not (tmp_path / "store.db").exists()
+
+
+def test_without_a_judge_sessions_with_outcomes_still_become_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_TASKS__LEARN", "outcome")
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    tasks = TaskKit(database, size=4)
+    for number in range(4):
+        tasks.session(f"s{number}", success=number == 0)
+    with start(write_config(tmp_path)) as process:
+        read_event(process, "score_off")
+        assert read_event(process, "task_groups_drawn")["groups"] == 1
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+    assert [one.status for one in tasks.groups()] == ["scored"]
+    database.close()
 
 
 def test_with_a_judge_it_starts_although_engine_and_judge_are_down(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ from ingest.judge_noise import DAY_S, NoiseWatch, accept_now, add_judgement, mea
 from ingest.judge_watch import JudgeState, why_sampling_holds, write_judge_state
 from ingest.judges.replies import CachedJudge, ContentSeeds, KeptReplies, ReplyStore
 from ingest.judges.spending import Amount, Ledger
+from ingest.retention.deletion import delete_exchanges
 from ingest.retention.sweep import Sweeper
 from ingest.reward_watch.traits import Profile, RateOf, write_body
 from ingest.ruler.judging import JudgingWorker
@@ -64,6 +65,8 @@ from ingest.store.exchanges import dead_letter, load_rows
 from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
+from ingest.tasks.judging import TaskJudging
+from ingest.tasks.keys import group_id_of as task_group_id
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
@@ -111,6 +114,8 @@ from sidecar.store.models import (
     FeedbackRow,
     GroupRow,
     JudgeCallRow,
+    RunRow,
+    TaskGroupRow,
 )
 from support.clock import Clock
 from support.fake_checker import FakeChecker
@@ -122,6 +127,7 @@ from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
 from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, SPAN_S, adapter, exchange_id
 from support.task_kit import TaskKit
+from support.trajectory_judge import RankingJudge
 
 VERSIONS = EXCHANGES // 2_000
 CHAMPION, CANDIDATE = adapter(VERSIONS - 1), adapter(VERSIONS)
@@ -441,12 +447,28 @@ def _draw_tasks(use: _Use) -> None:
     bodies = [{"messages": [{"role": "user", "content": f"Order {one}?"}]} for one in (1, 2, 2)]
     for number, body in enumerate(bodies):
         prompt = (number,) * 4
-        tasks.session(f"task-t{number}", True, task="", request=body, prompt_token_ids=prompt)
-    for name, success in (("task-a", True), ("task-b", False)):
-        tasks.session(name, success)
+        told = tasks.turn(f"task-t{number}", task="", request=body, prompt_token_ids=prompt)
+        tasks.told(told, success=True)
+    first = tasks.session("task-a", success=True)
+    tasks.session("task-b", success=False)
     assert tasks.follow() == 2
     tasks.turn("task-a")
     tasks.follow(after_s=tasks.settings.idle_s)
+    with use.database.write() as session:
+        write_judge_state(session, JudgeState(state="works", since=NOW), now=NOW)
+        run = session.scalar(select(RunRow.run_id).where(RunRow.adapter.is_not(None)).limit(1))
+        learned = update(TaskGroupRow).where(TaskGroupRow.key_kind == "header")
+        session.execute(learned.values(status="trained", run_id=run))
+    ranked = TaskKit(use.database, size=2, learn="ruler")
+    ranked.now = tasks.now
+    for name in ("task-c", "task-d"):
+        ranked.told(ranked.turn(name, choices=(make_choice(name),)), done=True)
+    assert ranked.follow() == 1
+    judging = TaskJudging(
+        use.database, RankingJudge({"task-c": 1.0, "task-d": 0.0}), use.settings.judge
+    )
+    assert asyncio.run(judging.step())
+    assert delete_exchanges(use.database, first, why="forgotten", now=NOW).runs == {run}
 
 
 async def _watch_noise(use: _Use) -> None:
@@ -761,6 +783,7 @@ def _trip(use: _Use) -> None:
 
 PATH = {
     "group_id": f"g-{GROUP_EXCHANGE}",
+    "task_group_id": task_group_id(["task-a", "task-b"]),
     "exchange_id": GROUP_EXCHANGE,
     "session_id": "early",
     "version": str(VERSIONS - 1),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import ExchangeRow, TaskGroupRow
 from support.ingest_kit import Kit
 from support.task_kit import TaskKit
 
@@ -39,7 +39,8 @@ def test_finished_sessions_of_one_task_become_a_group_with_their_outcomes_as_rew
         drawn = select(ExchangeRow.exchange_id).where(ExchangeRow.task_group_id == group.group_id)
         assert sorted(session.scalars(drawn)) == sorted([*good, *bad])
     assert tasks.follow() == 0
-    assert kit.counts("tasks") == {"enrolled_header": 3, "over": 3, "drawn": 1, "scored": 1}
+    counts = {"seen": 6, "enrolled_header": 3, "over": 3, "drawn": 1, "scored": 1}
+    assert kit.counts("tasks") == counts
 
 
 def test_a_session_without_an_outcome_is_in_no_group_until_it_is_told(
@@ -76,6 +77,29 @@ def test_equal_rewards_are_set_aside(tasks: TaskKit) -> None:
     assert (group.status, group.reason) == ("set_aside", "no_spread")
 
 
+def test_a_corrected_outcome_makes_the_rewards_anew_until_a_run_has_the_group(
+    tasks: TaskKit, kit: Kit
+) -> None:
+    good = tasks.session("a", success=True)
+    tasks.session("b", success=True)
+    assert tasks.follow() == 1
+
+    tasks.told(good[-1], success=False)
+    tasks.follow()
+
+    (group,) = tasks.groups()
+    assert (group.status, group.reason) == ("scored", None)
+    assert {name: one.reward for name, one in tasks.members().items()} == {"a": 0.0, "b": 1.0}
+
+    with kit.database.write() as session:
+        session.execute(update(TaskGroupRow).values(status="claimed"))
+    tasks.told(good[-1], success=True)
+    tasks.follow()
+
+    assert tasks.members()["a"].reward == 0.0
+    assert kit.counts("tasks")["corrected"] == 1
+
+
 def test_what_must_not_be_learned_from_is_counted_by_reason(tasks: TaskKit, kit: Kit) -> None:
     tasks.session("held", success=True, held_out=True)
     tasks.session("masked", success=True, untrainable_reason="cut")
@@ -94,6 +118,7 @@ def test_what_must_not_be_learned_from_is_counted_by_reason(tasks: TaskKit, kit:
     }
     counts = kit.counts("tasks")
     assert counts == {
+        "seen": 14,
         "enrolled_header": 4,
         "held_out": 1,
         "untrainable": 1,
