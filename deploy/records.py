@@ -104,6 +104,10 @@ class Canary:
     salt."""
     ramp_after_seq: int = 0
     """Exchanges of the ramp have larger numbers."""
+    ramp_after_told: int = 0
+    """The same of feedback and outcomes."""
+    told: tuple[str, ...] = ()
+    """What clients told of both arms, in words."""
     proven: frozenset[str] = frozenset()
     """Claims that judged groups have proven (`deploy.registry.proof_rule`): they stay so."""
     waived_step: int | None = None

@@ -156,7 +156,7 @@ def _bound(exchange: Exchange) -> tuple[Exchange, tuple[str, ...]]:
     for name, longest in SHORTENED.items():
         text = getattr(exchange, name)
         if text is not None and (reason := _fault(text, longest)):
-            changes[name] = _fitted(text, longest)
+            changes[name] = fitted(text, longest)
             reasons.append(f"{name}_{reason}")
     for name, bits in INTEGERS.items():
         number = getattr(exchange, name)
@@ -196,8 +196,8 @@ def _bound_choice(choice: Choice) -> tuple[Choice, str]:
     text = choice.finish_reason
     if text is None or not (reason := _fault(text, LONGEST_FINISH_REASON)):
         return choice, ""
-    fitted = _fitted(text, LONGEST_FINISH_REASON)
-    return msgspec.structs.replace(choice, finish_reason=fitted), reason
+    shorter = fitted(text, LONGEST_FINISH_REASON)
+    return msgspec.structs.replace(choice, finish_reason=shorter), reason
 
 
 def _not_finite(values: Sampling | Timings) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _is_clean(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _fitted(text: str, longest: int) -> str:
+def fitted(text: str, longest: int) -> str:
     """The text without NUL and surrogates; a long one is cut, with a digest of all of it."""
     clean = "".join(
         _DAMAGED if letter == "\0" or "\ud800" <= letter <= "\udfff" else letter for letter in text

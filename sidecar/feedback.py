@@ -22,6 +22,7 @@ import structlog
 from msgspec import Meta
 
 from sidecar.access.denials import OWN_KEY_ID, OWN_PROJECT, OWN_USER
+from sidecar.bounds import SHORTENED, fitted
 from sidecar.errors import UNREADABLE_JSON, OutboxError, UnstorableError
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
@@ -30,7 +31,7 @@ from sidecar.store.codec import is_storable_text
 # The record of one piece of feedback, or of one outcome, on its way from the proxy to ingest.
 
 Kind = Literal["feedback", "outcome"]
-TargetKind = Literal["exchange", "session", "trace"]
+TargetKind = Literal["exchange", "session", "trace", "task"]
 ID_PREFIX: Final = "fb_"
 _TAG_FIELD: Final = "record"
 _MARK: Final = b"\xa6" + _TAG_FIELD.encode()
@@ -64,7 +65,8 @@ class Feedback(
     kind: Kind
     target_kind: TargetKind
     target: str
-    """An exchange id, a session as `exchange.session_id` names it, or a W3C trace id."""
+    """An exchange id, a session as `exchange.session_id` names it, a W3C trace id, or a task as
+    `exchange.task` has it: then the newest session of it that had begun is meant."""
     project: str
     """Project of the caller's API key. Feedback is joined to exchanges of this project alone."""
     key_id: str = ""
@@ -76,6 +78,7 @@ class Feedback(
     """-1 (bad) to 1 (good); None for an outcome."""
     success: bool | None = None
     reward: float | None = None
+    """`value` of the request."""
     cost: float | None = None
     """At least 0, in the unit that the caller uses."""
     done: bool | None = None
@@ -128,11 +131,13 @@ MAX_BODY_BYTES: Final = 16 * 1024
 """A comment of 4,000 characters takes at most 12,000 bytes."""
 MAX_KEY_BYTES: Final = 256
 LONGEST_SESSION_BYTES: Final = 1_024
-"""Longest name that a client may give a session; over 255 bytes the store keeps a digest."""
+"""Longest name that a client may give a session or a task; of a long one the store keeps a
+digest."""
 LONGEST_MESSAGE: Final = 300
 LARGEST: Final = 1e12
 """Bound of rewards and costs: sums of a million of them are still exact to a millionth."""
 _EXCHANGE_ID: Final = re.compile(r"ex_[0-9A-HJKMNP-TV-Z]{26}", re.ASCII)
+_TARGETS: Final = ("exchange_id", "session_id", "trace_id", "task_id")
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _STORED_NAME: Final = ("h:", "hx:")
 _IS_STORED_NAME: Final = re.compile(r"h:.+|hx:[0-9a-f]{64}", re.DOTALL)
@@ -168,6 +173,7 @@ class _Targets(msgspec.Struct, forbid_unknown_fields=True):
     exchange_id: str | None = None
     session_id: str | None = None
     trace_id: str | None = None
+    task_id: str | None = None
     label: Label = ""
     comment: Comment = ""
     source: Source | None = None
@@ -179,8 +185,11 @@ class _FeedbackBody(_Targets, kw_only=True, forbid_unknown_fields=True):
 
 class _OutcomeBody(_Targets, kw_only=True, forbid_unknown_fields=True):
     success: bool | None = None
+    value: Amount | None = None
     reward: Amount | None = None
+    """An older name of `value`."""
     cost: Annotated[float, Meta(ge=0, le=LARGEST)] | None = None
+    done: bool | None = None
 
 
 _FEEDBACK: Final = msgspec.json.Decoder(_FeedbackBody)
@@ -210,8 +219,7 @@ def read_feedback(
             raise _invalid(name, "holds a NUL character")
     target_kind, target = _target(read, caller.project)
     outcome = read if isinstance(read, _OutcomeBody) else None
-    if outcome is not None and outcome.success is outcome.reward is outcome.cost is None:
-        raise _invalid("success", "give at least one of success, reward and cost")
+    value = _value(outcome) if outcome is not None else None
     _check_key(idempotency_key)
     return Feedback(
         feedback_id=id_of_key(caller.project, kind, idempotency_key)
@@ -226,11 +234,22 @@ def read_feedback(
         received_at=now,
         score=read.score if isinstance(read, _FeedbackBody) else None,
         success=outcome.success if outcome is not None else None,
-        reward=outcome.reward if outcome is not None else None,
+        reward=value,
         cost=outcome.cost if outcome is not None else None,
+        done=outcome.done if outcome is not None else None,
         label=read.label,
         comment=read.comment,
     )
+
+
+def _value(outcome: _OutcomeBody) -> float | None:
+    """Return the number of an outcome that says something; None: it has none, which is not 0."""
+    if outcome.value is not None and outcome.reward is not None:
+        raise _invalid("reward", "is an older name of value; give one of them")
+    value = outcome.value if outcome.value is not None else outcome.reward
+    if outcome.success is value is outcome.cost is None and not outcome.done:
+        raise _invalid("success", "give at least one of success, value, cost and done (true)")
+    return value
 
 
 def _decode(kind: Kind, body: bytes) -> _FeedbackBody | _OutcomeBody:
@@ -246,13 +265,9 @@ def _decode(kind: Kind, body: bytes) -> _FeedbackBody | _OutcomeBody:
 
 
 def _target(read: _Targets, project: str) -> tuple[TargetKind, str]:
-    given = {
-        name: value
-        for name in ("exchange_id", "session_id", "trace_id")
-        if (value := getattr(read, name)) is not None
-    }
+    given = {name: value for name in _TARGETS if (value := getattr(read, name)) is not None}
     if len(given) != 1:
-        raise _invalid("exchange_id", "give exactly one of exchange_id, session_id and trace_id")
+        raise _invalid("exchange_id", f"give exactly one of {', '.join(_TARGETS)}")
     ((name, value),) = given.items()
     if name == "exchange_id":
         if _EXCHANGE_ID.fullmatch(value) is None:
@@ -263,9 +278,12 @@ def _target(read: _Targets, project: str) -> tuple[TargetKind, str]:
         if _TRACE_ID.fullmatch(value) is None or value == "0" * 32:
             raise _invalid(name, "is no W3C trace id: 32 hex digits, not all of them 0")
         return "trace", value
-    value = value.strip(" \t")  # as the header, in which blanks around a name are no part of it
+    # As the header's value is read, in which blanks around a name are no part of it.
+    value = value.strip() if name == "task_id" else value.strip(" \t")
     if not value or not is_storable_text(value) or len(value.encode()) > LONGEST_SESSION_BYTES:
         raise _invalid(name, f"must have 1 to {LONGEST_SESSION_BYTES} bytes and no NUL character")
+    if name == "task_id":
+        return "task", fitted(value, SHORTENED["task"])
     if _EXCHANGE_ID.fullmatch(value) is not None or value.startswith(_STORED_NAME):
         if value.startswith("h") and _IS_STORED_NAME.fullmatch(value) is None:
             raise _invalid(name, "is no stored name: `h:` and a name, or `hx:` and 64 hex digits")

@@ -154,6 +154,8 @@ class CanaryOut(Out):
     """Numbers from outside as they were last checked; the evidence has the newest 20 checks."""
     gate_judges: list[str] = Field(default_factory=list)
     """Judge models and rubric hashes that scored its gate so far."""
+    told: list[str] = Field(default_factory=list)
+    """What clients told of both arms: outcomes, and feedback."""
     judge_gives_reward: bool | None = None
     """True when the gate's judge also scored what the candidate learned from; null: no gate yet."""
     generation: int
@@ -178,6 +180,7 @@ class CanaryOut(Out):
                 if (shown := MetricOut.of(name, state)) is not None
             ],
             gate_judges=list(canary.gate_judges),
+            told=list(canary.told),
             allowed_actions=transitions.allowed_actions(canary),
         )
 

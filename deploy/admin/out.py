@@ -43,7 +43,8 @@ def columns(row: type[Base], names: str) -> type[Out]:
 class FeedbackOut(
     columns(  # type: ignore[misc]
         FeedbackRow,
-        "feedback_id target_kind target source received_at score success reward cost label comment",
+        "feedback_id target_kind target source received_at score success reward cost done label "
+        "comment",
     ),
     Out,
 ):

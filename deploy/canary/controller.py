@@ -26,12 +26,13 @@ from deploy.canary.gate import Gate
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
+from deploy.canary.told import Told
 from deploy.engine.reconcile import registered_path
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl, in_folder_thread
 from deploy.errors import error_line
 from deploy.evidence.betting import Bets
-from deploy.evidence.live import Approval, GuardState, Live, Stage, described, verdict
+from deploy.evidence.live import Approval, GuardState, Live, Stage, ToldState, described, verdict
 from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
 from deploy.outside.approval import APPROVAL_EVERY_S, APPROVAL_MAX_WAIT_S
 from deploy.records import AdapterState, AdapterVersion, Canary
@@ -47,7 +48,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
-from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, guard_level, proven
+from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, guard_level, proven, told_words
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
@@ -55,7 +56,7 @@ from sidecar.lines import Line, public_model
 from sidecar.settings import Approval as ApprovalSettings
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database, count
-from sidecar.store.models import COUNTED, ExchangeRow
+from sidecar.store.models import COUNTED, ExchangeRow, FeedbackRow
 from sidecar.visible import counted
 
 # The evidence of a canary as JSON, as the store keeps it and people read it. Pure.
@@ -86,6 +87,7 @@ def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> EvidenceJson
         "late": dict(live.late),
         "split": _claim(live.split, SPLIT_LEVEL),
         **{kind: _guard(kind, state, rules) for kind, state in live.guards.items()},
+        **{kind: _told(kind, state, rules) for kind, state in live.told.items()},
     }
 
 
@@ -121,6 +123,15 @@ def _guard(kind: str, state: GuardState, rules: CanarySettings) -> EvidenceJson:
     counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
     claim = _claim(state.bets, guard_level(kind, rules))
     return counts | claim | {"nats_by_caller": state.by_caller.peak}
+
+
+def _told(kind: str, state: ToldState, rules: CanarySettings) -> EvidenceJson:
+    arms = {"canary": True, "champion": False}
+    return _guard(kind, state, rules) | {
+        "sessions": {name: state.units[arm] for name, arm in arms.items()},
+        "mean": {name: state.mean(canary=arm) for name, arm in arms.items()},
+        "says": told_words(kind, state) if sum(state.units.values()) else "",
+    }
 
 
 def _claim(bets: Bets, level: float) -> EvidenceJson:
@@ -328,6 +339,7 @@ class Controller:
         self._judged = Judged(rules)
         self._line = line or Line(name=model)
         self._turns = LiveTurns(rules, self._line)
+        self._told = Told(rules.turn_wait_s, self._line)
         self._on_change = on_change
         self._clock = clock
         self._folder_of = folder_of
@@ -474,11 +486,13 @@ class Controller:
                 line=self._line,
             )
             quality = self._judged.read(session, canary, open_from=open_from)
-            live, behind = self._turns.read(session, canary, self._clock())
+            now = self._clock()
+            live, behind = self._turns.read(session, canary, now)
+            behind |= self._told.read(session, canary, live, now)
             conversations, in_both_arms = count_conversations(session, canary, self._line)
         evidence = replace(
             counts,
-            guards=live.guards,
+            guards=live.guards | live.told,
             conversations=conversations,
             in_both_arms=in_both_arms,
             mismatch=live.mismatch,
@@ -547,7 +561,9 @@ class Controller:
             now = self._clock()
             if isinstance(decision, Move) and (canary.phase, decision.to) == ("gating", "ramping"):
                 newest = session.scalar(select(func.max(ExchangeRow.seq))) or 0
-                facts = {**facts, "ramp": {"began_at": now, "after_seq": newest}}
+                told = session.scalar(select(func.max(FeedbackRow.seq))) or 0
+                marks = {"began_at": now, "after_seq": newest, "after_told": told}
+                facts = {**facts, "ramp": marks}
             applied = transitions.apply(session, canary, decision, evidence=facts, now=now, ban=ban)
         self._last_hold = hold
         if not applied:

@@ -328,7 +328,7 @@ PAGES = 4
 """Most pages of one tick: reading a page with its texts takes tens of milliseconds."""
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """The fields of an exchange that are read."""
 
     seq: int
@@ -368,8 +368,20 @@ class _Row(NamedTuple):
     def cut(self) -> bool:
         return self.outcome == "cut" and not self.failed
 
+    def turn(self, canary: Canary, bad: frozenset[str] = frozenset()) -> Turn:
+        """Return it as the guards read it. bad: guards that it is bad for."""
+        return Turn(
+            unit=self.session_key,
+            canary=self.arm == "canary" or self.fallback_from == canary.candidate,
+            weight=self.propensity if self.arm == "canary" else 1.0 - self.propensity,
+            bad=bad,
+            caller=f"key {self.key_id}" if self.key_id else self.user and f"user {self.user}",
+            address=self.address_hash,
+            shared=bool(self.fallback_from) and not self.answered,
+        )
 
-_TURN_COLUMNS = tuple(getattr(ExchangeRow, name) for name in _Row._fields)
+
+TURN_COLUMNS = tuple(getattr(ExchangeRow, name) for name in Row._fields)
 
 
 class LiveTurns:
@@ -418,19 +430,19 @@ class LiveTurns:
         return self._live, True
 
 
-def _page(session: Session, canary: Canary, mark: int) -> tuple[list[_Row], bool]:
+def _page(session: Session, canary: Canary, mark: int) -> tuple[list[Row], bool]:
     """List the next exchanges of both arms in their order. Returns: them, and True if there may be
     more."""
-    found: list[_Row] = []
+    found: list[Row] = []
     edges: list[int] = []
     for which in _kinds(canary):
         statement = (
-            select(*_TURN_COLUMNS)
+            select(*TURN_COLUMNS)
             .where(*which, ExchangeRow.seq > mark)
             .order_by(ExchangeRow.seq)
             .limit(TURNS_PAGE)
         )
-        rows = [_Row(*row) for row in session.execute(statement)]
+        rows = [Row(*row) for row in session.execute(statement)]
         found += rows
         if len(rows) == TURNS_PAGE:
             edges.append(rows[-1].seq)
@@ -455,31 +467,18 @@ def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]
 
 
 def _turns_of_sessions(
-    session: Session, canary: Canary, rows: Sequence[_Row]
-) -> Iterator[tuple[_Row, Turn]]:
+    session: Session, canary: Canary, rows: Sequence[Row]
+) -> Iterator[tuple[Row, Turn]]:
     rows = [row for row in rows if _turn_counts(row, canary)]
     whole = [row.exchange_id for row in rows if not row.failed and not row.cut]
     flaws = _flaws(session, whole)
     for row in rows:
-        canary_was_due = row.arm == "canary" or row.fallback_from == canary.candidate
-        weight = row.propensity if row.arm == "canary" else 1.0 - row.propensity
         kind = "failed" if row.failed else "cut" if row.cut else None
         bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
-        yield (
-            row,
-            Turn(
-                unit=row.session_key,
-                canary=canary_was_due,
-                weight=weight,
-                bad=bad,
-                caller=f"key {row.key_id}" if row.key_id else row.user and f"user {row.user}",
-                address=row.address_hash,
-                shared=bool(row.fallback_from) and not row.answered,
-            ),
-        )
+        yield row, row.turn(canary, bad)
 
 
-def _turn_counts(row: _Row, canary: Canary) -> bool:
+def _turn_counts(row: Row, canary: Canary) -> bool:
     return row.started_at >= canary.ramp_began_at
 
 

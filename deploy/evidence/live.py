@@ -20,6 +20,13 @@ together.
   counts a *caller* once, at its first bad unit: only that one says something of the candidate
   (`deploy.registry.proof_rule`). A failure after which the other adapter answered the same request
   is no client's doing: there each unit counts in it.
+- Two guards read what clients tell: outcomes (0..1: success) and feedback. Each unit that met one
+  arm alone counts once, in the order in which its telling was stored; who tells nothing is unknown,
+  not bad. A block is some units of one weight that follow each other; the difference of its arms'
+  means, -1..1, is one observation, and the bet is that of judged groups against "the candidate's
+  mean is no less" (`deploy.evidence.quality`). Given how many of a block are the candidate's, each
+  is with the same chance: so this holds while the rates drift. One arm's users may tell more often
+  than the other's. The second e-process is here of each caller's first unit, good or bad.
 - The mismatch counts every unit once, at its first turn: it is the candidate's with odds
   `w / (1 - w)`. If not, traffic is lost or routed by something else, and no comparison of the arms
   holds.
@@ -35,9 +42,10 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Literal, NamedTuple, get_args
 
-from deploy.evidence.betting import Bets, begin, bet_on_arm, pay_out
+from deploy.evidence.betting import START, Bets, begin, bet, bet_on_arm, pay_out
 from deploy.evidence.quality import FLAWS
 from sidecar.visible import counted
 
@@ -46,6 +54,12 @@ GUARDS: tuple[Guard, ...] = get_args(Guard)
 """Kinds of bad turns. failed: vLLM failed, or did not know the adapter. cut: the client left before
 the end. The others as in `deploy.evidence.quality`."""
 assert set(FLAWS) <= set(GUARDS)
+ToldKind = Literal["outcome", "feedback"]
+TOLD: tuple[ToldKind, ...] = get_args(ToldKind)
+"""Guards that read what clients tell."""
+IN_BLOCK = 1.5
+"""Units that the arm with fewer has in a block on average. With more of them a large harm is found
+later, with fewer a small one."""
 WORSE = (1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 """How many times over the accepted ratio the gamblers of a guard believe the candidate's rate to
 be."""
@@ -83,6 +97,8 @@ class Turn:
     """A hash of the connection's address, where the sender only claims its name; else empty."""
     shared: bool = False
     """True when another adapter was asked the same and failed too."""
+    tellers: tuple[str, ...] = ()
+    """Keys that told of it, without the scope to speak for others."""
 
 
 @dataclass(slots=True)
@@ -97,6 +113,44 @@ class GuardState:
     champion: int = 0
     callers: int = 0
     """Callers of those of the candidate."""
+
+
+class Neighbours:
+    """Units that follow each other, in blocks of a length that their arms have no part in."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[tuple[bool, float]]] = {}
+        """By the weight in basis points: units of a block that is not full, as arm and value."""
+
+    def add(self, turn: Turn, value: float) -> float | None:
+        """Add a unit. value: 0..1. Returns: the canary's mean minus the champion's in the block
+        that is full with it, -1..1; None: none is, or all of it is of one arm."""
+        weight_bp = round(10_000 * turn.weight)
+        block = self._open.setdefault(weight_bp, [])
+        block.append((turn.canary, value))
+        if len(block) * min(turn.weight, 1.0 - turn.weight) < IN_BLOCK:
+            return None
+        del self._open[weight_bp]
+        canary, champion = ([one for of, one in block if of is arm] for arm in (True, False))
+        return fmean(canary) - fmean(champion) if canary and champion else None
+
+
+@dataclass(slots=True)
+class ToldState(GuardState):
+    """A guard that reads what clients tell. A unit is bad whose value is under 0.5."""
+
+    bets: Bets = START
+    by_caller: Bets = START
+    units: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """By arm (True: the canary's): units that somebody told of,"""
+    sums: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    """and the sum of their values, 0..1."""
+    open: Neighbours = field(default_factory=Neighbours)
+    open_by_caller: Neighbours = field(default_factory=Neighbours)
+
+    def mean(self, *, canary: bool) -> float | None:
+        """Return an arm's mean value, 0..1; None: nobody told of it."""
+        return self.sums[canary] / self.units[canary] if self.units[canary] else None
 
 
 class Live:
@@ -119,6 +173,9 @@ class Live:
         self._addressed = 0
         """Units with an address."""
         self.guards: dict[str, GuardState] = {kind: GuardState() for kind in GUARDS}
+        self.told: dict[str, ToldState] = {kind: ToldState() for kind in TOLD}
+        self._heard: set[tuple[ToldKind, int]] = set()
+        """Guard and hash of each unit that somebody told of."""
         self.split = begin(len(UNEVEN))
         """Against "units are split by the weight"."""
         self.canary_units = 0
@@ -133,6 +190,27 @@ class Live:
         for turn in turns:
             if 0.0 < turn.weight < 1.0:
                 self._read(turn)
+
+    def hear(self, kind: ToldKind, turn: Turn, value: float) -> None:
+        """Count a unit that somebody told of, in the order in which that was stored; once.
+
+        turn: any of it; it met one arm alone. value: 0 (bad) to 1.
+        """
+        unit, state, place = (kind, hash(turn.unit)), self.told[kind], 2 * len(GUARDS)
+        if not 0.0 < turn.weight < 1.0 or unit in self._heard or len(self._heard) >= MOST_UNITS:
+            return
+        self._heard.add(unit)
+        place += 2 * TOLD.index(kind)
+        is_bad = value < 0.5
+        state.units[turn.canary] += 1
+        state.sums[turn.canary] += value
+        state.canary += turn.canary and is_bad
+        state.champion += not turn.canary and is_bad
+        if turn.canary and is_bad and self._is_new(turn, place + 1):
+            state.callers += 1
+        state.bets = _bet_on_means(state.bets, state.open.add(turn, value))
+        if self._is_new(turn, place):
+            state.by_caller = _bet_on_means(state.by_caller, state.open_by_caller.add(turn, value))
 
     @property
     def mismatch(self) -> float:
@@ -184,9 +262,11 @@ class Live:
         A claimed name is as cheap as a session's, so its address must be new too; except one that
         half of all units come from: that is a gateway or the application, which names its users.
         """
-        names = [hash(name) for name in (turn.caller, turn.address) if name] or [hash(turn.unit)]
+        claimed = [hash(name) for name in (turn.caller, *turn.tellers) if name]
+        address = [hash(turn.address)] if turn.address else []
+        names = claimed + address or [hash(turn.unit)]
         main = 2 * self._addresses[turn.address] >= self._addressed
-        counted = names[:1] if main else names
+        counted = claimed if main and turn.caller else names
         is_new = not any(self._spoke.get(name, 0) & 1 << place for name in counted)
         if len(self._spoke) >= MOST_UNITS:
             return False
@@ -199,6 +279,11 @@ def _bet(bets: Bets, canary: bool, odds: float, *, first: bool) -> Bets:
     if first:
         bets = pay_out(bets, len(WORSE))
     return bet_on_arm(bets, canary, odds, _BAD_AT_FIRST if first else _BAD_ONCE)
+
+
+def _bet_on_means(bets: Bets, difference: float | None) -> Bets:
+    """Bet that the canary's mean is less."""
+    return bets if difference is None else bet(bets, (1.0 - difference) / 2.0, 0.5)
 
 
 # What numbers from outside say of a canary: each check, and what some in a row mean. Pure.

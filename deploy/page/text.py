@@ -481,6 +481,8 @@ CLAIMS = {
     "guards short": "guard: more short replies",
     "guards invalid": "guard: more invalid replies",
     "guards evasive": "guard: more evasive replies",
+    "guards outcome": "guard: worse outcomes than the champion",
+    "guards feedback": "guard: worse feedback than the champion",
     "guards split": "guard: sessions are not split by the weight",
     "flaws short": "guard: more short answers in judged groups",
     "flaws invalid": "guard: more invalid answers in judged groups",

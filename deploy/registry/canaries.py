@@ -8,6 +8,7 @@ Values without a column of their own are in the row's `evidence` object, under t
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import msgspec
@@ -15,7 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownCanaryError
-from deploy.evidence.live import Approval, MetricState
+from deploy.evidence.live import TOLD, Approval, MetricState
 from deploy.records import ACTIVE_PHASES, AdapterState, Canary, Phase
 from deploy.registry import audit, versions
 from sidecar.records import BASE
@@ -54,6 +55,8 @@ def to_canary(row: CanaryRow) -> Canary:
         anchor=evidence.get("anchor") or BASE,
         ramp_began_at=ramp.get("began_at", 0.0),
         ramp_after_seq=ramp.get("after_seq", 0),
+        ramp_after_told=ramp.get("after_told", 0),
+        told=told_of(entry(row, "guards")),
         proven=frozenset(entry(row, "quality").get("proven") or ()),
         gate_judges=tuple(gate.get("judges") or ()),
         metrics=msgspec.convert(entry(row, "metrics"), dict[str, MetricState]),
@@ -75,6 +78,12 @@ def entry(row: CanaryRow, name: str) -> dict[str, Any]:  # Any: JSON
     """Return an object of the evidence; empty when there is none of this name."""
     value = row.evidence.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def told_of(guards: Mapping[str, Any]) -> tuple[str, ...]:  # Any: JSON
+    """Return what clients told of both arms, in words."""
+    found = (guards.get(kind) for kind in TOLD)
+    return tuple(one["says"] for one in found if isinstance(one, dict) and one.get("says"))
 
 
 def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON

@@ -365,7 +365,7 @@ def _render_guards(guards: dict[str, Any]) -> str:
     )
     return (
         f"{counted(met['canary'], 'session')} of the canary, {met['champion']} of the champion; "
-        f"with a bad turn, canary to champion: {bad}"
+        f"with a bad turn, canary to champion: {'; '.join((bad, *canaries.told_of(guards)))}"
     )
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from deploy.evidence.betting import threshold
-from deploy.evidence.live import GUARDS, GuardState
-from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality, bounds
+from deploy.evidence.live import GUARDS, GuardState, ToldState
+from deploy.evidence.quality import CHART_LEVEL, Limits, Quality, bounds
 from deploy.records import Canary
 from sidecar.routing.breaker_rule import few_callers
 from sidecar.settings import Canary as CanarySettings
@@ -32,6 +32,7 @@ __all__ = [
     "ratios_of",
     "suspicion",
     "threshold",
+    "told_words",
     "too_many_missing",
     "tries_of",
 ]
@@ -131,8 +132,9 @@ def ratios_of() -> Mapping[str, float]:
 
 
 def guard_level(kind: str, rules: CanarySettings) -> float:
-    """Return the level of one guard; groups and sessions share it where both see the kind."""
-    return rules.guard_level / 2.0 if kind in FLAWS else rules.guard_level
+    """Return the level of one guard: half where groups and sessions share it, because both see the
+    kind, and of the four that share two: narrow and long answers, outcomes and feedback."""
+    return rules.guard_level if kind in ("failed", "cut") else rules.guard_level / 2.0
 
 
 def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
@@ -169,9 +171,21 @@ def guard_doubt(guards: Mapping[str, GuardState], rules: CanarySettings) -> str 
 
 
 def _bad_sessions(kind: str, state: GuardState) -> str:
+    if isinstance(state, ToldState):
+        return told_words(kind, state)
     return (
         f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
         f"{_HAPPENED[kind]}"
+    )
+
+
+def told_words(kind: str, state: ToldState) -> str:
+    """Say what clients told of both arms."""
+    means = {arm: state.mean(canary=arm) for arm in (True, False)}
+    shown = {arm: "none" if mean is None else f"{mean:.2f}" for arm, mean in means.items()}
+    return (
+        f"mean {kind} (0 bad, 1 good) {shown[True]} in {counted(state.units[True], 'session')} of "
+        f"the canary and {shown[False]} in {state.units[False]} of the champion"
     )
 
 
@@ -190,9 +204,8 @@ def suspicion(
     for kind, state in guards.items():
         if state.bets.log_e > threshold(1.0 / SUSPICIOUS):
             return (
-                f"more sessions: {state.canary} of the canary's and {state.champion} of the "
-                f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)} from "
-                f"{counted(state.callers, 'caller')}"
+                f"more sessions: {_bad_sessions(kind, state)}, evidence {odds(state.bets.log_e)} "
+                f"from {counted(state.callers, 'caller')}"
             )
     return flaw_suspicion(quality, rules)
 

@@ -36,7 +36,7 @@ from ingest.store.sessions import forgotten_feedback
 from sidecar.feedback import Feedback
 from sidecar.routing.session_key import NAMED
 from sidecar.store.database import count, insert_into
-from sidecar.store.models import IN_TRACE, NAMED_OTHERWISE, ExchangeRow, FeedbackRow
+from sidecar.store.models import IN_TASK, IN_TRACE, NAMED_OTHERWISE, ExchangeRow, FeedbackRow
 
 # Derive signals from exchanges as they are placed in their sessions, or again from the store.
 
@@ -197,14 +197,21 @@ class Arrived:
     session_id: str
     session_key: str
     trace_id: str
+    task: str
     project: str
 
     @property
     def names(self) -> tuple[str, ...]:
         """What feedback may name it by."""
         named = self.session_key if self.session_key.startswith(NAMED) else ""
-        found = (self.exchange_id, self.session_id, named, self.trace_id)
+        found = (self.exchange_id, self.session_id, named, self.trace_id, self.task)
         return tuple(name for name in found if name)
+
+
+_NAMES = tuple(Arrived.__dataclass_fields__)
+_ARRIVED = tuple(getattr(ExchangeRow, name) for name in _NAMES)
+MOST_OF_TASK = 1_000
+"""Exchanges of a task among which its newest session is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +286,21 @@ def join_waiting(session: Session, arrived: Sequence[Arrived]) -> None:
         return
     waiting = session.execute(
         select(
-            FeedbackRow.seq, FeedbackRow.target_kind, FeedbackRow.target, FeedbackRow.project
+            FeedbackRow.seq,
+            FeedbackRow.target_kind,
+            FeedbackRow.target,
+            FeedbackRow.project,
+            FeedbackRow.received_at,
         ).where(FeedbackRow.target.in_(sorted(by_name)), FeedbackRow.exchange_id.is_(None))
     ).all()
     counts: Counter[str] = Counter()
-    for seq, kind, target, project in waiting:
+    for seq, kind, target, project, received_at in waiting:
         candidates = [one for one in by_name[target] if _is_named(one, kind, target)]
         own = next((one for one in candidates if one.project == project), None)
         if own is None:
             counts[OTHER_PROJECT] += bool(candidates)
+            continue
+        if kind == "task" and (own := _of_task(session, target, project, received_at)) is None:
             continue
         counts[JOINED] += 1
         session.execute(
@@ -304,6 +317,8 @@ def _is_named(one: Arrived, kind: str, target: str) -> bool:
         return one.exchange_id == target
     if kind == "trace":
         return one.trace_id == target
+    if kind == "task":
+        return one.task == target
     return target in (one.session_id, one.exchange_id, one.session_key)
 
 
@@ -320,13 +335,9 @@ def _content(record: Feedback) -> tuple[object, ...]:
 def _find(session: Session, record: Feedback) -> Arrived | None:
     """Return a stored exchange that the feedback names; of its own project if there is one."""
     target = record.target
-    statement = select(
-        ExchangeRow.exchange_id,
-        ExchangeRow.session_id,
-        ExchangeRow.session_key,
-        ExchangeRow.trace_id,
-        ExchangeRow.project,
-    ).limit(1)
+    if record.target_kind == "task":
+        return _of_task(session, target, record.project, record.received_at)
+    statement = select(*_ARRIVED).limit(1)
     if record.target_kind == "trace":
         of_trace = statement.where(text(IN_TRACE), ExchangeRow.trace_id == target)
         row = session.execute(of_trace.where(ExchangeRow.project == record.project)).first()
@@ -339,6 +350,27 @@ def _find(session: Session, record: Feedback) -> Arrived | None:
             otherwise = statement.where(text(NAMED_OTHERWISE), ExchangeRow.session_key == target)
             row = session.execute(otherwise).first()
     return None if row is None else Arrived(**row._mapping)
+
+
+def _of_task(session: Session, task: str, project: str, received_at: float) -> Arrived | None:
+    """Return an exchange of the session of a task that began last of those that had begun by
+    `received_at` (Unix seconds); of the newest `MOST_OF_TASK` exchanges."""
+    rows = session.execute(
+        select(*_ARRIVED, ExchangeRow.started_at)
+        .where(
+            text(IN_TASK),
+            ExchangeRow.task == task,
+            ExchangeRow.project == project,
+            ExchangeRow.started_at <= received_at,
+        )
+        .order_by(ExchangeRow.seq.desc())
+        .limit(MOST_OF_TASK)
+    ).all()
+    began: dict[str, float] = {}
+    for row in rows:
+        began[row.session_id] = min(row.started_at, began.get(row.session_id, row.started_at))
+    newest = max(rows, key=lambda row: began[row.session_id], default=None)
+    return None if newest is None else Arrived(**{n: getattr(newest, n) for n in _NAMES})
 
 
 def _count(session: Session, counts: Counter[str]) -> None:

@@ -136,6 +136,8 @@ def _began_at(evidence: dict[str, Any], at: float) -> float:  # Any: JSON
     return found
 
 
+SESSIONS: Final = ("session", "task")
+"""Kinds of targets that are a session."""
 MOST: Final = 1_000
 """Feedback, and signals, that are read at once, the newest."""
 
@@ -154,6 +156,7 @@ class FeedbackEntry:
     success: bool | None
     reward: float | None
     cost: float | None
+    done: bool | None
     label: str
     comment: str
     counts: bool = True
@@ -227,7 +230,7 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
         *_feedback(
             session,
             FeedbackRow.session_id.in_(sorted(sessions)),
-            FeedbackRow.target_kind == "session",
+            FeedbackRow.target_kind.in_(SESSIONS),
         ),
     ]
     if traces:
@@ -240,7 +243,7 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
             continue
         name = {
             "exchange": ("exchange", row.exchange_id),
-            "session": ("session", str(row.session_id)),
+            **dict.fromkeys(SESSIONS, ("session", str(row.session_id))),
         }.get(row.target_kind, ("trace", row.project, row.target))
         by_name.setdefault(name, []).append(entry)
     signals: dict[str, list[SignalEntry]] = {}
@@ -282,13 +285,15 @@ def voice() -> ColumnElement[str]:
 def rank() -> ColumnElement[int]:
     """Return 1 for the row of its kind and target that the proxy received last from its voice.
 
-    A session has several names: its own, its client's, those of its exchanges. It is one target.
+    A session has several names: its own, its client's, its task's, those of its exchanges. It is
+    one target.
     """
     row = FeedbackRow
-    joined = (row.target_kind == "session") & row.session_id.is_not(None)
+    joined = row.target_kind.in_(SESSIONS) & row.session_id.is_not(None)
     target = case((joined, row.session_id), else_=row.target)
+    target_kind = case((joined, literal("session")), else_=row.target_kind)
     return func.row_number().over(
-        partition_by=(row.kind, row.target_kind, target, row.project, voice()),
+        partition_by=(row.kind, target_kind, target, row.project, voice()),
         order_by=(row.received_at.desc(), row.feedback_id.desc()),
     )
 

@@ -392,6 +392,7 @@ def _tell(session: Session, new: Sequence[_Record], derived: Derived) -> None:
                 session_id=one.place.session,
                 session_key=one.exchange.session_key,
                 trace_id=one.exchange.trace_id,
+                task=one.exchange.task,
                 project=one.exchange.project,
             )
             for one in stored

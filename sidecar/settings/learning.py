@@ -145,7 +145,8 @@ class Canary(Section):
     harm_level: Level = 0.05
     """Chance that judged groups roll back a candidate that is no worse than the champion."""
     guard_level: Level = 0.01
-    """Chance that one of the five guards rolls back a candidate that is no worse by it."""
+    """Chance that one of the five guards of replies rolls back a candidate that is no worse by it.
+    Narrow answers, long answers, outcomes and feedback have half of it each."""
     turn_wait_s: Annotated[float, Between(0, 86_400, "guards see nothing earlier", "s")] = 120.0
     """How long a user's request waits, from its beginning, for those that began before it to end:
     guards count requests in the order of their beginning. Longer than nearly all replies take."""

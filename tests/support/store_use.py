@@ -219,6 +219,7 @@ def _ingest(use: _Use) -> None:
         _feedback("session", "h:named"),
         _feedback("session", "h:never-comes"),
         _feedback("trace", f"{8:032x}"),
+        _feedback("task", "refund"),
     ]
     at_once = use.settings.groups.model_copy(update={"settle_s": 0.0})
     for groups in (at_once, use.settings.groups):

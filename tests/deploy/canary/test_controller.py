@@ -118,7 +118,7 @@ async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
     }
     assert evidence["guards"]["sessions"] == {"canary": 3, "champion": 3}
     assert evidence["quality"]["groups"] == 4
-    assert evidence["ramp"] == {"began_at": 1_001.0, "after_seq": 4}
+    assert evidence["ramp"] == {"began_at": 1_001.0, "after_seq": 4, "after_told": 0}
 
 
 async def test_without_a_registered_adapter_nothing_happens(world: World) -> None:

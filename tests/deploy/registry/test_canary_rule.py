@@ -342,7 +342,7 @@ def test_a_promotion_waits_for_a_guard_that_is_not_quiet(rules: CanarySettings) 
     cleared = decide(last, ramp(arm(3), arm(3), guards=guards("failed", 3, 12).guards), rules, 110)
 
     assert isinstance(suspected, Hold)
-    assert "waits for more sessions: 3 of the canary's and 0 of the champion's failed" in (
+    assert "waits for more sessions: 3 of the canary's sessions and 0 of the champion's failed" in (
         suspected.reason
     )
     assert isinstance(cleared, Move)

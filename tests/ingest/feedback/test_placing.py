@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -13,7 +14,7 @@ from ingest.intake.bus import BusReader
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import Consumed, consume
 from sidecar.feedback import Feedback, encode_feedback
-from sidecar.records import Exchange
+from sidecar.records import Exchange, Timings
 from sidecar.store.models import DeadLetterRow, FeedbackRow
 from support import api_keys
 from support.ingest_kit import FillBus, Kit, make_feedback, packed
@@ -128,6 +129,55 @@ def test_a_key_has_one_voice_on_a_session_whatever_name_it_gives_it(kit: Kit) ->
     take(kit, *turns, *quiet, *loud)
 
     assert told(kit).summary()["feedback_score"] == (-1.0 - 1.0 - 1.0 + 1.0) / 4
+
+
+def outcome(name: str, at: float, **changes: Any) -> Feedback:
+    """An outcome of the task "refund"."""
+    changes = {"kind": "outcome", "score": None, "reward": 0.5, "received_at": at, **changes}
+    return make_feedback(name, **{"target": "refund", "target_kind": "task", **changes})
+
+
+def turn(kit: Kit, name: str, at: float, **changes: Any) -> Exchange:
+    """A turn of the session that its name begins with, at a time, of the task "refund"."""
+    changes = {"timings": Timings(started_at=at), "session_key": f"h:{name[0]}", **changes}
+    return kit.exchange(name, task="refund", **changes)
+
+
+def joined_to(kit: Kit) -> dict[str, str | None]:
+    with kit.database.read() as session:
+        return {row.feedback_id: row.session_id for row in session.scalars(select(FeedbackRow))}
+
+
+@pytest.mark.both_stores
+def test_an_outcome_of_a_task_is_of_its_newest_session_that_had_begun(kit: Kit) -> None:
+    turns = [turn(kit, name, at) for name, at in (("a1", 10.0), ("b1", 20.0), ("a2", 30.0))]
+    later, other = turn(kit, "c1", 40.0), turn(kit, "x1", 21.0, project="other")
+
+    take(kit, outcome("early", 5.0), outcome("waits", 25.0), *turns, other)
+    take(kit, later)
+    take(kit, outcome("first", 15.0), outcome("second", 35.0), outcome("third", 45.0))
+    take(kit, outcome("elsewhere", 35.0, project="mail"))
+
+    assert joined_to(kit) == {
+        "early": None,
+        "waits": "h:b",
+        "first": "h:a",
+        "second": "h:b",
+        "third": "h:c",
+        "elsewhere": None,
+    }
+
+
+def test_an_outcome_of_a_session_corrects_one_of_its_task(kit: Kit) -> None:
+    take(kit, turn(kit, "a1", 1.0), outcome("f1", 2.0, success=False, done=True))
+    take(kit, outcome("f2", 3.0, target="h:a", target_kind="session", success=True))
+
+    found = told(kit, "a1")
+    assert [(one.success, one.done, one.counts) for one in found.feedback] == [
+        (False, True, False),
+        (True, None, True),
+    ]
+    assert found.summary()["success"] is True
 
 
 def test_a_flood_of_one_key_keeps_no_voice_out(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:

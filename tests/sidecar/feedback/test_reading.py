@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from sidecar.bounds import bound
 from sidecar.feedback import (
     Caller,
     Feedback,
@@ -64,6 +66,22 @@ def test_an_outcome_has_success_reward_and_cost() -> None:
 
     assert (record.target_kind, record.target) == ("trace", trace.lower())
     assert (record.success, record.reward, record.cost, record.score) == (True, 2.0, 0.5, None)
+
+
+def test_an_outcome_of_a_task_may_say_no_more_than_that_it_is_over() -> None:
+    over = read({"task_id": " refund-7 ", "done": True}, "outcome")
+    scored = read({"task_id": "refund-7", "value": 0.0}, "outcome")
+
+    assert (over.target_kind, over.target, over.done) == ("task", "refund-7", True)
+    assert (over.success, over.reward, over.cost) == (None, None, None)
+    assert (scored.reward, scored.done) == (0.0, None)
+
+
+def test_a_long_task_is_named_as_the_exchange_that_the_proxy_stores_names_it() -> None:
+    name = "t\u00e9" * 100
+    stored, _ = bound(msgspec.structs.replace(make_plain_exchange("e"), task=name))
+
+    assert read({"task_id": name, "score": 1}).target == stored.task != name
 
 
 @pytest.mark.parametrize(
@@ -152,6 +170,10 @@ def test_a_bad_body_is_refused_with_its_status(body: Any, status: int) -> None:
         {"exchange_id": EXCHANGE, "reward": 1e13},
         {"exchange_id": EXCHANGE, "cost": -1},
         {"exchange_id": EXCHANGE, "reward": True},
+        {"exchange_id": EXCHANGE, "reward": 1, "value": 1},
+        {"exchange_id": EXCHANGE, "done": False},
+        {"exchange_id": EXCHANGE, "task_id": "refund", "done": True},
+        {"task_id": " ", "done": True},
         {"exchange_id": EXCHANGE, "score": 1},
     ],
 )
