@@ -27,9 +27,9 @@ from ingest.feedback.store import voice
 from sidecar.lines import Line, public_model
 from sidecar.store.models import ExchangeRow, FeedbackRow
 
-PAGE: Final = 200
+PAGE: Final = 100
 """Records that are read at once,"""
-PAGES: Final = 4
+PAGES: Final = 8
 """and so many times in one tick."""
 MOST_OF_SESSION: Final = 200
 """Records of one session that are read, the first."""

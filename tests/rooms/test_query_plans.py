@@ -79,7 +79,6 @@ SORTS = {
     "deploy/registry/candidates.py:sessions_a_day": PACE,
     "deploy/forgetting.py:callers_of": LISTING,
     "ingest/feedback/store.py:_feedback": VOICES,
-    "deploy/canary/told.py:_said": VOICES,
     "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter",
     "ingest/tasks/grouping.py:told_of": VOICES,
     "ingest/store/exchanges.py:load_by_selection": "at most groups.max_pending_groups numbers",
