@@ -45,7 +45,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend must be chosen first
 
 DEMO = ROOT / ".demo"
-ROUNDS = 4
+ROUNDS = 3
 MAX_TOKENS = 12
 SIZE = 4
 """Attempts in a group."""
@@ -57,7 +57,7 @@ MOST_BATCHES = 20
 """Batches without a run after which the demo gives up."""
 
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "learner": {"max_age_versions": 1, "steps": 3, "learning_rate": 1.5e-3, "max_groups": 24},
+    "learner": {"max_age_versions": 1, "steps": 3, "learning_rate": 1.5e-3, "max_groups": 16},
     "canary": {
         "steps": [100],
         "turn_wait_s": 0.0,
@@ -107,14 +107,15 @@ class Agent:
         """Play one attempt to its end."""
         attempt, session = Attempt(case=case), f"{case.name}-{number}"
         while not attempt.over:
-            reply = await self._client.chat.completions.create(
-                model=self._model,
-                messages=list(attempt.messages),  # type: ignore[arg-type]
-                max_tokens=MAX_TOKENS,
-                temperature=1.0,
-                user=f"customer-{number}",
-                extra_headers={"x-sidecar-session": session, "x-sidecar-task": case.name},
-            )
+            request: dict[str, Any] = {
+                "model": self._model,
+                "messages": list(attempt.messages),
+                "max_tokens": MAX_TOKENS,
+                "temperature": 1.0,
+                "user": f"customer-{number}",
+                "extra_headers": {"x-sidecar-session": session, "x-sidecar-task": case.name},
+            }
+            reply = await self._client.chat.completions.create(**request)
             attempt.take(reply.choices[0].message.content or "")
         if self._reports:
             told = {"session_id": session, "success": attempt.success}

@@ -11,6 +11,7 @@ from benchmarks.tasks.world import (
     SIZE,
     STEPS,
     TRAPS,
+    Floats,
     Site,
     as_played,
     gradient,
@@ -46,7 +47,7 @@ def test_the_uniform_policy_gained_nothing_and_the_best_one_all() -> None:
 def test_the_gradient_is_that_of_the_log_probability() -> None:
     taken, width = [(1, 0, 3, 2, 0, 1)], 1e-5
 
-    def log_probability(logits: np.ndarray) -> float:
+    def log_probability(logits: Floats) -> float:
         chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         return float(np.log(chances[range(STEPS), taken[0]]).sum())
 
