@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-.PHONY: demo test test-all check bench setup clean
+.PHONY: demo demo-tasks test test-all check bench setup clean
 BENCH ?= all
 
 setup:
@@ -8,6 +8,10 @@ setup:
 
 demo: setup
 	@scripts/python -m demo
+
+# Whole tasks beside next-action learning, each from the base.
+demo-tasks: setup
+	@scripts/python -m demo.tasks
 
 # Tier 1: laws, contracts, examples, and one real loop. test-all adds kills, both stores, Kafka, clients.
 test: TIER = 1
@@ -26,7 +30,7 @@ check: setup
 
 # ARGS are options of one benchmark: make bench BENCH=learner ARGS="--small"
 bench: setup
-	@$(if $(and $(filter all,$(BENCH)),$(ARGS)),$(error ARGS are options of one benchmark; name it by BENCH=))for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
+	@$(if $(and $(filter all,$(BENCH)),$(ARGS)),$(error ARGS are options of one benchmark; name it by BENCH=))for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning tasks learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
 	@.venv/bin/python -m benchmarks $(BENCH) $(ARGS)
 
 clean:

@@ -15,6 +15,7 @@ NAMES = {
     "ruler": "benchmarks.ruler.run",
     "groups": "benchmarks.groups.run",
     "learning": "benchmarks.learning.run",
+    "tasks": "benchmarks.tasks.run",
     "learner": "benchmarks.learner.run",
     "rollback": "benchmarks.rollback.run",
     "canary": "benchmarks.canary.run",

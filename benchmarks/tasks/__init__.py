@@ -1,0 +1,1 @@
+"""Learning from whole tasks: a simulated site, grouped and rewarded by the product's own code."""
