@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from sqlalchemy.orm import Session
 
 from deploy.admin.paging import SHOWN
+from deploy.admin.progress import ProgressReader
 from deploy.admin.reception import Refusals
 from deploy.conditions import control_conditions, in_order, read_conditions
 from deploy.engine.reconcile import EngineView, Fleet
@@ -16,7 +17,6 @@ from deploy.errors import UnknownProjectError
 from deploy.examiner import Examiner
 from deploy.funnel import read_funnel
 from deploy.registry import versions
-from deploy.registry.progress import ProgressReader
 from deploy.supervise import LoopView
 from sidecar.conditions import Condition
 from sidecar.lines import Line

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
 from deploy.admin.out import ProfileOut
+from deploy.admin.progress import ProgressReader
 from deploy.engine.reconcile import EngineView
 from deploy.evidence.progress import Point
 from deploy.funnel import Counters, Stage, exchanges_by_selection, read_funnel
@@ -26,7 +27,6 @@ from deploy.judging import judge_metrics
 from deploy.records import version_of
 from deploy.registry import canaries, routing_writer
 from deploy.registry import switches as learner_switches
-from deploy.registry.progress import ProgressReader
 from deploy.supervise import LoopView
 from ingest.intake.bus import KIND as BUS
 from ingest.judge_noise import read_noise_state

@@ -69,7 +69,9 @@ def draw_curve(found: ProgressOut) -> Curve | None:
     if len(shown) == 1:
         return None
     running = found.running
-    base = ZERO if found.champion == found.origin else found.gain and _estimate(found.gain)
+    base = None if found.gain is None else _estimate(found.gain)
+    if found.champion == found.origin:
+        base = ZERO
     if running is not None and running.difference is not None and base is not None:
         gain = after(base, _estimate(running.difference))
         shown.append((version_of(running.adapter), "candidate", gain))

@@ -180,14 +180,16 @@ def _read(session: Session, row: CanaryRow) -> Link:
     groups = sorted(found, key=lambda group: (order[group[0]], group[1] or 0))
     champion, anchor = list[float](), list[float]()
     for _, _, difference, to_anchor, fault in groups:
-        for values, value in ((champion, difference), (anchor, to_anchor)):
-            counted_as = counts_as(value, fault)
-            if counted_as is not None:
-                values.append(counted_as)
+        to_champion = counts_as(difference, fault)
+        if to_champion is not None:
+            champion.append(to_champion)
+        if fault == "candidate" or to_anchor is not None:
+            anchor.append(-1.0 if fault == "candidate" else to_anchor)
     anchored = canary.anchor != canary.champion and any(group[3] is not None for group in groups)
     kept, gate = canaries.entry(row, "quality"), canaries.entry(row, "gate")
     told = kept.get("to_anchor")
-    told_anchor = told.get("candidate") if isinstance(told, dict) else None
+    ends = told.get("candidate") if isinstance(told, dict) else None
+    known = not groups and isinstance(ends, list) and len(ends) == 2
     return Link(
         canary_id=row.canary_id,
         candidate=canary.candidate,
@@ -199,9 +201,9 @@ def _read(session: Session, row: CanaryRow) -> Link:
         or _told(gate.get("low"), gate.get("high"), gate.get("scored")),
         to_anchor=estimate(tuple(anchor))
         if anchored
-        else None
-        if groups or not isinstance(told_anchor, list) or len(told_anchor) != 2
-        else _told(*told_anchor, kept.get("groups")),
+        else _told(ends[0], ends[1], kept.get("groups"))
+        if ends is not None and known
+        else None,
     )
 
 
