@@ -109,6 +109,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         judge=context.judge,
         lines=context.lines,
         conditions=lambda session: context.conditions(session, context.model, context.clock()),
+        progress=context.progress,
     )
 
     @app.get("/healthz")

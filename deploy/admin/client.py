@@ -22,7 +22,9 @@ from sidecar.settings.kinds import base_url, is_loopback
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
-OF_A_LINE = frozenset({"status", "funnel", "watch", "learner", "adapters", "aliases", "rollback"})
+OF_A_LINE = frozenset(
+    {"status", "progress", "funnel", "watch", "learner", "adapters", "aliases", "rollback"}
+)
 """Resources that each line of adapters has."""
 LISTED_OF_A_LINE = frozenset({"canaries", "runs", "groups"})
 """Resources that are listed for each line; one of them is named by an id that all lines share."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from sqlalchemy.orm import Session
 
 from deploy.admin.paging import SHOWN
+from deploy.admin.progress import ProgressReader
 from deploy.admin.reception import Refusals
 from deploy.conditions import control_conditions, in_order, read_conditions
 from deploy.engine.reconcile import EngineView, Fleet
@@ -57,6 +58,7 @@ class AdminContext:
     loops: Callable[[], Mapping[str, LoopView]] = dict
     """Returns the state of the control process's loops, by name."""
 
+    progress: ProgressReader = field(default_factory=ProgressReader)
     lease: Callable[[], tuple[bool, str]] = lambda: (True, "")
     """Returns whether this control acts, and else who does, in words."""
 
@@ -74,6 +76,11 @@ class AdminContext:
         raise UnknownProjectError(
             f"{project[:SHOWN]} has no adapters of its own; projects that have: {known}"
         )
+
+    def whole_line(self, project: str | None) -> Line:
+        """Return the line of `line_of`. Raises: UnknownProjectError."""
+        name = self.line_of(project)
+        return next((line for line in self.lines if line.name == name), Line(name=name))
 
     @property
     def projects(self) -> list[str]:

@@ -19,9 +19,12 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
 from deploy.admin.out import ProfileOut
+from deploy.admin.progress import ProgressReader
 from deploy.engine.reconcile import EngineView
+from deploy.evidence.progress import Point
 from deploy.funnel import Counters, Stage, exchanges_by_selection, read_funnel
 from deploy.judging import judge_metrics
+from deploy.records import version_of
 from deploy.registry import canaries, routing_writer
 from deploy.registry import switches as learner_switches
 from deploy.supervise import LoopView
@@ -57,12 +60,14 @@ class StoreCollector(Collector):
         judge: JudgeSettings | None = None,
         lines: Sequence[Line] = (),
         conditions: Callable[[Session], Sequence[Condition]] = lambda session: (),
+        progress: ProgressReader | None = None,
     ) -> None:
         """lines: of adapters; those of projects have metrics of their own.
         admin_refused: refused requests of the admin API by reason; read at each scrape.
         loops: returns the state of control's loops, by name. judge: has the budgets.
         conditions: reads all conditions."""
         self._conditions = conditions
+        self._progress = progress or ProgressReader()
         self._judge = judge or JudgeSettings()
         self._database = database
         self._model = model
@@ -85,6 +90,7 @@ class StoreCollector(Collector):
             yield from _store(session)
             yield from _judge_noise(session)
             yield from _watch(session, self._model)
+            yield from _gains(self._progress.points(session, self._model))
             yield from judge_metrics(session, found.counters, self._judge)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
@@ -312,6 +318,24 @@ def _watch(session: Session, model: str) -> Iterator[Metric]:
         if known.length_correlation is not None:
             taste.add_metric([adapter], known.length_correlation)
     yield from (shares, tokens, taste)
+
+
+MOST_GAINS = 20
+"""Newest promoted versions with metrics: each is a label that Prometheus keeps."""
+
+
+def _gains(points: Sequence[Point]) -> Iterator[Metric]:
+    ends = (
+        ("", "Judged gain of a promoted version over the first champion, -1..1.", "mean"),
+        ("_low", "Low end of the 95% interval of sidecar_gain.", "low"),
+        ("_high", "High end of the 95% interval of sidecar_gain.", "high"),
+    )
+    for end, help_text, name in ends:
+        family = GaugeMetricFamily(f"sidecar_gain{end}", help_text, labels=["version"])
+        for one in points[-MOST_GAINS:]:
+            if one.gain is not None:
+                family.add_metric([version_of(one.adapter)], getattr(one.gain, name))
+        yield family
 
 
 def _exchanges(stages: tuple[Stage, ...]) -> Metric:

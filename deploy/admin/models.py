@@ -21,6 +21,7 @@ from deploy.admin.out import (
     RetentionOut,
     RoutingOut,
     SignalOut,
+    UsersOut,
     columns,
 )
 from deploy.engine.reconcile import EngineView
@@ -356,12 +357,16 @@ class StatusOut(Out):
     """How long the active canary takes at today's traffic; empty without one."""
     best: str = ""
     """How far the champion is from the best so far, the anchor; empty while the base is both."""
+    better: str = ""
+    """Whether the model got better, in words; `GET /progress` has the figures."""
     learner: LearnerOut
     by_hand: bool = False
     """The learner runs when it is asked to: `learner.schedule` is `manual`."""
     cron_times: str = ""
     """The next three times of `learner.cron`, in its zone; empty under another schedule."""
     engine: EngineOut
+    users: UsersOut | None = None
+    """What users got of late."""
     conditions: list[ConditionOut] = Field(default_factory=list)
     """The state of every part, what needs a person first."""
     adapters: dict[str, int]

@@ -132,6 +132,89 @@ class JudgeNoiseOut(Out):
     drift_at: float | None
 
 
+class UsersOut(Out):
+    """What users got of late: the line's requests among the newest 200 that are stored."""
+
+    requests: int
+    failed: int
+    since: float | None
+    first_byte_s: float | None
+    """Median; null: not known."""
+    first_byte_slow_s: float | None
+    """90th percentile."""
+
+
+class EstimateOut(Out):
+    """A mean difference of judged scores, -1..1, with the interval that holds at every look."""
+
+    mean: float
+    low: float
+    high: float
+    groups: int
+    """Judged prompts that it rests on."""
+
+
+class PointOut(Out):
+    """A promoted version."""
+
+    adapter: str
+    promoted_at: float
+    gain: EstimateOut | None
+    """Over the origin; null: it was not compared with it, nor with a version that was."""
+    links: int
+    """Comparisons that the gain is the sum of."""
+
+
+class RunningOut(Out):
+    """What the groups of the active canary say so far."""
+
+    adapter: str
+    champion: str
+    difference: EstimateOut | None
+    """To the champion; null: nothing is judged yet."""
+    evidence: float | None
+    """E-value of what a promotion lacks most; null: it waits for no proof."""
+    wanted: float | None
+    """E-value that proves it."""
+
+
+class CostOut(Out):
+    """What learning has cost since the store was made: of all lines, the runs of this one."""
+
+    judge_tokens: int
+    judge_usd: float
+    """By known prices."""
+    candidate_tokens: int
+    user_tokens: int
+    candidate_share: float | None
+    """Candidates' tokens by those that users got; null while there are none."""
+    judge_usd_today: float
+    candidate_tokens_today: int
+    run_minutes: float
+    """Time of the training runs."""
+
+
+class ProgressOut(Out):
+    """Whether the model got better, by what the gate and the ramp judged, and what that cost."""
+
+    sentence: str
+    """Whether it did, in words."""
+    origin: str
+    """The adapter that gains are over, the base as a rule; empty: nothing was promoted yet."""
+    champion: str
+    gain: EstimateOut | None
+    """The champion's; null: it is the origin, or not known."""
+    points: list[PointOut]
+    """Promoted versions, the first promotion first; the newest 40."""
+    running: RunningOut | None
+    """The active canary; null: there is none."""
+    pace: str
+    """How long it takes at today's traffic; empty without one."""
+    cost: CostOut
+    cost_of_a_point: str
+    """What 0.01 of gain has cost; empty unless the gain's interval is above 0."""
+
+
 class StageOut(Out):
     """One stage of the funnel, since the store was made.
 

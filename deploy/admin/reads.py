@@ -29,9 +29,11 @@ from deploy.admin.out import (
     HookOut,
     JudgeNoiseOut,
     Out,
+    ProgressOut,
     RetentionOut,
     RoutingOut,
     StageOut,
+    UsersOut,
     WatchOut,
     line_out,
 )
@@ -164,6 +166,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     aliases.get("anchor", BASE),
                     asked=context.rules.promote_on != "quick",
                 ),
+                better=context.progress.sentence(session, model),
                 learner=read_learner(session, model),
                 by_hand=context.learner.schedule == "manual",
                 cron_times=_cron_times(context.learner, now),
@@ -172,6 +175,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups_by_status(funnel.stages),
                 exchanges=tallies.exchanges(session),
+                users=_known(UsersOut, tallies.users(session, context.whole_line(project))),
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 gate_judge=_known(GateJudgeOut, context.examiner),
@@ -200,6 +204,16 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 counters=found.counters,
                 token_check=_token_check(session),
             )
+
+    @router.get("/progress")
+    def progress(project: Project = None) -> ProgressOut:
+        """Whether the model got better, by version, and what it cost."""
+        model = context.line_of(project)
+        with database.read() as session:
+            now, active = context.clock(), canaries.active(session, model)
+            found = context.progress.read(session, model, context.rules, now=now)
+            pace = _pace(session, context, project, active, now)
+            return ProgressOut.of_record(found, pace=pace)
 
     @router.get("/watch")
     def watch(project: Project = None) -> WatchOut:
@@ -317,11 +331,10 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
 def _pace(
     session: Session, context: AdminContext, project: str | None, canary: Canary | None, now: float
 ) -> str:
-    line = next((one for one in context.lines if one.project == project), None)
     row = None if canary is None else session.get(CanaryRow, canary.canary_id)
-    if canary is None or row is None or line is None:
+    if canary is None or row is None:
         return ""
-    a_day = sessions_a_day(session, line, now)
+    a_day = sessions_a_day(session, context.whole_line(project), now)
     return pace(canary, row.evidence, context.rules, a_day)
 
 

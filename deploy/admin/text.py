@@ -419,6 +419,63 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+# Whether the model got better.
+
+
+def progress_lines(found: Json, now: float, width: int = WHOLE) -> Iterator[str]:
+    """Yield whether it did, the gain of each promoted version, the canary's, and the cost."""
+    yield f"Better? {capital(found['sentence'])}."
+    if found["points"]:
+        yield f"Gain of the judge's score (0..1) over {_name_of(found['origin'])}:"
+        heads = ("version", "promoted", "gain", "95% interval", "judged prompts", "links")
+        yield from table_lines(heads, [_point(one, now) for one in found["points"]], width)
+    if running := found["running"]:
+        yield f"Canary: {running_words(running)}."
+    if found["pace"]:
+        yield f"  {found['pace']}"
+    yield f"Cost so far: {cost_words(found['cost'])}."
+    if found["cost_of_a_point"]:
+        yield f"A point of gain (0.01) has cost {found['cost_of_a_point']}."
+
+
+def _point(one: Json, now: float) -> tuple[str, ...]:
+    gain, when = one["gain"], shown_age(now - one["promoted_at"])
+    if gain is None:
+        return version_of(one["adapter"]), when, "not known", "-", "-", "-"
+    between = f"{gain['low']:+.3f} to {gain['high']:+.3f}"
+    figures = (f"{gain['mean']:+.3f}", between, f"{gain['groups']:,}", str(one["links"]))
+    return version_of(one["adapter"]), when, *figures
+
+
+def running_words(running: Json) -> str:
+    """Say what the groups of a canary say so far, and how much proof it lacks."""
+    found, told = running["difference"], version_of(running["adapter"])
+    against = _name_of(version_of(running["champion"]))
+    if found is None:
+        said = f"{told} was not compared with {against} yet"
+    else:
+        said = f"{told} {found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}) over"
+        said += f" {against} by {counted(found['groups'], 'judged prompt')}"
+    if running["evidence"] is not None:
+        said += f"; proven {_evidence(running['evidence'])} of {running['wanted']:g}"
+    return said
+
+
+def _evidence(value: float) -> str:
+    """Rounded down: what is short of a limit must not look as if it had reached it."""
+    return f"{int(value * 10) / 10:.1f}"
+
+
+def cost_words(cost: Json) -> str:
+    share = cost["candidate_share"]
+    part = "" if share is None else f" ({share:.0%} of the {cost['user_tokens']:,} that users got)"
+    return (
+        f"${cost['judge_usd']:,.2f} and {cost['judge_tokens']:,} tokens of judging, "
+        f"{cost['candidate_tokens']:,} tokens of candidates{part}, "
+        f"{cost['run_minutes']:,.0f} minutes of training"
+    )
+
+
 # The status in sentences.
 
 DOLLARS = "US dollars"
@@ -428,6 +485,8 @@ def status_lines(found: Json, now: float) -> Iterator[str]:
     """Yield what serves, what is on canary, and every condition, in sentences."""
     yield from _serving(found)
     yield from _other_lines(found["lines"], found["project"])
+    if found["better"]:
+        yield f"Better? {capital(found['better'])}."
     if found["best"]:
         yield str(found["best"])
     yield from _on_canary(found["canary"], now)
@@ -468,8 +527,20 @@ def _serving(found: Json) -> Iterator[str]:
         )
     else:
         yield f"{of}: {who} answers every session."
+    if (users := found["users"]) and users["requests"]:
+        yield f"Users: {users_words(users)}."
     if found["previous"] != champion:
         yield f"A rollback goes to {_name_of(found['previous'])}."
+
+
+def users_words(users: Json) -> str:
+    """Say how many of the newest requests failed, and how long the first byte took."""
+    said = f"{users['failed']:,} of the newest {counted(users['requests'], 'request')} failed"
+    if users["first_byte_s"] is not None:
+        slow = users["first_byte_slow_s"]
+        said += f"; first byte after {users['first_byte_s']:.2f} s, of one in ten {slow:.2f} s"
+        said += " or more"
+    return said
 
 
 def _other_lines(lines: list[Json], project: str | None) -> Iterator[str]:
@@ -675,6 +746,7 @@ RECORDS: dict[str, Callable[[Json, float], Iterable[str]]] = {
     "/groups/{group_id}": group_lines,
     "/task-groups/{task_group_id}": task_group_lines,
     "/runs/{run_id}": run_lines,
+    "/progress": progress_lines,
     "/status": status_lines,
     "/watch": lambda found, _now: watch_lines(found),
     # What the schedule said last was decided before the switch.

@@ -165,7 +165,7 @@ EVERY_SCOPE: frozenset[AdminScope] = IMPLIED["admin"]
 
 _READS = (
     "/status", "/funnel", "/watch", "/learner", "/adapters", "/adapters/{version}", "/aliases",
-    "/canaries", "/canaries/{canary_id}", "/groups", "/runs", "/runs/{run_id}",
+    "/progress", "/canaries", "/canaries/{canary_id}", "/groups", "/runs", "/runs/{run_id}",
     "/task-groups", "/task-groups/{task_group_id}",
     "/audit",
 )  # fmt: skip

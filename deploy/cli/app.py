@@ -81,6 +81,7 @@ EXAMPLES: dict[str, str] = {
     "learn": "sidecar learn --once",
     "control": "sidecar control",
     "status": "sidecar status",
+    "progress": "sidecar progress",
     "doctor": "sidecar doctor --offline",
     "rollback": 'sidecar rollback --to v7 --reason "replies got worse"',
     "lineage": "sidecar lineage v7",
@@ -359,6 +360,12 @@ def control(context: typer.Context) -> None:
 def status(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """What serves, what is on canary, what the learner does, how many records there are."""
     show(admin_client(context, project), output, "/status")
+
+
+@app.command()
+def progress(context: typer.Context, project: Project = None, output: Output = "text") -> None:
+    """Whether the model got better, by version, with intervals, and what that has cost."""
+    show(admin_client(context, project), output, "/progress")
 
 
 @app.command()

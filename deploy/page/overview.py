@@ -1,4 +1,4 @@
-"""The first screen: what users get, what happened, what needs somebody, whether the guards see."""
+"""The first screen in four blocks: who serves, is it better, what is learned, what to do."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import ConditionOut, EvidenceOut, FunnelOut
+from deploy.admin.out import ConditionOut, EvidenceOut, FunnelOut, ProgressOut
 from deploy.admin.paging import GROUP_STATUSES
 from deploy.admin.wire import EVERY_SCOPE
+from deploy.engine.reconcile import NOT_ASKED
+from deploy.page.curve import Curve, draw_curve
 from deploy.page.sessions import Asked, PageServer, View
 from deploy.page.text import (
     KEPT_S,
@@ -39,12 +41,14 @@ from deploy.page.text import (
     evidence_rows,
     headline,
     is_of_line,
+    learning,
     lost_captures,
+    progressing,
     proof_chart,
     read_looked,
     run_charts,
     serves_since,
-    sights,
+    serving,
     waits_for,
 )
 from deploy.text import capital
@@ -129,7 +133,13 @@ class Overview:
     more_changes: bool
     """Older ones than the rows that were read happened since the last visit too."""
     needs: list[Card]
-    sights: list[Sight]
+    serves: list[Sight]
+    down: bool
+    """Nobody answers users."""
+    progress: ProgressOut
+    curve: Curve | None
+    better: list[Sight]
+    learning: list[Sight]
     arms: list[ArmRow]
     fresh: bool
     """Nothing has been asked yet."""
@@ -180,6 +190,7 @@ async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
     audit = await ask.get(Page[AuditOut], "audit", limit=NEWEST)
     status = await ask.get(StatusOut, "status")
     funnel = await ask.get(FunnelOut, "funnel")
+    progress = await ask.get(ProgressOut, "progress")
     canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
     evidence = await read_figures(server, asked, status.canary)
     waits = waits_for(status)
@@ -203,7 +214,12 @@ async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
         changes=changes(rows, candidates, looked.before),
         more_changes=len(audit.items) == NEWEST and audit.items[-1].at > looked.before,
         needs=cards(status, lost=lost_now),
-        sights=sights(funnel, status, now, lost=lost_now),
+        serves=serving(funnel, status, now, lost=lost_now),
+        down=status.engine.away not in (None, NOT_ASKED),
+        progress=progress,
+        curve=draw_curve(progress),
+        better=progressing(progress),
+        learning=learning(status, progress.cost, now),
         arms=arm_rows(status.canary, evidence),
         fresh=not status.exchanges and not status.adapters,
     )

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
-from deploy.admin.out import ConditionOut, FunnelOut, StageOut
+from deploy.admin.out import ConditionOut, CostOut, FunnelOut, ProgressOut, StageOut
+from deploy.admin.text import cost_words, killed_words, progress_words, running_words
 from deploy.engine.reconcile import NOT_ASKED
 from deploy.evidence.quality import CHART_LEVEL, EMPTY, bounds, observe
 from deploy.records import comes_next, nobody_has, short
 from deploy.registry.audit import CONTROL
 from deploy.text import capital, moment, percent
+from sidecar.hiding import hide_in_url
 from sidecar.lines import Line, learner_of, line_of_adapter
 from sidecar.visible import counted
 
@@ -268,8 +270,7 @@ def headline(
         first = f"No vLLM can be reached, so nobody may answer; {short(champion)} is to serve"
     elif missing:
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
-    canary = status.canary
-    waiting = status.queued
+    canary, waiting = status.canary, status.queued
     after = "" if waiting is None else f" {_upper(short(waiting.candidate))} waits in the queue."
     silent = (one for one in status.conditions if one.code in SILENT)
     after += "".join(f" {capital(one.message)}." for one in silent)
@@ -597,7 +598,7 @@ def _e_values(
         yield from _e_values(inner, (*path, str(name).replace("_", " ")), depth + 1)
 
 
-# Do the guards see traffic: how much is captured, how far ingest is, what each arm got. Pure.
+# The figures of the four blocks of the first screen. Pure.
 
 LOST, SKIPPED = "lost_", "skipped_"
 _COUNTED = (
@@ -611,7 +612,7 @@ _COUNTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """One line: is this guard fed?"""
+    """One figure of a block."""
 
     what: str
     figure: str
@@ -635,9 +636,111 @@ def lost_captures(funnel: FunnelOut) -> int:
     return sum(number for why, number in stage.ended.items() if why.startswith(LOST))
 
 
-def sights(funnel: FunnelOut, status: StatusOut, now: float, *, lost: int) -> list[Sight]:
-    """lost: captures lost since the visitor looked; older losses are no news."""
-    return [*_captures(_stage(funnel, "requests"), lost), _ingest(status, now)]
+def serving(funnel: FunnelOut, status: StatusOut, now: float, *, lost: int) -> list[Sight]:
+    """Say what users got, who serves them, and whether it is recorded.
+
+    lost: captures lost since the visitor looked; older losses are no news."""
+    return [
+        *_users(status, now),
+        *_replicas(status),
+        *_captures(_stage(funnel, "requests"), lost),
+        _ingest(status, now),
+    ]
+
+
+MANY_FAIL = 0.02
+"""Share of failed requests from which on it is marked as bad."""
+
+
+def _users(status: StatusOut, now: float) -> Iterator[Sight]:
+    users = status.users
+    if users is None or not users.requests:
+        return
+    since = "" if users.since is None else f"since {clock(users.since, now)}"
+    yield Sight(
+        what="Users",
+        figure=f"{users.failed:,} of {counted(users.requests, 'request')} failed",
+        good=users.failed < MANY_FAIL * users.requests,
+        note=since,
+    )
+    if users.first_byte_s is not None and users.first_byte_slow_s is not None:
+        slow = f"of one in ten {short_length(users.first_byte_slow_s)} or more"
+        figure = f"after {short_length(users.first_byte_s)}"
+        yield Sight(what="First byte", figure=figure, good=None, note=slow)
+
+
+def _replicas(status: StatusOut) -> Iterator[Sight]:
+    for url, one in status.engine.replicas.items():
+        loaded = f"answers; {counted(len(one.loaded), 'adapter')} loaded"
+        figure = loaded if one.away is None else "away"
+        what = f"vLLM {hide_in_url(url)}"
+        yield Sight(what=what, figure=figure, good=one.away is None, note="")
+
+
+def progressing(found: ProgressOut) -> list[Sight]:
+    """Say how far the candidate is, and what learning has cost."""
+    rows = []
+    if found.running is not None:
+        figure = running_words(found.running.model_dump())
+        rows.append(Sight(what="Candidate", figure=figure, good=None, note=found.pace))
+    cost = cost_words(found.cost.model_dump())
+    if found.cost.judge_tokens or found.cost.candidate_tokens or found.cost.run_minutes:
+        rows.append(Sight(what="Cost so far", figure=cost, good=None, note=""))
+    if found.cost_of_a_point:
+        rows.append(
+            Sight(what="A point of gain", figure=found.cost_of_a_point, good=None, note="0.01")
+        )
+    return rows
+
+
+GROUPS = {"sampling": "being sampled", "sampled": "wait for the judge", "scored": "are scored"}
+"""Status of a group that waits -> its words."""
+
+
+def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
+    """Say what waits to be learned from, what runs, what runs next, and what today has cost."""
+    learner = status.learner
+    waiting = [f"{status.groups.get(one, 0):,} {words}" for one, words in GROUPS.items()]
+    rows = [Sight(what="Groups", figure=", ".join(waiting), good=None, note="")]
+    run = learner.last_run
+    if run is None:
+        rows.append(Sight(what="Run", figure="none yet", good=None, note=""))
+    elif run.ended_at is None:
+        doing = progress_words(run.progress) or str(run.status)
+        killed = killed_words(run.model_dump(), now)
+        note = f"since {clock(run.started_at, now)}"
+        rows.append(Sight(what="Run", figure=killed or doing, good=not killed, note=note))
+    else:
+        made = "" if run.adapter is None else f" and made {short(run.adapter)}"
+        failed = run.status in ("failed", "held")
+        figure = f"{run.status} at {clock(run.ended_at, now)}{made}"
+        why = str(run.reason or "")
+        rows.append(Sight(what="Last run", figure=figure, good=not failed, note=why))
+    rows.append(_next_run(status, now))
+    spent = [f"${cost.judge_usd_today:,.2f} of judging"]
+    spent += [f"{cost.candidate_tokens_today:,} tokens of candidates"]
+    limits = [f"{one.used / one.limit:.0%} of {one.setting}" for one in status.budgets if one.limit]
+    rows.append(Sight(what="Today", figure=", ".join(spent), good=None, note="; ".join(limits)))
+    for one in status.conditions:
+        if one.kind == "judge":
+            good = one.code == "judge_works" or (None if one.state == "ok" else False)
+            rows.append(Sight(what="Judge", figure=one.message, good=good, note=""))
+    return rows
+
+
+def _next_run(status: StatusOut, now: float) -> Sight:
+    learner = status.learner
+    told = learner.schedule
+    why = "" if told is None or told.kind in ("start", "running") else told.why
+    if learner.paused:
+        return Sight(what="Next run", figure="the learner is paused", good=False, note="")
+    if learner.run_requested:
+        figure = "as soon as the learner looks: it was asked for"
+    elif learner.next_run_at is not None:
+        figure = f"{clock(learner.next_run_at, now)} UTC"
+    else:
+        figure = "when it is asked for" if status.by_hand else "when there is enough to learn from"
+    return Sight(what="Next run", figure=figure, good=None, note=why)
 
 
 def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:

@@ -26,6 +26,7 @@ __all__ = [
     "has_anchor",
     "is_proven",
     "lacking",
+    "least_proven",
     "limits_of",
     "odds",
     "proven",
@@ -291,6 +292,20 @@ def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> 
     if rules.promote_on != "quick" and quality.unknown_share > MAX_MISSING:
         return f"groups that the judge can score: {too_many_missing(quality)}"
     return None
+
+
+def least_proven(
+    evidence: Mapping[str, object], before: frozenset[str], rules: CanarySettings
+) -> tuple[float, float] | None:
+    """Return the e-value of the claim that a promotion lacks most and the one that it needs; None
+    when it waits for no proof. evidence: `quality` of a canary's row; before: as of `lacking`."""
+    found = []
+    for claim in _WANTED[rules.promote_on]:
+        told = evidence.get(claim)
+        nats = told.get("nats") if isinstance(told, dict) else 0.0
+        if claim not in before and isinstance(nats, int | float):
+            found.append(math.exp(min(nats, _MOST_NATS)))
+    return (min(found), 1.0 / rules.promote_level) if found else None
 
 
 def too_many_missing(quality: Quality) -> str:

@@ -52,6 +52,7 @@ VOICES = "the feedback on one exchange, session or trace"
 SCANS = {
     "deploy/forgetting.py:callers_of": LISTING,
     "deploy/registry/tallies.py:fields_refused": NEWEST,
+    "deploy/registry/tallies.py:users": NEWEST,
     "deploy/adapters/prune.py:Pruner._finish": PRUNING,
     "deploy/adapters/prune.py:_last_champions": PRUNING,
     "deploy/adapters/prune.py:_of_canaries": PRUNING,

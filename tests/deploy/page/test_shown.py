@@ -34,9 +34,9 @@ from deploy.page.text import (
     proof_chart,
     read_looked,
     run_charts,
+    serving,
     share,
     short_length,
-    sights,
 )
 from deploy.records import short
 from sidecar.conditions import Condition
@@ -327,8 +327,8 @@ def test_what_is_lost_is_told_apart_from_what_is_left_out() -> None:
         token_check="on",
     )
 
-    captured = sights(funnel, status(), NOON, lost=1)[0]
-    seen_before = sights(funnel, status(), NOON, lost=0)[0]
+    captured = serving(funnel, status(), NOON, lost=1)[0]
+    seen_before = serving(funnel, status(), NOON, lost=0)[0]
 
     assert lost_captures(funnel) == 4
     assert (captured.figure, captured.good) == ("90.0% of 100 requests", False)
