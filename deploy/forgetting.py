@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from sqlalchemy import ColumnElement, delete, func, not_, or_, select, text, update
@@ -33,6 +33,7 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 from sidecar.store.keyring import BUS, NO_KEYS, Keyring
 from sidecar.store.models import (
+    IN_TASK,
     IN_TRACE,
     AdapterRow,
     CanaryRow,
@@ -95,6 +96,7 @@ def count_mentions(path: Path, mention: re.Pattern[bytes]) -> int:
 
 # What an operator names, and the records that it means. Pure.
 
+Name = TypeVar("Name")
 SHORT_BYTES = 6
 """Shorter names are found as whole words only."""
 
@@ -199,6 +201,8 @@ class Wanted:
 
     def _is(self, exchange: Exchange) -> bool:
         names = self.target.stored_names
+        if exchange.origin == "rehearsal" and self._is_known(exchange.task):
+            return True
         if self.target.kind == "user":
             return exchange.user in names
         if self.target.kind == "exchange":
@@ -238,23 +242,27 @@ class Found:
     """Size of its content, about."""
 
 
+_FOUND = (
+    ExchangeRow.seq,
+    ExchangeRow.exchange_id,
+    ExchangeRow.session_key,
+    ExchangeRow.session_id,
+    ExchangeRow.trace_id,
+    func.length(ExchangeRow.request_body)
+    + func.length(ExchangeRow.prompt_token_ids)
+    + ExchangeRow.reply_bytes,
+)
+_REHEARSED = ExchangeRow.origin == "rehearsal"
+
+
 def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
-    """Yield the exchanges of a target in pages, the oldest first. Reads through the table, without
-    the write lock."""
+    """Yield the exchanges of a target in pages, the oldest first, each page with the rehearsals of
+    what begins there. Reads through the table, without the write lock."""
     after = 0
     while True:
         with database.read() as session:
             rows = session.execute(
-                select(
-                    ExchangeRow.seq,
-                    ExchangeRow.exchange_id,
-                    ExchangeRow.session_key,
-                    ExchangeRow.session_id,
-                    ExchangeRow.trace_id,
-                    func.length(ExchangeRow.request_body)
-                    + func.length(ExchangeRow.prompt_token_ids)
-                    + ExchangeRow.reply_bytes,
-                )
+                select(*_FOUND)
                 .where(ExchangeRow.seq > after, _is_of(target))
                 .order_by(ExchangeRow.seq)
                 .limit(PAGE)
@@ -262,10 +270,19 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        yield [
-            Found(seq, name, key, session_id, trace_id, size or 0)
-            for seq, name, key, session_id, trace_id, size in rows
-        ]
+        found = [Found(*one[:-1], one[-1] or 0) for one in rows]
+        yield found
+        yield from _rehearsals_of(database, [one.exchange_id for one in found])
+
+
+def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Found]]:
+    """Yield the exchanges of rehearsals of tasks that begin with these exchanges, in pages."""
+    with database.read() as session:
+        rows = session.execute(
+            select(*_FOUND).where(text(IN_TASK), _REHEARSED, ExchangeRow.task.in_(tasks))
+        ).all()
+    for page in _pages([Found(*one[:-1], one[-1] or 0) for one in rows]):
+        yield list(page)
 
 
 def callers_of(database: Database, target: Target) -> tuple[int, int]:
@@ -430,7 +447,7 @@ def own_names(database: Database, target: Target, found: Collection[Found]) -> s
     with database.read() as session:
         for page in _pages(sessions):
             others = select(ExchangeRow.session_id).where(
-                ExchangeRow.session_id.in_(page), not_(_is_of(target))
+                ExchangeRow.session_id.in_(page), not_(_is_of(target)), not_(_REHEARSED)
             )
             shared.update(session.scalars(others.distinct()))
         for page in _pages(traces):
@@ -487,7 +504,7 @@ def _remove_told_by(database: Database, names: Sequence[str]) -> int:
             mark_replaced(session)
 
 
-def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
+def _pages(names: Sequence[Name]) -> Iterator[Sequence[Name]]:
     for start in range(0, len(names), PAGE):
         yield names[start : start + PAGE]
 

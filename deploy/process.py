@@ -243,6 +243,7 @@ async def _run(
         rules=settings.canary,
         judge=settings.judge,
         groups=settings.groups,
+        rehearsals=settings.rehearsals,
         most_pending_groups=settings.most_pending_groups,
         fleet=fleet,
         watch=settings.watch,

@@ -71,7 +71,7 @@ async def _run(settings: Settings) -> int:
             why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
         )
-        if settings.tasks.learn == "outcome":
+        if settings.tasks.learn == "outcome" or settings.rehearsals.are_on:
             from ingest.tasks.worker import draw_until
 
             return await draw_until(stop, settings)
@@ -97,11 +97,12 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
     from ingest.tasks.judging import TaskJudging
+    from ingest.tasks.rehearsals import RehearsalWorker
     from ingest.tasks.worker import TaskWorker
     from ingest.tokens import TokenCheck
     from ingest.verifiers.rewarding import open_rewarding
     from ingest.vllm.sampler import CheckedSampler
-    from ingest.vllm.watch import open_replicas
+    from ingest.vllm.watch import engine_of
     from sidecar.errors import StoreError
     from sidecar.processes import open_report
     from sidecar.scoring import socket_path
@@ -116,17 +117,13 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     except StoreError as error:
         log.error("store_not_ready", error=str(error))
         return 1
-    api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
-    groups = settings.groups
-    engine = open_replicas(
-        groups.sampling_upstreams or serving.upstreams, api_key, groups, timeout_s=groups.timeout_s
-    )
+    engine = engine_of(settings)
     judges = ProcessJudges(settings.judge, database, hurry_s=settings.best_of.timeout_s)
     sampling = SamplingWorker(
         database,
         CheckedSampler(engine, TokenCheck(serving.base_model_path)),
         engine,
-        groups,
+        settings.groups,
         model=serving.model,
         logprobs_mode=serving.logprobs_mode,
         sampling_defaults=serving.sampling_defaults,
@@ -168,6 +165,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
                 view = JudgeView(settings.privacy)
                 ranking = TaskJudging(database, judges.patient, settings.judge, view=view)
                 workers.create_task(TaskWorker(database, settings.tasks, ranking).run(stop))
+            if settings.rehearsals.are_on:
+                workers.create_task(RehearsalWorker(database, engine, settings).run(stop))
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:

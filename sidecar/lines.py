@@ -75,6 +75,10 @@ def learner_of(line: str) -> str:
     return "learner" if project is None else f"learner of {project}"
 
 
+PAUSED = "learner_paused"
+"""Name of the flag by which operators pause learning; with `flag_of`, of a line."""
+
+
 def flag_of(name: str, line: str) -> str:
     """Return the name of a line's row in the table `flag`; the default line's has no suffix.
 

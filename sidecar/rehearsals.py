@@ -9,6 +9,7 @@ rehearsal.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 from collections.abc import Mapping
@@ -17,11 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from sidecar.bounds import PROJECT
-
 REHEARSAL_HEADER: Final = b"x-sidecar-rehearsal"
 SESSION_HEADER: Final = b"x-sidecar-session"
 TASK_HEADER: Final = b"x-sidecar-task"
+HEADERS: Final = (REHEARSAL_HEADER, SESSION_HEADER, TASK_HEADER)
 FILE: Final = "rehearsal.key"
 SECRET_BYTES: Final = 32
 MAC_DIGITS: Final = 32
@@ -44,41 +44,31 @@ class Attempt:
     """Unix seconds."""
 
 
-def write_ticket(secret: bytes, attempt: Attempt) -> str:
-    """Sign an attempt."""
-    return f"{attempt.expires_at}:{attempt.project}:{_sign(secret, attempt)}:{attempt.adapter}"
-
-
 def attempt_headers(secret: bytes, attempt: Attempt) -> dict[str, str]:
     """Return the headers that each request of the attempt has to carry."""
+    ticket = f"{attempt.expires_at}:{attempt.project}:{_sign(secret, attempt)}:{attempt.adapter}"
     return {
         SESSION_HEADER.decode(): attempt.session,
         TASK_HEADER.decode(): attempt.task,
-        REHEARSAL_HEADER.decode(): write_ticket(secret, attempt),
+        REHEARSAL_HEADER.decode(): ticket,
     }
 
 
-def read_ticket(
-    secret: bytes, ticket: bytes, *, session: bytes, task: bytes, now: float
-) -> Attempt | None:
-    """Return the attempt of a request; None when the ticket is not for it, or is too old.
+def read_ticket(secret: bytes, shown: Mapping[bytes, bytes], now: float) -> Attempt | None:
+    """Return the attempt of a request; None when its ticket is not for it, or is too old.
 
-    ticket, session, task: values of the three headers. now: Unix seconds.
+    shown: the three headers. now: Unix seconds.
     """
     try:
-        expires, project, mac, adapter = ticket[:LONGEST_TICKET].decode("ascii").split(":", 3)
+        ticket, session, task = (shown.get(name, b"").strip().decode() for name in HEADERS)
+        expires, project, mac, adapter = ticket[:LONGEST_TICKET].split(":", 3)
         attempt = Attempt(
-            session=session.decode(),
-            task=task.decode(),
-            project=project,
-            adapter=adapter,
-            expires_at=int(expires),
+            session=session, task=task, project=project, adapter=adapter, expires_at=int(expires)
         )
     except ValueError:  # UnicodeDecodeError is one
         return None
-    if not hmac.compare_digest(mac, _sign(secret, attempt)) or now >= attempt.expires_at:
-        return None
-    return attempt if PROJECT.fullmatch(project) else None
+    is_signed = hmac.compare_digest(mac.encode(), _sign(secret, attempt).encode())
+    return attempt if is_signed and now < attempt.expires_at else None
 
 
 def _sign(secret: bytes, attempt: Attempt) -> str:
@@ -90,53 +80,29 @@ def _sign(secret: bytes, attempt: Attempt) -> str:
 def make_secret(state_dir: Path) -> bytes:
     """Return the secret of this `state_dir`, and make it if there is none. Raises: OSError."""
     path = state_dir / FILE
-    found = find_secret(state_dir)
-    if found is None:
+    if not path.exists():
         state_dir.mkdir(parents=True, exist_ok=True)
         own = path.with_name(f"{FILE}.{os.getpid()}")
         with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(os.urandom(SECRET_BYTES))
-        try:
-            os.link(own, path)  # whole, or not at all; another process may have been first
-        except FileExistsError:
-            if find_secret(state_dir) is None:  # damaged
-                own.replace(path)
-        own.unlink(missing_ok=True)
-        found = find_secret(state_dir)
-    if found is None:
-        raise OSError(f"{path} cannot be read back")
-    return found
-
-
-def find_secret(state_dir: Path) -> bytes | None:
-    """Return the secret; None where nothing was ever rehearsed, or the file is damaged."""
-    try:
-        found = (state_dir / FILE).read_bytes()
-    except OSError:
-        return None
-    return found if len(found) == SECRET_BYTES else None
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.link(own, path)  # whole, or not at all
+        own.unlink()
+    return path.read_bytes()
 
 
 class Tickets:
     """Reads tickets, for one thread. The secret's file is read with the first one."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+        self._path = state_dir / FILE
         self._secret: bytes | None = None
 
     def read(self, shown: Mapping[bytes, bytes], now: float) -> Attempt | None:
-        """Return the attempt whose headers these are; None when they hold no valid ticket.
-
-        shown: headers by lower-case name.
-        """
+        """As `read_ticket`."""
         if self._secret is None:
-            self._secret = find_secret(self._state_dir)
-        if self._secret is None:
-            return None
-        return read_ticket(
-            self._secret,
-            shown.get(REHEARSAL_HEADER, b"").strip(),
-            session=shown.get(SESSION_HEADER, b"").strip(),
-            task=shown.get(TASK_HEADER, b"").strip(),
-            now=now,
-        )
+            with contextlib.suppress(OSError):
+                self._secret = self._path.read_bytes()
+        if self._secret is None or len(self._secret) != SECRET_BYTES:
+            return None  # nothing was ever rehearsed, or the file is damaged
+        return read_ticket(self._secret, shown, now)

@@ -23,6 +23,7 @@ from sidecar.lines import Line
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Groups, Learner, Watch
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings.learning import Rehearsals
 from sidecar.store.database import Database
 
 
@@ -53,6 +54,7 @@ class AdminContext:
     """Has the budgets of the judges."""
     groups: Groups = field(default_factory=Groups)
     """Has the budgets of sampling."""
+    rehearsals: Rehearsals = field(default_factory=Rehearsals)
     most_pending_groups: int = 256
     """Groups that may wait before no new one begins."""
     loops: Callable[[], Mapping[str, LoopView]] = dict

@@ -339,6 +339,30 @@ class LearnerOut(Out):
     schedule: ScheduleOut | None = None  # null until the learner has decided
 
 
+class RehearsedOut(Out):
+    """Attempts at one recorded task, the newest."""
+
+    task: str
+    project: str
+    adapter: str
+    at: float
+    attempts: int
+    results: dict[str, int]
+    """`ended`: they count; others by the reason."""
+    outcomes: list[float]
+    spread: float | None
+    tokens: int
+    detail: str | None
+
+
+class RehearsalsOut(Out):
+    """Rehearsals of today (UTC)."""
+
+    attempts_today: int
+    tokens_left: int
+    last: RehearsedOut | None
+
+
 class StatusOut(Out):
     """The serving adapters, the active canary and the learner of one line of adapters."""
 
@@ -384,6 +408,8 @@ class StatusOut(Out):
     """How far the judge's scores can be trusted; null when no score process has run."""
     hooks: list[HookOut] = Field(default_factory=list)
     """Empty when the settings name none."""
+    rehearsals: RehearsalsOut | None = None
+    """Null when nothing is rehearsed."""
     budgets: list[BudgetOut] = Field(default_factory=list)
     """The budgets of sampling and of judges, by the settings of control."""
     token_check: str

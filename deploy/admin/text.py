@@ -500,6 +500,7 @@ def status_lines(found: Json, now: float) -> Iterator[str]:
     yield f"Recorded: {exchanges}. Groups: {groups}."
     yield from _feedback(found["feedback"], found["signals"])
     yield from _budgets(found["budgets"])
+    yield from _rehearsals(found["rehearsals"], now)
     yield from _gate_judge(found["gate_judge"])
     yield from _noise(found["judge_noise"])
     yield from _retention(found["retention"], now)
@@ -663,6 +664,19 @@ def _budgets(budgets: list[Json]) -> Iterator[str]:
     ]
     if shown:
         yield f"Budgets (UTC): {'; '.join(shown)}."
+
+
+def _rehearsals(found: Json | None, now: float) -> Iterator[str]:
+    if found is None:
+        return
+    attempts, last = counted(found["attempts_today"], "attempt"), found["last"]
+    said = f"Rehearsals: {attempts} today (UTC), {found['tokens_left']:,} tokens left"
+    if last is not None:
+        good = last["results"].get("ended", 0)
+        spread = "no outcome" if last["spread"] is None else f"outcomes {last['spread']:g} apart"
+        said += f"; last task {last['task']}: {good} of {last['attempts']} count, {spread}, "
+        said += f"begun {shown_time(last['at'], now)}"
+    yield f"{said}."
 
 
 def _used(one: Json) -> str:

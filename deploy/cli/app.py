@@ -42,6 +42,7 @@ from deploy.cli.output import (
     say,
     say_either,
 )
+from deploy.cli.rehearsals import rehearsals_app
 from deploy.cli.store import audit_app, store_app
 from deploy.supervisor_rules import MODULES
 from deploy.text import paused_words
@@ -121,6 +122,7 @@ EXAMPLES: dict[str, str] = {
     "judge noise": "sidecar judge noise",
     "judge sessions": "sidecar judge sessions session-1 session-2",
     "hooks ls": "sidecar hooks ls",
+    "rehearsals ls": "sidecar rehearsals ls",
     "hooks test": "sidecar hooks test",
     "learner pause": 'sidecar learner pause --reason "a sale begins"',
     "learner resume": "sidecar learner resume",
@@ -152,6 +154,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "groups": ("sidecar groups ls --status set_aside", "sidecar groups show 0f3a9c"),
     "tasks": ("sidecar tasks ls --status scored", "sidecar tasks show tg_0f3a9c"),
     "hooks": ("sidecar hooks ls", "sidecar hooks test"),
+    "rehearsals": ("sidecar rehearsals ls",),
     "judge": ("sidecar judge calibrate --judge openai/gpt-4.1-mini", "sidecar judge noise"),
     "learner": ('sidecar learner pause --reason "a sale begins"', "sidecar learner run"),
     "runs": ("sidecar runs ls", "sidecar runs show"),
@@ -230,6 +233,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(hooks_app, name="hooks")
+app.add_typer(rehearsals_app, name="rehearsals")
 app.add_typer(audit_app, name="audit")
 judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")

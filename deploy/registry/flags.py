@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from deploy.registry import audit
-from sidecar.lines import flag_of, learner_of
+from sidecar.lines import PAUSED, flag_of, learner_of
 from sidecar.store.database import get_flag, set_flag
 
-PAUSED = "learner_paused"
 RUN_REQUESTED = "learner_run_requested"
 GENERATION = "learner_generation"
 """Counts the operators' actions: a change and its reversal leave another generation."""

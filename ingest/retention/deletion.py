@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeVar
 
-from sqlalchemy import ColumnElement, case, delete, func, select, update
+from sqlalchemy import ColumnElement, case, delete, func, select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import BACKLOG, group_id_of
@@ -27,6 +27,7 @@ from sidecar.store.codec import decompress, decompress_array
 from sidecar.store.contents import content_cache, load_contents, load_links, opened_reply
 from sidecar.store.database import DAMAGE, Database, count, insert_into
 from sidecar.store.models import (
+    IN_TASK,
     AnswerRow,
     BestOfScoreRow,
     ChoiceRow,
@@ -38,6 +39,7 @@ from sidecar.store.models import (
     GroupRow,
     JudgeCallRow,
     JudgeReplyRow,
+    RehearsalRow,
     RunRow,
     SignalRow,
     WatchedAnswerRow,
@@ -174,6 +176,7 @@ def _delete(
     blank_comparisons(session, gone)
     if why == "forgotten":
         session.execute(delete(SignalRow).where(SignalRow.by_id.in_(gone)))
+    session.execute(delete(RehearsalRow).where(RehearsalRow.task.in_(gone)))
     _count_undecided(session, gone, why)
     session.execute(delete(JudgeReplyRow).where(JudgeReplyRow.exchange_id.in_(gone)))
     for table in (
@@ -502,6 +505,15 @@ def held_after(session: Session, after: int) -> list[Held]:
         )
         for seq, exchange_id, stored_at, *sizes, status in rows
     ]
+
+
+def rehearsals_of(session: Session, exchange_ids: Sequence[str]) -> list[str]:
+    """Return the exchanges of rehearsals of the tasks that begin with these exchanges."""
+    row = ExchangeRow
+    found = select(row.exchange_id).where(
+        text(IN_TASK), row.task.in_(exchange_ids), row.origin == "rehearsal"
+    )
+    return list(session.scalars(found))
 
 
 def judge_calls_after(session: Session, after: int) -> Sequence[Any]:

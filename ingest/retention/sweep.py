@@ -12,7 +12,7 @@ memory alone: after a restart the first pass begins at the oldest row and finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +34,7 @@ from ingest.retention.deletion import (
     feedback_after,
     held_after,
     judge_calls_after,
+    rehearsals_of,
     too_much,
     too_old,
 )
@@ -198,11 +199,19 @@ class Sweeper:
             yield 0
 
     def _delete_exchanges(self, chosen: Sequence[Held], now: float) -> Iterator[int]:
-        for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
+        for chunk in self._with_rehearsals(chunks(chosen, rows=ROWS, limit_bytes=BYTES)):
             done = Deleted()
             for done in deletion_steps(self._database, chunk, why="expired", now=now):
                 yield done.exchanges
             self._locked += len(done.locked)
+
+    def _with_rehearsals(self, found: Iterable[list[str]]) -> Iterator[list[str]]:
+        """Yield the rehearsals of tasks that begin in a chunk, in chunks, before it."""
+        for chunk in found:
+            with self._database.read() as session:
+                rehearsed = rehearsals_of(session, chunk)
+            yield from (rehearsed[at : at + ROWS] for at in range(0, len(rehearsed), ROWS))
+            yield chunk
 
     def _excess(self) -> int:
         limit = self._settings.max_bytes

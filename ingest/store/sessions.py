@@ -230,6 +230,8 @@ def _forgotten_names(exchange: Exchange, session_id: str) -> Iterator[str]:
         ("session", session_id),
         ("session_key", exchange.session_key),
         ("exchange", exchange.exchange_id),
+        # What a task began with is repeated in each of its rehearsals.
+        ("exchange", exchange.task if exchange.origin == "rehearsal" else ""),
     )
     return (name_digest(kind, name) for kind, name in named if name)
 

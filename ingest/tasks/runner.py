@@ -1,9 +1,9 @@
 """What the sidecar and a runner say to each other, and a runner made of one Python function.
 
 A runner is the agent team's own program: it plays one attempt at a recorded task to its end, with
-its own tools, and tells how it ended. The sidecar sends `POST <runner>/attempts` with an `Ask` and
-waits for an `Answer`, one attempt at a time; both are JSON. `Authorization: Bearer <token>` is sent
-and asked for where `SIDECAR_RUNNER_TOKEN` is set on both sides.
+its own tools, and tells how it ended. The sidecar sends `POST <runner>/attempts` with a `Scenario`
+and waits for an `Answer`, one attempt at a time; both are JSON. `Authorization: Bearer <token>` is
+sent and asked for where `SIDECAR_RUNNER_TOKEN` is set on both sides.
 
 `serve_runner` needs no more than fastapi and uvicorn, and is served alone: it imports nothing else
 of the sidecar.
@@ -37,13 +37,13 @@ class RunnerError(IngestError):
     """The runner gave no answer that counts; the message says why."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """sidecar -> runner. Play one attempt at a task."""
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """sidecar -> runner. Play one attempt at a task; the `scenario` of a rollout."""
 
     task_id: str
     """The recorded exchange that the task begins with."""
     attempt: int
-    """Its number in the group, from 0."""
+    """Its number in the group, from 0: the attempts at one task begin alike."""
     session_id: str
     project: str
     model: str
@@ -144,41 +144,21 @@ class RunnerModel:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A recorded task, as its first request had it."""
-
-    task_id: str
-    attempt: int
-    """Its number in the group, from 0: the attempts at one task begin alike."""
-    messages: list[dict[str, Any]]  # Any: JSON
-    tools: list[dict[str, Any]]
-    session_id: str
-    project: str
-    timeout_s: float
-
-
 Rollout = Callable[[RunnerModel, Scenario], Awaitable[object]]
 """Plays an attempt. Returns: a trajectory with a `reward` (ART's, or `ingest.Trajectory`), a
 number, a boolean, or None where the outcome is not known."""
 
 
-async def play(rollout: Rollout, ask: Ask, *, api_key: str) -> Answer:
+async def play(rollout: Rollout, scenario: Scenario, *, api_key: str) -> Answer:
     """Play one attempt. What fails becomes the answer's error."""
     model = RunnerModel(
-        name=ask.model, base_url=ask.base_url, headers=ask.headers, inference_api_key=api_key
-    )
-    scenario = Scenario(
-        task_id=ask.task_id,
-        attempt=ask.attempt,
-        messages=ask.messages,
-        tools=ask.tools,
-        session_id=ask.session_id,
-        project=ask.project,
-        timeout_s=ask.timeout_s,
+        name=scenario.model,
+        base_url=scenario.base_url,
+        headers=scenario.headers,
+        inference_api_key=api_key,
     )
     try:
-        async with asyncio.timeout(ask.timeout_s):
+        async with asyncio.timeout(scenario.timeout_s):
             return read_result(await rollout(model, scenario))
     except Exception as error:  # noqa: BLE001 - whatever the team's code raises is told
         return Answer(error=f"{type(error).__name__}: {error}"[:LONGEST_ERROR])
@@ -203,10 +183,10 @@ def runner_app(rollout: Rollout, *, token: str = "", api_key: str = "rehearsal")
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _reply(415, Answer(error="send application/json"))
         try:
-            ask = msgspec.json.decode(await request.body(), type=Ask)
+            scenario = msgspec.json.decode(await request.body(), type=Scenario)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return _reply(400, Answer(error=f"this is no attempt: {error}"))
-        return _reply(200, await play(rollout, ask, api_key=api_key))
+        return _reply(200, await play(rollout, scenario, api_key=api_key))
 
     def _reply(status: int, answer: Answer) -> Response:
         body = msgspec.json.encode(answer)

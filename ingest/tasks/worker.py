@@ -12,6 +12,8 @@ import structlog
 
 from ingest.tasks.enrol import follow
 from ingest.tasks.judging import TaskJudging
+from ingest.tasks.rehearsals import RehearsalWorker
+from ingest.vllm.watch import engine_of
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.processes import tell_ready
@@ -72,7 +74,8 @@ class TaskWorker:
 
 
 async def draw_until(stop: asyncio.Event, settings: Settings) -> int:
-    """Draw the groups that outcomes alone reward, until `stop` is set: no judge is needed.
+    """Draw the groups that outcomes alone reward, and rehearse, until `stop` is set: no judge is
+    needed.
 
     Returns: the process's exit code; 1 when the store cannot be opened.
     """
@@ -82,7 +85,15 @@ async def draw_until(stop: asyncio.Event, settings: Settings) -> int:
     except StoreError as error:
         log.error("store_not_ready", error=str(error))
         return 1
+    engine = engine_of(settings)
     tell_ready()
-    await TaskWorker(database, settings.tasks).run(stop)
-    database.close()
+    try:
+        async with asyncio.TaskGroup() as workers:
+            if settings.tasks.learn == "outcome":
+                workers.create_task(TaskWorker(database, settings.tasks).run(stop))
+            if settings.rehearsals.are_on:
+                workers.create_task(RehearsalWorker(database, engine, settings).run(stop))
+    finally:
+        await engine.aclose()
+        database.close()
     return 0

@@ -24,7 +24,7 @@ from ingest.vllm.load import LoadLimits
 from ingest.vllm.probe import PROBED, probe
 from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
-from sidecar.settings import Groups, Serving
+from sidecar.settings import Groups, Serving, Settings
 
 SOON_S = 1.0
 """Wait before the next probe of a vLLM that refuses connections: it may be starting."""
@@ -252,6 +252,14 @@ MAX_RUNNING_REQUESTS = 48
 """A vLLM where users have more running and waiting requests than this gets no candidates."""
 MAX_KV_CACHE_USAGE = 0.8
 """A vLLM whose KV cache is fuller than this share gets no candidates."""
+
+
+def engine_of(settings: Settings) -> ReplicaSampler:
+    """Open the vLLMs that sample candidates."""
+    serving, groups = settings.serving, settings.groups
+    api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
+    urls = groups.sampling_upstreams or serving.upstreams
+    return open_replicas(urls, api_key, groups, timeout_s=groups.timeout_s)
 
 
 def open_replicas(

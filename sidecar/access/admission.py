@@ -45,13 +45,7 @@ from sidecar.access.denials import (
 from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
 from sidecar.access.limits import Allowance, Limiter
 from sidecar.metrics.proxy import Metrics
-from sidecar.rehearsals import (
-    REHEARSAL_HEADER,
-    SESSION_HEADER,
-    TASK_HEADER,
-    Attempt,
-    Tickets,
-)
+from sidecar.rehearsals import HEADERS, REHEARSAL_HEADER, Attempt, Tickets
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
 from sidecar.settings.kinds import is_loopback
@@ -126,8 +120,7 @@ class Credentials:
         self.rehearsal: dict[bytes, bytes] | None = None
         """What says that this is a rehearsal; None: a user's request."""
         if REHEARSAL_HEADER in headers:
-            named = (REHEARSAL_HEADER, SESSION_HEADER, TASK_HEADER)
-            self.rehearsal = {name: headers.get(name, b"") for name in named}
+            self.rehearsal = {name: headers.get(name, b"") for name in HEADERS}
         self.origin = headers.get(ORIGIN)
         self.host = headers.get(HOST)
 

@@ -118,6 +118,11 @@ class Rehearsals(Section):
     timeout_s: Timeout = 600.0
     """Longest time of one attempt."""
 
+    @property
+    def are_on(self) -> bool:
+        """Tasks are rehearsed."""
+        return bool(self.runner) and self.tokens_per_day > 0
+
 
 MOST_WEIGHT = 9_000
 """Largest weight of a step that is played, in basis points. Guards compare the candidate's sessions

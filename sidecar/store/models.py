@@ -536,6 +536,31 @@ class TaskMemberRow(Base):
     """The exchanges that it had when the group was drawn; later ones do not count."""
 
 
+class RehearsalRow(Base):
+    """One attempt of the team's runner at a recorded task."""
+
+    __tablename__ = "rehearsal"
+    __table_args__ = (Index("ix_rehearsal_task", "task"),)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
+    session_id: Mapped[str] = mapped_column(String(255), unique=True)
+    task: Mapped[str] = mapped_column(String(64))
+    """The exchange that the task begins with; also the `task` of the attempt's exchanges."""
+    project: Mapped[str] = mapped_column(String(64))
+    adapter: Mapped[str] = mapped_column(String(255))
+    attempt: Mapped[int]
+    """Its number in the group, from 0."""
+    began_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    result: Mapped[str] = mapped_column(String(32))
+    """playing | ended, or why it counts for nothing."""
+    detail: Mapped[str | None] = mapped_column(Text)
+    """What the runner failed by; 500 characters."""
+    outcome: Mapped[float | None]
+    success: Mapped[bool | None]
+    tokens: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Completion tokens."""
+
+
 class JudgeCallRow(Base):
     """Every judge call, good or bad: what was asked in which order, what came back."""
 
@@ -971,6 +996,7 @@ __all__ = [
     "JudgeNoiseDayRow",
     "JudgeReplyRow",
     "LeaseRow",
+    "RehearsalRow",
     "RoutingRow",
     "RunRow",
     "RunStepRow",

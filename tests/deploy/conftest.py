@@ -242,6 +242,7 @@ class World:
         fallback_from: str = "",
         propensity: float | None = None,
         project: str = "default",
+        origin: str = "user",
         **fields: Any,
     ) -> str:
         """What ingest does with a captured exchange. Returns: its id.
@@ -283,6 +284,7 @@ class World:
             project=project,
             user="",
             turn_id=turn_id,
+            origin=origin,
             fallback_from=fallback_from,
             selection="held_out" if held_out else "new",
         )

@@ -67,6 +67,7 @@ from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
 from ingest.tasks.keys import group_id_of as task_group_id
+from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
@@ -101,6 +102,7 @@ from sidecar.settings import (
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
 from sidecar.settings.judge import LengthVerifier
+from sidecar.settings.learning import Rehearsals, Tasks
 from sidecar.store.database import Database, set_flag
 from sidecar.store.disk import space_of
 from sidecar.store.models import (
@@ -180,6 +182,7 @@ def use_store(folder: Path) -> None:
         _ingest(use)
         asyncio.run(_score(use))
         _draw_tasks(use)
+        asyncio.run(_rehearse(use))
         _learn(use)
         asyncio.run(_control(use))
         _commands(use)
@@ -470,6 +473,33 @@ def _draw_tasks(use: _Use) -> None:
     )
     assert asyncio.run(judging.step())
     assert delete_exchanges(use.database, first, why="forgotten", now=NOW).runs == {run}
+
+
+class _Room:
+    async def is_open(self) -> bool:
+        return True
+
+
+async def _rehearse(use: _Use) -> None:
+    """Two attempts at a recorded task, of which one fails; what is shown of them."""
+    tasks, failing = TaskKit(use.database), [False, True]
+
+    async def play(request: httpx.Request) -> httpx.Response:
+        ask = msgspec.json.decode(request.content)
+        name = f"h:{ask['session_id']}"
+        tasks.turn(name, at=use.clock.now, origin="rehearsal", task=ask["task_id"])
+        return httpx.Response(500 if failing.pop(0) else 200, json={"success": True})
+
+    own = Rehearsals(runner="http://runner", tokens_per_day=10**12)
+    changes = {"rehearsals": own, "tasks": Tasks(size=2), "state_dir": use.folder}
+    settings = use.settings.model_copy(update=changes)
+    transport = httpx.MockTransport(play)
+    worker = RehearsalWorker(use.database, _Room(), settings, now=use.clock, transport=transport)
+    await worker.step()
+    assert not failing
+    with use.database.read() as session:
+        assert rehearsed_tasks(session)
+        assert standing_of(session, own, now=use.clock.now)
 
 
 async def _watch_noise(use: _Use) -> None:

@@ -24,6 +24,7 @@ from ingest.feedback.deriving import save_feedback
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
 from ingest.judges.replies import ReplyStore
+from ingest.retention.sweep import Sweeper
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.ruler import JudgeCall
@@ -38,7 +39,7 @@ from sidecar.feedback import Feedback, encode_feedback
 from sidecar.forwarding.sender import DeadLetters
 from sidecar.records import Exchange, encode_exchange
 from sidecar.routing.session_key import session_key
-from sidecar.settings import Bus, Serving, Settings, Store
+from sidecar.settings import Bus, Retention, Serving, Settings, Store
 from sidecar.store import traces
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database, compress, get_flag
@@ -52,6 +53,7 @@ from sidecar.store.models import (
     FeedbackRow,
     GateComparisonRow,
     GroupRow,
+    RehearsalRow,
     RunRow,
     SignalRow,
 )
@@ -1001,3 +1003,62 @@ def test_a_short_name_is_a_word_of_its_own_in_logs(kit: Kit, settings: Settings)
     assert report.lines == {str(logs / "score.log"): 2}
     left = (logs / "score.log").read_text().split("\n")
     assert [line for line in left if line.strip()] == others
+
+
+@pytest.mark.parametrize(("kind", "name"), [("session", SESSION), ("user", USER)])
+def test_what_a_task_began_with_is_forgotten_with_its_rehearsals(
+    kit: Kit, settings: Settings, kind: str, name: str
+) -> None:
+    with kit.database.write() as session:
+        here = place("a0", None, SESSION)
+        assert save_exchange(session, marked(kit, "a", 0), held_out=False, now=3.0, place=here)
+    of_task = {"user": "", "task": "a0", "origin": "rehearsal", "trace_id": ""}
+    attempts = [
+        marked(kit, f"r{number}", 0, session_key=f"h:rehearsal-{number}", **of_task)
+        for number in range(3)
+    ]
+    for number, one in enumerate(attempts[:2]):
+        key = f"h:rehearsal-{number}"
+        with kit.database.write() as session:
+            here = place(one.exchange_id, None, key)
+            assert save_exchange(session, one, held_out=False, now=4.0, place=here)
+            told = feedback(f"r{number}", kind="outcome", target_kind="session", target=key)
+            assert save_feedback(session, [told], now=4.0) == []
+            session.add(
+                RehearsalRow(
+                    session_id=key,
+                    task="a0",
+                    project="default",
+                    adapter="base",
+                    attempt=number,
+                    began_at=4.0,
+                    result="runner_error",
+                    detail=MARKER,
+                )
+            )
+
+    report = do(kit, settings, kind, name)
+
+    assert report.exchanges == 3
+    late = kit.MemoryBus([encode_exchange(attempts[2])])  # it was under way
+    sessions = Sessions(held_out_rate=0.0)
+    assert consume(late, kit.database, limit=10, sessions=sessions, now=NOW).forgotten == 1
+    with kit.database.read() as session:
+        for table in (ExchangeRow, RehearsalRow, FeedbackRow):
+            assert session.scalars(select(table)).all() == [], table
+
+
+def test_retention_deletes_rehearsals_with_what_their_task_began_with(kit: Kit) -> None:
+    with kit.database.write() as session:
+        here = place("a0", None, SESSION)
+        assert save_exchange(session, marked(kit, "a", 0), held_out=False, now=3.0, place=here)
+        one = marked(kit, "r", 0, session_key="h:rehearsal-1", task="a0", origin="rehearsal")
+        here = place("r0", None, "h:rehearsal-1")
+        assert save_exchange(session, one, held_out=False, now=8 * 86_400.0, place=here)
+    sweeper = Sweeper(kit.database, Retention(exchanges_days=10.0, groups_days=10.0))
+
+    while sweeper.step(11 * 86_400.0):
+        pass
+
+    with kit.database.read() as session:
+        assert session.scalars(select(ExchangeRow.exchange_id)).all() == []

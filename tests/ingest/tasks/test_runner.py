@@ -10,7 +10,6 @@ import pytest
 
 from ingest import Trajectory, serve_runner
 from ingest.tasks.runner import (
-    Ask,
     RunnerError,
     RunnerModel,
     Scenario,
@@ -129,4 +128,4 @@ def test_an_answer_that_does_not_count_is_refused(body: bytes) -> None:
 
 
 def test_an_ask_says_all_that_the_page_says() -> None:
-    assert set(ASK) == set(Ask.__struct_fields__)
+    assert set(ASK) == set(Scenario.__struct_fields__)

@@ -68,6 +68,23 @@ def upgrade() -> None:
     )
     _partial("ix_task_member_ready", "task_member", ["key", "adapter", "over_at"], READY)
     _partial("ix_task_member_group", "task_member", ["group_id"], GROUPED)
+    op.create_table(
+        "rehearsal",
+        sa.Column("seq", WIDE, primary_key=True, autoincrement=True),
+        sa.Column("session_id", sa.String(255), nullable=False, unique=True),
+        sa.Column("task", sa.String(64), nullable=False),
+        sa.Column("project", sa.String(64), nullable=False),
+        sa.Column("adapter", sa.String(255), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("began_at", sa.Float(), nullable=False),
+        sa.Column("ended_at", sa.Float()),
+        sa.Column("result", sa.String(32), nullable=False),
+        sa.Column("detail", sa.Text()),
+        sa.Column("outcome", sa.Float()),
+        sa.Column("success", sa.Boolean()),
+        sa.Column("tokens", sa.Integer(), nullable=False, server_default="0"),
+    )
+    op.create_index("ix_rehearsal_task", "rehearsal", ["task"])
 
 
 def _text(name: str, longest: int, default: str) -> sa.Column[str]:

@@ -144,15 +144,14 @@ def test_a_ticket_ends_with_its_time_and_with_its_secret(tmp_path: Path) -> None
     secret = make_secret(tmp_path)
     assert make_secret(tmp_path) == secret
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
-    sent = {name: value.encode() for name, value in attempt_headers(secret, ATTEMPT).items()}
-    names = {
-        "ticket": sent["x-sidecar-rehearsal"],
-        "session": sent["x-sidecar-session"],
-        "task": sent["x-sidecar-task"],
-    }
-    assert read_ticket(secret, **names, now=NOW) == ATTEMPT
-    assert read_ticket(secret, **names, now=NOW + 60) is None
-    assert read_ticket(os.urandom(32), **names, now=NOW) is None
-    other = replace(ATTEMPT, project="another")
-    forged = attempt_headers(secret, other)["x-sidecar-rehearsal"].replace("another", "shop")
-    assert read_ticket(secret, **{**names, "ticket": forged.encode()}, now=NOW) is None
+
+    def read(headers: dict[str, str], of: bytes = secret, now: float = NOW) -> Attempt | None:
+        shown = {name.encode(): value.encode() for name, value in headers.items()}
+        return read_ticket(of, shown, now)
+
+    sent = attempt_headers(secret, ATTEMPT)
+    assert read(sent) == ATTEMPT
+    assert read(sent, now=NOW + 60) is None
+    assert read(sent, of=os.urandom(32)) is None
+    other = attempt_headers(secret, replace(ATTEMPT, project="another"))["x-sidecar-rehearsal"]
+    assert read({**sent, "x-sidecar-rehearsal": other.replace("another", "shop")}) is None

@@ -1,0 +1,605 @@
+"""Rehearsals: recorded tasks that the team's runner plays again, several times each, while vLLM is
+idle.
+
+One group of attempts is under way at a time, and of it one attempt: so an agent that asks one thing
+at a time adds one request to what vLLM does, and an attempt begins only where the load test of
+sampling finds room. All attempts of a group are pinned to the champion of its beginning. An attempt
+is a member of no task group until all of them have ended; one that failed never becomes a member.
+
+The sidecar calls no tool. What an attempt does is the runner's doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import httpx
+import msgspec
+import structlog
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from ingest.errors import SamplingError, UnreadableExchangesError
+from ingest.feedback.deriving import save_feedback
+from ingest.grouping.features import is_held_out
+from ingest.sampling.round import REHEARSED
+from ingest.store.exchanges import load_exchange
+from ingest.store.listing import day_of, patiently
+from ingest.tasks.keys import FirstExchange, task_key
+from ingest.tasks.runner import (
+    MAX_ANSWER_BYTES,
+    PATH,
+    TOKEN_VARIABLE,
+    Answer,
+    RunnerError,
+    Scenario,
+    read_answer,
+)
+from ingest.vllm.sampler import Room
+from sidecar import conditions
+from sidecar.backoff import Backoff
+from sidecar.errors import UNREADABLE_JSON, StoreError
+from sidecar.feedback import Feedback, id_of_key
+from sidecar.lines import PAUSED, Line, flag_of
+from sidecar.records import BASE
+from sidecar.rehearsals import Attempt, attempt_headers, make_secret
+from sidecar.routing.session_key import session_key
+from sidecar.routing.table import decode_table
+from sidecar.settings import Settings
+from sidecar.settings.learning import Rehearsals
+from sidecar.store.database import DAMAGE, Database, count, get_flag, insert_into
+from sidecar.store.models import (
+    CounterRow,
+    ExchangeRow,
+    FeedbackRow,
+    RehearsalRow,
+    RoutingRow,
+    TaskMemberRow,
+)
+
+# Which task is played next. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A finished session whose task may be played again."""
+
+    exchange_id: str
+    """Its first request."""
+    key: tuple[str, ...]
+    """Shared by sessions of one task."""
+    prompt_key: str | None
+    at: float
+    rewards: tuple[float, ...] = ()
+    """Of users' sessions of this task, and of its rehearsals; unknown ones are left out."""
+    attempts: int = 0
+
+    @property
+    def is_alike(self) -> bool:
+        """Its attempts are known to end alike: nothing can be learned from one more group."""
+        return len(self.rewards) > 1 and min(self.rewards) == max(self.rewards)
+
+
+def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return one candidate of each task, the best first: those whose rewards differed, or are not
+    known; of these the least rehearsed, then the newest."""
+    best: dict[tuple[str, ...], Candidate] = {}
+    for one in sorted(candidates, key=lambda one: (one.is_alike, one.attempts, -one.at)):
+        best.setdefault(one.key, one)
+    return list(best.values())
+
+
+# What the store says: tasks, the champion, what is spent.
+
+EXAMINED: Final = 2_000
+"""Newest exchanges among which tasks are looked for: some ten milliseconds."""
+TRIED: Final = 20
+"""Candidates that are read before none is chosen."""
+ATTEMPTS: Final = "rehearsal_attempts"
+"""Stage of counter rows: (stage, day) -> attempts."""
+ENDED, PLAYING = "ended", "playing"
+"""Values of `rehearsal.result`: it counts; it is under way, or the scoring process ended meanwhile.
+Others say why it counts for nothing, and stand in `task_member.excluded` too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A recorded task."""
+
+    exchange_id: str
+    project: str
+    messages: list[dict[str, Any]]  # Any: JSON
+    tools: list[dict[str, Any]]
+
+
+def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candidate]:
+    """Read the newest finished sessions whose first request is known: of users, and of none that is
+    held out. A session is finished when its outcome was told, or after `idle_s` without a turn."""
+    row = ExchangeRow
+    found = session.execute(
+        select(
+            *(row.seq, row.exchange_id, row.session_id, row.project, row.task, row.prompt_key),
+            *(row.started_at, row.stored_at, row.turn, row.parent_id, row.surface, row.status),
+            *(row.outcome, row.held_out),
+        )
+        .where(row.origin == "user")
+        .order_by(row.seq.desc())
+        .limit(EXAMINED)
+    ).all()
+    newest: dict[str, float] = {}
+    first: dict[str, Any] = {}
+    held = {one.session_id for one in found if one.held_out}
+    for one in found:
+        newest.setdefault(one.session_id, one.stored_at)
+        answered = (one.surface, one.status, one.outcome) == ("chat", 200, "ok")
+        if answered and one.parent_id is None and one.turn == 0:
+            first[one.session_id] = one  # the oldest is the last
+    feedback, played = FeedbackRow, RehearsalRow
+    outcomes = select(feedback.session_id, feedback.reward, feedback.success).where(
+        feedback.session_id.in_(sorted(first)), feedback.kind == "outcome"
+    )
+    told = session.execute(outcomes.limit(EXAMINED)).all()
+    ended = {name for name, *_ in told}
+    found_by = {
+        name: Candidate(
+            exchange_id=one.exchange_id,
+            key=(one.project, one.task or one.prompt_key or name),
+            prompt_key=one.prompt_key,
+            at=one.started_at,
+        )
+        for name, one in first.items()
+        if name not in held and (name in ended or newest[name] <= now - idle_s)
+    }
+    by_task = {one.exchange_id: one for one in found_by.values()}
+    attempts = session.execute(
+        select(played.task, played.outcome, played.success).where(played.task.in_(sorted(by_task)))
+    ).all()
+    rewards: dict[tuple[str, ...], list[float]] = {}
+    for one, reward, success in (
+        *((found_by.get(name), *values) for name, *values in told),
+        *((by_task[name], *values) for name, *values in attempts),
+    ):
+        if one is not None:
+            rewards.setdefault(one.key, []).extend(_values(reward, success))
+    number = Counter(by_task[name].key for name, *_ in attempts)
+    return [
+        replace(one, rewards=tuple(rewards.get(one.key, ())), attempts=number[one.key])
+        for one in found_by.values()
+    ]
+
+
+def _values(reward: float | None, success: bool | None) -> list[float]:
+    if reward is not None:
+        return [reward]
+    return [] if success is None else [float(success)]
+
+
+def choose_task(session: Session, *, idle_s: float, now: float) -> Task | None:
+    """Return the task that is played next; None when there is none."""
+    for one in in_order(candidates_in(session, idle_s=idle_s, now=now))[:TRIED]:
+        # A prompt of the exam is not learned from, whoever asked it too.
+        row = ExchangeRow
+        of_exam = row.prompt_key == one.prompt_key, row.selection == "held_out"
+        examined = select(row.seq).where(*of_exam).limit(1)
+        if one.prompt_key is not None and session.scalar(examined) is not None:
+            continue
+        task = load_task(session, one.exchange_id)
+        if task is not None:
+            return task
+    return None
+
+
+def load_task(session: Session, exchange_id: str) -> Task | None:
+    """Read a task; None when its request is gone, or holds no messages that can be sent again."""
+    try:
+        stored = load_exchange(session, exchange_id)
+        if stored is None:
+            return None
+        request = msgspec.json.decode(stored.exchange.request, type=dict[str, Any])
+        messages, tools = request.get("messages"), request.get("tools") or []
+        found = msgspec.convert([messages, tools], type=list[list[dict[str, Any]]])
+    except (*UNREADABLE_JSON, *DAMAGE, UnreadableExchangesError) as error:
+        log.warning("task_unreadable", exchange_id=exchange_id, why=str(error))
+        return None
+    if not found[0]:
+        return None
+    project = stored.exchange.project
+    return Task(exchange_id=exchange_id, project=project, messages=found[0], tools=found[1])
+
+
+def champion_of(session: Session, line: Line) -> str | None:
+    """Return the champion of a line by its routing table; None when the table is damaged."""
+    row = session.get(RoutingRow, line.name, populate_existing=True)
+    try:
+        return BASE if row is None else decode_table(row.body).champion
+    except DAMAGE:
+        return None
+
+
+def spent_today(session: Session, *, now: float) -> tuple[int, int]:
+    """Return the attempts of today (UTC), and the completion tokens of rehearsals."""
+    rows = (session.get(CounterRow, (one, day_of(now))) for one in (ATTEMPTS, REHEARSED))
+    attempts, tokens = (0 if row is None else row.count for row in rows)
+    return attempts, tokens
+
+
+# The worker.
+
+POLL_S: Final = 2.0
+"""Pause while vLLM has no room, or nothing may be played."""
+NOTHING_S: Final = 60.0
+"""Pause when no task was found."""
+FAILURES: Final = 3
+"""Failures of the runner in a row after which it is held."""
+HOLDS: Final = Backoff(first_s=60.0, last_s=3_600.0)
+ARRIVE_S: Final = 30.0
+"""How long the exchanges of a group may take to arrive in the store after its last attempt."""
+ARRIVE_POLL_S: Final = 0.2
+SLACK_S: Final = 5.0
+"""A ticket is valid so much longer than its attempt: clocks of two machines differ."""
+KIND: Final = "rehearsals"
+"""Of the condition that says that the runner is held."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One attempt of the group that is under way."""
+
+    session_id: str
+    answer: Answer | None
+    """None: the runner failed."""
+    detail: str | None = None
+
+
+class RehearsalWorker:
+    """Plays groups of attempts until it is stopped. One for each sidecar."""
+
+    def __init__(
+        self,
+        database: Database,
+        room: Room,
+        settings: Settings,
+        *,
+        now: Callable[[], float] = time.time,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """room: tells whether users leave capacity. transport: a fake runner, for tests."""
+        self._database = database
+        self._room = room
+        self._settings = settings
+        self._own = settings.rehearsals
+        self._now = now
+        self._secret = make_secret(settings.state_dir)
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        self._client = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            timeout=None,  # `_ask` bounds the whole attempt
+            trust_env=False,
+            transport=transport,
+        )
+        self._failures = 0
+        self._held_until = 0.0
+        self._says_held = True
+        """The store may have a condition, of this process or of an earlier one."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Play groups until `stop` is set; an attempt that is under way then counts for nothing."""
+        playing = asyncio.create_task(self._play_on())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for one in (playing, stopping):
+            one.cancel()
+        found = await asyncio.gather(playing, stopping, return_exceptions=True)
+        await self._client.aclose()
+        if isinstance(found[0], Exception):
+            raise found[0]
+
+    async def _play_on(self) -> None:
+        while True:
+            try:
+                pause_s = await self.step()
+            except StoreError as error:
+                log.warning("rehearsals_wait", error=str(error))
+                pause_s = POLL_S
+            await asyncio.sleep(pause_s)
+
+    async def step(self) -> float:
+        """Play one group, if one may be played now. Returns: seconds until the next step. Raises:
+        StoreError."""
+        if not await self._may_play(self._settings.lines[0]):
+            return POLL_S
+        task = await asyncio.to_thread(self._choose)
+        if task is None:
+            return NOTHING_S
+        lines = self._settings.lines
+        line = next((line for line in lines if line.project == task.project), lines[0])
+        champion = await asyncio.to_thread(self._champion, line)
+        if champion is None:
+            return POLL_S
+        played: list[_Played] = []
+        stays = True
+        while stays and len(played) < self._settings.tasks.size and self._now() >= self._held_until:
+            if await self._may_play(line):
+                played.append(await self._play(task, champion, len(played)))
+            else:
+                await asyncio.sleep(POLL_S)
+            stays = await asyncio.to_thread(self._champion, line) == champion
+        await self._arrive(played)
+        await patiently(
+            lambda: self._settle(task, played, stays=stays),
+            on_failure=lambda error, _: log.warning("rehearsals_wait", error=str(error)),
+        )
+        return 0.0
+
+    async def _may_play(self, line: Line) -> bool:
+        """Return True when an attempt may begin now."""
+        if self._now() < self._held_until or not await asyncio.to_thread(self._is_wanted, line):
+            return False
+        try:
+            return await self._room.is_open()
+        except SamplingError:
+            return False
+
+    def _is_wanted(self, line: Line) -> bool:
+        with self._database.read() as session:
+            paused = get_flag(session, flag_of(PAUSED, line.name)) == "1"
+            _, tokens = spent_today(session, now=self._now())
+        return not paused and tokens < self._own.tokens_per_day
+
+    def _choose(self) -> Task | None:
+        with self._database.read() as session:
+            return choose_task(session, idle_s=self._settings.tasks.idle_s, now=self._now())
+
+    def _champion(self, line: Line) -> str | None:
+        with self._database.read() as session:
+            return champion_of(session, line)
+
+    # -- one attempt
+
+    async def _play(self, task: Task, champion: str, number: int) -> _Played:
+        attempt = Attempt(
+            session=self._name(task.project),
+            task=task.exchange_id,
+            project=task.project,
+            adapter=champion,
+            expires_at=int(self._now() + self._own.timeout_s + SLACK_S),
+        )
+        key = session_key(header=attempt.session, user="", project=task.project)
+        await asyncio.to_thread(self._begin, attempt, key, number)
+        proxy = self._settings.proxy
+        host = "127.0.0.1" if proxy.host in ("0.0.0.0", "::") else proxy.host
+        host = f"[{host}]" if ":" in host else host
+        scenario = Scenario(
+            task_id=task.exchange_id,
+            attempt=number,
+            session_id=attempt.session,
+            project=task.project,
+            model=self._settings.serving.model,
+            base_url=f"http://{host}:{proxy.port}/v1",
+            headers=attempt_headers(self._secret, attempt),
+            messages=task.messages,
+            tools=task.tools,
+            timeout_s=self._own.timeout_s,
+        )
+        try:
+            answer = await self._ask(scenario)
+        except RunnerError as error:
+            await asyncio.to_thread(self._fail, str(error))
+            return _Played(key, None, str(error))
+        self._failures = 0
+        if self._says_held:
+            await asyncio.to_thread(self._say_well)
+        return _Played(key, answer)
+
+    def _name(self, project: str) -> str:
+        """Draw a name of a session that is not held out."""
+        while True:
+            name = f"rehearsal-{os.urandom(10).hex()}"
+            key = session_key(header=name, user="", project=project)
+            if not is_held_out(key, self._settings.groups.held_out_rate):
+                return name
+
+    async def _ask(self, scenario: Scenario) -> Answer:
+        """Have the runner play an attempt. Raises: RunnerError."""
+        url, body = self._own.runner.rstrip("/") + PATH, bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._own.timeout_s),
+                self._client.stream("POST", url, json=msgspec.to_builtins(scenario)) as reply,
+            ):
+                async for piece in reply.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_ANSWER_BYTES:
+                        break
+        except TimeoutError as error:
+            raise RunnerError(f"it gave no answer in {self._own.timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise RunnerError(f"it cannot be asked: {why}") from error
+        if reply.status_code != 200:
+            text = bytes(body[:200]).decode("utf-8", "replace")
+            raise RunnerError(f"it answered {reply.status_code}: {text}")
+        return read_answer(bytes(body))
+
+    # -- the store
+
+    def _begin(self, attempt: Attempt, key: str, number: int) -> None:
+        """Store an attempt that begins, and its session as one that is a member of nothing yet."""
+        now = self._now()
+        first = FirstExchange(project=attempt.project, task=attempt.task, origin="rehearsal")
+        task = task_key(first, weakest="header")
+        assert task is not None, "a rehearsal has a task"
+        with self._database.write(alone=False) as session:
+            session.add(
+                RehearsalRow(
+                    session_id=key,
+                    task=attempt.task,
+                    project=attempt.project,
+                    adapter=attempt.adapter,
+                    attempt=number,
+                    began_at=now,
+                    result=PLAYING,
+                )
+            )
+            member = insert_into(session, TaskMemberRow).values(
+                session_id=key,
+                project=attempt.project,
+                key_kind=task.kind,
+                key=task.digest,
+                adapter=attempt.adapter,
+                caller="",
+                began_at=now,
+                excluded=PLAYING,
+            )
+            session.execute(member.on_conflict_do_nothing())
+            count(session, ATTEMPTS, day_of(now))
+
+    async def _arrive(self, played: Sequence[_Played]) -> None:
+        """Wait until the store has exchanges of every attempt that was answered."""
+        names = {one.session_id for one in played if one.answer is not None}
+        for _ in range(int(ARRIVE_S / ARRIVE_POLL_S)):
+            if await asyncio.to_thread(self._arrived, names) >= names:
+                return
+            await asyncio.sleep(ARRIVE_POLL_S)
+
+    def _arrived(self, names: set[str]) -> set[str]:
+        row = ExchangeRow
+        with self._database.read() as session:
+            found = select(row.session_id).where(row.session_id.in_(sorted(names))).distinct()
+            return set(session.scalars(found))
+
+    def _settle(self, task: Task, played: Sequence[_Played], *, stays: bool) -> None:
+        """Store how the attempts of a group ended. Those that count get their outcome, and may
+        become members of a group from now on."""
+        row, told, now = ExchangeRow, FeedbackRow, self._now()
+        names = [one.session_id for one in played]
+        with self._database.write() as session:
+            spent = select(row.session_id, func.sum(row.completion_tokens))
+            of_names = spent.where(row.session_id.in_(names)).group_by(row.session_id)
+            tokens = {name: number or 0 for name, number in session.execute(of_names)}
+            twice = select(told.target).where(told.target.in_(names), told.kind == "outcome")
+            answered = set(session.scalars(twice))
+            is_there = load_task(session, task.exchange_id) is not None
+            for one in played:
+                reasons = {
+                    "runner_error": one.answer is None,
+                    "champion_changed": not stays,
+                    "no_exchange": one.session_id not in tokens,
+                    "answered_twice": one.session_id in answered,
+                    "task_deleted": not is_there,
+                }
+                why = next((name for name, holds in reasons.items() if holds), None)
+                self._end(session, task, one, why, tokens.get(one.session_id, 0), now)
+        log.info("rehearsed", task=task.exchange_id, attempts=len(played))
+
+    def _end(
+        self, session: Session, task: Task, one: _Played, why: str | None, tokens: int, now: float
+    ) -> None:
+        kept = one.answer if one.answer is not None and why is None else Answer()
+        row, member, name = RehearsalRow, TaskMemberRow, one.session_id
+        values = {"ended_at": now, "result": why or ENDED, "detail": one.detail, "tokens": tokens}
+        ended = {**values, "outcome": kept.outcome, "success": kept.success}
+        session.execute(update(row).where(row.session_id == name).values(ended))
+        session.execute(update(member).where(member.session_id == name).values(excluded=why))
+        count(session, "rehearsals", why or ENDED)
+        if why is None:
+            record = Feedback(
+                feedback_id=id_of_key(task.project, "outcome", name),
+                kind="outcome",
+                target_kind="session",
+                target=name,
+                project=task.project,
+                source="rehearsal",
+                received_at=now,
+                success=kept.success,
+                reward=kept.outcome,
+                done=True,
+            )
+            save_feedback(session, [record], now=now)
+
+    def _fail(self, why: str) -> None:
+        """Count a failure of the runner, and hold it after several in a row."""
+        self._failures += 1
+        log.warning("runner_failed", why=why, failures=self._failures)
+        if self._failures < FAILURES:
+            return
+        now = self._now()
+        self._held_until = now + HOLDS.wait_s(self._failures - FAILURES + 1)
+        runner = httpx.URL(self._own.runner).netloc.decode()
+        found = conditions.Condition(
+            kind=KIND,
+            state="act",
+            code="runner_held",
+            message=f"the runner at {runner} failed {self._failures} times in a row, so no task is "
+            f"rehearsed; last: {why}"[: conditions.MOST_CHARACTERS],
+            to_do="look at the runner's own log; it is asked again at the time given here",
+            until=self._held_until,
+            data={"runner": runner, "failures": self._failures},
+        )
+        with self._database.write(alone=False) as session:
+            conditions.write(session, found, now=now)
+        self._says_held = True
+
+    def _say_well(self) -> None:
+        with self._database.write(alone=False) as session:
+            conditions.clear(session, KIND)
+        self._says_held = False
+
+
+# What is shown.
+
+SHOWN: Final = 2_000
+"""Newest attempts of which the listing tells."""
+MOST_ATTEMPTS: Final = 8
+"""Of a group."""
+
+
+def rehearsed_tasks(session: Session) -> list[dict[str, Any]]:
+    """Return the tasks of the newest `SHOWN` attempts, the newest first, as JSON objects."""
+    found: dict[str, list[RehearsalRow]] = {}
+    newest = select(RehearsalRow).order_by(RehearsalRow.seq.desc()).limit(SHOWN)
+    for row in session.scalars(newest):
+        found.setdefault(row.task, []).append(row)
+    return [_shown(task, rows) for task, rows in found.items()]
+
+
+def _shown(task: str, rows: Sequence[RehearsalRow]) -> dict[str, Any]:
+    outcomes = [value for one in rows for value in _values(one.outcome, one.success)]
+    results: dict[str, int] = {}
+    for one in rows:
+        results[one.result] = results.get(one.result, 0) + 1
+    return {
+        "task": task,
+        "project": rows[0].project,
+        "adapter": rows[0].adapter,
+        "at": rows[0].began_at,
+        "attempts": len(rows),
+        "results": results,
+        "outcomes": outcomes,
+        "spread": max(outcomes) - min(outcomes) if outcomes else None,
+        "tokens": sum(one.tokens for one in rows),
+        "detail": next((one.detail for one in rows if one.detail), None),
+    }
+
+
+def standing_of(session: Session, own: Rehearsals, *, now: float) -> dict[str, Any] | None:
+    """Return what `sidecar status` tells, as a JSON object; None while nothing is rehearsed."""
+    if not own.are_on:
+        return None
+    attempts, tokens = spent_today(session, now=now)
+    newest = select(RehearsalRow).order_by(RehearsalRow.seq.desc()).limit(MOST_ATTEMPTS)
+    rows = session.scalars(newest).all()
+    last = [one for one in rows if one.task == rows[0].task]
+    return {
+        "attempts_today": attempts,
+        "tokens_left": max(0, own.tokens_per_day - tokens),
+        "last": _shown(last[0].task, last) if last else None,
+    }
