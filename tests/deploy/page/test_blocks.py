@@ -124,7 +124,7 @@ async def test_the_four_blocks_have_their_places_in_each_state(
     assert "Nothing has come yet" in nothing["Serves"]
     assert nothing["Better?"] == "Not known yet: no candidate was promoted."
     assert "Run none yet" in nothing["Learning"]
-    assert "v5 was not compared with v3 yet" in trial["Better?"]
+    assert "v5 +0.084 (+0.021 to +0.147) over v3 by 12 judged prompts" in trial["Better?"]
     assert "Last run finished" in trial["Learning"]
     assert "503 from the judge" in trial["Do"]
     assert "Run learning: step 1 of 8, 1 of 9 answers" in learning["Learning"]
