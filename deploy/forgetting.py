@@ -270,9 +270,13 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        found = [Found(*one[:-1], one[-1] or 0) for one in rows]
+        found = [_found(*one) for one in rows]
         yield found
         yield from _rehearsals_of(database, [one.exchange_id for one in found])
+
+
+def _found(seq: int, name: str, key: str, session: str, trace: str, size: int | None) -> Found:
+    return Found(seq, name, key, session, trace, size or 0)
 
 
 def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Found]]:
@@ -281,7 +285,7 @@ def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Fo
         rows = session.execute(
             select(*_FOUND).where(text(IN_TASK), _REHEARSED, ExchangeRow.task.in_(tasks))
         ).all()
-    for page in _pages([Found(*one[:-1], one[-1] or 0) for one in rows]):
+    for page in _pages([_found(*one) for one in rows]):
         yield list(page)
 
 

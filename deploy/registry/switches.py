@@ -14,7 +14,6 @@ from deploy.errors import TransitionError
 from deploy.registry import audit
 from deploy.registry.flags import (
     ON,
-    PAUSED,
     RUN_REQUESTED,
     Switches,
     count_up,
@@ -23,7 +22,7 @@ from deploy.registry.flags import (
     told,
 )
 from ingest.reward_watch.store import Override, ask, read_override, write_override
-from sidecar.lines import flag_of, learner_of
+from sidecar.lines import PAUSED, flag_of, learner_of
 from sidecar.settings import Watch
 from sidecar.store.database import set_flag
 

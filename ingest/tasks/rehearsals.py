@@ -161,12 +161,10 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
         select(played.task, played.outcome, played.success).where(played.task.in_(sorted(by_task)))
     ).all()
     rewards: dict[tuple[str, ...], list[float]] = {}
-    for one, reward, success in (
-        *((found_by.get(name), *values) for name, *values in told),
-        *((by_task[name], *values) for name, *values in attempts),
-    ):
-        if one is not None:
-            rewards.setdefault(one.key, []).extend(_values(reward, success))
+    for name, reward, success in (*told, *attempts):
+        of = found_by.get(str(name)) or by_task.get(str(name))
+        if of is not None:
+            rewards.setdefault(of.key, []).extend(_values(reward, success))
     number = Counter(by_task[name].key for name, *_ in attempts)
     return [
         replace(one, rewards=tuple(rewards.get(one.key, ())), attempts=number[one.key])

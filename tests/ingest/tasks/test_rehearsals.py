@@ -87,7 +87,7 @@ class Play:
         return httpx.Response(200, content=content)
 
     def turns(self, ask: Scenario) -> None:
-        of = {
+        of: dict[str, Any] = {
             "task": ask.task_id,
             "origin": "rehearsal",
             "arm": "rehearsal",
@@ -211,7 +211,7 @@ async def test_an_attempt_of_which_another_outcome_was_told_is_in_no_group(play:
     async def twice(ask: Scenario) -> httpx.Response:
         name = f"h:{ask.session_id}"
         reply = await play.plays(ask)
-        outcome = {"target_kind": "session", "target": name, "reward": 9.0}
+        outcome: dict[str, Any] = {"target_kind": "session", "target": name, "reward": 9.0}
         await asyncio.to_thread(play.tasks.told, name, **outcome)
         return reply
 
