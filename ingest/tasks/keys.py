@@ -183,9 +183,9 @@ def draw(ready: Sequence[Ready], *, kind: KeyKind, size: int) -> tuple[Ready, ..
 
     ready: of one key and one adapter version.
     Users are named by people: no group holds two sessions of one user, or who asks often would be
-    compared with himself alone. Only a task that one user alone attempts, by its declared name or
-    as a rehearsal, is his own comparison. A key or an address names an application, through which
-    many may ask: its sessions are spread as evenly as the others allow.
+    compared with himself alone. They are compared where all of a named task that wait are of one
+    user, and in rehearsals. A key or an address names an application, through which many may ask:
+    its sessions are spread as evenly as the others allow.
     """
     order = sorted(ready, key=lambda one: (one.began_at, one.session_id))
     declared = kind in ("header", "rehearsal")
