@@ -184,7 +184,7 @@ def _read(session: Session, row: CanaryRow) -> Link:
         if to_champion is not None:
             champion.append(to_champion)
         if fault == "candidate" or to_anchor is not None:
-            anchor.append(-1.0 if fault == "candidate" else to_anchor)
+            anchor.append(-1.0 if fault == "candidate" or to_anchor is None else to_anchor)
     anchored = canary.anchor != canary.champion and any(group[3] is not None for group in groups)
     kept, gate = canaries.entry(row, "quality"), canaries.entry(row, "gate")
     told = kept.get("to_anchor")

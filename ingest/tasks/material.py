@@ -16,7 +16,6 @@ from sqlalchemy.orm import Session
 from ingest.grouping.selection import Rules, exact_answers
 from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows, parents_first
 from ingest.store.exchanges import (
-    ID_BYTES,
     StoredExchange,
     decoded_columns,
     decoded_sizes,
@@ -25,6 +24,7 @@ from ingest.store.exchanges import (
 )
 from ingest.store.groups import CLAIMED
 from ingest.trajectories.recorded import Step, main_line
+from sidecar.store.codec import ID_BYTES
 from sidecar.store.models import ExchangeRow, GroupRow, TaskGroupRow, TaskMemberRow
 
 PREFIX = "tg_"

@@ -161,8 +161,8 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
         select(played.task, played.outcome, played.success).where(played.task.in_(sorted(by_task)))
     ).all()
     rewards: dict[tuple[str, ...], list[float]] = {}
-    for name, reward, success in (*told, *attempts):
-        of = found_by.get(str(name)) or by_task.get(str(name))
+    for name, reward, success in (*map(tuple, told), *map(tuple, attempts)):
+        of = found_by.get(name) or by_task.get(name)
         if of is not None:
             rewards.setdefault(of.key, []).extend(_values(reward, success))
     number = Counter(by_task[name].key for name, *_ in attempts)

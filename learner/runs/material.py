@@ -21,7 +21,7 @@ from ingest.judge_noise import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED
-from ingest.tasks.material import TaskGroup
+from ingest.tasks.material import PREFIX, TaskGroup
 from learner.errors import NotResumedError
 from learner.origin import (
     CACHE,
@@ -183,8 +183,8 @@ def load_groups(
     run_id: the run that has claimed them; None: a replay, for which no step is another run's.
     Returns: both, and group id -> fault for those that cannot be read.
     """
-    of_tasks = [one for one in group_ids if one.startswith(source.TASKS)]
-    of_answers = [one for one in group_ids if not one.startswith(source.TASKS)]
+    of_tasks = [one for one in group_ids if one.startswith(PREFIX)]
+    of_answers = [one for one in group_ids if not one.startswith(PREFIX)]
     pack_tokens = settings.learner.pack_tokens
     scored, broken = source.load(session, of_answers, pack_tokens=pack_tokens)
     if not of_tasks:

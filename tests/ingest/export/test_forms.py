@@ -133,6 +133,7 @@ TOLD = Told(
             source="",
             received_at=1.0,
             score=0.5,
+            done=None,
             success=None,
             reward=None,
             cost=None,
