@@ -81,6 +81,13 @@ class TrainingGroup:
     """[G] with `sessions`: advantage of the row's step among other answers to its prompt, times the
     weight of such advantages; 0: it has none."""
 
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards of what is compared: answers, or sessions."""
+        if not self.sessions:
+            return self.scores
+        return tuple(dict(zip(self.sessions, self.scores, strict=True)).values())
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -161,6 +168,9 @@ class StepMetrics:
     kl_base_tokens: int = 0
     kl_coef: float = 0.0
     """Weight of that divergence in the step's loss: `kl_coef` over the budget, else 0."""
+    sample_size: float | None = None
+    """Effective sample size of the tokens of sessions, as a share of their number, by how likely
+    they were at the start of the run (`learner.grpo.answers.sample_size`); None: there are none."""
     peak_memory_bytes: int = 0
     """Peak of the process so far; on a GPU, of what torch holds there."""
 

@@ -122,6 +122,7 @@ def _recipe(
         code = msgspec.convert(lineage["code"], dict[str, Any])
         of_tasks = lineage.get("task_groups", [])
         ids = [str(group["group_id"]) for group in (*lineage["groups"], *of_tasks)]
+        steps = {str(group["group_id"]): _steps(group["sessions"]) for group in of_tasks}
         parent = _parent(session, lineage["parent"])
         _check_base(settings, lineage["base"])
         content = lineage["window"]["groups_sha256"]
@@ -133,7 +134,7 @@ def _recipe(
         # Any JSON may stand there; msgspec's ValidationError is a ValueError too.
         _impossible(f"its {LINEAGE} is damaged ({type(error).__name__}: {error})")
     of_run = settings.model_copy(update={"learner": learner})
-    scored, tasks, broken = load_groups(session, of_run, None, ids)
+    scored, tasks, broken = load_groups(session, of_run, None, ids, steps)
     if broken:
         _impossible(_gone(session, broken))
     selection, unfit = select_tasks(learner, tasks, scored, select_by(learner, scored, noise))
@@ -155,6 +156,11 @@ def _recipe(
         samplers=source.samplers(session, settings.line.name, names),
     )
     return job, {**lineage, "run_id": run_id, "code": code}
+
+
+def _steps(sessions: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the steps of sessions that were trained on. Raises: KeyError, ValueError."""
+    return {str(one["session_id"]): msgspec.convert(one["steps"], list[str]) for one in sessions}
 
 
 def _adapter(session: Session, model: str, reference: str) -> AdapterRow:

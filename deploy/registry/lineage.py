@@ -27,6 +27,8 @@ from sidecar.store.models import (
     GroupRow,
     JudgeCallRow,
     RunRow,
+    TaskGroupRow,
+    TaskMemberRow,
 )
 from sidecar.visible import counted, visible
 
@@ -174,7 +176,34 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
                 rubric_hash=group.rubric_hash,
             )
             for group in groups
-        ),
+        )
+        + _of_sessions(session, row.run_id),
+    )
+
+
+def _of_sessions(session: Session, run_id: str) -> tuple[LineageGroup, ...]:
+    """Return a run's groups of whole sessions, each named by its first exchange; their scores are
+    the sessions' rewards."""
+    row, member = TaskGroupRow, TaskMemberRow
+    groups = session.scalars(select(row).where(row.run_id == run_id).order_by(row.seq)).all()
+    members: dict[str, list[TaskMemberRow]] = {group.group_id: [] for group in groups}
+    found = select(member).where(member.group_id.in_(members)).order_by(member.place)
+    for one in session.scalars(found):
+        members[one.group_id or ""].append(one)
+    return tuple(
+        LineageGroup(
+            group_id=group.group_id,
+            exchange_id=next((str(x) for one in of for x in one.exchange_ids or ()), ""),
+            adapter=group.adapter,
+            status=group.status,
+            reason=group.reason,
+            scores=tuple(one.reward for one in of),
+            rewards=(),
+            judge_model=group.judge_model,
+            rubric_hash=group.rubric_hash,
+        )
+        for group in groups
+        for of in (members[group.group_id],)
     )
 
 

@@ -66,11 +66,18 @@ class TooLongError(ValueError):
 
 
 def load_task_group(
-    session: Session, group_id: str, rules: Rules, *, run_id: str | None, most_tokens: int
+    session: Session,
+    group_id: str,
+    rules: Rules,
+    *,
+    run_id: str | None,
+    most_tokens: int,
+    known: Mapping[str, Collection[str]] | None = None,
 ) -> TaskGroup | None:
     """Read a group with its sessions.
 
     run_id: the run that asks: steps of answer groups that other runs have are context.
+    known: session id -> the steps that a run has trained on, to be found again; None: it asks now.
     most_tokens: prompt tokens of the exchanges of one session, together.
     Returns: None when it has no rewards, or is gone.
     Raises: TooLongError; one of `sidecar.store.database.DAMAGE`.
@@ -90,7 +97,15 @@ def load_task_group(
         judge_model=group.judge_model or "",
         rubric_hash=group.rubric_hash or "",
         sessions=tuple(
-            _load(session, one, group.adapter, rules, run_id=run_id, most_tokens=most_tokens)
+            _load(
+                session,
+                one,
+                group.adapter,
+                rules,
+                run_id=run_id,
+                most_tokens=most_tokens,
+                known=None if known is None else known.get(one.session_id, ()),
+            )
             for one in members
         ),
     )
@@ -104,6 +119,7 @@ def _load(
     *,
     run_id: str | None,
     most_tokens: int,
+    known: Collection[str] | None,
 ) -> TaskSession:
     ids = [str(one) for one in member.exchange_ids or ()]
     row = ExchangeRow
@@ -139,7 +155,8 @@ def _load(
     if tokens > most_tokens:
         raise TooLongError(f"the prompts of session {member.session_id} have {tokens} tokens")
     order = list(parents_first({one.exchange_id: one.parent for one in steps}))
-    free = set(main_line(steps)) - _learned_elsewhere(session, ids, run_id)
+    elsewhere = set() if known is not None else _learned_elsewhere(session, ids, run_id)
+    free = set(main_line(steps) if known is None else known) - elsewhere
     temperatures: dict[str, float] = {}
     turns = _turns(session, order, sizes, rules, adapter, free, temperatures)
     return TaskSession(

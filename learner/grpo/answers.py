@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from learner.grpo.advantages import (
     MIN_TRAINABLE,
@@ -107,6 +108,11 @@ ALL_TOUCHED = "all_tokens_masked"
 NOT_BETTER = "not_positive"
 UNKNOWN = "logprobs_unknown"
 GEOMETRIC = "geometric"
+TURN_LIMIT = 1.0
+"""Nats a token, mean over a turn: a geometric mean ratio outside of [1/e, e] is no mere age."""
+SAMPLE_SIZE = "sample_size"
+LEAST_SAMPLE_SIZE = 0.5
+"""Of a group of sessions: below it half of its tokens would count for nothing."""
 TOO_FEW = "too_few_trainable"
 NO_SPREAD, WITHIN_NOISE = "no_spread", "within_noise"
 QUIET = (NO_SPREAD, WITHIN_NOISE)
@@ -174,17 +180,25 @@ def leave_out_far(
 ) -> Judged | Fault:
     """Leave out the answers from which the policy is too far at the start of the run.
 
+    Of sessions, one is left out with all its rows where a turn is too far off (`TURN_LIMIT`), and
+    the group where few of its tokens would carry the whole sum (`sample_size`).
     An answer is too far off when the geometric mean of pi_0 / mu over its tokens, which is
     exp(mean of log(pi_0 / mu)), is outside [1 - limit, 1 + limit]. A sum in place of the mean would
     leave out all long answers. What the check has left out stays out.
     group: as the check left it, with `TrainableRow.start`. answers: what the check decided.
     Returns: as `judge_answers`; the group as it is where no answer is too far off.
     """
-    verdicts = {
-        place: _near(row, settings.advanced.geometric_limit)
-        for place, row in enumerate(group.rows)
-        if row.trainable
-    }
+    if group.sessions:
+        verdicts = _near_sessions(group)
+        if (sample_size([group]) or 0.0) < LEAST_SAMPLE_SIZE:
+            text = f"its effective sample size is under {LEAST_SAMPLE_SIZE} of its tokens"
+            return Fault(SAMPLE_SIZE, text)
+    else:
+        verdicts = {
+            place: _near(row, settings.advanced.geometric_limit)
+            for place, row in enumerate(group.rows)
+            if row.trainable
+        }
     if all(one.row is not None for one in verdicts.values()):
         return Judged(group=group, answers=answers, differences=[], texts={})
     return _settled(group, answers, verdicts, settings, least_spread)
@@ -230,6 +244,50 @@ def _settled(
     )
     texts = {place: one.text for place, one in out.items()}
     return Judged(group=group, answers=answers, differences=differences, texts=texts)
+
+
+def _near_sessions(group: TrainingGroup) -> dict[int, _Verdict]:
+    """Decide about every row of a group of sessions by the policy at the start."""
+    far = {
+        number: mean
+        for number, row in zip(group.sessions, group.rows, strict=True)
+        for mean in (_turns(row) if row.trainable else ())
+        if abs(mean) > TURN_LIMIT
+    }
+    return {
+        place: _Verdict(row=row)
+        if (mean := far.get(group.sessions[place])) is None
+        else _Verdict(reason=GEOMETRIC, text=f"a turn of its session moved {mean:.2f} nats a token")
+        for place, row in enumerate(group.rows)
+        if row.trainable
+    }
+
+
+def _turns(row: TrainableRow) -> list[float]:
+    """Return the mean of log(pi_0 / mu) over each turn of a row, in nats a token."""
+    moved = [a - b for a, b in zip(row.start or row.logprobs, row.logprobs, strict=True)]
+    kept = row.kept or (True,) * len(moved)
+    runs = groupby(zip(kept, moved, strict=True), key=lambda one: one[0])
+    turns = [[value for _, value in run] for keep, run in runs if keep]
+    return [sum(turn) / len(turn) for turn in turns]
+
+
+def sample_size(groups: Sequence[TrainingGroup]) -> float | None:
+    """Return (sum w)^2 / (n sum w^2) over the n tokens of sessions, w = pi_0 / mu; None: there are
+    none. 1 where all are as likely as when they were sampled."""
+    ratios = [
+        math.exp(min(after - before, 50.0))
+        for group in groups
+        if group.sessions
+        for row in group.rows
+        if row.trainable
+        for after, before in zip(
+            row.of_kept(row.start or row.logprobs), row.of_kept(row.logprobs), strict=True
+        )
+    ]
+    if not ratios:
+        return None
+    return sum(ratios) ** 2 / (len(ratios) * math.fsum(one**2 for one in ratios))
 
 
 def _near(row: TrainableRow, limit: float) -> _Verdict:

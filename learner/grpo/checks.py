@@ -37,6 +37,7 @@ from learner.grpo.answers import (
     NOT_BETTER,
     OUT_OF_VOCABULARY,
     QUIET,
+    SAMPLE_SIZE,
     TOO_FEW,
     UNKNOWN,
     Judged,
@@ -74,7 +75,7 @@ NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
 SAYS_NOTHING = (
     UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, GEOMETRIC, TOO_FEW,
-    *QUIET,
+    SAMPLE_SIZE, *QUIET,
 )  # fmt: skip
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
@@ -371,30 +372,39 @@ def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Dri
 # they nor the recorded ones change while the run lasts.
 
 
+def moved(group: TrainingGroup, job: TrainingJob) -> bool:
+    """Return True for sessions that another adapter than the parent sampled: how far the policy is
+    from it is asked before the first step, whatever the loss."""
+    return bool(group.sessions) and group.adapter != job.parent.name
+
+
 def from_start(
-    policy: Policy, checked: Checked, job: TrainingJob
+    policy: Policy, checked: Checked, job: TrainingJob, asked: Sequence[TrainingGroup]
 ) -> tuple[Checked, dict[str, Fault]]:
-    """Compute the checked groups at the start of the run, and leave out the answers too far off.
+    """Compute checked groups at the start of the run, and leave out the answers too far off.
+
+    asked: the groups that are computed; the others stay as they are.
 
     Returns: the groups that are left, with `TrainableRow.start`, and the faults of the others.
     Raises: RunStoppedError between packs.
     """
-    groups, faults = with_start(policy, checked.groups, job)
+    groups, faults = with_start(policy, asked, job)
     answers = dict(checked.answers)
-    near: list[TrainingGroup] = []
+    near: dict[str, TrainingGroup] = {}
     for group in groups:
         name = group.group_id
         known, least = answers[name], job.least_spread.get(name, 0.0)
         found = leave_out_far(group, known, job.settings, least_spread=least)
         if isinstance(found, Judged):
             log_left_out(found)
-            near.append(found.group)
+            near[name] = found.group
             answers[name] = found.answers
         else:
             faults[name] = found
     log_faults(faults)
     left = {name: one for name, one in answers.items() if name not in faults}
-    return replace(checked, groups=tuple(near), answers=left), faults
+    kept = [near.get(g.group_id, g) for g in checked.groups if g.group_id not in faults]
+    return replace(checked, groups=tuple(kept), answers=left), faults
 
 
 def with_start(

@@ -27,7 +27,7 @@ from opentelemetry import trace
 from learner.adapter_folder import PATTERNS
 from learner.errors import NonFiniteError
 from learner.grpo.advantages import spread
-from learner.grpo.answers import QUIET
+from learner.grpo.answers import QUIET, sample_size
 from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
 from learner.grpo.checkpoint import Snapshot, keep, parents_state, resumed, save, set_weights
 from learner.grpo.checks import (
@@ -39,6 +39,7 @@ from learner.grpo.checks import (
     follow_server,
     from_start,
     log_faults,
+    moved,
     refuse_most,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
@@ -133,7 +134,7 @@ def step_metrics(
     """Return the metrics of a step, from 1, that took this long. Pure."""
     rows = [row for group in groups for row in group.rows]
     answers = sum(row.trainable for row in rows)
-    scores = [score for group in groups for score in group.scores]
+    scores = [score for group in groups for score in group.rewards]
     return StepMetrics(
         step=number,
         groups=len(groups),
@@ -141,7 +142,7 @@ def step_metrics(
         tokens=sums.tokens,
         computed_tokens=sums.computed_tokens,
         reward_mean=sum(scores) / len(scores),
-        reward_spread=sum(spread(group.scores) for group in groups) / len(groups),
+        reward_spread=sum(spread(group.rewards) for group in groups) / len(groups),
         loss=sums.loss / sums.denominator,
         ratio_mean=sums.ratio / sums.tokens,
         clip_share=sums.clipped / sums.tokens,
@@ -162,6 +163,7 @@ def step_metrics(
         answer_tokens=sum(len(row.token_ids) for row in rows if row.trainable) / answers,
         drift=sums.drift / sums.tokens,
         kl_coef=sums.kl_coef,
+        sample_size=sample_size(groups),
         peak_memory_bytes=peak_memory_bytes,
     )
 
@@ -354,9 +356,11 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     job.watch.plan(_stages(job, job.groups, ["checking", *before, "warming up", "training"]))
     checked = check_groups(policy, job)
     faults = dict(checked.faults)
-    if aim.uses_start:
-        job.watch.plan(_stages(job, checked.groups, ["anchoring", "warming up", "training"]))
-        checked, failed_at_start = from_start(policy, checked, job)
+    asked = [group for group in checked.groups if aim.uses_start or moved(group, job)]
+    if asked:
+        stages = _stages(job, asked, ["anchoring"])
+        job.watch.plan([*stages, *_stages(job, checked.groups, ["warming up", "training"])])
+        checked, failed_at_start = from_start(policy, checked, job, asked)
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
     return Snapshot(checked=checked, faults=faults)

@@ -47,7 +47,8 @@ def best_answers(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         places = [place for place, row in enumerate(group.rows) if row.trainable]
         if places:
             best = max(places, key=lambda place: (group.scores[place], -place))
-            chosen.append(replace(group, rows=(group.rows[best],), scores=(group.scores[best],)))
+            row, score = group.rows[best], group.scores[best]
+            chosen.append(replace(group, rows=(row,), scores=(score,), sessions=()))
     return chosen
 
 

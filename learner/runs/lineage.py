@@ -179,6 +179,7 @@ def _describe_task(task: TaskGroup) -> dict[str, Any]:
                 "exchange_ids": list(one.exchange_ids),
                 "reward": one.reward,
                 "source": one.source,
+                "steps": list(one.steps),
             }
             for one in task.sessions
         ],

@@ -176,11 +176,16 @@ def claim(
 
 
 def load_groups(
-    session: Session, settings: Settings, run_id: str | None, group_ids: Sequence[str]
+    session: Session,
+    settings: Settings,
+    run_id: str | None,
+    group_ids: Sequence[str],
+    known: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> tuple[list[ScoredGroup], list[TaskGroup], dict[str, Fault]]:
     """Load groups of answers and groups of sessions.
 
-    run_id: the run that has claimed them; None: a replay, for which no step is another run's.
+    run_id: the run that has claimed them; None: a replay. known: group id -> session
+        id -> the steps that were trained on, where a lineage says so.
     Returns: both, and group id -> fault for those that cannot be read.
     """
     of_tasks = [one for one in group_ids if one.startswith(PREFIX)]
@@ -190,7 +195,7 @@ def load_groups(
     if not of_tasks:
         return scored, [], broken
     rules = rules_now(session, rules_of(settings))
-    tasks, of_broken = source.load_tasks(session, run_id, of_tasks, rules)
+    tasks, of_broken = source.load_tasks(session, run_id, of_tasks, rules, known or {})
     return scored, tasks, broken | of_broken
 
 

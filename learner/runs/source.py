@@ -181,15 +181,25 @@ def load(
 
 
 def load_tasks(
-    session: Session, run_id: str | None, group_ids: Iterable[str], rules: Rules
+    session: Session,
+    run_id: str | None,
+    group_ids: Iterable[str],
+    rules: Rules,
+    known: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> tuple[list[TaskGroup], dict[str, Fault]]:
-    """Load groups of sessions. Returns: as `load`."""
+    """Load groups of sessions. known: as for `learner.runs.material.load_groups`. Returns: as
+    `load`."""
     groups: list[TaskGroup] = []
     broken: dict[str, Fault] = {}
     for group_id in group_ids:
         try:
             found = load_task_group(
-                session, group_id, rules, run_id=run_id, most_tokens=MOST_TOKENS
+                session,
+                group_id,
+                rules,
+                run_id=run_id,
+                most_tokens=MOST_TOKENS,
+                known=known.get(group_id),
             )
         except TooLongError as error:
             broken[group_id] = Fault("too_long", str(error))

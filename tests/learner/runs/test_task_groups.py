@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from learner.adapter_folder import LINEAGE
 from learner.errors import NothingToLearnError
+from learner.replay import SAME, replay
 from learner.runs.train import Run
 from sidecar.records import Sampling
 from sidecar.settings import Settings
@@ -111,23 +112,44 @@ def test_a_run_learns_from_sessions_and_says_so(
     assert {one["session_id"]: one["reward"] for one in named["sessions"]} == {"a": 1.0, "b": 0.0}
 
 
+def learned_from(kit: TaskKit, exchange_id: str, *, run_id: str) -> None:
+    """A run has trained on a group of answers to this exchange."""
+    with kit.database.write() as session:
+        session.add(
+            GroupRow(
+                group_id=f"gr-{run_id}",
+                exchange_id=exchange_id,
+                session_key="k",
+                adapter="base",
+                status="trained",
+                created_at=1.0,
+                run_id=run_id,
+            )
+        )
+
+
+def test_a_replay_trains_on_the_steps_of_the_run_whatever_later_runs_learned_from(
+    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+) -> None:
+    (first, _), (other, _) = attempt(kit, "a", True), attempt(kit, "b", False)
+    kit.follow()
+    learned_from(kit, first, run_id="r0")
+    candidate = run_of(settings, kit.database, fake_trainer).start()
+    learned_from(kit, other, run_id="r2")
+
+    found = replay(settings, kit.database, candidate.adapter, trainer=lambda _: fake_trainer)
+
+    assert found == SAME
+    before, again = fake_trainer.jobs
+    assert again.groups == before.groups
+
+
 def test_a_step_that_another_run_learned_from_is_context(
     kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
 ) -> None:
     (first, _), _ = attempt(kit, "a", True), attempt(kit, "b", False)
     kit.follow()
-    with kit.database.write() as session:
-        session.add(
-            GroupRow(
-                group_id="gr",
-                exchange_id=first,
-                session_key="k",
-                adapter="base",
-                status="trained",
-                created_at=1.0,
-                run_id="r0",
-            )
-        )
+    learned_from(kit, first, run_id="r0")
 
     run_of(settings, kit.database, fake_trainer).start()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,19 @@ import torch
 from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows
 from ingest.tasks.material import TaskGroup, TaskSession
 from learner.grpo.advantages import assign_rows, session_scores
+from learner.grpo.answers import Judged, leave_out_far, sample_size
 from learner.grpo.losses import LOSSES
 from learner.grpo.trainer import run_steps
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
-from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
+from learner.records import (
+    CheckedAnswers,
+    Fault,
+    Parent,
+    TrainableRow,
+    TrainingGroup,
+    TrainingJob,
+)
 from learner.runs.selection import MEAN_OF_ANSWERS, task_group
 from sidecar.settings import Learner
 
@@ -298,3 +308,38 @@ def test_the_baseline_is_over_sessions_whatever_row_is_left_out() -> None:
 )
 def test_sessions_that_make_no_group(sessions: list[TaskSession]) -> None:
     assert task_group(task_of(*sessions), {}, loss="dapo") is None
+
+
+def test_a_session_is_left_out_whole_where_one_turn_moved_too_far(
+    learner_settings: Learner,
+) -> None:
+    group = group_of(*both(), attempt(session(None, "a1"), 0.6))
+    start = [list(row.logprobs) for row in group.rows]
+    start[0][1] -= 2.2  # of two tokens: 1.1 nats a token
+    rows = tuple(replace(r, start=tuple(s)) for r, s in zip(group.rows, start, strict=True))
+    group = replace(group, rows=rows)
+
+    found = leave_out_far(group, CheckedAnswers(), learner_settings)
+
+    assert isinstance(found, Judged)
+    assert found.answers.left_out == {0: "geometric"}
+    assert [row.advantage > 0 for row in found.group.rows] == [False, False, True]
+    assert sample_size([group]) == pytest.approx(
+        (9 + math.exp(-2.2)) ** 2 / (10 * (9 + math.exp(-4.4)))
+    )
+    assert sample_size([replace(group, sessions=())]) is None
+
+
+def test_a_group_of_which_a_few_tokens_carry_the_sum_is_dropped(
+    learner_settings: Learner,
+) -> None:
+    group = group_of(*both())
+    start = [list(row.logprobs) for row in group.rows]
+    start[0][0] += 4.0
+    start[0][1] -= 4.0  # the turn's mean has not moved
+    rows = tuple(replace(r, start=tuple(s)) for r, s in zip(group.rows, start, strict=True))
+
+    found = leave_out_far(replace(group, rows=rows), CheckedAnswers(), learner_settings)
+
+    assert isinstance(found, Fault)
+    assert found.reason == "sample_size"
