@@ -161,10 +161,13 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
         select(played.task, played.outcome, played.success).where(played.task.in_(sorted(by_task)))
     ).all()
     rewards: dict[tuple[str, ...], list[float]] = {}
-    for name, reward, success in (*map(tuple, told), *map(tuple, attempts)):
-        of = found_by.get(name) or by_task.get(name)
+    of_all = [
+        (found_by.get(row.session_id or ""), _values(row.reward, row.success)) for row in told
+    ]
+    of_all += [(by_task.get(row.task), _values(row.outcome, row.success)) for row in attempts]
+    for of, values in of_all:
         if of is not None:
-            rewards.setdefault(of.key, []).extend(_values(reward, success))
+            rewards.setdefault(of.key, []).extend(values)
     number = Counter(by_task[name].key for name, *_ in attempts)
     return [
         replace(one, rewards=tuple(rewards.get(one.key, ())), attempts=number[one.key])
