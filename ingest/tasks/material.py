@@ -25,7 +25,13 @@ from ingest.store.exchanges import (
 from ingest.store.groups import CLAIMED
 from ingest.trajectories.recorded import Step, main_line
 from sidecar.store.codec import ID_BYTES
-from sidecar.store.models import ExchangeRow, GroupRow, TaskGroupRow, TaskMemberRow
+from sidecar.store.models import (
+    AnswerRow,
+    ExchangeRow,
+    GroupRow,
+    TaskGroupRow,
+    TaskMemberRow,
+)
 
 PREFIX = "tg_"
 """Beginning of the id of a task group."""
@@ -202,7 +208,9 @@ def _turns(
 
 def _temperature(stored: StoredExchange, rules: Rules) -> float | None:
     """Return what the answers were sampled at; None when they are not exact."""
-    if stored.held_out or stored.exchange.untrainable_reason is not None:
+    exchange = stored.exchange
+    # One of several answers may have been chosen for what it says: no plain draw.
+    if stored.held_out or exchange.untrainable_reason is not None or len(exchange.choices) != 1:
         return None
     answers = exact_answers(stored.exchange, rules)
     if not answers or any(one.untrainable_reason is not None for one in answers):
@@ -212,9 +220,12 @@ def _temperature(stored: StoredExchange, rules: Rules) -> float | None:
 
 def _learned_elsewhere(session: Session, ids: Sequence[str], run_id: str | None) -> set[str]:
     """Return the exchanges whose answer groups another run learns or has learned from."""
-    rows = session.execute(
-        select(GroupRow.exchange_id, GroupRow.run_id).where(
-            GroupRow.exchange_id.in_(ids), GroupRow.status.in_((CLAIMED, TRAINED))
-        )
+    row, learned = GroupRow, GroupRow.status.in_((CLAIMED, TRAINED))
+    own = select(row.exchange_id, row.run_id).where(row.exchange_id.in_(ids), learned)
+    joined = (
+        select(AnswerRow.exchange_id, row.run_id)
+        .join(row, row.group_id == AnswerRow.group_id)
+        .where(AnswerRow.exchange_id.in_(ids), learned)
     )
-    return {exchange_id for exchange_id, by in rows if run_id is None or by != run_id}
+    found = {one for one, by in session.execute(own) if run_id is None or by != run_id}
+    return found | {one for one, _ in session.execute(joined) if one is not None}

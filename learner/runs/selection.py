@@ -437,7 +437,8 @@ STEP_WEIGHT = 0.5
 """Weight of a step's advantage among other answers to its prompt, beside its session's. Source: a
 simulation with two actions that look best next and make the task fail: 0 and 0.5 gain alike."""
 IN_TASK_GROUP = "in_task_group"
-"""Mask of a served answer whose step is trained on in its session."""
+"""Mask of a served answer whose step is trained on in its session, and why a group of other answers
+to a step that was is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,7 +553,7 @@ def task_group(task: TaskGroup, steps: Mapping[str, float], *, loss: str) -> Tra
         rows=rows,
         scores=tuple(task.sessions[number].reward for number in sessions),
         sessions=sessions,
-        weights=_weights(rows, sessions, by_answer=loss in MEAN_OF_ANSWERS),
+        weights=_weights(rows, sessions, loss),
         steps=tuple(part.step for part in parts),
     )
     advantages = assign_rows(group, [True] * len(rows), "leave_one_out")
@@ -565,20 +566,21 @@ def task_group(task: TaskGroup, steps: Mapping[str, float], *, loss: str) -> Tra
     )
 
 
-def _weights(
-    rows: Sequence[TrainableRow], sessions: Sequence[int], *, by_answer: bool
-) -> tuple[float, ...]:
+def _weights(rows: Sequence[TrainableRow], sessions: Sequence[int], loss: str) -> tuple[float, ...]:
     """Return what makes each session count alike, and the group as much as without weights.
 
     A loss that is a mean over tokens gets the mean tokens of a session over those of this one. One
     that is a mean over answers weighs each row's tokens by 1 / their number: the row gets its share
-    of its session's tokens, times the mean number of rows of a session.
+    of its session's tokens, times the mean number of rows of a session. `dr_grpo` divides the sum
+    of a session by a constant, whatever its length, so that length is no advantage.
     """
     tokens: Counter[int] = Counter()
     for row, number in zip(rows, sessions, strict=True):
         tokens[number] += row.kept_tokens
-    if by_answer:
-        mean = len(rows) / len(tokens)
+    mean = len(rows) / len(tokens)
+    if loss == "dr_grpo":
+        return (mean,) * len(rows)
+    if loss in MEAN_OF_ANSWERS:
         return tuple(
             mean * row.kept_tokens / tokens[number]
             for row, number in zip(rows, sessions, strict=True)

@@ -31,7 +31,7 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import CheckedAnswers, Fault, Parent
-from learner.runs.selection import runs_between
+from learner.runs.selection import IN_TASK_GROUP, runs_between
 from sidecar.lines import Line
 from sidecar.store.database import DAMAGE, count
 from sidecar.store.models import AdapterRow, ExchangeRow, GroupRow, RunRow, TaskGroupRow
@@ -198,7 +198,7 @@ def load_tasks(
                 group_id,
                 rules,
                 run_id=run_id,
-                most_tokens=MOST_TOKENS,
+                most_tokens=MOST_PACKS * MOST_TOKENS,
                 known=known.get(group_id),
             )
         except TooLongError as error:
@@ -234,6 +234,16 @@ def mark_trained(session: Session, group_ids: Iterable[str]) -> None:
     """Move groups from `claimed` to `trained`, and count them. What an earlier run said is gone."""
     moved = _move(session, group_ids, CLAIMED, status=TRAINED, detail=None)
     count(session, STAGE, TRAINED, moved)
+
+
+def drop_answers_of(session: Session, run_id: str, tasks: Iterable[TaskGroup]) -> None:
+    """Drop the groups that wait with other answers to the steps of trained sessions: each step is
+    learned from once."""
+    steps = [name for task in tasks for one in task.sessions for name in one.steps]
+    waiting = session.scalars(
+        select(GroupRow.group_id).where(GroupRow.exchange_id.in_(steps), GroupRow.status == SCORED)
+    ).all()
+    drop(session, run_id, dict.fromkeys(waiting, IN_TASK_GROUP), before=SCORED)
 
 
 def drop(

@@ -343,6 +343,7 @@ class Run:
                     now=self._clock(),
                 )
             source.mark_trained(session, [g.group_id for g in material.selection.groups])
+            source.drop_answers_of(session, self.run_id, material.tasks)
             leave_out(session, self.run_id, material)
             masked = material.selection.masked_answers
             tokens = source.count_answers(session, material.scored, masked, outcome.answers)

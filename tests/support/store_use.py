@@ -49,6 +49,7 @@ from ingest.errors import (
 )
 from ingest.feedback.deriving import derive_session
 from ingest.grouping.request import EngineFacts
+from ingest.grouping.selection import rules_of
 from ingest.intake.loop import Intake
 from ingest.judge_noise import DAY_S, NoiseWatch, accept_now, add_judgement, measured_noise
 from ingest.judge_watch import JudgeState, why_sampling_holds, write_judge_state
@@ -67,6 +68,7 @@ from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
 from ingest.tasks.keys import group_id_of as task_group_id
+from ingest.tasks.material import load_task_group
 from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
@@ -81,7 +83,7 @@ from learner.resume import CLAIMED, PLACING, WorkFolder, present_holder
 from learner.runs.interrupted import begin_again, check_hold, leave
 from learner.runs.publish import Sealed
 from learner.runs.runs import can_go_on, open_run
-from learner.runs.source import blame_for_death
+from learner.runs.source import blame_for_death, drop_answers_of
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from sidecar.feedback import Feedback, TargetKind, encode_feedback
@@ -456,6 +458,13 @@ def _draw_tasks(use: _Use) -> None:
     first = tasks.session("task-a", success=True)
     tasks.session("task-b", success=False)
     assert tasks.follow() == 2
+    with use.database.read() as session:
+        drawn = task_group_id(["task-a", "task-b"])
+        rules = rules_of(use.settings)
+        read = load_task_group(session, drawn, rules, run_id="r", most_tokens=10_000)
+    assert read is not None
+    with use.database.write() as session:
+        drop_answers_of(session, "r", [read])
     tasks.turn("task-a")
     tasks.follow(after_s=tasks.settings.idle_s)
     with use.database.write() as session:

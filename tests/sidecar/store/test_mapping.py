@@ -13,7 +13,16 @@ from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.exchanges import make_plain_exchange
 
 PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by", "shares_opening"}
-FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "prompt_key", "selection", *PLACE}
+FILLED_BY_INGEST = {
+    "seq",
+    "stored_at",
+    "started_at",
+    "held_out",
+    "prompt_key",
+    "selection",
+    "task_group_id",
+    *PLACE,
+}
 """Columns of `exchange` that hold what ingest knows or decides, or a copy to search by."""
 DELTAS = {"request": "request_body", "prompt_token_ids": "prompt_token_ids"}
 """Fields of `Exchange` that are stored as differences from the exchange of `base_id`."""
