@@ -154,7 +154,7 @@ def test_the_demo_and_the_tests_run_on_the_compiled_relay(compiled: Path) -> Non
 
     assert [line.split()[0] for line in recipes if "-m demo" in line or "-m pytest" in line] == [
         "@scripts/python"
-    ] * 2
+    ] * 3
     assert Path(done.stdout.strip()) == compiled / "sidecar" / "__init__.py"
 
 

@@ -543,7 +543,7 @@ async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) 
     assert {row.status for row in set_aside} == {"set_aside"}
     assert {row.difference for row in set_aside} == {None}
 
-    world.clock.now += 100.0
+    world.clock.now += 3_600.0
     await tick(world)
 
     assert world.canary(name).phase == "inconclusive"
