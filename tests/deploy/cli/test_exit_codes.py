@@ -35,6 +35,9 @@ ALONE = frozenset(
 """They need nothing that runs, and no store that exists."""
 DONE: dict[str, tuple[str, ...]] = {
     "status": (),
+    "progress": (),
+    "tasks ls": (),
+    "rehearsals ls": (),
     "lineage": ("v1",),
     "canary get": (),
     "canary pause": ("--reason", "x"),
@@ -89,6 +92,7 @@ ELSEWHERE = {
     "judge calibrate": "tests/deploy/cli/test_judge.py",
     "judge sessions": "tests/deploy/cli/test_judge_sessions.py",
     "exchanges show": "tests/deploy/cli/test_exchanges.py",
+    "tasks show": "tests/deploy/admin/test_task_groups.py",
     "store rotate-key": "tests/deploy/cli/test_store.py",
 }
 """Command -> where its 0 is tested."""
@@ -179,12 +183,14 @@ def test_what_cannot_be_done_ends_with_1_and_says_why(
 OTHER_CODES = {
     "canary wait": 4,
     "canary watch": 4,
+    "rehearsals ls": 0,
     "learn": 3,
     "judge calibrate": 2,
     "judge sessions": 2,
 }
-"""`canary wait`, `watch`: 1 says rolled back. `learn --once`: it has nothing to learn from. `judge
-calibrate`: its file is not there. `judge sessions`: the settings name no judge."""
+"""`canary wait`, `watch`: 1 says rolled back. `learn --once`: it has nothing to learn from, and makes
+a store, in which nothing was rehearsed. `judge calibrate`: its file is not there. `judge sessions`:
+the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
     "learn": ("--once",),
     "adapters push": ("v1", "--to", "hub:o/n", "--reason", "x"),
@@ -193,6 +199,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "judge calibrate": ("{folder}/none.jsonl", "--judge", "openai/none"),
     "judge sessions": ("a", "b"),
     "exchanges show": ("ex_1",),
+    "tasks show": ("tg_1",),
     "learner override": ("--reason", "x"),
     "store rotate-key": (),
 }

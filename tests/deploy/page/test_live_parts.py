@@ -70,7 +70,10 @@ def test_the_first_screen_keeps_the_focus_under_traffic(
     window.open(serve(make_browser().context))
     for place in ("#needs ~ .cards a", "#arms"):
         assert window.run(WATCH, place)
-        figure = "return document.querySelector('#serves ~ dl dd').innerText"
+        figure = (
+            "return [...document.querySelectorAll('#serves ~ dl dt')]"
+            ".find(one => one.innerText.startsWith('Captured')).nextElementSibling.innerText"
+        )
         for _ in range(2):
             before = window.run(figure)
             request_more(world, 1_000)
