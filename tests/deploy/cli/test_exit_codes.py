@@ -188,7 +188,7 @@ OTHER_CODES = {
     "judge calibrate": 2,
     "judge sessions": 2,
 }
-"""`canary wait`, `watch`: 1 says rolled back. `learn --once`: it has nothing to learn from, and makes
+"""`canary wait`, `watch`: 1 says rolled back. `learn --once`: nothing to learn from; it makes
 a store, in which nothing was rehearsed. `judge calibrate`: its file is not there. `judge sessions`:
 the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
