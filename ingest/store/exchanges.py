@@ -616,6 +616,20 @@ def load_rows(session: Session, session_id: str, *, limit: int = MOST_EXCHANGES)
 
 def _turn(stored: StoredExchange) -> TokenTurn:
     exchange = stored.exchange
+    return token_turn(
+        stored,
+        trainable=(
+            exchange.untrainable_reason is None
+            and not stored.held_out
+            and exchange.outcome == "ok"
+            and exchange.status == 200
+        ),
+    )
+
+
+def token_turn(stored: StoredExchange, *, trainable: bool) -> TokenTurn:
+    """Return an exchange as a turn of its session's rows. trainable: its answers are no context."""
+    exchange = stored.exchange
     return TokenTurn(
         exchange_id=exchange.exchange_id,
         parent=stored.place.parent,
@@ -624,10 +638,5 @@ def _turn(stored: StoredExchange) -> TokenTurn:
             SampledAnswer(index=one.index, token_ids=one.token_ids, logprobs=one.logprobs)
             for one in exchange.choices
         ],
-        trainable=(
-            exchange.untrainable_reason is None
-            and not stored.held_out
-            and exchange.outcome == "ok"
-            and exchange.status == 200
-        ),
+        trainable=trainable,
     )

@@ -23,6 +23,8 @@ from sidecar.routing.opening import without_notes
 KeyKind = Literal["header", "prompt", "template", "rehearsal"]
 WINDOW_S: Final = 86_400.0
 """Sessions of a group began within a day of each other: the world that they met was the same."""
+PREFIX: Final = "tg_"
+"""Beginning of the id of a group of sessions."""
 KEY_BYTES: Final = 16
 TEXT_CHARS: Final = 2_000
 """Characters of a first message that a template reads."""
@@ -220,4 +222,4 @@ def group_id_of(session_ids: Sequence[str]) -> str:
     digest = hashlib.blake2b(
         "\0".join(session_ids).encode("utf-8", "surrogatepass"), digest_size=13
     )
-    return f"tg_{digest.hexdigest()}"
+    return f"{PREFIX}{digest.hexdigest()}"

@@ -14,16 +14,17 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import Rules, exact_answers
-from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows, parents_first
+from ingest.sessions.rows import TokenRow, TokenTurn, join_rows, parents_first
 from ingest.store.exchanges import (
     StoredExchange,
     decoded_columns,
     decoded_sizes,
     pages_of,
     read_pages,
+    token_turn,
 )
 from ingest.store.groups import CLAIMED
-from ingest.trajectories.recorded import Step, main_line
+from ingest.trajectories.recorded import STEP_COLUMNS, main_line, step_of
 from sidecar.store.codec import ID_BYTES
 from sidecar.store.models import (
     AnswerRow,
@@ -33,8 +34,6 @@ from sidecar.store.models import (
     TaskMemberRow,
 )
 
-PREFIX = "tg_"
-"""Beginning of the id of a task group."""
 TRAINED = "trained"
 
 
@@ -130,33 +129,13 @@ def _load(
     ids = [str(one) for one in member.exchange_ids or ()]
     row = ExchangeRow
     found = session.execute(
-        select(
-            row.seq,
-            row.exchange_id,
-            row.parent_id,
-            row.placed_by,
-            row.segment,
-            row.started_at,
-            row.surface,
-            row.outcome,
-            row.status,
-            *decoded_columns(),
-        )
+        select(row.seq, *STEP_COLUMNS, *decoded_columns())
         .where(row.exchange_id.in_(ids))
         .order_by(row.seq)
     ).all()
-    steps = [
-        Step(
-            exchange_id=one.exchange_id,
-            parent=one.parent_id,
-            how=one.placed_by,
-            segment=one.segment,
-            began_at=one.started_at,
-            fits=(one.surface, one.outcome, one.status) == ("chat", "ok", 200),
-        )
-        for one in found
-    ]
-    sizes = {one.exchange_id: (one.seq, decoded_sizes(*one[9:])) for one in found}
+    steps = [step_of(one) for one in found]
+    head = 1 + len(STEP_COLUMNS)
+    sizes = {one.exchange_id: (one.seq, decoded_sizes(*one[head:])) for one in found}
     tokens = sum(of_ids for _, (_, of_ids) in sizes.values()) // ID_BYTES
     if tokens > most_tokens:
         raise TooLongError(f"the prompts of session {member.session_id} have {tokens} tokens")
@@ -194,16 +173,7 @@ def _turns(
                 temperature = _temperature(stored, rules)
                 if temperature is not None:
                     temperatures[exchange.exchange_id] = temperature
-            yield TokenTurn(
-                exchange_id=exchange.exchange_id,
-                parent=stored.place.parent,
-                prompt_token_ids=exchange.prompt_token_ids,
-                answers=[
-                    SampledAnswer(index=one.index, token_ids=one.token_ids, logprobs=one.logprobs)
-                    for one in exchange.choices
-                ],
-                trainable=exchange.exchange_id in temperatures,
-            )
+            yield token_turn(stored, trainable=exchange.exchange_id in temperatures)
 
 
 def _temperature(stored: StoredExchange, rules: Rules) -> float | None:

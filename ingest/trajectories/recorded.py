@@ -58,6 +58,30 @@ class Step:
     """It is a chat that was answered."""
 
 
+STEP_COLUMNS: Final = (
+    ExchangeRow.exchange_id,
+    ExchangeRow.parent_id,
+    ExchangeRow.placed_by,
+    ExchangeRow.segment,
+    ExchangeRow.started_at,
+    ExchangeRow.surface,
+    ExchangeRow.outcome,
+    ExchangeRow.status,
+)
+
+
+def step_of(row: Any) -> Step:
+    """Return the step of a row that has `STEP_COLUMNS`."""
+    return Step(
+        exchange_id=row.exchange_id,
+        parent=row.parent_id,
+        how=row.placed_by,
+        segment=row.segment,
+        began_at=row.started_at,
+        fits=(row.surface, row.outcome, row.status) == ("chat", "ok", 200),
+    )
+
+
 def load_trajectory(
     session: Session, name: str, *, among: Collection[str] | None = None
 ) -> RecordedTrajectory:
@@ -68,35 +92,13 @@ def load_trajectory(
         UnreadableExchangesError.
     """
     known = stored_name(session, name)
-    columns = (
-        ExchangeRow.exchange_id,
-        ExchangeRow.parent_id,
-        ExchangeRow.placed_by,
-        ExchangeRow.segment,
-        ExchangeRow.started_at,
-        ExchangeRow.surface,
-        ExchangeRow.outcome,
-        ExchangeRow.status,
-        ExchangeRow.project,
-    )
-    newest = select(*columns).where(ExchangeRow.session_id == known)
+    newest = select(*STEP_COLUMNS, ExchangeRow.project).where(ExchangeRow.session_id == known)
     rows = session.execute(newest.order_by(ExchangeRow.seq.desc()).limit(MOST_EXCHANGES)).all()
     if not rows:
         raise TrajectoriesError(
             f"no session {name} is stored; `sidecar exchanges ls` names the session of each"
         )
-    steps = [
-        Step(
-            exchange_id=row.exchange_id,
-            parent=row.parent_id,
-            how=row.placed_by,
-            segment=row.segment,
-            began_at=row.started_at,
-            fits=(row.surface, row.outcome, row.status) == ("chat", "ok", 200),
-        )
-        for row in reversed(rows)
-        if among is None or row.exchange_id in among
-    ]
+    steps = [step_of(row) for row in reversed(rows) if among is None or row.exchange_id in among]
     parts = last_of_each_part(steps)
     if not parts:
         raise TrajectoriesError(f"session {name} has no answered chat, so there is nothing to rank")

@@ -21,7 +21,8 @@ from ingest.judge_noise import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from ingest.store.groups import SCORED
-from ingest.tasks.material import PREFIX, TaskGroup
+from ingest.tasks.keys import PREFIX
+from ingest.tasks.material import TaskGroup
 from learner.errors import NotResumedError
 from learner.origin import (
     CACHE,

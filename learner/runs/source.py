@@ -22,7 +22,7 @@ from ingest.grouping.selection import Rules
 from ingest.records import UNREADABLE, ScoredGroup
 from ingest.store.exchanges import stored_tokens
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group
-from ingest.tasks.material import PREFIX as TASKS
+from ingest.tasks.keys import PREFIX
 from ingest.tasks.material import TaskGroup, TooLongError, load_task_group
 from learner.errors import (
     DeviceError,
@@ -139,7 +139,7 @@ def _scored_tasks(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
 
 def _table(group_id: str) -> type[GroupRow] | type[TaskGroupRow]:
     """Return the table that a group's row is in."""
-    return TaskGroupRow if group_id.startswith(TASKS) else GroupRow
+    return TaskGroupRow if group_id.startswith(PREFIX) else GroupRow
 
 
 def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> list[str]:
