@@ -171,6 +171,11 @@ class StepMetrics:
     sample_size: float | None = None
     """Effective sample size of the tokens of sessions, as a share of their number, by how likely
     they were at the start of the run (`learner.grpo.answers.sample_size`); None: there are none."""
+    alignment: float = 0.0
+    """Of groups of sessions: how far the steps before made those likelier that ended better
+    (`learner.grpo.chance`)."""
+    alignment_variance: float = 0.0
+    """Its variance, were the rewards of each group given to its sessions by lot."""
     peak_memory_bytes: int = 0
     """Peak of the process so far; on a GPU, of what torch holds there."""
 
@@ -325,6 +330,9 @@ class TrainingJob:
     quiet: int = 0
     """Groups that the run left out because their scores differ by no more than noise: they make the
     steps smaller (`learner.grpo.optimizer`)."""
+    signals: Sequence[float] | None = ()
+    """z of earlier runs of the line, the newest first, by which the gate of sessions decides
+    (`learner.grpo.chance`); None: it does not, since what it decided is known."""
     least_spread: Mapping[str, float] = field(default_factory=dict)
     """Group id -> least spread of its rewards, score units, by the noise of its judge."""
     samplers: Mapping[str, Parent] = field(default_factory=dict)
@@ -352,6 +360,8 @@ class TrainingOutcome:
     """Drift over every token that was trained on; None when there is none."""
     algorithm: Mapping[str, object]
     """Facts beyond the settings (loss, optimiser, arithmetic), as JSON values for the lineage."""
+    signal: float | None = None
+    """z of the run's sessions (`learner.grpo.chance`); None: there were too few, or none."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Group id -> fault, for the groups that the trainer left out."""
     answers: Mapping[str, CheckedAnswers] = field(default_factory=dict)

@@ -153,6 +153,7 @@ def _recipe(
         folder=Path(),
         check_stop=lambda: None,
         quiet=quiet,
+        signals=None,
         samplers=source.samplers(session, settings.line.name, names),
     )
     return job, {**lineage, "run_id": run_id, "code": code}

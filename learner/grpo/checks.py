@@ -46,6 +46,7 @@ from learner.grpo.answers import (
     leave_out_far,
     measure,
 )
+from learner.grpo.chance import BY_CHANCE
 from learner.policy.adapter_io import sampled_by
 from learner.policy.architecture import LONGROPE, fix_positions
 from learner.policy.logprobs import Policy, joint_groups, joint_pack, packs_of, parts
@@ -75,7 +76,7 @@ NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
 SAYS_NOTHING = (
     UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, GEOMETRIC, TOO_FEW,
-    SAMPLE_SIZE, *QUIET,
+    SAMPLE_SIZE, BY_CHANCE, *QUIET,
 )  # fmt: skip
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)

@@ -76,6 +76,13 @@ class Tokens:
         """Number of tokens of each answer, as a float tensor."""
         return torch.bincount(self.answers_N).to(self.logprobs_N.dtype)
 
+    @property
+    def since_start(self) -> list[float]:
+        """[A] nats by which each answer is likelier than at the start of the run."""
+        moved_N = self.logprobs_N.detach() - self.start_N
+        sums_A = torch.zeros_like(self.lengths_A).index_add(0, self.answers_N, moved_N)
+        return [float(one) for one in sums_A.tolist()]
+
     def answer_mean(self, values_N: Tensor) -> Tensor:
         """[N]: for each token the mean of the values over its answer."""
         sums_A = torch.zeros_like(self.lengths_A).index_add(0, self.answers_N, values_N)

@@ -26,6 +26,7 @@ from opentelemetry import trace
 
 from learner.adapter_folder import PATTERNS
 from learner.errors import NonFiniteError
+from learner.grpo import chance
 from learner.grpo.advantages import spread
 from learner.grpo.answers import QUIET, sample_size
 from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
@@ -98,6 +99,8 @@ class StepSums:
     stale: int = 0
     """Answers that `stale_limit` left without a gradient."""
     computed_tokens: int = 0
+    alignment: float = 0.0
+    alignment_variance: float = 0.0
     kl_coef: float = 0.0
     """Weight of the divergence from the base in the step's loss."""
 
@@ -164,6 +167,8 @@ def step_metrics(
         drift=sums.drift / sums.tokens,
         kl_coef=sums.kl_coef,
         sample_size=sample_size(groups),
+        alignment=sums.alignment,
+        alignment_variance=sums.alignment_variance,
         peak_memory_bytes=peak_memory_bytes,
     )
 
@@ -290,6 +295,7 @@ def run_steps(
         kept = _checked(policy, job, aim)
         keep(kept, job)
     metrics: tuple[StepMetrics, ...] | None = None
+    found: Signal | None = None
     while metrics is None:
         groups = kept.checked.groups
         optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
@@ -301,7 +307,13 @@ def run_steps(
                 raise _GroupsFailed(dict(failed_warm))
             job.watch.plan(_stages(job, groups, ["training"]))
             job.watch.begin_steps(kept.metrics)
-            metrics = _steps(policy, job, kept, aim, optimizer)
+            steps = _steps(policy, job, kept, aim, optimizer)
+            found = found or _signal_of(job, steps)
+            if found is not None and found.is_chance:
+                failed = {one.group_id: found.fault for one in groups if one.sessions}
+                found = replace(found, is_chance=False)
+                raise _GroupsFailed(failed)
+            metrics = steps
         except _GroupsFailed as failed:
             log_faults(failed.faults)
             kept = kept.without(failed.faults)
@@ -337,8 +349,35 @@ def run_steps(
         algorithm=algorithm,
         faults=faults,
         answers=checked.answers,
+        signal=None if found is None else found.z,
     )
     return outcome, optimizer.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """What the gate of sessions found."""
+
+    z: float
+    """Of the run."""
+    pooled: float
+    runs: int
+    is_chance: bool
+
+    @property
+    def fault(self) -> Fault:
+        over = f"z {self.pooled:.2f} over {counted(self.runs, 'run')}, least {chance.LEAST}"
+        return Fault(chance.BY_CHANCE, f"rewards of sessions say no more than chance: {over}")
+
+
+def _signal_of(job: TrainingJob, steps: Sequence[StepMetrics]) -> Signal | None:
+    """Return what these steps say of the rewards of sessions; None: nothing, or nobody asks."""
+    z = chance.score(steps)
+    if z is None or job.signals is None:
+        return None
+    of_line = chance.pooled(z, job.signals)
+    is_chance = abs(of_line) < chance.LEAST
+    return Signal(z=z, pooled=of_line, runs=len(job.signals) + 1, is_chance=is_chance)
 
 
 def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter]) -> Snapshot | None:
@@ -407,7 +446,8 @@ def _steps(
             started = time.monotonic()
             away = measure_base_kl(policy, dealt, job, turn=number)
             require_near(away, job, steps=number - 1)
-            sums = accumulate(policy, dealt, job, aim, optimizer, kl_weight(away, job.settings))
+            weight = kl_weight(away, job.settings)
+            sums = accumulate(policy, dealt, job, aim, optimizer, weight, first=number == 1)
             optimizer.add_quiet(_quiet(job, kept) * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
@@ -432,10 +472,13 @@ def accumulate(
     aim: Objective,
     optimizer: SignalAdamW,
     kl_coef: float = 0.0,
+    *,
+    first: bool = False,
 ) -> StepSums:
     """Give the optimiser the gradient of one step's loss, group by group.
 
     kl_coef: weight of the divergence from the base, as a mean over the step's tokens.
+    first: the run has learned nothing yet that sessions could agree with.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
     packed = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
@@ -449,13 +492,13 @@ def accumulate(
     )
     parameters = _trainable(policy)
 
-    def add(group: TrainingGroup) -> Fault | None:
+    def add(group: TrainingGroup) -> list[float] | Fault:
         of_group = packs[id(group)]
-        fault = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
-        if fault is None and not _finite(parameters):
-            fault = Fault(NON_FINITE, "its gradient is not finite")
+        found = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
+        if not isinstance(found, Fault) and not _finite(parameters):
+            found = Fault(NON_FINITE, "its gradient is not finite")
         optimizer.add_group(signal(group.rows))
-        return fault
+        return found
 
     found = job.ranks.each(groups, add)
     job.report("")
@@ -464,18 +507,31 @@ def accumulate(
         raise _GroupsFailed(faults)
     optimizer.add_ranks(job.ranks)
     sums.add_ranks(job.ranks)
+    for group, moved_A in zip(groups, found, strict=True):
+        if group.sessions and not first and not isinstance(moved_A, Fault):
+            t, v = chance.alignment(group, moved_A)
+            sums.alignment, sums.alignment_variance = (
+                sums.alignment + t,
+                sums.alignment_variance + v,
+            )
     return sums
 
 
 def _add_group(
     policy: Policy, packs: Sequence[Pack], job: TrainingJob, aim: Objective, sums: StepSums
-) -> Fault | None:
+) -> list[float] | Fault:
+    """Give the parameters the gradient of a group.
+
+    Returns: nats by which each trainable row is likelier than at the start of the run.
+    """
+    moved_A: list[float] = []
     for pack in packs:
         job.check_stop()
         # Before the policy's own pass: the adapter is off meanwhile.
         base_N = base_logprobs(policy, pack) if sums.kl_coef else None
         logprobs_N, entropy = policy.logprobs(pack)
-        found = aim.sums(tokens_of(pack, logprobs_N))
+        tokens = tokens_of(pack, logprobs_N)
+        found = aim.sums(tokens)
         loss = found.loss / sums.denominator
         if base_N is not None:
             loss = loss + sums.kl_coef * penalty(logprobs_N, base_N).sum() / sums.tokens
@@ -483,7 +539,8 @@ def _add_group(
         if not bool(torch.isfinite(found.loss)):
             return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
         sums.add(found, entropy, pack)
-    return None
+        moved_A += tokens.since_start
+    return moved_A
 
 
 def kl_weight(away: BaseKl | None, settings: Learner) -> float:

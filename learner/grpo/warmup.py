@@ -41,14 +41,20 @@ def wanted_steps(job: TrainingJob) -> int:
 
 
 def best_answers(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-    """Return each group with its best trainable answer alone; of equal ones the first. Pure."""
+    """Return each group with its best trainable answer alone; of equal ones the first. Pure.
+
+    Groups of sessions have none: a part of a session is no answer, and `learner.grpo.chance` needs
+    that nothing was learned from them before their step.
+    """
     chosen: list[TrainingGroup] = []
     for group in groups:
+        if group.sessions:
+            continue
         places = [place for place, row in enumerate(group.rows) if row.trainable]
         if places:
             best = max(places, key=lambda place: (group.scores[place], -place))
             row, score = group.rows[best], group.scores[best]
-            chosen.append(replace(group, rows=(row,), scores=(score,), sessions=()))
+            chosen.append(replace(group, rows=(row,), scores=(score,)))
     return chosen
 
 

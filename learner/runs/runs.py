@@ -28,6 +28,7 @@ from learner.errors import (
     RunInProgressError,
     RunStoppedError,
 )
+from learner.grpo.chance import MOST_RUNS
 from learner.records import Fault, Parent
 from learner.resume import CLAIMED, Death, Holder, WorkFolder, how_released, is_gone, why_not_again
 from learner.runs.source import ATTEMPTS, as_parent, blame, blame_for_death, give_back
@@ -285,11 +286,12 @@ def end_run(
     counts: Mapping[str, int] | None = None,
     metrics: list[dict[str, Any]] | None = None,
     adapter: str | None = None,
+    signal: float | None = None,
     token: str | None = None,
 ) -> None:
     """Move a run from `running` to its final status.
 
-    token: of the process that ran it.
+    signal: z of its sessions (`learner.grpo.chance`). token: of the process that ran it.
     Raises: RunStoppedError when the run is no longer running, or another process goes on with it.
     """
     row = session.get(RunRow, run_id, with_for_update=True)
@@ -301,6 +303,15 @@ def end_run(
     row.counts = dict(counts or {})
     row.metrics = metrics or []
     row.adapter = adapter
+    row.signal = signal
+
+
+def earlier_signals(session: Session, model: str) -> tuple[float, ...]:
+    """Return z of the newest runs of a line that trained on sessions, the newest first."""
+    row = RunRow
+    known = row.model == model, row.signal.is_not(None)
+    newest = select(row.signal).where(*known).order_by(row.ended_at.desc()).limit(MOST_RUNS)
+    return tuple(one for one in session.scalars(newest) if one is not None)
 
 
 def abandon(

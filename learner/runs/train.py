@@ -58,6 +58,7 @@ from learner.runs.runs import (
     Heartbeat,
     abandon,
     check_parent,
+    earlier_signals,
     end_dead,
     end_run,
     find_parent,
@@ -240,6 +241,7 @@ class Run:
                 folder=work.empty_adapter(),
                 check_stop=lambda: self._check_stop(heartbeat),
                 quiet=material.selection.quiet,
+                signals=self._signals(material),
                 least_spread=material.selection.least_spread,
                 samplers=material.samplers,
                 masked=material.selection.masks,
@@ -254,7 +256,7 @@ class Run:
                 check_parent(parent)  # the trainer read the files after the first check
                 material = material.without(outcome.faults)
                 if not outcome.metrics:
-                    self._skip(material)
+                    self._skip(material, signal=outcome.signal)
                 candidate = self._publish(material, outcome, work, heartbeat)
             published, self.counts = True, material.counts
             return candidate
@@ -281,14 +283,23 @@ class Run:
         work.write(RUN, prints(self._settings, material))
         return material
 
-    def _skip(self, material: Material, *, fresh: int | None = None) -> None:
+    def _signals(self, material: Material) -> tuple[float, ...]:
+        if not material.tasks:
+            return ()
+        with self._database.read() as session:
+            return earlier_signals(session, self._settings.line.name)
+
+    def _skip(
+        self, material: Material, *, fresh: int | None = None, signal: float | None = None
+    ) -> None:
         """End the run without a result. Raises: NothingToLearnError, always."""
         reason = material.why_nothing(fresh, self._settings.learner.min_groups)
-        self._when_unlocked(partial(self._end_skipped, material, reason), "the end of the run")
+        ending = partial(self._end_skipped, material, reason, signal)
+        self._when_unlocked(ending, "the end of the run")
         log.info("run_skipped", run_id=self.run_id, reason=reason)
         raise NothingToLearnError(reason)
 
-    def _end_skipped(self, material: Material, reason: str) -> None:
+    def _end_skipped(self, material: Material, reason: str, signal: float | None) -> None:
         with self._database.write() as session:
             leave_out(session, self.run_id, material)
             end_run(
@@ -298,6 +309,7 @@ class Run:
                 now=self._clock(),
                 reason=reason,
                 counts=material.counts,
+                signal=signal,
                 token=self._holder.token,
             )
 
@@ -356,6 +368,7 @@ class Run:
                 counts={**material.counts, **tokens},
                 metrics=[asdict(step) for step in outcome.metrics],
                 adapter=candidate.adapter,
+                signal=outcome.signal,
                 token=self._holder.token,
             )
         return candidate

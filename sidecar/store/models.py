@@ -852,6 +852,9 @@ class RunRow(Base):
     """One object for each time that it was killed and resumed (`learner.resume.Death`)."""
     progress: Mapped[dict[str, Any] | None]
     """Where it is, or was when it ended (`learner.progress.watch.Progress`), and `at`."""
+    signal: Mapped[float | None]
+    """z of its sessions: whether their rewards say more than chance (`learner.grpo.chance`); null:
+    it had none, or too few to tell."""
 
 
 class RunStepRow(Base):

@@ -1,0 +1,164 @@
+"""The shuffle gate: its variance is that of all deals, and a run learns from no chance."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, pvariance
+from typing import TYPE_CHECKING
+
+import pytest
+
+from learner.grpo.chance import LEAST, alignment, pooled, score
+from learner.grpo.trainer import run_steps
+from learner.grpo.warmup import best_answers
+from learner.policy.logprobs import Policy
+from learner.records import StepMetrics, TrainingGroup, TrainingOutcome
+from sidecar.settings import Learner
+from tests.learner.conftest import job_of
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+PROMPT = (1, 2, 3)
+GOOD, BAD = (10, 11), (20,)
+
+
+def sessions(
+    group: MakeGroup, row: MakeRow, rewards: Sequence[float], name: str = "tg_1"
+) -> TrainingGroup:
+    """A group whose first session has two rows."""
+    rows = [row((10 + number, 11), reward) for number, reward in enumerate((rewards[0], *rewards))]
+    numbers = (0, *range(len(rewards)))
+    return replace(
+        group(PROMPT, rows, group_id=name),
+        scores=(rewards[0], *rewards),
+        sessions=numbers,
+        weights=(1.0,) * len(numbers),
+        steps=(0.0,) * len(numbers),
+    )
+
+
+def test_mean_and_variance_are_those_of_every_deal_of_the_rewards(
+    group: MakeGroup, row: MakeRow
+) -> None:
+    rewards, moved = (0.9, 0.1, 0.4, 0.4), (1.0, 0.6, -0.3, 2.0, 0.1)
+
+    dealt = [
+        alignment(sessions(group, row, deal), moved) for deal in itertools.permutations(rewards)
+    ]
+
+    totals, variances = zip(*dealt, strict=True)
+    assert fmean(totals) == pytest.approx(0.0, abs=1e-12)
+    assert pvariance(totals) == pytest.approx(variances[0])
+    assert min(variances) == pytest.approx(max(variances))
+
+
+def test_a_session_moves_by_the_mean_of_its_tokens_and_masked_rows_have_no_part(
+    group: MakeGroup, row: MakeRow
+) -> None:
+    whole = sessions(group, row, (1.0, 0.0))
+    without = replace(
+        whole, rows=(whole.rows[0], replace(whole.rows[1], trainable=False), whole.rows[2])
+    )
+
+    t, _ = alignment(whole, [0.4, 0.8, 0.0])
+    assert t == pytest.approx(0.3)  # a = 1, -1; c = 0.3, 0 nats a token
+    t, _ = alignment(without, [0.4, 0.0])
+    assert t == pytest.approx(0.2)
+
+
+def step(alignment: float, variance: float) -> StepMetrics:
+    numbers: Mapping[str, float] = dict.fromkeys(
+        (
+            "step", "groups", "answers", "tokens", "computed_tokens", "reward_mean",
+            "reward_spread", "loss", "ratio_mean", "clip_share", "approx_kl", "entropy",
+            "grad_norm", "update_norm", "learning_rate", "seconds", "tokens_per_s",
+        ),
+        0,
+    )  # fmt: skip
+    return StepMetrics(**numbers, alignment=alignment, alignment_variance=variance)  # type: ignore[arg-type]
+
+
+def test_the_z_of_a_run_and_of_its_line() -> None:
+    assert score([step(0, 0), step(1.0, 3.0), step(2.0, 1.0)]) == pytest.approx(1.5)
+    assert score([step(0, 0)]) is None
+    assert pooled(1.0, ()) == 1.0
+    assert pooled(1.0, (2.0, -1.0)) == pytest.approx((1 + 1.6 - 0.64) / (1 + 0.64 + 0.4096) ** 0.5)
+
+
+def run(
+    policy: Policy,
+    make: MakeGroup,
+    row: MakeRow,
+    settings: Learner,
+    *,
+    liked: Sequence[bool],
+    signals: Sequence[float] | None = (),
+) -> TrainingOutcome:
+    """Train on a group of answers, and on a group of sessions for each of `liked`: whether the
+    good sessions are those that said `GOOD`."""
+    answers = make(PROMPT, [row((30,), 0.5), row((31,), -0.5)], group_id="ag_1")
+    groups = [answers]
+    for number, is_liked in enumerate(liked):
+        rewards = (1.0, 1.0, 0.0, 0.0) if is_liked else (0.0, 0.0, 1.0, 1.0)
+        said = (GOOD, GOOD, BAD, BAD)
+        rows = [row(ids, reward - 0.5) for ids, reward in zip(said, rewards, strict=True)]
+        one = make(PROMPT, rows, group_id=f"tg_{number}")
+        weights, steps = (1.0,) * 4, (0.0,) * 4
+        groups.append(
+            replace(one, scores=rewards, sessions=(0, 1, 2, 3), weights=weights, steps=steps)
+        )
+    settings = settings.model_copy(update={"steps": 3, "max_drift": 100.0})
+    job = replace(job_of(groups, settings), signals=signals)
+    return run_steps(policy, job)[0]
+
+
+def test_sessions_whose_rewards_agree_are_learned_from(
+    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    found = run(policy, group, row, learner_settings, liked=[True] * 8)
+
+    assert found.faults == {}
+    assert found.signal is not None
+    assert found.signal > LEAST
+    assert sum(one.groups for one in found.metrics) == 9
+    assert found.metrics[0].alignment_variance == 0  # nothing had been learned before it
+
+
+@pytest.mark.parametrize("signals", [(), (-0.5, 0.3)])
+def test_sessions_whose_rewards_are_chance_cost_only_themselves(
+    policy: Policy,
+    group: MakeGroup,
+    row: MakeRow,
+    learner_settings: Learner,
+    signals: tuple[float, ...],
+) -> None:
+    liked = [True, True, False, True, False, False, True, False]
+
+    found = run(policy, group, row, learner_settings, liked=liked, signals=signals)
+
+    assert {fault.reason for fault in found.faults.values()} == {"by_chance"}
+    assert len(found.faults) == len(liked)
+    assert abs(found.signal or 0.0) < LEAST
+    assert [one.groups for one in found.metrics] == [1]  # the group of answers
+
+
+@pytest.mark.parametrize("signals", [(4.0,), (-6.0,), None])
+def test_earlier_runs_of_the_line_may_have_told(
+    policy: Policy,
+    group: MakeGroup,
+    row: MakeRow,
+    learner_settings: Learner,
+    signals: tuple[float, ...] | None,
+) -> None:
+    liked = [True, True, False, True, False, False, True, False]
+
+    found = run(policy, group, row, learner_settings, liked=liked, signals=signals)
+
+    assert found.faults == {}
+
+
+def test_no_session_is_imitated_before_the_first_step(group: MakeGroup, row: MakeRow) -> None:
+    assert best_answers([sessions(group, row, (1.0, 0.0))]) == []
