@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from deploy.canary.controller import Controller
+from deploy.canary.exam import TaskExam
 from deploy.canary.gate import EVERY_S as SHADOW_S
 from deploy.canary.gate import Gate, Shadow
 from deploy.engine.reconcile import CHECK_S, ChampionGuard, Fleet, registered_path
@@ -97,6 +98,7 @@ def make_gate(
         parallel=max(1, at_once),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
+        exam=TaskExam(database, settings, sampler) if settings.tasks_are_examined else None,
         judge_gives_reward=not examiner_of(settings).own_judge,
         line=settings.line,
         acts=acts,

@@ -32,11 +32,13 @@ import structlog
 from sqlalchemy.orm import Session
 
 from deploy.canary import gate_store
+from deploy.canary.exam import NoOutcomeError, TaskExam
 from deploy.canary.gate_answers import (
     Answered,
     ArmFailedError,
     Drawing,
     FreshAnswers,
+    NextAnswers,
     Prompts,
     as_rows,
     seed_of,
@@ -308,6 +310,7 @@ class Gate:
         view: JudgeView | None = None,
         screen: Screen | None = None,
         judge_gives_reward: bool = False,
+        exam: TaskExam | None = None,
         line: Line | None = None,
         acts: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -317,7 +320,7 @@ class Gate:
         parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
         None: the default one. judge_gives_reward: the judge also scores the groups that are learned
-        from."""
+        from. exam: compares by whole tasks, and the judge is not asked."""
         self._acts = acts
         self._view = view
         self._judge_gives_reward = judge_gives_reward
@@ -329,15 +332,24 @@ class Gate:
             clock=clock,
         )
         self._database = database
-        self._answers = FreshAnswers(sampler, rules)
+        self._exam = exam
+        ask = NextAnswers(sampler, rules).ask if exam is None else exam.ask
+        self._answers = FreshAnswers(ask, rules)
         self._room = room
         self._judge = judge
         self._rules = rules
         self._judging = judging
-        self._parallel = parallel
+        self._parallel = parallel if exam is None else 1
         self._clock = clock
         self._retry = Retry()
-        self._drawing = Drawing(database, rules, parallel=parallel, clock=clock, line=line)
+        self._drawing = Drawing(
+            database,
+            rules,
+            parallel=self._parallel,
+            clock=clock,
+            line=line,
+            whole_tasks=exam is not None,
+        )
         self._attempts: Counter[str] = Counter()
         """Failed attempts by comparison id, in memory: a restart counts from zero."""
         self._calls: dict[str, list[JudgeCall]] = {}
@@ -371,6 +383,8 @@ class Gate:
 
     async def settle(self) -> None:
         """Wait, as long as a stop may take, for what the store has not taken yet."""
+        if self._exam is not None:
+            await self._exam.close()
         await self._keeper.settle()
 
     async def _make(self, canary: Canary, prompts: Prompts) -> str | None:
@@ -378,7 +392,7 @@ class Gate:
         due = self._drawing.draw(canary, prompts)
         if not due:
             return None
-        if not self._judge.model:
+        if not self._judge.model and self._exam is None:
             return "no judge is set: name one in judge.model"
         if self._clock() < self._retry.at:
             return self._retry.reason
@@ -482,6 +496,9 @@ class Gate:
             status = "sampling_failed"
             fault = _ARM_FAULT.get(error.arm) if isinstance(error, ArmFailedError) else None
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        except NoOutcomeError as error:
+            status, fault = "no_outcome", "unknown"
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         except NotRedactedError as error:
             status = NOT_REDACTED
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
@@ -490,7 +507,8 @@ class Gate:
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         if status != SCORED and fault is None:
             fault = await self._fault(canary, prompt, answered)
-        asked = status not in ("sampling_failed", NOT_REDACTED, TOO_LONG)
+        unasked = ("sampling_failed", NOT_REDACTED, TOO_LONG)
+        asked = self._exam is None and status not in unasked
         ended = Ended(
             status=status, answered=answered, judgement=judgement, asked=asked, fault=fault
         )
@@ -502,8 +520,11 @@ class Gate:
     ) -> Judgement:
         """Ask the judge. part: names the subset of the answers, when it is one.
 
-        Raises: LostLeaseError before a call that another control may make; as `score_answers`.
+        Raises: LostLeaseError before a call that another control may make; NoOutcomeError; as
+            `score_answers`.
         """
+        if self._exam is not None:
+            return self._exam.judge(answered)
         calls = self._calls.setdefault(comparison_id(canary, prompt), [])
         passes, known = self._judging.passes, len(calls)
 
@@ -534,7 +555,7 @@ class Gate:
         """Find whose answers kept the judge from scoring a group: it is asked again without the
         candidate's and without the champion's. One of both must work, and the other must not.
         """
-        if self._rules.promote_on == "quick" or not answered:
+        if self._exam is not None or self._rules.promote_on == "quick" or not answered:
             return "unknown"
         works = {}
         for arm in ("candidate", "champion"):

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from deploy.registry.proof_rule import has_anchor
 from ingest.errors import AWAY, RequestRefusedError, SamplingError
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
-from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
+from ingest.vllm.sampler import Sampler, SampleRequest
 from sidecar.lines import Line, public_model
 from sidecar.replies.parts import answer_text
 from sidecar.routing.table import upstream_model
@@ -39,17 +39,30 @@ MOST_ANSWERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """One fresh answer and the arm that gave it."""
+class Given:
+    """What an adapter gave to a prompt: an answer, or an attempt at a whole task."""
 
-    arm: str
-    """One of "candidate", "champion" and "anchor"."""
-    adapter: str
     message: dict[str, Any]
     finish_reason: str | None
     nats: float | None = None
     """Mean negative log-probability of its tokens; None where it is not known."""
     tokens: int | None = None
+    reward: float | None = None
+    """How the attempt ended, 0..1 (`deploy.canary.exam`); None: not known, or an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered(Given):
+    """The same, and the arm that gave it."""
+
+    arm: str
+    """One of "candidate", "champion" and "anchor"."""
+    adapter: str
+
+
+Ask = Callable[[Canary, HeldOutPrompt, str, int], Awaitable[Given]]
+"""Has an adapter answer a prompt; the last is the number of the answer, from 0. Raises:
+SamplingError."""
 
 
 class ArmFailedError(SamplingError):
@@ -71,10 +84,10 @@ def arms_of(canary: Canary, rules: CanarySettings) -> list[tuple[str, str]]:
 
 
 class FreshAnswers:
-    """Samples answers and keeps them until they are judged."""
+    """Asks for answers and keeps them until they are judged."""
 
-    def __init__(self, sampler: Sampler, rules: CanarySettings) -> None:
-        self._sampler = sampler
+    def __init__(self, ask: Ask, rules: CanarySettings) -> None:
+        self._ask = ask
         self._rules = rules
         self._kept: dict[str, list[Answered]] = {}
 
@@ -96,9 +109,8 @@ class FreshAnswers:
     async def _sample_all(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
         asked = arms_of(canary, self._rules)
         random.Random(seed_of(canary, f"order\x00{prompt.exchange_id}")).shuffle(asked)
-        sampled = await asyncio.gather(
-            *(self._sample(canary, prompt, adapter) for _, adapter in asked), return_exceptions=True
-        )
+        asking = (self._given(canary, prompt, of, at) for at, (_, of) in enumerate(asked))
+        sampled = await asyncio.gather(*asking, return_exceptions=True)
         errors = [one for one in sampled if isinstance(one, BaseException)]
         # An engine that is down or has lost an adapter causes the other errors: raise that one.
         for error in sorted(errors, key=lambda one: not isinstance(one, AWAY)):
@@ -118,35 +130,51 @@ class FreshAnswers:
             Answered(
                 arm=arm,
                 adapter=adapter,
-                message=json.loads(answer.message),
-                finish_reason=answer.finish_reason,
-                nats=-sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None,
-                tokens=len(answer.token_ids),
+                message=one.message,
+                finish_reason=one.finish_reason,
+                nats=one.nats,
+                tokens=one.tokens,
+                reward=one.reward,
             )
-            for (arm, adapter), answer in zip(asked, sampled, strict=True)
-            if isinstance(answer, SampledAnswer)
+            for (arm, adapter), one in zip(asked, sampled, strict=True)
+            if isinstance(one, Given)
         ]
 
-    async def _sample(self, canary: Canary, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
-        """Sample one answer; once more after an error that may concern this one request alone."""
+    async def _given(self, canary: Canary, prompt: HeldOutPrompt, adapter: str, at: int) -> Given:
+        """Ask for one answer; once more after an error that may concern this one request alone."""
         try:
-            return await self._ask(canary, prompt, adapter)
+            return await self._ask(canary, prompt, adapter, at)
         except (*AWAY, RequestRefusedError):
             raise
         except SamplingError as error:
             log.info("gate_answer_asked_again", adapter=adapter, reason=str(error))
-            return await self._ask(canary, prompt, adapter)
+            return await self._ask(canary, prompt, adapter, at)
 
-    async def _ask(self, canary: Canary, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
+
+class NextAnswers:
+    """Samples next answers to prompts, for `FreshAnswers`."""
+
+    def __init__(self, sampler: Sampler, rules: CanarySettings) -> None:
+        self._sampler = sampler
+        self._rules = rules
+
+    async def ask(self, canary: Canary, prompt: HeldOutPrompt, adapter: str, _number: int) -> Given:
+        """Sample one answer."""
         asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
         limit = self._rules.max_tokens
-        return await self._sampler.sample(
+        answer = await self._sampler.sample(
             SampleRequest(
                 upstream_model=upstream_model(public_model(canary.model), adapter),
                 chat=prompt.request,
                 temperature=1.0,
                 max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
             )
+        )
+        return Given(
+            message=json.loads(answer.message),
+            finish_reason=answer.finish_reason,
+            nats=-sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None,
+            tokens=len(answer.token_ids),
         )
 
 
@@ -257,9 +285,12 @@ class Drawing:
         parallel: int,
         clock: Callable[[], float],
         line: Line | None = None,
+        whole_tasks: bool = False,
     ) -> None:
-        """line: of the canaries; None: the default one of a model without others."""
+        """line: of the canaries; None: the default one of a model without others. whole_tasks: the
+        prompt of a session is always its first one, with which its task begins."""
         self._of = line
+        self._whole_tasks = whole_tasks
         self._database = database
         self._rules = rules
         self._parallel = parallel
@@ -365,6 +396,7 @@ class Drawing:
                     until=self._clock() - gate_store.SETTLED_S,
                     limit=room - len(missing),
                     known=done | {prompt.session_id for prompt in missing},
+                    first=self._whole_tasks,
                 )
             drawn = gate_store.drawn(session, canary.canary_id)
         return Prompts(sessions=len(done) + len(missing), missing=tuple(missing), drawn=drawn)
@@ -388,6 +420,7 @@ class Drawing:
             known=known,
             without=canary.candidate,
             salt=canary.salt,
+            first=self._whole_tasks,
             until=self._clock() - gate_store.SETTLED_S if settled else None,
         )
 

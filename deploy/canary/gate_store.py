@@ -161,6 +161,8 @@ LIVE_EXAMINED = 2_000
 SETTLED_S = 600.0
 """A session without a request for so long has ended: of one that goes on, the first turns would be
 drawn more often than the later ones. Users of an agent pause 10 to 90 s (docs/log.md)."""
+FIRST = (ExchangeRow.turn == 0, ExchangeRow.parent_id.is_(None))
+"""Conditions of a session's first turn."""
 MOST_TURNS = 2_000
 """Turns of one session among which one is drawn."""
 
@@ -227,13 +229,14 @@ def held_out_prompts(
     without: str | None = None,
     salt: str = "",
     until: float | None = None,
+    first: bool = False,
 ) -> list[HeldOutPrompt]:
     """List one good turn of each of a line's newest held-out sessions, the newest session first.
 
     The turn is drawn by `drawn_turn`. known: sessions to leave out. without: an adapter; sessions
     in which it answered are left out too: the prompts of their later turns have its own words in
     them. salt: the canary's. until: Unix seconds; a session with a later exchange goes on, and is
-    left out; None: none is for that.
+    left out; None: none is for that. first: no turn but the session's first is taken.
 
     Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
     """
@@ -242,16 +245,17 @@ def held_out_prompts(
     left_out = set(known)
     unfit = [] if until is None else [row.stored_at > until]
     unfit += [] if without is None else [row.adapter == without]
+    good = (row.public_model == line.model, text(EXAMINED), *(FIRST if first else ()))
     for session_id in _newest_examined(session, line, until):
         if session_id in left_out or session_id in found:
             continue
-        if _any_in(session, session_id, unfit):
+        lacks = first and not _any_in(session, session_id, [and_(*good)])
+        if lacks or _any_in(session, session_id, unfit):
             left_out.add(session_id)
             continue
         found[session_id] = None
         if len(found) == limit:
             break
-    good = (row.public_model == line.model, text(EXAMINED))
     return _prompts(session, line, found, good, salt)
 
 
@@ -424,13 +428,14 @@ def live_prompts(
     until: float,
     limit: int,
     known: Collection[str],
+    first: bool = False,
 ) -> list[HeldOutPrompt]:
     """List one good turn of each of the champion's newest sessions, the newest session first.
 
     The turn is drawn by `drawn_turn`. line: the canary's. after: Unix
     seconds; a session that began earlier may have been learned from. until: a session with a later
     exchange goes on, and is left out. known: sessions to leave out. Those in which the candidate
-    answered are left out too.
+    answered are left out too. first: as of `held_out_prompts`.
     """
     row = ExchangeRow
     found: dict[str, None] = {}
@@ -447,6 +452,7 @@ def live_prompts(
         row.status == 200,
         row.outcome == "ok",
         row.selection.in_(TURN_DECIDED),
+        *(FIRST if first else ()),
     )
     unfit = (row.started_at <= after, row.adapter == canary.candidate, row.stored_at > until)
     rows = session.execute(

@@ -12,7 +12,6 @@ The sidecar calls no tool. What an attempt does is the runner's doing.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,25 +21,15 @@ from typing import Any, Final
 import httpx
 import msgspec
 import structlog
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import SamplingError, UnreadableExchangesError
 from ingest.feedback.deriving import save_feedback
-from ingest.grouping.features import is_held_out
-from ingest.sampling.round import REHEARSED
 from ingest.store.exchanges import load_exchange
-from ingest.store.listing import day_of, patiently
-from ingest.tasks.keys import FirstExchange, task_key
-from ingest.tasks.runner import (
-    MAX_ANSWER_BYTES,
-    PATH,
-    TOKEN_VARIABLE,
-    Answer,
-    RunnerError,
-    Scenario,
-    read_answer,
-)
+from ingest.store.listing import patiently
+from ingest.tasks.attempts import Played, Player, Task, answered_by, spent_today
+from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar import conditions
 from sidecar.backoff import Backoff
@@ -48,14 +37,11 @@ from sidecar.errors import UNREADABLE_JSON, StoreError
 from sidecar.feedback import Feedback, id_of_key
 from sidecar.lines import PAUSED, Line, flag_of
 from sidecar.records import BASE
-from sidecar.rehearsals import Attempt, attempt_headers, make_secret
-from sidecar.routing.session_key import session_key
 from sidecar.routing.table import decode_table
 from sidecar.settings import Settings
 from sidecar.settings.learning import Rehearsals
-from sidecar.store.database import DAMAGE, Database, count, get_flag, insert_into
+from sidecar.store.database import DAMAGE, Database, count, get_flag
 from sidecar.store.models import (
-    CounterRow,
     ExchangeRow,
     FeedbackRow,
     RehearsalRow,
@@ -101,21 +87,9 @@ EXAMINED: Final = 2_000
 """Newest exchanges among which tasks are looked for: some ten milliseconds."""
 TRIED: Final = 20
 """Candidates that are read before none is chosen."""
-ATTEMPTS: Final = "rehearsal_attempts"
-"""Stage of counter rows: (stage, day) -> attempts."""
-ENDED, PLAYING = "ended", "playing"
-"""Values of `rehearsal.result`: it counts; it is under way, or the scoring process ended meanwhile.
-Others say why it counts for nothing, and stand in `task_member.excluded` too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A recorded task."""
-
-    exchange_id: str
-    project: str
-    messages: list[dict[str, Any]]  # Any: JSON
-    tools: list[dict[str, Any]]
+ENDED: Final = "ended"
+"""Value of `rehearsal.result`: it counts. Others say why it counts for nothing, and stand in
+`task_member.excluded` too."""
 
 
 def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candidate]:
@@ -223,13 +197,6 @@ def champion_of(session: Session, line: Line) -> str | None:
         return None
 
 
-def spent_today(session: Session, *, now: float) -> tuple[int, int]:
-    """Return the attempts of today (UTC), and the completion tokens of rehearsals."""
-    rows = (session.get(CounterRow, (one, day_of(now))) for one in (ATTEMPTS, REHEARSED))
-    attempts, tokens = (0 if row is None else row.count for row in rows)
-    return attempts, tokens
-
-
 # The worker.
 
 POLL_S: Final = 2.0
@@ -239,25 +206,10 @@ NOTHING_S: Final = 60.0
 FAILURES: Final = 3
 """Failures of the runner in a row after which it is held."""
 HOLDS: Final = Backoff(first_s=60.0, last_s=3_600.0)
-ARRIVE_S: Final = 30.0
-"""How long the exchanges of a group may take to arrive in the store after its last attempt."""
-ARRIVE_POLL_S: Final = 0.2
-SLACK_S: Final = 5.0
-"""A ticket is valid so much longer than its attempt: clocks of two machines differ."""
 KIND: Final = "rehearsals"
 """Of the condition that says that the runner is held."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class _Played:
-    """One attempt of the group that is under way."""
-
-    session_id: str
-    answer: Answer | None
-    """None: the runner failed."""
-    detail: str | None = None
 
 
 class RehearsalWorker:
@@ -278,14 +230,7 @@ class RehearsalWorker:
         self._settings = settings
         self._own = settings.rehearsals
         self._now = now
-        self._secret = make_secret(settings.state_dir)
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            timeout=None,  # `_ask` bounds the whole attempt
-            trust_env=False,
-            transport=transport,
-        )
+        self._player = Player(database, settings, now=now, transport=transport)
         self._failures = 0
         self._held_until = 0.0
         self._says_held = True
@@ -299,7 +244,7 @@ class RehearsalWorker:
         for one in (playing, stopping):
             one.cancel()
         found = await asyncio.gather(playing, stopping, return_exceptions=True)
-        await self._client.aclose()
+        await self._player.close()
         if isinstance(found[0], Exception):
             raise found[0]
 
@@ -325,7 +270,7 @@ class RehearsalWorker:
         champion = await asyncio.to_thread(self._champion, line)
         if champion is None:
             return POLL_S
-        played: list[_Played] = []
+        played: list[Played] = []
         stays = True
         while stays and len(played) < self._settings.tasks.size and self._now() >= self._held_until:
             if await self._may_play(line):
@@ -333,7 +278,7 @@ class RehearsalWorker:
             else:
                 await asyncio.sleep(POLL_S)
             stays = await asyncio.to_thread(self._champion, line) == champion
-        await self._arrive(played)
+        await self._player.arrived([one.session_id for one in played if one.answer is not None])
         await patiently(
             lambda: self._settle(task, played, stays=stays),
             on_failure=lambda error, _: log.warning("rehearsals_wait", error=str(error)),
@@ -363,129 +308,26 @@ class RehearsalWorker:
         with self._database.read() as session:
             return champion_of(session, line)
 
-    # -- one attempt
-
-    async def _play(self, task: Task, champion: str, number: int) -> _Played:
-        attempt = Attempt(
-            session=self._name(task.project),
-            task=task.exchange_id,
-            project=task.project,
-            adapter=champion,
-            expires_at=int(self._now() + self._own.timeout_s + SLACK_S),
-        )
-        key = session_key(header=attempt.session, user="", project=task.project)
-        await asyncio.to_thread(self._begin, attempt, key, number)
-        proxy = self._settings.proxy
-        host = "127.0.0.1" if proxy.host in ("0.0.0.0", "::") else proxy.host
-        host = f"[{host}]" if ":" in host else host
-        scenario = Scenario(
-            task_id=task.exchange_id,
-            attempt=number,
-            session_id=attempt.session,
-            project=task.project,
-            model=self._settings.serving.model,
-            base_url=f"http://{host}:{proxy.port}/v1",
-            headers=attempt_headers(self._secret, attempt),
-            messages=task.messages,
-            tools=task.tools,
-            timeout_s=self._own.timeout_s,
-        )
-        try:
-            answer = await self._ask(scenario)
-        except RunnerError as error:
-            await asyncio.to_thread(self._fail, str(error))
-            return _Played(key, None, str(error))
+    async def _play(self, task: Task, champion: str, number: int) -> Played:
+        played = await self._player.play(task, champion, number)
+        if played.answer is None:
+            await asyncio.to_thread(self._fail, played.detail or "")
+            return played
         self._failures = 0
         if self._says_held:
             await asyncio.to_thread(self._say_well)
-        return _Played(key, answer)
-
-    def _name(self, project: str) -> str:
-        """Draw a name of a session that is not held out."""
-        while True:
-            name = f"rehearsal-{os.urandom(10).hex()}"
-            key = session_key(header=name, user="", project=project)
-            if not is_held_out(key, self._settings.groups.held_out_rate):
-                return name
-
-    async def _ask(self, scenario: Scenario) -> Answer:
-        """Have the runner play an attempt. Raises: RunnerError."""
-        url, body = self._own.runner.rstrip("/") + PATH, bytearray()
-        try:
-            async with (
-                asyncio.timeout(self._own.timeout_s),
-                self._client.stream("POST", url, json=msgspec.to_builtins(scenario)) as reply,
-            ):
-                async for piece in reply.aiter_bytes():
-                    body += piece
-                    if len(body) > MAX_ANSWER_BYTES:
-                        break
-        except TimeoutError as error:
-            raise RunnerError(f"it gave no answer in {self._own.timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise RunnerError(f"it cannot be asked: {why}") from error
-        if reply.status_code != 200:
-            text = bytes(body[:200]).decode("utf-8", "replace")
-            raise RunnerError(f"it answered {reply.status_code}: {text}")
-        return read_answer(bytes(body))
+        return played
 
     # -- the store
 
-    def _begin(self, attempt: Attempt, key: str, number: int) -> None:
-        """Store an attempt that begins, and its session as one that is a member of nothing yet."""
-        now = self._now()
-        first = FirstExchange(project=attempt.project, task=attempt.task, origin="rehearsal")
-        task = task_key(first, weakest="header")
-        assert task is not None, "a rehearsal has a task"
-        with self._database.write(alone=False) as session:
-            session.add(
-                RehearsalRow(
-                    session_id=key,
-                    task=attempt.task,
-                    project=attempt.project,
-                    adapter=attempt.adapter,
-                    attempt=number,
-                    began_at=now,
-                    result=PLAYING,
-                )
-            )
-            member = insert_into(session, TaskMemberRow).values(
-                session_id=key,
-                project=attempt.project,
-                key_kind=task.kind,
-                key=task.digest,
-                adapter=attempt.adapter,
-                caller="",
-                began_at=now,
-                excluded=PLAYING,
-            )
-            session.execute(member.on_conflict_do_nothing())
-            count(session, ATTEMPTS, day_of(now))
-
-    async def _arrive(self, played: Sequence[_Played]) -> None:
-        """Wait until the store has exchanges of every attempt that was answered."""
-        names = {one.session_id for one in played if one.answer is not None}
-        for _ in range(int(ARRIVE_S / ARRIVE_POLL_S)):
-            if await asyncio.to_thread(self._arrived, names) >= names:
-                return
-            await asyncio.sleep(ARRIVE_POLL_S)
-
-    def _arrived(self, names: set[str]) -> set[str]:
-        row = ExchangeRow
-        with self._database.read() as session:
-            found = select(row.session_id).where(row.session_id.in_(sorted(names))).distinct()
-            return set(session.scalars(found))
-
-    def _settle(self, task: Task, played: Sequence[_Played], *, stays: bool) -> None:
+    def _settle(self, task: Task, played: Sequence[Played], *, stays: bool) -> None:
         """Store how the attempts of a group ended. Those that count get their outcome, and may
         become members of a group from now on."""
-        row, told, now = ExchangeRow, FeedbackRow, self._now()
+        told, now = FeedbackRow, self._now()
         names = [one.session_id for one in played]
         with self._database.write() as session:
-            spent = select(row.session_id, func.sum(row.completion_tokens))
-            of_names = spent.where(row.session_id.in_(names)).group_by(row.session_id)
-            tokens = {name: number or 0 for name, number in session.execute(of_names)}
+            found = answered_by(session, names)
+            tokens = {name: number for name, (_, number) in found.items()}
             twice = select(told.target).where(told.target.in_(names), told.kind == "outcome")
             answered = set(session.scalars(twice))
             is_there = load_task(session, task.exchange_id) is not None
@@ -502,7 +344,7 @@ class RehearsalWorker:
         log.info("rehearsed", task=task.exchange_id, attempts=len(played))
 
     def _end(
-        self, session: Session, task: Task, one: _Played, why: str | None, tokens: int, now: float
+        self, session: Session, task: Task, one: Played, why: str | None, tokens: int, now: float
     ) -> None:
         kept = one.answer if one.answer is not None and why is None else Answer()
         row, member, name = RehearsalRow, TaskMemberRow, one.session_id

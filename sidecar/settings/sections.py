@@ -317,6 +317,11 @@ class Settings(BaseSettings):
         return self.groups.max_pending_groups or self.learner.max_groups
 
     @property
+    def tasks_are_examined(self) -> bool:
+        """Candidates are compared by whole tasks, which the runner attempts, and no judge."""
+        return self.rehearsals.are_on and self.tasks.learn != "off"
+
+    @property
     def judge_of_gate(self) -> Judge:
         """The settings of the gate's judge: those of [gate_judge] where it has its own, else those
         of [judge]."""

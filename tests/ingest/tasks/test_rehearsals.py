@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.errors import SamplingError
-from ingest.tasks import rehearsals
+from ingest.tasks import attempts
 from ingest.tasks.rehearsals import (
     Candidate,
     RehearsalWorker,
@@ -123,7 +123,7 @@ class Play:
 
 @pytest.fixture
 def play(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    monkeypatch.setattr(rehearsals, "ARRIVE_S", 0.2)
+    monkeypatch.setattr(attempts, "ARRIVE_S", 0.2)
     made = Play(kit, tmp_path, timeout_s=0.2)
     made.tasks.session("source", task="")
     made.tasks.now += IDLE_S

@@ -1,0 +1,141 @@
+"""Whole tasks in place of single answers: the runner attempts a held-out task with each arm.
+
+Where sessions are learned from and a runner is there, the gate and the ramp ask for no next answer:
+what looks best next may make the task fail. The comparison is the same in all else: a task counts
+once, arms are attempted in random order, scores are how the attempts ended (0..1), and no judge is
+asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import httpx
+from sqlalchemy import update
+
+from deploy.canary.gate_answers import Answered, Given
+from deploy.canary.gate_store import HeldOutPrompt
+from deploy.records import Canary
+from ingest.errors import EngineDownError, NoRoomError, SamplingError
+from ingest.ruler.ruler import Judgement
+from ingest.tasks.attempts import Played, Player, Task, spent_today
+from ingest.tasks.runner import Answer
+from ingest.vllm.sampler import Room
+from sidecar.settings import Settings
+from sidecar.store.database import Database, count
+from sidecar.store.models import RehearsalRow, TaskMemberRow
+
+EXAM: Final = "exam"
+"""Value of `rehearsal.result` and `task_member.excluded`: nothing is learned from it."""
+POLL_S: Final = 2.0
+"""Pause while users leave no capacity."""
+
+
+class NoOutcomeError(Exception):
+    """The runner does not say how an attempt ended."""
+
+
+class TaskExam:
+    """Attempts tasks with the adapters of a canary, one attempt at a time."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        room: Room,
+        *,
+        now: Callable[[], float] = time.time,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """room: tells whether users leave capacity. transport: a fake runner, for tests."""
+        self._database = database
+        self._room = room
+        self._now = now
+        self._tokens_per_day = settings.rehearsals.tokens_per_day
+        self._player = Player(database, settings, now=now, transport=transport)
+        self._one = asyncio.Lock()
+        self._failing: set[str] = set()
+        """Adapters whose attempts failed since the last one that did not."""
+
+    async def ask(self, canary: Canary, prompt: HeldOutPrompt, adapter: str, number: int) -> Given:
+        """Attempt a task, as `Ask`.
+
+        Raises: EngineDownError when the runner fails whoever answers, NoRoomError when the day's
+            tokens are spent, SamplingError when this attempt failed.
+        """
+        async with self._one:
+            if len(self._failing) > 1:
+                self._failing.clear()  # the next comparison finds out whether it is mended
+                raise EngineDownError("the runner fails with every adapter: look at its own log")
+            while True:  # the attempts before this one would be lost
+                if await self._room.is_open():
+                    break
+                await asyncio.sleep(POLL_S)
+            if not await asyncio.to_thread(self._has_tokens):
+                raise NoRoomError("today's rehearsals.tokens_per_day are spent")
+            task = Task(
+                exchange_id=prompt.exchange_id,
+                project=prompt.project,
+                messages=prompt.request["messages"],
+                tools=prompt.request.get("tools") or [],
+            )
+            played = await self._player.play(task, adapter, number)
+            why, tokens = await self._why_not(played, adapter)
+            await asyncio.to_thread(self._end, played, why, tokens)
+            if why is not None or played.answer is None:
+                self._failing.add(adapter)
+                raise SamplingError(f"an attempt of {adapter} at a task failed: {why}")
+            self._failing.clear()
+            reward = value_of(played.answer)
+            text = "its end is not known" if reward is None else f"it ended with {reward:g}"
+            message = {"role": "assistant", "content": text}
+            return Given(message=message, finish_reason="stop", reward=reward)
+
+    def judge(self, answered: Sequence[Answered]) -> Judgement:
+        """Return how the attempts ended as their scores. Raises: NoOutcomeError."""
+        scores = [one.reward for one in answered if one.reward is not None]
+        if len(scores) < len(answered):
+            unknown = len(answered) - len(scores)
+            raise NoOutcomeError(f"the runner does not say how {unknown} of its attempts ended")
+        words = tuple("" for _ in scores)
+        return Judgement(scores=tuple(scores), explanations=words, disagreement=None, calls=())
+
+    async def close(self) -> None:
+        await self._player.close()
+
+    async def _why_not(self, played: Played, adapter: str) -> tuple[str | None, int]:
+        """Return why an attempt counts for nothing (None: it counts), and its tokens."""
+        if played.answer is None:
+            return f"the runner: {played.detail}", 0
+        found = await self._player.arrived([played.session_id])
+        by, tokens = found.get(played.session_id, ("", 0))
+        if not found:
+            return "it asked the model nothing with the headers of the attempt", 0
+        return (None if by == adapter else f"{by or 'several adapters'} answered it"), tokens
+
+    def _has_tokens(self) -> bool:
+        with self._database.read() as session:
+            _, tokens = spent_today(session, now=self._now())
+        return tokens < self._tokens_per_day
+
+    def _end(self, played: Played, why: str | None, tokens: int) -> None:
+        kept = played.answer if played.answer is not None and why is None else Answer()
+        row, member, name = RehearsalRow, TaskMemberRow, played.session_id
+        result = EXAM if why is None else "exam_failed"
+        values = {"ended_at": self._now(), "result": result, "detail": why, "tokens": tokens}
+        ended = {**values, "outcome": kept.outcome, "success": kept.success}
+        with self._database.write(alone=False) as session:
+            session.execute(update(row).where(row.session_id == name).values(ended))
+            session.execute(update(member).where(member.session_id == name).values(excluded=EXAM))
+            count(session, "rehearsals", result)
+
+
+def value_of(answer: Answer) -> float | None:
+    """Return how an attempt ended, 0..1; None where it is not known, or on another scale."""
+    if answer.success is not None:
+        return float(answer.success)
+    value = answer.outcome
+    return value if value is not None and 0.0 <= value <= 1.0 else None
