@@ -10,7 +10,15 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from deploy.evidence.progress import Estimate, Link, Point, counts_as, curve, estimate
+from deploy.evidence.progress import (
+    Estimate,
+    Link,
+    Point,
+    counts_as,
+    curve,
+    difference_words,
+    estimate,
+)
 from deploy.records import Canary, version_of
 from deploy.registry import canaries, proof_rule, versions
 from ingest.judge_watch import NANO
@@ -110,8 +118,7 @@ def gain_words(champion: str, origin: str, gain: Estimate | None, promotions: in
         return f"no: {first} serves again, as it did first"
     if gain is None:
         return f"not known: {_named(champion)} was not compared with {first}, nor with a successor"
-    figures = f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {first}"
-    by = f"{_named(champion)} {figures}, by {counted(gain.groups, 'judged prompt')}"
+    by = f"{_named(champion)} {difference_words(gain, first)}"
     if gain.low > 0.0:
         return f"yes: {by}"
     return f"no, it got worse: {by}" if gain.high < 0.0 else f"not proven: {by}"
@@ -165,6 +172,15 @@ class ProgressReader:
         if found.to_champion is not None:
             self._ended[row.canary_id] = found
         return found
+
+
+def compared_words(session: Session, adapter: str) -> str:
+    """Say in a sentence what a version's newest canary showed, if that has ended."""
+    row = canaries.canary_of(session, adapter)
+    found = None if row is None else _read(session, row)
+    if found is None or found.ended_at is None or found.to_champion is None:
+        return "It was not compared with the version that it should replace."
+    return f"In its canary it {difference_words(found.to_champion, _named(found.champion))}."
 
 
 def _read(session: Session, row: CanaryRow) -> Link:

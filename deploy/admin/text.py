@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from deploy.evidence.progress import Estimate, difference_words
 from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has, version_of
 from deploy.text import (
     WHOLE,
@@ -454,8 +455,7 @@ def running_words(running: Json) -> str:
     if found is None:
         said = f"{told} was not compared with {against} yet"
     else:
-        said = f"{told} {found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}) over"
-        said += f" {against} by {counted(found['groups'], 'judged prompt')}"
+        said = f"{told} {difference_words(Estimate(**found), against)}"
     if running["evidence"] is not None:
         said += f"; proven {_evidence(running['evidence'])} of {running['wanted']:g}"
     return said

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.admin.metrics import StoreCollector
-from deploy.admin.progress import ProgressReader
+from deploy.admin.progress import ProgressReader, compared_words
 from deploy.engine.reconcile import EngineView
 from deploy.registry import canaries
 from ingest.judge_watch import NANO
@@ -90,7 +90,7 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
         "run_minutes": 30.0,
     }
     assert found["cost_of_a_point"].startswith("$0.200 of judging, 1.0 minutes of training, 8 cand")
-    assert text[0].startswith("Better? Yes: v2 +0.300 (")
+    assert text[0].startswith("Better? Yes: v2 scored 0.300 higher than the base (95% interval +")
     assert text[1] == "Gain of the judge's score (0..1) over the base model:"
     assert [line.split()[0] for line in text[3:5]] == ["v1", "v2"]
     assert "proven 1.0 of 20" in text[5]
@@ -124,6 +124,26 @@ def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells
     assert points[0].gain.groups == 40
     assert points[1].gain is None
     assert sentence.startswith("not known: v2 was not compared")
+
+
+def test_a_version_is_said_to_be_compared_once_its_canary_has_ended(world: World) -> None:
+    first, second = world.register(1), world.register(2, values=(0.5, -0.2))
+
+    def said(name: str) -> str:
+        with world.database.read() as session:
+            return compared_words(session, name)
+
+    none = said(first)
+    world.promote(first)
+    unjudged = said(first)
+    judged(world, first, [-0.3, -0.1] * 30)
+    world.ramp(second)
+    judged(world, second, [0.2] * 30)
+
+    assert none == unjudged == said(second)
+    assert none == "It was not compared with the version that it should replace."
+    assert said(first).startswith("In its canary it scored 0.200 lower than the base (95% inter")
+    assert said(first).endswith(", 60 judged prompts).")
 
 
 def test_what_an_ended_canary_said_is_read_once(world: World) -> None:
