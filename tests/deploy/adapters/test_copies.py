@@ -20,7 +20,6 @@ from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow, RunRow
 from tests.deploy.conftest import write_adapter
 
-
 NOT_COMPARED = "\nIt was not compared with the version that it should replace.\n"
 """Last words of the model card of an exported version that had no canary."""
 

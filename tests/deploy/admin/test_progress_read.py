@@ -53,6 +53,7 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     world.promote(first)
     judged(world, first, [0.3, 0.1] * 30)
     second = world.register(2, parent=first, values=(0.5, -0.2))
+    world.clock.now += 1.0
     world.promote(second)
     judged(world, second, [0.2, 0.0, 0.1] * 20)
     third = world.register(3, parent=second, values=(0.5, -0.3))
@@ -110,6 +111,7 @@ def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells
     with world.database.write() as session:
         row = world.canary_row(session, first)
         canaries.add_evidence(row, quality={"low": 0.1, "high": 0.3, "groups": 40})
+    world.clock.now += 1.0
     world.promote(second)
     with world.database.write() as session:
         row = world.canary_row(session, second)
