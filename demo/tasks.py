@@ -272,7 +272,11 @@ async def learn(stack: Stack, rounds: int) -> tuple[list[float], str]:
             if await _begins(operator, number):
                 break
         else:
-            raise SystemExit(f"demo: no run began after {len(played)} tasks: see {stack.folder}")
+            if number == 1:
+                raise SystemExit(f"demo: no run began after {len(played)} tasks: {stack.folder}")
+            say(f"round {number}: {share(played):.0%} of {len(played)} tasks ended well, too few")
+            say("  groups have ends that differ: there is little left to learn")
+            break
         sent += len(played)
         rates.append(share(played))
         say(f"round {number} of {rounds}: {rates[-1]:.0%} of {len(played)} tasks ended well")
