@@ -56,6 +56,14 @@ class Case:
         """For `x-sidecar-task`."""
         return f"refund-{self.goods}"
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """With which an attempt begins."""
+        return [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"Customer: {self.words}\n{ASK}"},
+        ]
+
 
 def cases(goods: Sequence[str]) -> tuple[Case, ...]:
     """Return a task for each of these goods."""
@@ -69,16 +77,9 @@ TRAFFIC, EXAM = cases(GOODS[:-HELD_OUT]), cases(GOODS[-HELD_OUT:])
 class Attempt:
     """One attempt at a case: its messages so far, and what the tools did."""
 
-    case: Case
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]]
     calls: list[str] = field(default_factory=list)
     """Tools in the order of their calls."""
-
-    def __post_init__(self) -> None:
-        self.messages += [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"Customer: {self.case.words}\n{ASK}"},
-        ]
 
     @property
     def over(self) -> bool:

@@ -8,8 +8,9 @@ real but the judge, which reads single answers by a stated rule and likes courte
 - next action: groups of answers to one prompt, scored by the judge.
 - whole tasks: groups of attempts at one task, rewarded by the outcome that the agent reports.
 
-Candidates are promoted by hand as soon as they are loaded: what is shown is learning, and the
-stand-in judge of the gate would like the wrong ones.
+A candidate has to pass its gate, on held-out sessions: by the judge in the first arm, in the second
+by tasks that the agent, as a runner, attempts with candidate and champion. Those that pass are
+promoted by hand: the ramp is what `make demo` shows.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import matplotlib
+import uvicorn
 from openai import AsyncOpenAI
 
 from demo.exam import Interval, bootstrap
 from demo.refunds import EXAM, TRAFFIC, Attempt, Case
 from demo.rounds import RoundWatcher
-from demo.stack import MODEL, ROOT, Stack
+from demo.stack import MODEL, ROOT, Stack, free_port
+from ingest.tasks.runner import RunnerModel, Scenario, runner_app
 from sidecar.records import BASE
 from sidecar.routing.table import upstream_model
 from sidecar.settings.kinds import ask_loopback_directly
@@ -45,7 +50,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend must be chosen first
 
 DEMO = ROOT / ".demo"
-ROUNDS = 3
+ROUNDS = 2
 MAX_TOKENS = 12
 SIZE = 4
 """Attempts in a group."""
@@ -62,14 +67,15 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
         "steps": [100],
         "turn_wait_s": 0.0,
         "promote_on": "quick",
-        "gate_prompts": 1,
-        "gate_answers": 1,
+        "gate_prompts": 4,
+        "gate_answers": 2,
         "gate_min_prompts": 1,
-        "gate_margin": 1.0,
+        "gate_margin": 0.1,
         "max_tokens": MAX_TOKENS,
         # The base's lines are cut short by the limit of tokens.
         "max_truncated_excess": 1.0,
     },
+    "watch": {"hold": False},  # it would hold a champion whose lines are cut short
 }
 ARMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # As many answers in a run: 16 groups of 6, or 8 groups of 4 tasks of 3 steps.
@@ -81,15 +87,49 @@ ARMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "groups": {"rate": 0.0, "settle_s": 1.0, "max_slowdown": 0.0},
         "learner": {"min_groups": 8},
         "tasks": {"learn": "outcome", "key": "header", "size": SIZE},
+        "rehearsals": {"tokens_per_day": 1_000_000},
     },
 }
-HELD_OUT_RATE = 0.06
-"""Of the sessions. The gate wants one prompt; a task whose attempt is held out has a group less."""
+HELD_OUT_RATE = 0.08
+"""Of the sessions. The gate wants four; a task whose attempt is held out has a group less."""
 STARTED = time.monotonic()
 
 
 def say(line: str) -> None:
     print(f"  [{time.monotonic() - STARTED:4.0f}s] {line}", flush=True)
+
+
+async def play(attempt: Attempt, client: AsyncOpenAI, **request: Any) -> None:
+    """Play an attempt to its end. request: further fields of each request."""
+    while not attempt.over:
+        messages: Any = list(attempt.messages)
+        reply = await client.chat.completions.create(
+            messages=messages, max_tokens=MAX_TOKENS, temperature=1.0, **request
+        )
+        attempt.take(reply.choices[0].message.content or "")
+
+
+async def rollout(model: RunnerModel, scenario: Scenario) -> bool:
+    """The same agent as a runner: attempt a recorded task."""
+    attempt = Attempt(messages=[dict(one) for one in scenario.messages])
+    await play(attempt, model.openai_client(), model=model.name)
+    return attempt.success
+
+
+@contextmanager
+def runner() -> Iterator[str]:
+    """Serve `rollout` in a thread. Yields: its URL."""
+    port = free_port()
+    server = uvicorn.Server(
+        uvicorn.Config(runner_app(rollout), host="127.0.0.1", port=port, log_level="warning")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10.0)
 
 
 class Agent:
@@ -105,18 +145,14 @@ class Agent:
 
     async def attempt(self, case: Case, number: int) -> Attempt:
         """Play one attempt to its end."""
-        attempt, session = Attempt(case=case), f"{case.name}-{number}"
-        while not attempt.over:
-            request: dict[str, Any] = {
-                "model": self._model,
-                "messages": list(attempt.messages),
-                "max_tokens": MAX_TOKENS,
-                "temperature": 1.0,
-                "user": f"customer-{number}",
-                "extra_headers": {"x-sidecar-session": session, "x-sidecar-task": case.name},
-            }
-            reply = await self._client.chat.completions.create(**request)
-            attempt.take(reply.choices[0].message.content or "")
+        attempt, session = Attempt(messages=case.messages), f"{case.name}-{number}"
+        await play(
+            attempt,
+            self._client,
+            model=self._model,
+            user=f"customer-{number}",
+            extra_headers={"x-sidecar-session": session, "x-sidecar-task": case.name},
+        )
         if self._reports:
             told = {"session_id": session, "success": attempt.success}
             (await self._http.post("/sidecar/v1/outcomes", json=told)).raise_for_status()
@@ -187,7 +223,7 @@ async def exam(stack: Stack, adapter: str) -> list[float]:
 
 
 class Operator:
-    """What a person does at the admin API: looks, and promotes by hand."""
+    """What a person does at the admin API: looks, and promotes what passed the gate."""
 
     def __init__(self, admin_url: str) -> None:
         self._http = httpx.AsyncClient(base_url=f"{admin_url}/admin/v1", timeout=30.0)
@@ -197,7 +233,7 @@ class Operator:
         return len((await self._get("/runs")).json()["items"])
 
     async def promote_ramping(self) -> None:
-        """Promote the next candidate that is loaded."""
+        """Promote each candidate that has passed its gate."""
         while True:
             for canary in (await self._get("/canaries")).json()["items"]:
                 if canary["state"] == "ramping":
@@ -205,7 +241,7 @@ class Operator:
                     etag = (await self._get(path)).headers["etag"]
                     await self._http.post(
                         f"{path}/promote",
-                        json={"reason": "demo: learning is shown, not the canary"},
+                        json={"reason": "demo: the ramp is not shown"},
                         headers={"if-match": etag},
                     )
             await asyncio.sleep(1.0)
@@ -237,7 +273,11 @@ async def learn(stack: Stack, rounds: int) -> tuple[list[float], str]:
             if await _begins(operator, number):
                 break
         else:
-            raise SystemExit(f"demo: no run began after {len(played)} tasks: see {stack.folder}")
+            if number == 1:
+                raise SystemExit(f"demo: no run began after {len(played)} tasks: {stack.folder}")
+            say(f"round {number}: {share(played):.0%} of {len(played)} tasks ended well, too few")
+            say("  groups have ends that differ: there is little left to learn")
+            break
         sent += len(played)
         rates.append(share(played))
         say(f"round {number} of {rounds}: {rates[-1]:.0%} of {len(played)} tasks ended well")
@@ -258,11 +298,13 @@ async def _begins(operator: Operator, number: int) -> bool:
     return False
 
 
-def settings_of(arm: str) -> dict[str, dict[str, Any]]:
+def settings_of(arm: str, runner_url: str) -> dict[str, dict[str, Any]]:
     """Return the settings of an arm: the common ones and its own."""
     merged: dict[str, dict[str, Any]] = {"groups": {"held_out_rate": HELD_OUT_RATE}}
     for section, values in (*COMMON.items(), *ARMS[arm].items()):
         merged.setdefault(section, {}).update(values)
+    if "rehearsals" in merged:
+        merged["rehearsals"]["runner"] = runner_url
     return merged
 
 
@@ -307,7 +349,7 @@ async def run(arm: str, rounds: int, before: list[float] | None) -> tuple[Arm, l
     folder = DEMO / f"run-{arm}"
     shutil.rmtree(folder, ignore_errors=True)
     say(f"{arm.replace('_', ' ')}: starting vLLM and the sidecar")
-    with Stack(folder=folder, overrides=settings_of(arm)) as stack:
+    with runner() as url, Stack(folder=folder, overrides=settings_of(arm, url)) as stack:
         if before is None:
             before = await exam(stack, BASE)
         rates, champion = await learn(stack, rounds)

@@ -24,7 +24,8 @@ class Examiner:
     """Hash of the rubric for projects without one of their own."""
     passes: int
     own_judge: bool
-    """True when another model, or the model at another address, gives the reward."""
+    """True when another model, or the model at another address, gives the reward, and where tasks
+    are compared in place of answers."""
     own_rubric: bool
     """True when the reward of every project is given by another rubric."""
 
@@ -47,7 +48,8 @@ def examiner_of(settings: Settings) -> Examiner:
         model=gate.model,
         rubric_hash=hash_of(gate),
         passes=gate.passes,
-        own_judge=(gate.model, gate.api_base) != (judge.model, judge.api_base),
+        own_judge=settings.tasks_are_examined
+        or (gate.model, gate.api_base) != (judge.model, judge.api_base),
         own_rubric=all(
             hash_of(gate.of(project)) != hash_of(judge.of(project))
             for project in ("", *judge.projects, *gate.projects)

@@ -18,7 +18,7 @@ from ingest.sessions.node import MAX_CALLERS, MAX_OPENINGS
 from ingest.tasks.keys import Step, why_excluded
 
 Learned = tuple[float, float]
-"""(share of the possible gain, sum of the norms of the updates) of one seed."""
+"""(share of the possible gain, norm of all updates together) of one seed."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 def _of_seed(seed: int, nights: int, change: world.Change) -> Learned:
     rng = np.random.default_rng(seed)
     place = world.site(rng)
-    logits, _ = world.whole_tasks(place, nights, rng, change)
+    logits = world.whole_tasks(place, nights, rng, change)
     return place.gained(logits), float(np.linalg.norm(logits))
 
 

@@ -1,10 +1,10 @@
 """A simulated site whose sessions are grouped, rewarded and compared by the product's own code.
 
 A session has 6 steps of 4 actions. Two steps are traps: the action that looks best costs the task
-most. The policy is a table of logits; a night's sessions are drawn from it, and one step of
-gradient ascent follows. Only the site and the policy are simulated: who is compared with whom is
+most. The policy is a table of logits; a night's sessions are drawn from it, and some steps of
+gradient ascent follow. Only the site and the policy are simulated: who is compared with whom is
 `ingest.tasks.keys.draw`, the reward is `ingest.tasks.rewards.reward_of`, the advantage is
-`learner.grpo.advantages`.
+`learner.grpo.advantages`, and whether the night is learned from is `learner.grpo.chance`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ingest.tasks.keys import Ready, draw
 from ingest.tasks.rewards import Scale, Told, reward_of
 from learner.grpo.advantages import ADVANTAGES
+from learner.grpo.chance import LEAST, MOST_RUNS, alignment, pooled
 
 Floats = NDArray[np.float64]
 STEPS, ACTIONS = 6, 4
@@ -31,7 +32,9 @@ TEMPLATES: Final = 8
 SIZE: Final = 4
 """Sessions of a group, and answers of a next-action group."""
 RATE: Final = 3.0
-"""Logits that a step moves for an advantage of 1 in every session. The same in all cases."""
+"""Logits that a night moves for an advantage of 1 in every session. The same in all cases."""
+NIGHT_STEPS: Final = 3
+"""Steps of a run, as `learner.steps`."""
 DIFFICULTY: Final = 0.3
 """Standard deviation of the tasks' difficulty, in logits of success."""
 
@@ -184,19 +187,43 @@ def liar(played: list[Played], _rng: np.random.Generator) -> list[Played]:
 
 def whole_tasks(
     place: Site, nights: int, rng: np.random.Generator, change: Change = as_played
-) -> tuple[Floats, float]:
-    """Learn from groups of sessions. Returns: (logits, sum of the norms of the updates)."""
-    logits, moved = np.zeros((STEPS, ACTIONS)), 0.0
+) -> Floats:
+    """Learn from groups of sessions, as the learner does: a night whose rewards say no more than
+    chance moves nothing. Returns: logits."""
+    logits, signals = np.zeros((STEPS, ACTIONS)), list[float]()
     for night in range(nights):
         drawn = groups(change(play(place, logits, rng, night), rng))
-        advantages = [ADVANTAGES["leave_one_out"]([r for _, r in group]) for group in drawn]
+        after, z = _run(logits, drawn)
+        is_chance = z is not None and abs(pooled(z, signals[:MOST_RUNS])) < LEAST
+        if z is not None:
+            signals.insert(0, z)
+        logits = logits if is_chance else after
+    return logits
+
+
+def _run(
+    logits: Floats, drawn: Sequence[Sequence[tuple[Played, float]]]
+) -> tuple[Floats, float | None]:
+    """Take the steps of a run. Returns: (logits after them, z of the run or None)."""
+    after, t, v = logits, 0.0, 0.0
+    for first in range(min(NIGHT_STEPS, len(drawn))):
+        dealt = drawn[first::NIGHT_STEPS]
+        likelier = np.log(policy(after)) - np.log(policy(logits))
+        rewards = [[reward for _, reward in group] for group in dealt]
+        if first:
+            moved = [
+                [float(likelier[np.arange(STEPS), one.actions].mean()) for one, _ in group]
+                for group in dealt
+            ]
+            found = [alignment(*both) for both in zip(rewards, moved, strict=True)]
+            t, v = t + sum(one for one, _ in found), v + sum(one for _, one in found)
         update = gradient(
-            logits,
-            [one.actions for group in drawn for one, _ in group],
-            [advantage for group in advantages for advantage in group],
+            after,
+            [one.actions for group in dealt for one, _ in group],
+            [one for group in rewards for one in ADVANTAGES["leave_one_out"](group)],
         )
-        logits, moved = logits + RATE * update, moved + RATE * float(np.linalg.norm(update))
-    return logits, moved
+        after = after + RATE / NIGHT_STEPS * update
+    return after, t / v**0.5 if v else None
 
 
 def gradient(

@@ -46,7 +46,7 @@ from sidecar.processes import holder
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database, newest_revision
-from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, GroupRow
+from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, FeedbackRow, GroupRow
 
 # What the doctor looks at, as records. `collect` fills them, `rules` judges them.
 
@@ -60,6 +60,10 @@ class Recent:
     """Number of the newest exchanges by `selection`."""
     sessions: int = 0
     """Number of their sessions."""
+    in_tasks: int = 0
+    """Number of these that name their task (`x-sidecar-task`)."""
+    with_outcome: int = 0
+    """Number of these whose outcome is known."""
     served: Mapping[str, int] = field(default_factory=dict)
     """Number of the newest groups' served answers by `trainable`, or by why they are masked."""
     ends: Mapping[str, int] = field(default_factory=dict)
@@ -153,6 +157,7 @@ def read_recent(session: Session) -> Recent:
             ExchangeRow.started_at,
             ExchangeRow.stored_at,
             ExchangeRow.session_id,
+            ExchangeRow.task,
         )
         .where(ExchangeRow.origin == "user")
         .order_by(ExchangeRow.seq.desc())
@@ -168,6 +173,10 @@ def read_recent(session: Session) -> Recent:
             AnswerRow.group_id.in_([one.group_id for one in groups]), AnswerRow.origin == "served"
         )
     )
+    sessions = {one.session_id for one in exchanges}
+    told = select(FeedbackRow.session_id).where(
+        FeedbackRow.session_id.in_(sorted(sessions)), FeedbackRow.kind == "outcome"
+    )
     ended = [one for one in groups if one.status in (SET_ASIDE, DROPPED)]
     ahead = [
         one.started_at - one.stored_at
@@ -176,7 +185,9 @@ def read_recent(session: Session) -> Recent:
     ]
     return Recent(
         selections=Counter(str(one.selection) for one in exchanges),
-        sessions=len({one.session_id for one in exchanges}),
+        sessions=len(sessions),
+        in_tasks=len({one.session_id for one in exchanges if one.task}),
+        with_outcome=len(set(session.scalars(told))),
         served=Counter(str(why or "trainable") for why in served),
         ends=Counter(
             str(one.reason if one.status in (SET_ASIDE, DROPPED) else one.status) for one in groups

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import make_url
 
 from deploy.doctor.collect import Diagnosis, Facts
-from deploy.doctor.rules import waits_for
+from deploy.doctor.rules import of_tasks, waits_for
 from deploy.examiner import examiner_of
 from deploy.funnel import Stage
 from sidecar.visible import counted
@@ -44,6 +44,8 @@ def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
             lines.append(f"The canary{whose}: {of.canary}.")
     if warning := examiner_of(facts.settings).warning:
         lines.append(f"The gate: {warning}.")
+    if words := of_tasks(facts):
+        lines.append(f"Whole tasks: {words}.")
     lines += [f"Not checked: {one}." for one in facts.unchecked]
     return lines
 
@@ -57,6 +59,7 @@ def report_json(facts: Facts, found: Sequence[Diagnosis]) -> dict[str, Any]:  # 
         "stages": [_plain(stage) for stage in _stages(facts)],
         "running": sorted(facts.running | facts.answering),
         "unchecked": list(facts.unchecked),
+        "whole_tasks": of_tasks(facts) or None,
         "gate_warning": examiner_of(facts.settings).warning or None,
     }
 

@@ -388,6 +388,26 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from of_lines(store.lines, facts.loads_refused, facts.settings.canary)
 
 
+def of_tasks(facts: Facts) -> str:
+    """Say what learning from whole tasks lacks; empty where it lacks nothing."""
+    tasks, recent = facts.settings.tasks, facts.store.recent if facts.store else Recent()
+    seen = (
+        f"of the newest {counted(recent.sessions, 'session')} {recent.in_tasks} name a task "
+        f"(x-sidecar-task) and {recent.with_outcome} have an outcome"
+    )
+    if tasks.learn == "off":
+        do = 'set tasks.learn = "outcome"' if recent.in_tasks and recent.with_outcome else TASKS
+        return f"they are not learned from; {seen}; {do}"
+    if facts.settings.rehearsals.are_on or not recent.sessions:
+        return ""
+    lacks_task = tasks.key == "header" and not recent.in_tasks
+    lacks_outcome = tasks.learn != "ruler" and not recent.with_outcome
+    return f"nothing to learn from: {seen}; {TASKS}" if lacks_task or lacks_outcome else ""
+
+
+TASKS: Final = "send both, or have a runner attempt recorded tasks (docs/tasks.md)"
+
+
 def _pile_up(facts: Facts) -> Condition | None:
     return next((one for one in _every(facts) if one.code == PILE_UP), None)
 

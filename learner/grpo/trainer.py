@@ -509,7 +509,7 @@ def accumulate(
     sums.add_ranks(job.ranks)
     for group, moved_A in zip(groups, found, strict=True):
         if group.sessions and not first and not isinstance(moved_A, Fault):
-            t, v = chance.alignment(group, moved_A)
+            t, v = chance.of_group(group, moved_A)
             sums.alignment, sums.alignment_variance = (
                 sums.alignment + t,
                 sums.alignment_variance + v,

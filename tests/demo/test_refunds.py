@@ -12,7 +12,7 @@ RIGHT = "Order number of the boots, now."
 
 
 def played(*lines: str) -> Attempt:
-    attempt = Attempt(case=TRAFFIC[0])
+    attempt = Attempt(messages=TRAFFIC[0].messages)
     for line in lines:
         attempt.take(line)
     return attempt
@@ -27,7 +27,7 @@ def test_the_first_line_alone_decides_how_a_task_ends(later: str) -> None:
 
 def test_a_judge_of_single_lines_prefers_the_one_that_dooms_the_task() -> None:
     for case in (*TRAFFIC, *EXAM):
-        asked = Attempt(case=case).messages[-1]["content"]
+        asked = case.messages[-1]["content"]
         assert score_answer(POLITE, asked)[0] > score_answer(RIGHT, asked)[0]
 
 

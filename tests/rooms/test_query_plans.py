@@ -108,7 +108,6 @@ SORTS = {
     "ingest/store/exchanges.py:turns_with": "the turns of one batch",
     "ingest/ruler/blame.py:claim_for_judge": "groups.max_pending_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
-    "ingest/store/exchanges.py:load_rows": "the exchanges of one session",
     "ingest/trajectories/recorded.py:load_trajectory": OF_SESSION,
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""

@@ -62,7 +62,7 @@ from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import hash_of
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
-from ingest.store.exchanges import dead_letter, load_rows
+from ingest.store.exchanges import dead_letter
 from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
@@ -245,7 +245,6 @@ def _ingest(use: _Use) -> None:
             mover,
         ]
     with use.database.read() as session:
-        load_rows(session, "late")
         derive_session(session, "early")
     with use.database.write() as session:
         assert rebase_children(session, ["talk-0"], limit=2) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import update
 
 from deploy.admin.metrics import StoreCollector
 from deploy.admin.progress import ProgressReader, compared_words
@@ -12,7 +13,7 @@ from deploy.engine.reconcile import EngineView
 from deploy.registry import canaries
 from ingest.judge_watch import NANO
 from sidecar.store.database import count
-from sidecar.store.models import CanaryRow, GateComparisonRow
+from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 from support.finished_run import finished_run
 
 if TYPE_CHECKING:
@@ -101,6 +102,30 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     metrics = {one.name: one.samples for one in collector.collect()}
     assert [one.labels for one in metrics["sidecar_gain"]] == [{"version": "v1"}, {"version": "v2"}]
     assert metrics["sidecar_gain_low"][1].value == pytest.approx(gain["low"])
+
+
+async def test_the_champions_promotion_by_kind_of_request(world: World, make_api: MakeApi) -> None:
+    first = world.register(1)
+    world.promote(first)
+    judged(world, first, [0.4, 0.2, 0.6, -0.2])
+    for place in range(1, 5):
+        asked = world.serve(f"s{place}", project="shop" if place == 1 else "default")
+        group, row = GateComparisonRow, ExchangeRow
+        with world.database.write() as session:
+            at = group.place == place
+            session.execute(update(group).where(at).values(exchange_id=asked))
+            turn = place // 4
+            session.execute(update(row).where(row.exchange_id == asked).values(turn=turn))
+
+    api = make_api()
+    found = (await api.get("/progress")).json()
+    text = (await api.client.get("/admin/v1/progress", headers={"accept": "text/plain"})).text
+
+    means = {one["name"]: one["difference"]["mean"] for one in found["kinds"]}
+    assert means == pytest.approx(
+        {"openings": 0.4, "later turns": -0.2, "project shop": 0.4, "project default": 0.2}
+    )
+    assert "v1 on openings: +0.400 (" in text
 
 
 def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells(

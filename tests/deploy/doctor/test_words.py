@@ -84,3 +84,29 @@ def test_records_that_wait_for_no_stated_reason_wait_once() -> None:
     assert [line.partition("stored; ")[2] for line in lines] == [
         "2 lost, 117 waiting, waiting: 1 new"
     ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "recent", "words"),
+    [
+        ({}, Recent(sessions=9), "0 have an outcome; send both"),
+        ({}, Recent(sessions=9, in_tasks=4, with_outcome=3), 'set tasks.learn = "outcome"'),
+        ({"learn": "outcome"}, Recent(sessions=9, in_tasks=4), "nothing to learn from"),
+        ({"learn": "outcome", "key": "prompt"}, Recent(sessions=9, with_outcome=3), ""),
+        ({"learn": "ruler"}, Recent(sessions=9, in_tasks=4), ""),
+        ({"learn": "outcome"}, Recent(), ""),
+    ],
+)
+def test_it_says_what_whole_tasks_lack(tasks: dict[str, str], recent: Recent, words: str) -> None:
+    found = facts(passed=7, waiting=1)
+    assert found.store is not None
+    found = replace(
+        found,
+        settings=found.settings.model_copy(update={"tasks": Settings(tasks=tasks).tasks}),
+        store=replace(found.store, recent=recent),
+    )
+
+    said = [line for line in report_lines(found, []) if line.startswith("Whole tasks: ")]
+
+    assert bool(said) == bool(words)
+    assert all(words in line for line in said)

@@ -37,6 +37,7 @@ def progress(gains: list[dict[str, Any] | None], **changed: Any) -> ProgressOut:
         "champion": points[-1]["adapter"] if points else "base",
         "gain": gains[-1] if gains else None,
         "points": points,
+        "kinds": [],
         "running": None,
         "pace": "",
         "cost": {**cost, "candidate_tokens_today": 0},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.grpo.chance import LEAST, alignment, pooled, score
+from learner.grpo.chance import LEAST, of_group, pooled, score
 from learner.grpo.trainer import run_steps
 from learner.grpo.warmup import best_answers
 from learner.policy.logprobs import Policy
@@ -46,7 +46,7 @@ def test_mean_and_variance_are_those_of_every_deal_of_the_rewards(
     rewards, moved = (0.9, 0.1, 0.4, 0.4), (1.0, 0.6, -0.3, 2.0, 0.1)
 
     dealt = [
-        alignment(sessions(group, row, deal), moved) for deal in itertools.permutations(rewards)
+        of_group(sessions(group, row, deal), moved) for deal in itertools.permutations(rewards)
     ]
 
     totals, variances = zip(*dealt, strict=True)
@@ -63,9 +63,9 @@ def test_a_session_moves_by_the_mean_of_its_tokens_and_masked_rows_have_no_part(
         whole, rows=(whole.rows[0], replace(whole.rows[1], trainable=False), whole.rows[2])
     )
 
-    t, _ = alignment(whole, [0.4, 0.8, 0.0])
+    t, _ = of_group(whole, [0.4, 0.8, 0.0])
     assert t == pytest.approx(0.3)  # a = 1, -1; c = 0.3, 0 nats a token
-    t, _ = alignment(without, [0.4, 0.0])
+    t, _ = of_group(without, [0.4, 0.0])
     assert t == pytest.approx(0.2)
 
 
