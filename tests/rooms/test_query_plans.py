@@ -96,6 +96,7 @@ SORTS = {
     "deploy/admin/reads.py:_tally": "a row for each state",
     "deploy/funnel.py:read_funnel": "a row for each state",
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
+    "deploy/admin/progress.py:read_kinds": GATE,
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
     "deploy/canary/gate_store.py:comparisons": GATE,
     "deploy/canary/gate_store.py:judged_since": GATE,
