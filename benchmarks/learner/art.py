@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,17 @@ class Art:
 
     def step(self, policy: Policy, group: TrainingGroup) -> float:
         """Compute the loss and its gradient. Returns: the loss."""
-        inputs = packed(group, policy.device)
+        loss = self.backward(policy, packed(group, policy.device), LOSS)
+        policy.model.zero_grad()
+        return loss
+
+    def backward(
+        self, policy: Policy, inputs: Mapping[str, torch.Tensor], config: Mapping[str, object]
+    ) -> float:
+        """Add the gradient of one packed sequence. config: ART's own, of its loss.
+
+        Returns: the loss.
+        """
         tokens_1S = inputs["tokens"]
         base = policy.model.get_base_model()
         decoder = base.get_decoder()
@@ -76,9 +86,8 @@ class Art:
         head_HV = base.get_output_embeddings().weight.t()
         following_1S = torch.nn.functional.pad(tokens_1S[:, 1:], (0, 1))
         logprobs_1S, entropies_1S = self.logprobs(head_HV, hidden_1SH, following_1S, CHUNK)
-        loss = self.loss(inputs, logprobs_1S, None, entropies_1S, LOSS).policy_loss
+        loss = self.loss(inputs, logprobs_1S, None, entropies_1S, config).policy_loss
         loss.backward()
-        policy.model.zero_grad()
         return float(loss)
 
 
@@ -86,23 +95,27 @@ def load(folder: Path = FOLDER) -> Art:
     """Read ART's functions from its unpacked wheel. Raises: ImportError."""
     if not (folder / "art").is_dir():
         raise ImportError(f"{folder.name} is not in .bench/peers; run benchmarks/learner/setup")
-    with _surroundings(folder / "art"):
+    with surroundings(folder / "art"):
         train = importlib.import_module("art.unsloth.train")
     return Art(train.calculate_attn_bias, train._calculate_logprobs, train.loss_fn)
 
 
 @contextmanager
-def _surroundings(package: Path) -> Iterator[None]:
-    """Let modules of the package be imported without its own `__init__`, until the end."""
-    stubs: dict[str, ModuleType] = {f"art.{name}": _Stub(f"art.{name}") for name in STUBS}
+def surroundings(package: Path, names: Sequence[str] = STUBS) -> Iterator[None]:
+    """Let modules of the package be imported without its own `__init__`, until the end.
+
+    names: modules of it that are not read: empty ones stand in their place.
+    """
+    stubs: dict[str, ModuleType] = {f"art.{name}": _Stub(f"art.{name}") for name in names}
     stubs["nest_asyncio"] = _Stub("nest_asyncio")
     stubs["nest_asyncio"].apply = lambda: None  # type: ignore[attr-defined]  # it changes asyncio
     for name in ("", ".utils", ".preprocessing", ".unsloth"):
         folder = ModuleType(f"art{name}")
         folder.__path__ = [str(package.joinpath(*name.split(".")[1:]))]
         stubs[f"art{name}"] = folder
-    for name in ("dev", "types"):
-        setattr(stubs["art"], name, stubs[f"art.{name}"])
+    for name in names:
+        if "." not in name:
+            setattr(stubs["art"], name, stubs[f"art.{name}"])
     kept = sys.modules.get("nest_asyncio")
     sys.modules.update(stubs)
     try:

@@ -1,4 +1,5 @@
-"""`make bench BENCH=tasks`: the acceptance list of whole tasks, on a simulated site.
+"""`make bench BENCH=tasks`: the acceptance list of whole tasks, on a simulated site; and the same
+groups beside ART's own trajectory path.
 
 Grouping, rewards and advantages are the product's. With the real model: `make demo-tasks`.
 """
@@ -6,9 +7,11 @@ Grouping, rewards and advantages are the product's. With the real model: `make d
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
+from typing import Final
 
 import numpy as np
 
@@ -19,17 +22,35 @@ from ingest.tasks.keys import Step, why_excluded
 
 Learned = tuple[float, float]
 """(share of the possible gain, norm of all updates together) of one seed."""
+Found = tuple[Sequence[results.Row], list[results.Target]]
+COLUMNS: Final = (
+    "case", "mean", "se", "update", "null_update", "side", "rows", "tokens", "trained", "as_seen",
+    "cosine", "reward", "advantage", "art_advantage", "part", "art_part", "why",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
     """Print tables, write the results. Returns: 1 when a target does not hold."""
     parser = argparse.ArgumentParser(prog="benchmarks tasks", description=__doc__)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="several may be given")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--nights", type=int, default=16)
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     options = parser.parse_args(argv)
     machine = results.machine()
-    seeds, nights = range(options.seeds), options.nights
+    rows, targets = list[results.Row](), list[results.Target]()
+    for part in options.part or PARTS:
+        found = PARTS[part](options.seeds, options.nights)
+        print(f"{results.table(found[0], COLUMNS)}\n\n{results.targets_table(found[1])}\n")
+        rows, targets = [*rows, *found[0]], targets + found[1]
+    name = "tasks-part" if options.part else "tasks"
+    print(results.write(name, rows, targets, machine=machine, folder=options.out))
+    return results.exit_code(targets)
+
+
+def _site(seed_count: int, nights: int) -> Found:
+    """Play the acceptance list."""
+    seeds = range(seed_count)
 
     def learn(change: world.Change) -> list[Learned]:
         return [_of_seed(seed, nights, change) for seed in seeds]
@@ -78,16 +99,80 @@ def main(argv: Sequence[str]) -> int:
         results.at_least("v: survivors, over (i)", fmean(_gains(told)) / gain, 0.6),
         results.at_least("vii: merged sessions that are refused", fmean(refused), 1.0),
     ]
-    print(results.table(rows, list(rows[0])))
-    print(f"\n{results.targets_table(targets)}")
-    print(results.write("tasks", rows, targets, machine=machine, folder=options.out))
-    return results.exit_code(targets)
+    return rows, targets
 
 
-def _of_seed(seed: int, nights: int, change: world.Change) -> Learned:
+def _beside_art(seed_count: int, nights: int) -> Found:
+    """Compare the gradients of the same groups; and play the site with ART's advantages, which make
+    longer steps at the same rate, so that each side is also played with the other's steps."""
+    try:
+        from benchmarks.tasks import art
+
+        peer = art.load()
+    except ImportError as error:
+        why = f"art cannot be imported: {error}"
+        return [{"case": "ART", "why": why}], _art_targets(None, None, None, None, why)
+    with TemporaryDirectory() as folder:
+        rows = art.compare(peer, Path(folder))
+    own, its = world.leave_one_out, peer.advantages
+    ways = {
+        "whole tasks": (own, True),
+        "whole tasks, no gate": (own, False),
+        "whole tasks, ART's steps": (world.as_large(own, its), True),
+        "whole tasks, ART's advantages": (its, False),
+        "whole tasks, ART's advantages, our steps": (world.as_large(its, own), False),
+    }
+    gains, nulls = [], []
+    for name, (advantages, gate) in ways.items():
+        played, null = (
+            [_of_seed(seed, nights, change, advantages, gate) for seed in range(seed_count)]
+            for change in (world.as_played, world.shuffled)
+        )
+        gains.append(fmean(_gains(played)))
+        nulls.append(fmean(one for _, one in null))
+        rows.append(
+            {
+                "case": name,
+                "mean": round(gains[-1], 3),
+                "se": round(_error(_gains(played)), 3),
+                "update": round(fmean(one for _, one in played), 3),
+                "null_update": round(nulls[-1], 3),
+            }
+        )
+    as_seen = min(one["as_seen"] / one["trained"] for one in rows if one.get("side") == "ours")
+    (cosine,) = (one["cosine"] for one in rows if one.get("side") == art.SAME)
+    lost = min(gains[0] - gains[4], gains[2] - gains[3])
+    return rows, _art_targets(as_seen, cosine, lost, max(nulls[0] / nulls[4], nulls[2] / nulls[3]))
+
+
+def _art_targets(
+    as_seen: float | None,
+    cosine: float | None,
+    gain: float | None,
+    null: float | None,
+    why: str = "",
+) -> list[results.Target]:
+    return [
+        results.at_least("ART: our tokens that are trained on as vLLM saw them", as_seen, 1.0, why),
+        results.at_least("ART: cosine where each session counts alike", cosine, 0.99, why),
+        results.at_least("ART: our gain minus its, steps of one size", gain, -0.02, why),
+        results.at_most("ART: our null update over its, steps of one size", null, 1.0, why),
+    ]
+
+
+PARTS: Final[Mapping[str, Callable[[int, int], Found]]] = {"site": _site, "art": _beside_art}
+
+
+def _of_seed(
+    seed: int,
+    nights: int,
+    change: world.Change,
+    advantages: world.Advantages = world.leave_one_out,
+    gate: bool = True,
+) -> Learned:
     rng = np.random.default_rng(seed)
     place = world.site(rng)
-    logits = world.whole_tasks(place, nights, rng, change)
+    logits = world.whole_tasks(place, nights, rng, change, advantages=advantages, gate=gate)
     return place.gained(logits), float(np.linalg.norm(logits))
 
 

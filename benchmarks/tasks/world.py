@@ -185,16 +185,42 @@ def liar(played: list[Played], _rng: np.random.Generator) -> list[Played]:
     ]
 
 
+Advantages = Callable[[Sequence[Sequence[float]]], list[float]]
+"""Of the sessions of a step, from the rewards of its groups."""
+
+
+def leave_one_out(rewards: Sequence[Sequence[float]]) -> list[float]:
+    """The product's."""
+    return [one for group in rewards for one in ADVANTAGES["leave_one_out"](group)]
+
+
+def as_large(advantages: Advantages, others: Advantages) -> Advantages:
+    """Return advantages that are multiplied, step by step, so that their sizes add up to those of
+    the others: a step of both moves as much."""
+
+    def found(rewards: Sequence[Sequence[float]]) -> list[float]:
+        own, size = advantages(rewards), sum(map(abs, others(rewards)))
+        return [one * size / (sum(map(abs, own)) or 1.0) for one in own]
+
+    return found
+
+
 def whole_tasks(
-    place: Site, nights: int, rng: np.random.Generator, change: Change = as_played
+    place: Site,
+    nights: int,
+    rng: np.random.Generator,
+    change: Change = as_played,
+    *,
+    advantages: Advantages = leave_one_out,
+    gate: bool = True,
 ) -> Floats:
-    """Learn from groups of sessions, as the learner does: a night whose rewards say no more than
-    chance moves nothing. Returns: logits."""
+    """Learn from groups of sessions, as the learner does: with the gate a night whose rewards say
+    no more than chance moves nothing. Returns: logits."""
     logits, signals = np.zeros((STEPS, ACTIONS)), list[float]()
     for night in range(nights):
         drawn = groups(change(play(place, logits, rng, night), rng))
-        after, z = _run(logits, drawn)
-        is_chance = z is not None and abs(pooled(z, signals[:MOST_RUNS])) < LEAST
+        after, z = _run(logits, drawn, advantages)
+        is_chance = gate and z is not None and abs(pooled(z, signals[:MOST_RUNS])) < LEAST
         if z is not None:
             signals.insert(0, z)
         logits = logits if is_chance else after
@@ -202,7 +228,7 @@ def whole_tasks(
 
 
 def _run(
-    logits: Floats, drawn: Sequence[Sequence[tuple[Played, float]]]
+    logits: Floats, drawn: Sequence[Sequence[tuple[Played, float]]], advantages: Advantages
 ) -> tuple[Floats, float | None]:
     """Take the steps of a run. Returns: (logits after them, z of the run or None)."""
     after, t, v = logits, 0.0, 0.0
@@ -218,9 +244,7 @@ def _run(
             found = [alignment(*both) for both in zip(rewards, moved, strict=True)]
             t, v = t + sum(one for one, _ in found), v + sum(one for _, one in found)
         update = gradient(
-            after,
-            [one.actions for group in dealt for one, _ in group],
-            [one for group in rewards for one in ADVANTAGES["leave_one_out"](group)],
+            after, [one.actions for group in dealt for one, _ in group], advantages(rewards)
         )
         after = after + RATE / NIGHT_STEPS * update
     return after, t / v**0.5 if v else None
