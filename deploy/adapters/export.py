@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
 from sqlalchemy.orm import Session
 
@@ -69,10 +69,11 @@ def version_in_files(session: Session, line: str, reference: str) -> AdapterVers
 
 
 def export_version(
-    version: AdapterVersion, target: Path, *, with_optimizer: bool = False
+    version: AdapterVersion, target: Path, *, compared: str, with_optimizer: bool = False
 ) -> tuple[str, ...]:
     """Write the files of a version to a new folder, or to a new file whose name ends with `.tar`.
 
+    compared: what its canary showed, in a sentence: the last one of its model card.
     Returns: the names of the files.
     Raises: ExportError; InvalidAdapterError when the folder is not what was registered; OSError.
     """
@@ -90,10 +91,10 @@ def export_version(
     remove_folder(unfinished)
     try:
         if target.name.endswith(TAR):
-            _write_tar(source, unfinished, names)
+            _write_tar(source, unfinished, names, compared)
             found = _tar_digest(unfinished)
         else:
-            _write_folder(source, unfinished, names)
+            _write_folder(source, unfinished, names, compared)
             found = folder_digest(unfinished)
         if found != version.digest:
             raise InvalidAdapterError(f"{source}: changed while it was copied; try again")
@@ -104,22 +105,31 @@ def export_version(
     return names
 
 
-def _write_folder(source: Path, target: Path, names: tuple[str, ...]) -> None:
+def _open(path: Path, compared: str) -> BinaryIO:
+    if path.name == CARD:
+        return io.BytesIO(path.read_bytes() + f"\n{compared}\n".encode())
+    return path.open("rb")
+
+
+def _write_folder(source: Path, target: Path, names: tuple[str, ...], compared: str) -> None:
     target.mkdir()
     for name in names:
-        shutil.copyfile(source / name, target / name)
+        with _open(source / name, compared) as file, (target / name).open("xb") as copy:
+            shutil.copyfileobj(file, copy)
         sync(target / name)
     sync(target)
 
 
-def _write_tar(source: Path, target: Path, names: tuple[str, ...]) -> None:
+def _write_tar(source: Path, target: Path, names: tuple[str, ...], compared: str) -> None:
     with tarfile.open(target, "x") as archive:
         for name in names:
             entry = archive.gettarinfo(source / name, name)
             entry.uid = entry.gid = 0
             entry.uname = entry.gname = ""
             entry.mode = 0o644
-            with (source / name).open("rb") as file:
+            with _open(source / name, compared) as file:
+                entry.size = file.seek(0, io.SEEK_END)
+                file.seek(0)
                 archive.addfile(entry, file)
     sync(target)
 

@@ -178,6 +178,14 @@ class RunningOut(Out):
     """E-value that proves it."""
 
 
+class KindOut(Out):
+    """How the champion compared with the one before it, on one kind of requests."""
+
+    name: str
+    """`openings` of sessions, `later turns`, or `project NAME`."""
+    difference: EstimateOut
+
+
 class CostOut(Out):
     """What learning has cost since the store was made: of all lines, the runs of this one."""
 
@@ -206,6 +214,9 @@ class ProgressOut(Out):
     """The champion's; null: it is the origin, or not known."""
     points: list[PointOut]
     """Promoted versions, the first promotion first; the newest 40."""
+    kinds: list[KindOut]
+    """The groups of the champion's promotion by kind of request; empty: all are of one kind, or
+    none is stored any more."""
     running: RunningOut | None
     """The active canary; null: there is none."""
     pace: str

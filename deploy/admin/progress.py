@@ -10,7 +10,15 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from deploy.evidence.progress import Estimate, Link, Point, counts_as, curve, estimate
+from deploy.evidence.progress import (
+    Estimate,
+    Link,
+    Point,
+    counts_as,
+    curve,
+    difference_words,
+    estimate,
+)
 from deploy.records import Canary, version_of
 from deploy.registry import canaries, proof_rule, versions
 from ingest.judge_watch import NANO
@@ -19,7 +27,7 @@ from ingest.sampling.round import DAY as SAMPLED
 from ingest.sampling.round import SERVED, read_usage
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
-from sidecar.store.models import CanaryRow, CounterRow, GateComparisonRow, RunRow
+from sidecar.store.models import CanaryRow, CounterRow, ExchangeRow, GateComparisonRow, RunRow
 from sidecar.visible import counted
 
 MOST_VERSIONS = 40
@@ -39,6 +47,15 @@ class Running:
     """E-value of the claim that a promotion still lacks most; None: it waits for no proof."""
     wanted: float | None
     """E-value that proves it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How the champion compared with the one before it, on one kind of requests."""
+
+    name: str
+    """Openings of sessions, later turns, or a project's requests."""
+    difference: Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +87,7 @@ class Progress:
     """The adapter that gains are over; empty: nothing was promoted."""
     points: tuple[Point, ...]
     champion: str
+    kinds: tuple[Kind, ...]
     running: Running | None
     cost: Cost
 
@@ -110,8 +128,7 @@ def gain_words(champion: str, origin: str, gain: Estimate | None, promotions: in
         return f"no: {first} serves again, as it did first"
     if gain is None:
         return f"not known: {_named(champion)} was not compared with {first}, nor with a successor"
-    figures = f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {first}"
-    by = f"{_named(champion)} {figures}, by {counted(gain.groups, 'judged prompt')}"
+    by = f"{_named(champion)} {difference_words(gain, first)}"
     if gain.low > 0.0:
         return f"yes: {by}"
     return f"no, it got worse: {by}" if gain.high < 0.0 else f"not proven: {by}"
@@ -131,10 +148,12 @@ class ProgressReader:
         """model: the line of adapters. now: Unix seconds."""
         origin, points = self._curve(session, model)
         active = canaries.active_row(session, model)
+        champion = versions.champion(session, model)
         return Progress(
             origin=origin,
             points=points,
-            champion=versions.champion(session, model),
+            champion=champion,
+            kinds=read_kinds(session, model, champion),
             running=None if active is None else _running(active, _read(session, active), rules),
             cost=read_cost(session, model, now=now),
         )
@@ -165,6 +184,15 @@ class ProgressReader:
         if found.to_champion is not None:
             self._ended[row.canary_id] = found
         return found
+
+
+def compared_words(session: Session, adapter: str) -> str:
+    """Say in a sentence what a version's newest canary showed, if that has ended."""
+    row = canaries.canary_of(session, adapter)
+    found = None if row is None else _read(session, row)
+    if found is None or found.ended_at is None or found.to_champion is None:
+        return "It was not compared with the version that it should replace."
+    return f"In its canary it {difference_words(found.to_champion, _named(found.champion))}."
 
 
 def _read(session: Session, row: CanaryRow) -> Link:
@@ -205,6 +233,31 @@ def _read(session: Session, row: CanaryRow) -> Link:
         if ends is not None and known
         else None,
     )
+
+
+def read_kinds(session: Session, model: str, champion: str) -> tuple[Kind, ...]:
+    """Return what the groups of the champion's promotion say by kind of request; empty where all
+    are of one kind, or none is stored any more."""
+    row, one, asked = CanaryRow, GateComparisonRow, ExchangeRow
+    of_champion = row.model == model, row.state == "promoted", row.candidate == champion
+    newest = select(row).where(*of_champion).order_by(row.created_at.desc()).limit(1)
+    promoted = session.scalar(newest)
+    if promoted is None:
+        return ()
+    found = session.execute(
+        select(asked.turn, asked.project, one.difference, one.fault)
+        .join(asked, asked.exchange_id == one.exchange_id)
+        .where(one.canary_id == promoted.canary_id)
+        .order_by(one.place)
+    )
+    turns, projects = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for turn, project, difference, fault in found:
+        if (value := counts_as(difference, fault)) is not None:
+            turns["later turns" if turn else "openings"].append(value)
+            projects[f"project {project}"].append(value)
+    several = [named for named in (turns, projects) if len(named) > 1]
+    kinds = [(name, estimate(tuple(by_name[name]))) for by_name in several for name in by_name]
+    return tuple(Kind(name=name, difference=of) for name, of in sorted(kinds) if of is not None)
 
 
 def _told(low: object, high: object, groups: object) -> Estimate | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from deploy.evidence.progress import Estimate, difference_words
 from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has, version_of
 from deploy.text import (
     WHOLE,
@@ -429,6 +430,11 @@ def progress_lines(found: Json, now: float, width: int = WHOLE) -> Iterator[str]
         yield f"Gain of the judge's score (0..1) over {_name_of(found['origin'])}:"
         heads = ("version", "promoted", "gain", "95% interval", "judged prompts", "links")
         yield from table_lines(heads, [_point(one, now) for one in found["points"]], width)
+    for kind in found["kinds"]:
+        of = kind["difference"]
+        figures = f"{of['mean']:+.3f} ({of['low']:+.3f} to {of['high']:+.3f})"
+        prompts = counted(of["groups"], "judged prompt")
+        yield f"  {version_of(found['champion'])} on {kind['name']}: {figures} by {prompts}"
     if running := found["running"]:
         yield f"Canary: {running_words(running)}."
     if found["pace"]:
@@ -454,8 +460,7 @@ def running_words(running: Json) -> str:
     if found is None:
         said = f"{told} was not compared with {against} yet"
     else:
-        said = f"{told} {found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}) over"
-        said += f" {against} by {counted(found['groups'], 'judged prompt')}"
+        said = f"{told} {difference_words(Estimate(**found), against)}"
     if running["evidence"] is not None:
         said += f"; proven {_evidence(running['evidence'])} of {running['wanted']:g}"
     return said

@@ -141,12 +141,14 @@ def adapters_export(
 ) -> None:
     """Write a version as a standard PEFT folder, or a tar of one, whose digest is checked."""
     from deploy.adapters.export import ExportError, export_version, version_in_files
+    from deploy.admin.progress import compared_words
 
     settings = settings_of(context, project)
     with open_store(settings, upgrade=False) as database, database.read() as session:
         found = version_in_files(session, settings.line.name, version)
+        compared = compared_words(session, found.name)
     try:
-        files = export_version(found, target, with_optimizer=with_optimizer)
+        files = export_version(found, target, compared=compared, with_optimizer=with_optimizer)
     except OSError as error:
         raise ExportError(
             f"{error.filename or target}: {error.strerror}; free space or name another place"
@@ -245,6 +247,7 @@ def adapters_push(
 ) -> None:
     """Copy a version, as `export` writes it, to a model hub or to MLflow; once for each."""
     from deploy.adapters.export import export_version, open_mirror, push_version, version_in_files
+    from deploy.admin.progress import compared_words
     from deploy.registry import audit, versions
     from sidecar.hiding import hide_in_url
 
@@ -252,12 +255,13 @@ def adapters_push(
     with open_store(settings, upgrade=False) as database:
         with database.read() as session:
             found = version_in_files(session, settings.line.name, version)
+            compared = compared_words(session, found.name)
             kept = versions.aliases_of(session, found.model)
         aliases = [alias for alias, target in kept.items() if target == found.name]
         mirror = open_mirror(to, found.model)
         with tempfile.TemporaryDirectory(prefix="sidecar-push-") as folder:
             copy = Path(folder) / f"v{found.version}"
-            export_version(found, copy)
+            export_version(found, copy, compared=compared)
             done = push_version(mirror, to, copy, found, aliases)
         shown = {"to": hide_in_url(to), "where": done.where, "already": done.already}
         with database.write() as session:

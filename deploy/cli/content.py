@@ -108,7 +108,9 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
     """One exchange: its record, what was told of it, the messages, the answers."""
     from ingest.errors import UnreadableExchangesError
     from ingest.export import exchange_object
+    from ingest.feedback.signals import in_words, since_answer, tool_results
     from ingest.feedback.store import Told, told_of
+    from ingest.sessions.rows import conversation_of
     from ingest.store.exchanges import load_exchange
 
     with open_store(settings_of(context), contents=True) as database, database.read() as session:
@@ -122,6 +124,8 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
         note(f"no exchange {exchange_id}; `sidecar exchanges ls` names them")
         raise typer.Exit(1)
     found = exchange_object(stored, told)
+    messages = conversation_of(stored.exchange.request).messages
+    found["tools"] = in_words(tool_results(since_answer(messages)))
     if output == "json":
         say_json(found)
         return
@@ -133,8 +137,8 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
         say(f"{name}: {shown_time(value, time.time()) if name == 'at' else value}")
     for line in told_lines:
         say(line)
-    messages = request.get("messages") if isinstance(request, dict) else None
-    for message in messages if isinstance(messages, list) else [request]:
+    asked = request.get("messages") if isinstance(request, dict) else None
+    for message in asked if isinstance(asked, list) else [request]:
         _say_message("asked", message)
     for answer in answers:
         _say_message(f"answer {answer['index']} ({answer['finish_reason']})", answer["message"])
@@ -488,7 +492,7 @@ def judge_sessions(
     for row in rows:
         outcome = ", ".join(
             f"{name} {row[name]}"
-            for name in ("success", "reward", "feedback_score")
+            for name in ("success", "reward", "feedback_score", "tools")
             if row[name] is not None
         )
         say(f"{row['score']:.3f}  {row['session']}  {outcome or 'no outcome'}")

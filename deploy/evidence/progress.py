@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from deploy.evidence.betting import START, bet, threshold
+from sidecar.visible import counted
 
 LEVEL = 0.05
 HALVINGS = 10
@@ -37,6 +38,17 @@ class Estimate:
     high: float
     groups: int
     """Judged prompts that it rests on."""
+
+
+def difference_words(one: Estimate, other: str) -> str:
+    """`scored 0.034 higher than v2 (95% interval -0.018 to +0.086, 60 judged prompts)`.
+
+    other: what it was compared with.
+    """
+    side = "lower" if one.mean < 0.0 else "higher"
+    prompts = counted(one.groups, "judged prompt")
+    interval = f"95% interval {one.low:+.3f} to {one.high:+.3f}, {prompts}"
+    return f"scored {abs(one.mean):.3f} {side} than {other} ({interval})"
 
 
 ZERO = Estimate(mean=0.0, low=0.0, high=0.0, groups=0)

@@ -156,6 +156,8 @@ class Quality:
     flaws: Mapping[str, Bets] = field(
         default_factory=lambda: dict.fromkeys((*FLAWS, *OF_GROUPS), START)
     )
+    differences: tuple[float, ...] = ()
+    """To the champion, in the order in which they count."""
     chart: Sequence = EMPTY
     """Confidence sequence of the difference to the champion, moved to 0..1."""
     to_anchor: Sequence = EMPTY
@@ -181,6 +183,7 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
             champion_lost=quality.champion_lost + 1,
             harm=bet(quality.harm, 0.0, 0.5),
             flaws=flaws,
+            differences=(*quality.differences, 1.0),
             chart=observe(quality.chart, 1.0, CHART_LEVEL),
         )
     if champion is None:
@@ -196,6 +199,7 @@ def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
         better=bet(quality.better, to_champion, 0.5),
         harm=bet(quality.harm, 1.0 - to_champion, 0.5),
         flaws=flaws,
+        differences=(*quality.differences, champion),
         chart=observe(quality.chart, to_champion, CHART_LEVEL),
     )
 

@@ -10,8 +10,8 @@ from deploy.admin.out import EstimateOut, ProgressOut
 from deploy.evidence.progress import ZERO, Estimate, after
 from deploy.records import version_of
 
-WIDTH, HEIGHT = 360.0, 200.0
-"""About the width of a phone, so that the letters are not made smaller there."""
+WIDTH, HEIGHT = 320.0, 200.0
+"""The width of a block on a phone, so that the letters are not made smaller there."""
 LEFT, RIGHT, TOP, BOTTOM = 42.0, 12.0, 10.0, 24.0
 MOST_LABELS = 8
 LEAST_SPAN = 0.1
@@ -33,6 +33,8 @@ class Mark:
     words: str
     label: bool
     """Its name fits below the axis."""
+    serves: bool
+    """Its version is the champion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ def draw_curve(found: ProgressOut) -> Curve | None:
             kind=kind,
             words=name if kind == "origin" else f"{name}: {_words(one)}",
             label=(len(shown) - 1 - number) % every == 0,
+            serves=kind != "candidate" and name == version_of(found.champion),
         )
         for number, (name, kind, one) in enumerate(shown)
     )

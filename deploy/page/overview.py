@@ -25,7 +25,6 @@ from deploy.admin.models import (
 from deploy.admin.out import ConditionOut, EvidenceOut, FunnelOut, ProgressOut
 from deploy.admin.paging import GROUP_STATUSES
 from deploy.admin.wire import EVERY_SCOPE
-from deploy.engine.reconcile import NOT_ASKED
 from deploy.page.curve import Curve, draw_curve
 from deploy.page.sessions import Asked, PageServer, View
 from deploy.page.text import (
@@ -40,6 +39,7 @@ from deploy.page.text import (
     difference_chart,
     evidence_rows,
     headline,
+    is_down,
     is_of_line,
     learning,
     lost_captures,
@@ -215,7 +215,7 @@ async def _read(server: PageServer, asked: Asked, *, looks: bool) -> Overview:
         more_changes=len(audit.items) == NEWEST and audit.items[-1].at > looked.before,
         needs=cards(status, lost=lost_now),
         serves=serving(funnel, status, now, lost=lost_now),
-        down=status.engine.away not in (None, NOT_ASKED),
+        down=is_down(status),
         progress=progress,
         curve=draw_curve(progress),
         better=progressing(progress),

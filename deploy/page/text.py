@@ -248,6 +248,11 @@ def champion_of(status: StatusOut) -> tuple[str, bool]:
     return champion, nobody_has(champion, (None if one.away else one.loaded for one in replicas))
 
 
+def is_down(status: StatusOut) -> bool:
+    """Return True when nobody answers users."""
+    return status.engine.away not in (None, NOT_ASKED)
+
+
 def waits_for(status: StatusOut) -> str:
     """Return what the canary waits for, in a headline's words; empty: nothing but the clock."""
     canary_id = "" if status.canary is None else status.canary.canary_id
@@ -266,14 +271,15 @@ def headline(
     champion, missing = champion_of(status)
     from_when = "" if since is None else f" since {clock(since, now)} UTC"
     first = f"{_upper(short(champion))} serves{from_when}"
-    if status.engine.away not in (None, NOT_ASKED):
-        first = f"No vLLM can be reached, so nobody may answer; {short(champion)} is to serve"
-    elif missing:
+    if missing:
         first = f"No vLLM has {short(champion)}, the champion: the base model answers in its place"
     canary, waiting = status.canary, status.queued
     after = "" if waiting is None else f" {_upper(short(waiting.candidate))} waits in the queue."
     silent = (one for one in status.conditions if one.code in SILENT)
     after += "".join(f" {capital(one.message)}." for one in silent)
+    if is_down(status):
+        told = "No vLLM can be reached, so users may get no answer"
+        return f"{told}. {_upper(short(champion))} serves again when one answers.{after}"
     if canary is None:
         return f"{first}. No candidate is being tried.{after}"
     return f"{first}; {_candidate(canary, waits, now, next_step_at)}.{after}"
@@ -660,12 +666,12 @@ def _users(status: StatusOut, now: float) -> Iterator[Sight]:
     yield Sight(
         what="Users",
         figure=f"{users.failed:,} of {counted(users.requests, 'request')} failed",
-        good=users.failed < MANY_FAIL * users.requests,
+        good=None if is_down(status) else users.failed < MANY_FAIL * users.requests,
         note=since,
     )
     if users.first_byte_s is not None and users.first_byte_slow_s is not None:
-        slow = f"of one in ten {short_length(users.first_byte_slow_s)} or more"
-        figure = f"after {short_length(users.first_byte_s)}"
+        slow = f"one in ten waits {short_length(users.first_byte_slow_s)} or more"
+        figure = f"{short_length(users.first_byte_s)} (median)"
         yield Sight(what="First byte", figure=figure, good=None, note=slow)
 
 
@@ -673,8 +679,7 @@ def _replicas(status: StatusOut) -> Iterator[Sight]:
     for url, one in status.engine.replicas.items():
         loaded = f"answers; {counted(len(one.loaded), 'adapter')} loaded"
         figure = loaded if one.away is None else "away"
-        what = f"vLLM {hide_in_url(url)}"
-        yield Sight(what=what, figure=figure, good=one.away is None, note="")
+        yield Sight(what="vLLM", figure=figure, good=one.away is None, note=hide_in_url(url))
 
 
 def progressing(found: ProgressOut) -> list[Sight]:
@@ -687,9 +692,8 @@ def progressing(found: ProgressOut) -> list[Sight]:
     if found.cost.judge_tokens or found.cost.candidate_tokens or found.cost.run_minutes:
         rows.append(Sight(what="Cost so far", figure=cost, good=None, note=""))
     if found.cost_of_a_point:
-        rows.append(
-            Sight(what="A point of gain", figure=found.cost_of_a_point, good=None, note="0.01")
-        )
+        figure = found.cost_of_a_point
+        rows.append(Sight(what="A gain of 0.01", figure=figure, good=None, note=""))
     return rows
 
 
@@ -700,8 +704,10 @@ GROUPS = {"sampling": "being sampled", "sampled": "wait for the judge", "scored"
 def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
     """Say what waits to be learned from, what runs, what runs next, and what today has cost."""
     learner = status.learner
-    waiting = [f"{status.groups.get(one, 0):,} {words}" for one, words in GROUPS.items()]
-    rows = [Sight(what="Groups", figure=", ".join(waiting), good=None, note="")]
+    waiting = [
+        f"{n:,} {words}" for one, words in GROUPS.items() if (n := status.groups.get(one, 0))
+    ]
+    rows = [Sight(what="Groups", figure=", ".join(waiting) or "none waits", good=None, note="")]
     run = learner.last_run
     if run is None:
         rows.append(Sight(what="Run", figure="none yet", good=None, note=""))
@@ -733,7 +739,7 @@ def _next_run(status: StatusOut, now: float) -> Sight:
     told = learner.schedule
     why = "" if told is None or told.kind in ("start", "running") else told.why
     if learner.paused:
-        return Sight(what="Next run", figure="the learner is paused", good=False, note="")
+        return Sight(what="Next run", figure="the learner is paused", good=None, note="")
     if learner.run_requested:
         figure = "as soon as the learner looks: it was asked for"
     elif learner.next_run_at is not None:

@@ -652,9 +652,7 @@ def _after_step(
     lacking = proof_rule.lacking(quality, evidence.proven, rules)
     lacking = lacking or proof_rule.suspicion(evidence.guards, quality, rules)
     if lacking is None:
-        passed = f"passed {steps} of the ramp"
-        if rules.promote_on != "quick":
-            passed = f"{passed}; {proof_rule.describe(quality)}"
+        passed = f"passed {steps} of the ramp{proof_rule.gained(quality)}"
         return Move(to="promoted", candidate_state="champion", reason=passed)
     waits = f"{lacking}; {proof_rule.describe(quality)}"
     judged = quality.groups + quality.unknown - evidence.carried

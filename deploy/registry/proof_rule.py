@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from deploy.evidence.betting import threshold
 from deploy.evidence.live import GUARDS, GuardState, ToldState
+from deploy.evidence.progress import difference_words, estimate
 from deploy.evidence.quality import CHART_LEVEL, Limits, Quality, bounds
 from deploy.records import Canary
 from sidecar.routing.breaker_rule import few_callers
@@ -18,6 +19,7 @@ __all__ = [
     "anchor_after",
     "describe",
     "flaw_suspicion",
+    "gained",
     "gate_doubt",
     "gate_prompts",
     "guard_doubt",
@@ -326,6 +328,12 @@ def describe(quality: Quality) -> str:
         f"difference to the champion {2 * low - 1:+.3f} to {2 * high - 1:+.3f} by "
         f"{counted(quality.chart.observations, 'group')}"
     )
+
+
+def gained(quality: Quality) -> str:
+    """Say how much better the candidate is, as `sidecar progress` does; "" where nobody judged."""
+    found = estimate(quality.differences)
+    return "" if found is None else f"; it {difference_words(found, 'the champion')}"
 
 
 def odds(log_e: float) -> str:

@@ -163,8 +163,7 @@ def _failed(stored: StoredExchange, parent: str, rule: str, *, session_id: str) 
 
 
 def _tool_error(stored: StoredExchange) -> str | None:
-    request = stored.exchange.request
-    return tool_error(conversation_of(request).messages, request)
+    return tool_error(conversation_of(stored.exchange.request).messages)
 
 
 def _load(session: Session, names: Collection[str]) -> list[StoredExchange]:

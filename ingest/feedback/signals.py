@@ -2,7 +2,7 @@
 
 Each signal is about one answer, is shown by a later exchange, and follows from the structure of the
 conversation: which exchange continues which, what was asked, whether a reply came. No rule reads
-what users write; one small rule reads what tools return (`tool_error`). docs/feedback.md states
+what users write; one small rule reads what tools return (`tool_results`). docs/feedback.md states
 each rule for people.
 
 The same exchanges give the same signals in whatever order they arrive.
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, get_args
 
-import msgspec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -30,6 +29,9 @@ from sidecar.store.database import count
 from sidecar.store.models import ExchangeRow
 
 SignalKind = Literal["regeneration", "correction", "retry", "tool_error", "abandonment"]
+ToolState = Literal["ok", "failed", "unknown"]
+FailureRule = Literal["flag", "json", "text"]
+"""Of the rules, the surest first."""
 NEXT: Final = 8
 """Later siblings that are compared with an exchange: a fan-out of hundreds stays cheap."""
 ALIKE: Final = 0.5
@@ -154,58 +156,81 @@ def alike(left: str, right: str) -> float:
     return 2 * both / (sum(grams[0].values()) + sum(grams[1].values()))
 
 
-def tool_error(messages: Sequence[Message], request: bytes) -> str | None:
-    """Return by which rule the request says that a tool failed after the last answer; None when it
+class ToolResult(NamedTuple):
+    """What is known of one result of a tool."""
+
+    state: ToolState
+    rule: FailureRule | None
+    """By which it failed."""
+    digest: bytes
+    """Of what the tool returned: another request that repeats the result has it too."""
+
+
+def tool_results(messages: Iterable[Message]) -> list[ToolResult]:
+    """Return what is known of each result of a tool. messages: canonical.
+
+    `failed`: by one of the rules of `tool_error`. `ok`: by none of them, and the protocol says that
+    it did not fail: `is_error` false (Messages API), a completed `mcp_call` without an error
+    (Responses API), or a text that is an MCP result with `isError` false. Else `unknown`: a flag
+    that is absent and a text that looks well say nothing.
+    """
+    found = (message for message in messages if message.role == "tool")
+    return [ToolResult(*_state_of(message), message.digest()) for message in found]
+
+
+def since_answer(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages after the last one of the assistant."""
+    at = len(messages)
+    while at and messages[at - 1].role != "assistant":
+        at -= 1
+    return messages[at:]
+
+
+def in_words(results: Iterable[ToolResult]) -> str | None:
+    """Return how many results are in each state, as "3 ok, 2 unknown"; None when there are none."""
+    counts = Counter(result.state for result in results)
+    return ", ".join(f"{counts[one]} {one}" for one in get_args(ToolState) if counts[one]) or None
+
+
+def tool_error(messages: Sequence[Message]) -> FailureRule | None:
+    """Return by which rule a request says that a tool failed after the last answer; None when it
     says no such thing. messages: canonical, of the request.
 
-    `flag`: a result with `is_error` (Messages API). `json`: a result that is a JSON object which
-    says `isError` or `is_error`, has an `error`, `success` or `ok` that is false, or the `status`
-    "error". `text`: a result that begins with "Error:", "Exception:" or a Python traceback.
+    `flag`: the protocol says so beside the result. `json`: a result is a JSON object which says
+    `isError` or `is_error`, has an `error`, `success` or `ok` that is false, or the `status`
+    "error". `text`: a result begins with "Error:", "Exception:" or a Python traceback.
     """
-    results: list[Message] = []
-    for message in reversed(messages):
-        if message.role == "assistant":
-            break
-        if message.role == "tool":
-            results.append(message)
-    if not results:
-        return None
-    if b'"is_error"' in request and _has_flag(request):
-        return "flag"
-    if any(_is_error_object(result.text) for result in results):
-        return "json"
-    if any(result.text[:64].casefold().startswith(_ERROR_WORDS) for result in results):
-        return "text"
-    return None
+    rules = {result.rule for result in tool_results(since_answer(messages))}
+    return next((rule for rule in get_args(FailureRule) if rule in rules), None)
 
 
-def _has_flag(request: bytes) -> bool:
-    """Whether the last message has a tool result that is marked as an error."""
-    try:
-        content = msgspec.json.decode(request)["messages"][-1]["content"]
-    except (*UNREADABLE_JSON, LookupError, TypeError):
-        return False
-    parts = content if isinstance(content, list) else []
-    return any(isinstance(part, dict) and part.get("is_error") is True for part in parts)
-
-
-def _is_error_object(text: str) -> bool:
-    if not text.startswith("{") or len(text) > _LONGEST_JSON:
-        return False
-    try:
-        value = json.loads(text)
-    except UNREADABLE_JSON:
-        return False
-    if not isinstance(value, dict):
-        return False
-    return bool(
+def _state_of(result: Message) -> tuple[ToolState, FailureRule | None]:
+    if result.failed:
+        return "failed", "flag"
+    value = _object_of(result.text)
+    if (
         value.get("isError") is True
         or value.get("is_error") is True
         or value.get("error")
         or value.get("success") is False
         or value.get("ok") is False
         or value.get("status") == "error"
-    )
+    ):
+        return "failed", "json"
+    if result.text[:64].casefold().startswith(_ERROR_WORDS):
+        return "failed", "text"
+    of_mcp = value.get("isError") is False and isinstance(value.get("content"), list)
+    return ("ok" if of_mcp or result.failed is False else "unknown"), None
+
+
+def _object_of(text: str) -> dict[str, Any]:  # Any: JSON
+    """Return the JSON object that a text is; empty when it is none, or a very long one."""
+    if not text.startswith("{") or len(text) > _LONGEST_JSON:
+        return {}
+    try:
+        return dict(json.loads(text))
+    except UNREADABLE_JSON:
+        return {}
 
 
 # Draw an exchange again whose user turns out to be discontent after it was left out.

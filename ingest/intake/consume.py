@@ -218,7 +218,7 @@ class _Readiness:
             tokens,
             bounded=bounded,
             private=screened.reasons,
-            tool_error=tool_error(arrival.conversation.messages, exchange.request),
+            tool_error=tool_error(arrival.conversation.messages),
         )
 
 

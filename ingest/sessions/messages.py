@@ -28,6 +28,8 @@ MESSAGE_KEYS: Final = (*SYSTEM_KEYS, *LIST_KEYS, "prompt")
 """Keys of a request that hold messages, in the order in which they are read."""
 TOOL_KEYS: Final = ("tools", "functions")
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output", "mcp_call")
+"""Items of the Responses API that hold what a tool returned."""
 _REASONING: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
 _UNSENT: Final = frozenset({"cache_control", "id", "call_id", "tool_use_id", "annotations"})
 """Keys of a content part that say nothing about its content."""
@@ -47,6 +49,8 @@ class Message:
     """
     ids: tuple[str, ...] = ()
     """Ids of the calls. No part of the content: some clients write their own."""
+    failed: bool | None = field(default=None, compare=False)
+    """Of a tool's result: what the protocol says beside it; None: nothing."""
     _digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -152,8 +156,8 @@ def _messages(role: str, item: Any) -> Iterator[Message]:  # Any: what the clien
     kind = item.get("type")
     if kind == "function_call":
         yield Message("assistant", "", (_call(item),), _id(item, "call_id"))
-    elif kind == "function_call_output":
-        yield Message("tool", _text(item.get("output")))
+    elif kind in _OUTPUTS:
+        yield Message("tool", _text(item.get("output")), failed=_call_failed(item))
     elif kind == "reasoning":
         return
     else:
@@ -175,7 +179,9 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
                 calls.append(_call(part))
                 ids += _id(part, "id")
             elif kind == "tool_result":
-                yield Message("tool", _text(part.get("content")))
+                said = part.get("is_error")
+                failed = said if isinstance(said, bool) else None
+                yield Message("tool", _text(part.get("content")), failed=failed)
             elif kind not in _REASONING:
                 texts.append(_part(part))
     else:
@@ -189,6 +195,15 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
         role = "tool"
     if text or calls or not isinstance(content, list):
         yield Message(role, text, tuple(calls), tuple(ids))
+
+
+def _call_failed(item: JsonObject) -> bool | None:
+    """What an item of the Responses API says. `status` of an output is not that of its call."""
+    if item.get("type") != "mcp_call":
+        return None
+    if item.get("error") or item.get("status") == "failed":
+        return True
+    return False if item.get("status") == "completed" and item.get("error") is None else None
 
 
 def _as_one(said: Iterable[Message]) -> list[Message]:

@@ -8,6 +8,7 @@ Sub-agents, branches that were given up, and exchanges that failed are no part o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,8 +16,9 @@ from typing import Any, Final
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from ingest.feedback.signals import ToolResult, in_words, tool_results
 from ingest.feedback.store import told_of_session
-from ingest.sessions.rows import parents_first
+from ingest.sessions.rows import conversation_of, parents_first
 from ingest.store.exchanges import StoredExchange, load_exchange
 from ingest.store.sessions import stored_name
 from ingest.trajectories.records import TrajectoriesError
@@ -42,7 +44,8 @@ class RecordedTrajectory:
     exchanges: int
     """Exchanges of the session, as far as they were looked at."""
     outcome: Mapping[str, Any]
-    """`success`, `reward`, `feedback_score` and `signals`, as `Told.summary` has them."""
+    """`success`, `reward`, `feedback_score` and `signals`, as `Told.summary` has them; `tools`:
+    what is known of their results, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +108,12 @@ def load_trajectory(
     found = [one for one in (load_exchange(session, part) for part in parts) if one is not None]
     messages: list[Mapping[str, Any]] = []
     tools: Sequence[Mapping[str, Any]] = ()
+    results: Counter[ToolResult] = Counter()
     for number, stored in enumerate(found):
         request = _object(stored.exchange.request)
         tools = request.get("tools") or ()
+        # What a later part repeats counts once.
+        results |= Counter(tool_results(conversation_of(stored.exchange.request).messages))
         messages += [CUT] if number else []
         messages += [*(request.get("messages") or ()), *_replies(stored)]
     return RecordedTrajectory(
@@ -116,7 +122,7 @@ def load_trajectory(
         messages=tuple(messages),
         tools=tuple(tools),
         exchanges=len(rows),
-        outcome=told_of_session(session, known).summary(),
+        outcome=told_of_session(session, known).summary() | {"tools": in_words(results.elements())},
     )
 
 

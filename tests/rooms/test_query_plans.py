@@ -96,6 +96,7 @@ SORTS = {
     "deploy/admin/reads.py:_tally": "a row for each state",
     "deploy/funnel.py:read_funnel": "a row for each state",
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
+    "deploy/admin/progress.py:read_kinds": GATE,
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
     "deploy/canary/gate_store.py:comparisons": GATE,
     "deploy/canary/gate_store.py:judged_since": GATE,
@@ -108,7 +109,6 @@ SORTS = {
     "ingest/store/exchanges.py:turns_with": "the turns of one batch",
     "ingest/ruler/blame.py:claim_for_judge": "groups.max_pending_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
-    "ingest/store/exchanges.py:load_rows": "the exchanges of one session",
     "ingest/trajectories/recorded.py:load_trajectory": OF_SESSION,
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""

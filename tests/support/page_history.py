@@ -60,13 +60,13 @@ def tell(world: World, mark: Callable[[str], str] = lambda text: text) -> None:
     clock = world.clock
     clock.now = BEGIN
     first = world.register(1, values=(0.5, -0.1))
-    world.promote(first)
+    _promote(world, first)
     clock.now += 5 * HOUR
     bad = world.register(2, parent=first, values=(0.5, -0.2))
     _canary(world, bad, _reject(mark("worse than the champion on 12 prompts: -0.081")))
     clock.now += 20 * HOUR
     second = world.register(3, parent=first, values=(0.5, -0.3))
-    world.promote(second)
+    _promote(world, second)
     clock.now += 8 * HOUR
     broken = world.register(4, parent=second, values=(0.5, -0.4))
     _canary(world, broken, *_roll_back(mark("9% of the canary's 210 replies failed, 1% before")))
@@ -129,6 +129,13 @@ def _roll_back(reason: str) -> tuple[Move, ...]:
         *_ramp("no harm shown on 12 prompts"),
         Move(to="rolled_back", candidate_state="rolled_back", reason=reason),
     )
+
+
+def _promote(world: World, name: str) -> None:
+    """With a figure, so that the first page has its curve."""
+    world.promote(name)
+    with world.database.write() as session:
+        canaries.add_evidence(world.canary_row(session, name), gate=GATE)
 
 
 def _canary(world: World, name: str, *moves: Move) -> None:

@@ -26,8 +26,10 @@ from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
 from deploy.canary import gate_store
 from deploy.canary.controller import Controller
+from deploy.canary.exam import TaskExam
 from deploy.canary.gate import Gate
 from deploy.canary.gate_answers import Drawing
+from deploy.canary.gate_store import HeldOutPrompt
 from deploy.cli.main import main
 from deploy.doctor.collect import collect
 from deploy.engine.reconcile import Fleet, Reconciler
@@ -62,7 +64,7 @@ from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import hash_of
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
-from ingest.store.exchanges import dead_letter, load_rows
+from ingest.store.exchanges import dead_letter
 from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
@@ -82,7 +84,7 @@ from learner.replay import replay
 from learner.resume import CLAIMED, PLACING, WorkFolder, present_holder
 from learner.runs.interrupted import begin_again, check_hold, leave
 from learner.runs.publish import Sealed
-from learner.runs.runs import can_go_on, open_run
+from learner.runs.runs import can_go_on, earlier_signals, open_run
 from learner.runs.source import blame_for_death, drop_answers_of
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
@@ -245,7 +247,6 @@ def _ingest(use: _Use) -> None:
             mover,
         ]
     with use.database.read() as session:
-        load_rows(session, "late")
         derive_session(session, "early")
     with use.database.write() as session:
         assert rebase_children(session, ["talk-0"], limit=2) == 1
@@ -506,9 +507,24 @@ async def _rehearse(use: _Use) -> None:
     worker = RehearsalWorker(use.database, _Room(), settings, now=use.clock, transport=transport)
     await worker.step()
     assert not failing
+    await _examine(use, settings, transport, failing)
     with use.database.read() as session:
         assert rehearsed_tasks(session)
+        assert earlier_signals(session, MODEL) == ()
         assert standing_of(session, own, now=use.clock.now)
+
+
+async def _examine(
+    use: _Use, settings: Settings, transport: httpx.MockTransport, failing: list[bool]
+) -> None:
+    """An adapter attempts a held-out task."""
+    canary: Any = None  # the prompt and the adapter say what is asked
+    prompt = HeldOutPrompt(
+        exchange_id="task", session_id="s", request={"messages": []}, project="default"
+    )
+    failing.append(False)
+    exam = TaskExam(use.database, settings, _Room(), now=use.clock, transport=transport)
+    assert (await exam.ask(canary, prompt, "base", 0)).reward == 1.0
 
 
 async def _watch_noise(use: _Use) -> None:

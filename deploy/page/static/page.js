@@ -109,7 +109,7 @@ function drawChart(figure) {
 }
 
 function drawCharts() {
-  document.querySelectorAll("figure.chart").forEach(drawChart);
+  document.querySelectorAll("figure[data-chart]").forEach(drawChart);
 }
 
 function sayOffline(away) {

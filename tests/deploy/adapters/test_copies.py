@@ -20,6 +20,9 @@ from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow, RunRow
 from tests.deploy.conftest import write_adapter
 
+NOT_COMPARED = "\nIt was not compared with the version that it should replace.\n"
+"""Last words of the model card of an exported version that had no canary."""
+
 
 class Shop:
     """A store with imported versions, and the command that reads it."""
@@ -178,6 +181,7 @@ def test_an_exported_folder_is_the_registered_one_and_can_be_imported_elsewhere(
     assert "digest: " + shop.version(1).digest in capsys.readouterr().out
     assert folder_digest(tmp_path / "out") == shop.version(1).digest
     assert {one.name for one in (tmp_path / "out").iterdir()} == {CONFIG, WEIGHTS, LINEAGE, CARD}
+    assert (tmp_path / "out" / CARD).read_text().endswith(NOT_COMPARED)
     (tmp_path / "b").mkdir()
     other = Shop(tmp_path / "b")
     assert other.run("adapters", "import", str(tmp_path / "out"), "--reason", "copy") == 0
@@ -192,6 +196,8 @@ def test_an_exported_tar_holds_the_same_files(shop: Shop, tmp_path: Path) -> Non
     with tarfile.open(tmp_path / "v1.tar") as archive:
         archive.extractall(tmp_path / "again", filter="data")
     assert folder_digest(tmp_path / "again") == shop.version(1).digest
+    card = (Path(shop.version(1).path) / CARD).read_text()
+    assert (tmp_path / "again" / CARD).read_text() == card + NOT_COMPARED
 
 
 def test_an_export_of_changed_files_writes_nothing(shop: Shop, tmp_path: Path) -> None:
@@ -201,7 +207,7 @@ def test_an_export_of_changed_files_writes_nothing(shop: Shop, tmp_path: Path) -
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
 
     with pytest.raises(InvalidAdapterError, match="the folder was changed"):
-        export_version(shop.version(1), tmp_path / "out")
+        export_version(shop.version(1), tmp_path / "out", compared="")
 
     assert not (tmp_path / "out").exists()
 
@@ -211,9 +217,9 @@ def test_an_export_replaces_nothing(shop: Shop, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
 
     with pytest.raises(ExportError, match="is there already"):
-        export_version(shop.version(1), tmp_path / "mine")
+        export_version(shop.version(1), tmp_path / "mine", compared="")
     with pytest.raises(ExportError, match="make it first"):
-        export_version(shop.version(1), tmp_path / "no" / "folder")
+        export_version(shop.version(1), tmp_path / "no" / "folder", compared="")
 
 
 def test_prune_says_what_goes_and_why_the_rest_stays(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import update
 
 from deploy.admin.metrics import StoreCollector
-from deploy.admin.progress import ProgressReader
+from deploy.admin.progress import ProgressReader, compared_words
 from deploy.engine.reconcile import EngineView
 from deploy.registry import canaries
 from ingest.judge_watch import NANO
 from sidecar.store.database import count
-from sidecar.store.models import CanaryRow, GateComparisonRow
+from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 from support.finished_run import finished_run
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     world.promote(first)
     judged(world, first, [0.3, 0.1] * 30)
     second = world.register(2, parent=first, values=(0.5, -0.2))
+    world.clock.now += 1.0
     world.promote(second)
     judged(world, second, [0.2, 0.0, 0.1] * 20)
     third = world.register(3, parent=second, values=(0.5, -0.3))
@@ -90,7 +92,7 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
         "run_minutes": 30.0,
     }
     assert found["cost_of_a_point"].startswith("$0.200 of judging, 1.0 minutes of training, 8 cand")
-    assert text[0].startswith("Better? Yes: v2 +0.300 (")
+    assert text[0].startswith("Better? Yes: v2 scored 0.300 higher than the base (95% interval +")
     assert text[1] == "Gain of the judge's score (0..1) over the base model:"
     assert [line.split()[0] for line in text[3:5]] == ["v1", "v2"]
     assert "proven 1.0 of 20" in text[5]
@@ -102,6 +104,30 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     assert metrics["sidecar_gain_low"][1].value == pytest.approx(gain["low"])
 
 
+async def test_the_champions_promotion_by_kind_of_request(world: World, make_api: MakeApi) -> None:
+    first = world.register(1)
+    world.promote(first)
+    judged(world, first, [0.4, 0.2, 0.6, -0.2])
+    for place in range(1, 5):
+        asked = world.serve(f"s{place}", project="shop" if place == 1 else "default")
+        group, row = GateComparisonRow, ExchangeRow
+        with world.database.write() as session:
+            at = group.place == place
+            session.execute(update(group).where(at).values(exchange_id=asked))
+            turn = place // 4
+            session.execute(update(row).where(row.exchange_id == asked).values(turn=turn))
+
+    api = make_api()
+    found = (await api.get("/progress")).json()
+    text = (await api.client.get("/admin/v1/progress", headers={"accept": "text/plain"})).text
+
+    means = {one["name"]: one["difference"]["mean"] for one in found["kinds"]}
+    assert means == pytest.approx(
+        {"openings": 0.4, "later turns": -0.2, "project shop": 0.4, "project default": 0.2}
+    )
+    assert "v1 on openings: +0.400 (" in text
+
+
 def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells(
     world: World,
 ) -> None:
@@ -110,6 +136,7 @@ def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells
     with world.database.write() as session:
         row = world.canary_row(session, first)
         canaries.add_evidence(row, quality={"low": 0.1, "high": 0.3, "groups": 40})
+    world.clock.now += 1.0
     world.promote(second)
     with world.database.write() as session:
         row = world.canary_row(session, second)
@@ -124,6 +151,26 @@ def test_where_no_comparison_is_stored_any_more_the_evidence_of_the_canary_tells
     assert points[0].gain.groups == 40
     assert points[1].gain is None
     assert sentence.startswith("not known: v2 was not compared")
+
+
+def test_a_version_is_said_to_be_compared_once_its_canary_has_ended(world: World) -> None:
+    first, second = world.register(1), world.register(2, values=(0.5, -0.2))
+
+    def said(name: str) -> str:
+        with world.database.read() as session:
+            return compared_words(session, name)
+
+    none = said(first)
+    world.promote(first)
+    unjudged = said(first)
+    judged(world, first, [-0.3, -0.1] * 30)
+    world.ramp(second)
+    judged(world, second, [0.2] * 30)
+
+    assert none == unjudged == said(second)
+    assert none == "It was not compared with the version that it should replace."
+    assert said(first).startswith("In its canary it scored 0.200 lower than the base (95% inter")
+    assert said(first).endswith(", 60 judged prompts).")
 
 
 def test_what_an_ended_canary_said_is_read_once(world: World) -> None:

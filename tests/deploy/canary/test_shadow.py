@@ -119,7 +119,7 @@ async def test_an_equal_candidate_is_promoted_when_enough_groups_prove_it(world:
 
     canary = world.canary(name)
     assert canary.phase == "promoted"
-    assert (canary.reason or "").startswith("passed all 2 steps of the ramp; difference to the")
+    assert (canary.reason or "").startswith("passed all 2 steps of the ramp; it scored 0.000")
     evidence = world.evidence(name)["quality"]
     assert 25 <= evidence["groups"] <= 32
     assert evidence["proven"] == ["anchored", "no_worse"]

@@ -170,6 +170,19 @@ def test_one_is_shown_with_its_messages_and_answers(database: Database, run: Run
     )
 
 
+def test_what_is_known_of_the_tools_since_the_last_answer_is_shown(
+    database: Database, run: Run
+) -> None:
+    results = [{"role": "tool", "content": one} for one in ("Done.", "Error: no money", "Done.")]
+    said = {"role": "assistant", "content": "Wait."}
+    request = {"messages": [results[1], said, *results]}
+    with database.write() as session:
+        save_exchange(session, make_exchange("e1", request=request), held_out=False, now=1.0)
+
+    assert "\ntools: 1 failed, 2 unknown\n" in run("show", "e1")[1]
+    assert json.loads(run("show", "e1", "-o", "json")[1])["tools"] == "1 failed, 2 unknown"
+
+
 def tell(database: Database, exchange_id: str) -> None:
     records = [
         make_feedback("f1", exchange_id, label="wrong", score=-1.0),

@@ -183,6 +183,29 @@ def test_a_session_is_its_whole_main_conversation(
     ]
 
 
+def test_what_is_known_of_tools_is_counted_once_where_a_later_part_repeats_it(
+    database: Database, run: Run
+) -> None:
+    def result(content: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": "c1", "content": content}
+
+    call = {"id": "c1", "type": "function", "function": {"name": "refund", "arguments": "{}"}}
+    calling: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    well = result('{"content": [], "isError": false}')
+    first = [SYSTEM, TASK, calling, well, result("Done."), result("Done.")]
+    later = [SYSTEM, calling, result("Done."), calling, result("Error: no money"), well]
+    save(database, "a1", first, "Wait.", session="a", how="root")
+    save(database, "a2", later, "Refunded.", session="a", parent="a1", segment=1, at=2.0)
+    save(database, "b1", [SYSTEM, TASK], "No.", session="b", how="root")
+
+    code, out, errors = run("a", "b", "-o", "json")
+
+    assert code == 0, errors
+    sessions = json.loads(out)["sessions"]
+    assert [one["tools"] for one in sessions] == ["1 ok, 1 failed, 2 unknown", None]
+    assert "0.900  a  tools 1 ok, 1 failed, 2 unknown\n" in run("a", "b")[1]
+
+
 def test_the_last_of_the_main_conversation_survives_circles_and_lost_parents() -> None:
     def step(name: str, parent: str | None, how: str = "answered", **changes: Any) -> Step:
         values = {"segment": 0, "began_at": 1.0, "fits": True, **changes}

@@ -37,6 +37,7 @@ def progress(gains: list[dict[str, Any] | None], **changed: Any) -> ProgressOut:
         "champion": points[-1]["adapter"] if points else "base",
         "gain": gains[-1] if gains else None,
         "points": points,
+        "kinds": [],
         "running": None,
         "pace": "",
         "cost": {**cost, "candidate_tokens_today": 0},
@@ -83,6 +84,7 @@ def test_a_mark_says_whether_its_interval_holds_zero_and_what_is_only_a_candidat
         ("v4", "candidate"),
     ]
     # -0.2 + 0.1, and the half of the interval is the root of 0.1^2 + 0.3^2.
+    assert [one.name for one in found.marks if one.serves] == ["v3"]
     assert found.marks[-1].words == "v4: -0.100 (-0.416 to +0.216)"
     assert len(found.path.split()) == 3, "the candidate is not on the line"
     assert draw_curve(progress([None])) is None
@@ -121,15 +123,24 @@ async def test_the_four_blocks_have_their_places_in_each_state(
     away = (await browser.get("/")).text
 
     assert list(nothing) == list(trial) == ["Serves", "Better?", "Learning", "Do"]
-    assert "Nothing has come yet" in nothing["Serves"]
+    assert nothing["Do"].startswith("Nothing has come yet. Set your agent's base_url")
+    assert "Groups none waits" in nothing["Learning"]
     assert nothing["Better?"] == "Not known yet: no candidate was promoted."
     assert "Run none yet" in nothing["Learning"]
-    assert "v5 +0.084 (+0.021 to +0.147) over v3 by 12 judged prompts" in trial["Better?"]
+    assert (
+        "v5 scored 0.084 higher than v3 (95% interval +0.021 to +0.147, 12 judged"
+        in trial["Better?"]
+    )
+    assert "Bold: it serves. Open circle: the candidate so far." in trial["Better?"]
+    assert "2 things to do" in trial["Serves"]
     assert "Last run finished" in trial["Learning"]
     assert "503 from the judge" in trial["Do"]
     assert "Run learning: step 1 of 8, 1 of 9 answers" in learning["Learning"]
     assert 'class="block down" aria-labelledby="serves"' in away
-    assert blocks(away)["Serves"].startswith("No vLLM can be reached, so nobody may answer")
+    assert blocks(away)["Serves"].startswith(
+        "No vLLM can be reached, so users may get no answer. v3 serves again when one answers. 3"
+    ), "and no candidate gets anybody"
+    assert 'class="plain"><dt>Users' in away, "what was answered before is no good news"
 
 
 async def test_the_users_figures_are_of_users_alone(world: World, browser: Browser) -> None:
@@ -152,4 +163,4 @@ async def test_the_users_figures_are_of_users_alone(world: World, browser: Brows
     assert found.first_byte_s == pytest.approx(0.7)
     assert found.first_byte_slow_s == pytest.approx(1.0)
     assert "2 of 8 requests failed" in page
-    assert "after 700 ms of one in ten 1.0 s or more" in page
+    assert "700 ms (median) one in ten waits 1.0 s or more" in page

@@ -91,6 +91,24 @@ def test_every_page_fits_its_window_without_a_complaint_of_the_browser(
 
 
 @needs_browser
+def test_the_first_page_is_readable_on_a_phone(window: Chromium, told: str) -> None:
+    window.look(width=390, scheme="dark")
+    window.open(f"{told}/")
+
+    scale = window.run(
+        "const one = document.querySelector('svg.curve');"
+        "return one.getBoundingClientRect().width / one.viewBox.baseVal.width"
+    )
+    tallest = window.run(
+        "return Math.max(...[...document.querySelectorAll('#arms tbody th')]"
+        ".map((one) => one.getBoundingClientRect().height))"
+    )
+
+    assert scale >= 0.98, "the letters of the curve have the size that the style gives them"
+    assert tallest < 70.0, "a name of the table has two lines, not one for each word"
+
+
+@needs_browser
 def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_them(
     world: World, window: Chromium, told: str
 ) -> None:

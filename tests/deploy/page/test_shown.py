@@ -183,7 +183,7 @@ def test_the_headline_says_when_nobody_answers_or_is_heard_of() -> None:
 
     found = headline(status(engine=away, conditions=[ConditionOut.of(late)]), None, "", NOON, None)
 
-    assert found.startswith("No vLLM can be reached, so nobody may answer")
+    assert found.startswith("No vLLM can be reached, so users may get no answer. v2 serves again")
     assert found.endswith("Ingest is not heard of.")
 
 

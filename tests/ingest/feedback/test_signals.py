@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import select
 
-from ingest.feedback.signals import alike, tool_error
+from ingest.feedback.signals import alike, in_words, since_answer, tool_error, tool_results
 from ingest.feedback.store import find_abandoned, told_of
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import consume
@@ -68,6 +70,17 @@ FAILED = ask(
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "Error: no such parcel"},
 )
+FLAGGED = ask(
+    "failed",
+    30.0,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "No", "is_error": True}
+        ],
+    },
+)
 CALLING = msgspec.structs.replace(
     FIRST,
     choices=(
@@ -96,6 +109,7 @@ CASES: dict[str, tuple[list[Exchange], Found]] = {
     "the last message edited": ([FIRST, NEXT, EDITED], {("correction", "next", "edited")}),
     "another question from the same state": ([FIRST, NEXT, OTHER], set()),
     "a tool that failed": ([CALLING, FAILED], {("tool_error", "first", "failed")}),
+    "a tool that is marked as failed": ([CALLING, FLAGGED], {("tool_error", "first", "failed")}),
     "a conversation that goes on": ([FIRST, NEXT], set()),
 }
 
@@ -166,7 +180,7 @@ def test_a_tool_failed_when_its_result_says_so(content: str, rule: str | None) -
         }
     ).encode()
 
-    assert tool_error(conversation_of(request).messages, request) == rule
+    assert tool_error(conversation_of(request).messages) == rule
 
 
 def test_a_result_that_is_marked_as_an_error_failed_whatever_it_says() -> None:
@@ -179,7 +193,174 @@ def test_a_result_that_is_marked_as_an_error_failed_whatever_it_says() -> None:
     ]
     request = json.dumps({"messages": messages}).encode()
 
-    assert tool_error(conversation_of(request).messages, request) == "flag"
+    assert tool_error(conversation_of(request).messages) == "flag"
+
+
+def states(request: dict[str, Any]) -> list[str]:
+    """State of each result since the last answer."""
+    messages = conversation_of(json.dumps(request).encode()).messages
+    return [one.state for one in tool_results(since_answer(messages))]
+
+
+def of_chat(*contents: Any) -> dict[str, Any]:
+    results = [{"role": "tool", "tool_call_id": "c1", "content": one} for one in contents]
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    return {"messages": [OPENING, call, *results]}
+
+
+def of_messages(*results: dict[str, Any]) -> dict[str, Any]:
+    """results: fields of each beside its type and id."""
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    parts = [{"type": "tool_result", "tool_use_id": "c1", **one} for one in results]
+    called = {"role": "assistant", "content": [use]}
+    return {"messages": [OPENING, called, {"role": "user", "content": parts}]}
+
+
+def of_responses(*items: dict[str, Any]) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    return {"input": [OPENING, call, *items]}
+
+
+def mcp(**more: Any) -> str:
+    return json.dumps({"content": [{"type": "text", "text": "sunny"}], **more})
+
+
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+MCP_CALL = {"type": "mcp_call", "id": "m1", "name": "look", "arguments": "{}", "output": "sunny"}
+STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no tool": ({"messages": [OPENING]}, []),
+    "messages, false": (of_messages({"content": "sunny", "is_error": False}), ["ok"]),
+    "messages, true": (of_messages({"content": "sunny", "is_error": True}), ["failed"]),
+    "messages, absent": (of_messages({"content": "sunny"}), ["unknown"]),
+    "messages, null": (of_messages({"content": "sunny", "is_error": None}), ["unknown"]),
+    "messages, no boolean": (
+        of_messages({"is_error": 0}, {"is_error": "false"}, {"is_error": "true"}),
+        ["unknown", "unknown", "unknown"],
+    ),
+    "messages, false beside an error": (
+        of_messages({"content": "Error: no such city", "is_error": False}),
+        ["failed"],
+    ),
+    "messages, MCP in a part": (
+        of_messages({"content": [{"type": "text", "text": mcp(isError=False)}]}),
+        ["ok"],
+    ),
+    "chat, MCP false": (of_chat(mcp(isError=False)), ["ok"]),
+    "chat, MCP true": (of_chat(mcp(isError=True)), ["failed"]),
+    "chat, MCP absent": (of_chat(mcp()), ["unknown"]),
+    "chat, MCP no boolean": (of_chat(mcp(isError=0)), ["unknown"]),
+    "chat, no result of MCP": (of_chat('{"isError": false}'), ["unknown"]),
+    "chat, a text that looks well": (of_chat("Done.", '{"success": true}'), ["unknown"] * 2),
+    "chat, a flag of another protocol": (
+        {"messages": [{"role": "tool", "content": "sunny", "is_error": False}]},
+        ["unknown"],
+    ),
+    "chat, today's rules": (of_chat("Error: no", '{"ok": false}'), ["failed"] * 2),
+    "chat, damaged JSON": (
+        of_chat(mcp(isError=False)[:-1], '{"isError": false', "{"),
+        ["unknown"] * 3,
+    ),
+    "chat, deep JSON": (of_chat('{"isError": false, "content": ' + "[" * 60_000), ["unknown"]),
+    "responses, an output": (of_responses(OUTPUT), ["unknown"]),
+    "responses, a whole output": (of_responses({**OUTPUT, "status": "completed"}), ["unknown"]),
+    "responses, MCP in an output": (
+        of_responses(
+            {**OUTPUT, "output": mcp(isError=False)}, {**OUTPUT, "output": mcp(isError=True)}
+        ),
+        ["ok", "failed"],
+    ),
+    "responses, an output of a custom tool": (
+        of_responses({**OUTPUT, "type": "custom_tool_call_output"}),
+        ["unknown"],
+    ),
+    "responses, a completed call": (of_responses({**MCP_CALL, "status": "completed"}), ["ok"]),
+    "responses, a completed call with null": (
+        of_responses({**MCP_CALL, "status": "completed", "error": None}),
+        ["ok"],
+    ),
+    "responses, a failed call": (of_responses({**MCP_CALL, "status": "failed"}), ["failed"]),
+    "responses, a call with an error": (
+        of_responses({**MCP_CALL, "status": "completed", "error": "no such city"}),
+        ["failed"],
+    ),
+    "responses, a call without status": (of_responses(MCP_CALL), ["unknown"]),
+    "responses, a call that goes on": (
+        of_responses({**MCP_CALL, "status": "calling"}),
+        ["unknown"],
+    ),
+    "responses, a type that is no text": (of_responses({**OUTPUT, "type": {}}), []),
+    "a mixture": (
+        of_messages({"is_error": False}, {}, {"is_error": True}, {"is_error": False}),
+        ["ok", "unknown", "failed", "ok"],
+    ),
+    "before the last answer": (
+        {"messages": [*of_messages({"is_error": True})["messages"], ANSWER, user("Thanks.")]},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_result_is_ok_only_where_the_protocol_says_so(case: str) -> None:
+    request, expected = STATES[case]
+
+    assert states(request) == expected
+
+
+def test_a_very_long_result_is_not_read_as_json() -> None:
+    long = mcp(isError=False, structuredContent="x" * 2**20)
+
+    assert states(of_chat(long)) == ["unknown"]
+    assert states(of_messages({"content": long, "is_error": False})) == ["ok"]
+
+
+def test_states_are_counted_and_none_is_hidden_by_another() -> None:
+    request = json.dumps(STATES["a mixture"][0]).encode()
+
+    assert in_words(tool_results(conversation_of(request).messages)) == "2 ok, 1 failed, 1 unknown"
+    assert in_words([]) is None
+
+
+TEXTS = st.sampled_from(
+    ["sunny", "", "ok", "Error: no", '{"ok": true}', mcp(), mcp(isError=True), "{", "[]"]
+)
+SAID: st.SearchStrategy[Any] = st.sampled_from([None, 0, 1, "", "false", "true", [], True, False])
+FINE = mcp(isError=False)
+RESULTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("chat"), TEXTS | st.just(FINE), st.none()),
+        st.tuples(st.just("messages"), TEXTS | st.just(FINE), SAID),
+        st.tuples(st.just("output"), TEXTS | st.just(FINE), SAID | st.just("completed")),
+        st.tuples(st.just("mcp_call"), TEXTS | st.just(FINE), SAID | st.just("completed")),
+    ),
+    max_size=6,
+)
+
+
+@given(results=RESULTS)
+def test_no_state_is_ok_unless_the_result_says_so(results: list[tuple[str, str, Any]]) -> None:
+    def item(kind: str, text: str, said: Any) -> dict[str, Any]:
+        if kind == "chat":
+            return {"role": "tool", "content": text}
+        if kind == "messages":
+            part = {"type": "tool_result", "content": text, "is_error": said}
+            return {"role": "user", "content": [part]}
+        if kind == "output":
+            return {**OUTPUT, "output": text, "status": said}
+        return {**MCP_CALL, "output": text, "status": said}
+
+    def is_said(kind: str, text: str, said: Any) -> bool:
+        by_protocol = {"messages": said is False, "mcp_call": said == "completed"}
+        return text == FINE or by_protocol.get(kind, False)
+
+    request = json.dumps({"input": [item(*one) for one in results]}).encode()
+    found = tool_results(conversation_of(request).messages)
+
+    assert len(found) == len(results)
+    for one, result in zip(found, results, strict=True):
+        assert one.state != "ok" or is_said(*result)
+    if in_words(found) == f"{len(results)} ok":
+        assert all(is_said(*result) for result in results)
 
 
 def pass_over(kit: Kit, now: float) -> Found:

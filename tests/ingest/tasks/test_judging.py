@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from sqlalchemy import select
 
 from ingest.errors import JudgeUnavailableError
 from ingest.judge_watch import JudgeState, write_judge_state
-from ingest.tasks.judging import ATTEMPTS, TaskJudging, mixed_rewards
+from ingest.tasks.judging import ATTEMPTS, TaskJudging, mixed_rewards, with_evidence
+from ingest.trajectories.recorded import RecordedTrajectory
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.models import JudgeCallRow
 from support.fake_judge import FakeJudge
@@ -21,6 +24,17 @@ def test_outcomes_decide_and_the_score_ranks_equal_outcomes() -> None:
     assert mixed_rewards([1.0, 1.0], [0.3, 0.9]) == [0.3, 0.9]
     close = mixed_rewards([0.5, 0.6, 0.5], [1.0, 0.0, 0.0])
     assert close[2] < close[0] < close[1]
+
+
+def test_the_judge_is_told_what_is_known_of_the_tools_in_three_states() -> None:
+    outcome: dict[str, Any] = {"success": None, "signals": [], "tools": "3 ok, 1 failed, 2 unknown"}
+    found = RecordedTrajectory(
+        session_id="s", project="default", messages=(), tools=(), exchanges=1, outcome=outcome
+    )
+
+    (note,) = with_evidence(found)
+
+    assert note["content"] == "known of how it ended: tools: 3 ok, 1 failed, 2 unknown"
 
 
 class Sessions(TaskKit):
