@@ -295,7 +295,19 @@ def _check(
     judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
     if isinstance(judged, Judged):
         log_left_out(judged)
+        if group.sessions and group.adapter == job.parent.name:
+            judged = replace(judged, group=_started(judged.group, found))
     return judged
+
+
+def _started(group: TrainingGroup, values: Mapping[int, list[float] | Fault]) -> TrainingGroup:
+    """Return sessions of the parent with `TrainableRow.start`: what was recomputed is without the
+    server's rounding, which `learner.grpo.chance` would take for a move."""
+    rows = tuple(
+        row if isinstance(found := values.get(place, []), Fault) else replace(row, start=(*found,))
+        for place, row in enumerate(group.rows)
+    )
+    return replace(group, rows=rows)
 
 
 def _recompute(

@@ -160,5 +160,17 @@ def test_earlier_runs_of_the_line_may_have_told(
     assert found.faults == {}
 
 
+def test_rounding_of_the_server_is_no_move(
+    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    """With a rate of nearly 0 the policy stands still, though no recorded value is exact."""
+    settings = learner_settings.model_copy(update={"learning_rate": 1e-12})
+
+    found = run(policy, group, row, settings, liked=[True] * 8, signals=None)
+
+    moved = [one.alignment_variance for one in found.metrics]
+    assert max(moved) < 1e-12
+
+
 def test_no_session_is_imitated_before_the_first_step(group: MakeGroup, row: MakeRow) -> None:
     assert best_answers([sessions(group, row, (1.0, 0.0))]) == []
