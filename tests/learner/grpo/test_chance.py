@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11), (20,)
+CHANCE = (True, True, True, False, False, False)
+"""Dealt to three steps: as many groups of each kind in each of them."""
 
 
 def sessions(
@@ -135,12 +137,10 @@ def test_sessions_whose_rewards_are_chance_cost_only_themselves(
     learner_settings: Learner,
     signals: tuple[float, ...],
 ) -> None:
-    liked = [True, True, False, True, False, False, True, False]
-
-    found = run(policy, group, row, learner_settings, liked=liked, signals=signals)
+    found = run(policy, group, row, learner_settings, liked=CHANCE, signals=signals)
 
     assert {fault.reason for fault in found.faults.values()} == {"by_chance"}
-    assert len(found.faults) == len(liked)
+    assert len(found.faults) == len(CHANCE)
     assert abs(found.signal or 0.0) < LEAST
     assert [one.groups for one in found.metrics] == [1]  # the group of answers
 
@@ -153,9 +153,7 @@ def test_earlier_runs_of_the_line_may_have_told(
     learner_settings: Learner,
     signals: tuple[float, ...] | None,
 ) -> None:
-    liked = [True, True, False, True, False, False, True, False]
-
-    found = run(policy, group, row, learner_settings, liked=liked, signals=signals)
+    found = run(policy, group, row, learner_settings, liked=CHANCE, signals=signals)
 
     assert found.faults == {}
 
