@@ -87,7 +87,7 @@ ARMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "groups": {"rate": 0.0, "settle_s": 1.0, "max_slowdown": 0.0},
         "learner": {"min_groups": 8},
         "tasks": {"learn": "outcome", "key": "header", "size": SIZE},
-        "rehearsals": {"tokens_per_day": 1_000_000},
+        "rehearsals": {"tokens_per_day": 6_000},
     },
 }
 HELD_OUT_RATE = 0.08

@@ -206,6 +206,8 @@ NOTHING_S: Final = 60.0
 FAILURES: Final = 3
 """Failures of the runner in a row after which it is held."""
 HOLDS: Final = Backoff(first_s=60.0, last_s=3_600.0)
+EXAM_SHARE: Final = 0.2
+"""Of the day's tokens: left for attempts that compare a candidate with its champion."""
 KIND: Final = "rehearsals"
 """Of the condition that says that the runner is held."""
 
@@ -298,7 +300,8 @@ class RehearsalWorker:
         with self._database.read() as session:
             paused = get_flag(session, flag_of(PAUSED, line.name)) == "1"
             _, tokens = spent_today(session, now=self._now())
-        return not paused and tokens < self._own.tokens_per_day
+        kept = EXAM_SHARE if self._settings.tasks_are_examined else 0.0
+        return not paused and tokens < (1.0 - kept) * self._own.tokens_per_day
 
     def _choose(self) -> Task | None:
         with self._database.read() as session:
