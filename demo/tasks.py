@@ -322,18 +322,20 @@ def table(arms: Mapping[str, Arm]) -> str:
 
 def plot(path: Path, arms: Mapping[str, Arm]) -> None:
     """Success of the traffic by round, and of the exam before and after."""
+    rounds = max(len(arm.by_round) for arm in arms.values())
     figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=120)
     for (name, arm), colour in zip(arms.items(), ("#a33", "#1f6f8b"), strict=False):
         xs = range(1, len(arm.by_round) + 1)
         axes.plot(xs, arm.by_round, ":", marker=".", color=colour, alpha=0.7)
         ends = (arm.before, arm.after)
         axes.errorbar(
-            (0, len(arm.by_round) + 1),
+            (0, rounds + 1),
             [one.mean for one in ends],
             yerr=[[one.mean - one.low for one in ends], [one.high - one.mean for one in ends]],
             marker="o", capsize=4, color=colour, label=name.replace("_", " "),
         )  # fmt: skip
-    axes.set_xlabel("0: exam of the base; rounds of traffic (dotted); last: exam of the champion")
+    names = ["exam of the base", *(f"round {at}" for at in range(1, rounds + 1))]
+    axes.set_xticks(range(rounds + 2), [*names, "exam of the champion"])
     axes.set_ylabel("tasks that end well")
     axes.set_ylim(0, 1)
     axes.grid(axis="y", alpha=0.3)
