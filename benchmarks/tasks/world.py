@@ -234,7 +234,7 @@ def _run(
     after, t, v = logits, 0.0, 0.0
     for first in range(min(NIGHT_STEPS, len(drawn))):
         dealt = drawn[first::NIGHT_STEPS]
-        likelier = np.log(policy(after)) - np.log(policy(logits))
+        likelier = policy(after) / policy(logits) - 1.0
         rewards = [[reward for _, reward in group] for group in dealt]
         if first:
             moved = [

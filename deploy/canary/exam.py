@@ -21,7 +21,7 @@ from deploy.canary.gate_store import HeldOutPrompt
 from deploy.records import Canary
 from ingest.errors import EngineDownError, NoRoomError, SamplingError
 from ingest.ruler.ruler import Judgement
-from ingest.tasks.attempts import Played, Player, Task, spent_today
+from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, spent_today
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar.settings import Settings
@@ -34,8 +34,12 @@ POLL_S: Final = 2.0
 """Pause while users leave no capacity."""
 
 
+TRIES: Final = 2
+"""Attempts that are made in place of one that fails."""
+
+
 class NoOutcomeError(Exception):
-    """The runner does not say how an attempt ended."""
+    """Of no attempt at a task it is known how it ended."""
 
 
 class TaskExam:
@@ -57,51 +61,61 @@ class TaskExam:
         self._tokens_per_day = settings.rehearsals.tokens_per_day
         self._player = Player(database, settings, now=now, transport=transport)
         self._one = asyncio.Lock()
-        self._failing: set[str] = set()
-        """Adapters whose attempts failed since the last one that did not."""
 
     async def ask(self, canary: Canary, prompt: HeldOutPrompt, adapter: str, number: int) -> Given:
-        """Attempt a task, as `Ask`.
+        """Attempt a task, as `Ask`. What is given has no reward where the attempt failed, twice, or
+        its end is not known.
 
-        Raises: EngineDownError when the runner fails whoever answers, NoRoomError when the day's
-            tokens are spent, SamplingError when this attempt failed.
+        Raises: EngineDownError when the runner cannot be asked, NoRoomError when users need vLLM or
+            the day's tokens are spent, SamplingError when the task is deleted.
         """
-        async with self._one:
-            if len(self._failing) > 1:
-                self._failing.clear()  # the next comparison finds out whether it is mended
-                raise EngineDownError("the runner fails with every adapter: look at its own log")
-            while True:  # the attempts before this one would be lost
-                if await self._room.is_open():
-                    break
-                await asyncio.sleep(POLL_S)
-            if not await asyncio.to_thread(self._has_tokens):
-                raise NoRoomError("today's rehearsals.tokens_per_day are spent")
-            task = Task(
-                exchange_id=prompt.exchange_id,
-                project=prompt.project,
-                messages=prompt.request["messages"],
-                tools=prompt.request.get("tools") or [],
-            )
-            played = await self._player.play(task, adapter, number)
-            why, tokens = await self._why_not(played, adapter)
-            await asyncio.to_thread(self._end, played, why, tokens)
-            if why is not None or played.answer is None:
-                self._failing.add(adapter)
-                raise SamplingError(f"an attempt of {adapter} at a task failed: {why}")
-            self._failing.clear()
-            reward = value_of(played.answer)
-            text = "its end is not known" if reward is None else f"it ended with {reward:g}"
-            message = {"role": "assistant", "content": text}
-            return Given(message=message, finish_reason="stop", reward=reward)
+        task = Task(
+            exchange_id=prompt.exchange_id,
+            project=prompt.project,
+            messages=prompt.request["messages"],
+            tools=prompt.request.get("tools") or [],
+        )
+        words = ""
+        for _ in range(TRIES):
+            async with self._one:
+                await self._wait_for_room()
+                try:
+                    played = await self._player.play(task, adapter, number)
+                except TaskGoneError as error:
+                    raise SamplingError(str(error)) from error
+                why, tokens = await self._why_not(played, adapter)
+                await asyncio.to_thread(self._end, played, why, tokens)
+            if played.is_away:
+                raise EngineDownError(why or "")
+            if why is None and played.answer is not None:
+                return _given(value_of(played.answer), "its end is not known")
+            words = f"it failed: {why}"
+        return _given(None, words)
 
     def judge(self, answered: Sequence[Answered]) -> Judgement:
-        """Return how the attempts ended as their scores. Raises: NoOutcomeError."""
-        scores = [one.reward for one in answered if one.reward is not None]
-        if len(scores) < len(answered):
-            unknown = len(answered) - len(scores)
-            raise NoOutcomeError(f"the runner does not say how {unknown} of its attempts ended")
+        """Return how the attempts ended as their scores.
+
+        An attempt that failed, or whose end is not known, counts as 0 beside others of which it is
+        known, whichever adapter answered: left out, those of a candidate whose bad ends stay
+        unknown would make it look better. Raises: NoOutcomeError.
+        """
+        if all(one.reward is None for one in answered):
+            raise NoOutcomeError("the runner tells of no attempt how it ended")
+        scores = tuple(one.reward or 0.0 for one in answered)
         words = tuple("" for _ in scores)
-        return Judgement(scores=tuple(scores), explanations=words, disagreement=None, calls=())
+        return Judgement(scores=scores, explanations=words, disagreement=None, calls=())
+
+    async def _wait_for_room(self) -> None:
+        """Raises: NoRoomError."""
+        while True:  # the attempts before this one would be lost
+            try:
+                if await self._room.is_open():
+                    break
+            except SamplingError as error:
+                raise NoRoomError(str(error)) from error
+            await asyncio.sleep(POLL_S)
+        if not await asyncio.to_thread(self._has_tokens):
+            raise NoRoomError("today's rehearsals.tokens_per_day are spent")
 
     async def close(self) -> None:
         await self._player.close()
@@ -131,6 +145,12 @@ class TaskExam:
             session.execute(update(row).where(row.session_id == name).values(ended))
             session.execute(update(member).where(member.session_id == name).values(excluded=EXAM))
             count(session, "rehearsals", result)
+
+
+def _given(reward: float | None, otherwise: str) -> Given:
+    text = otherwise if reward is None else f"it ended with {reward:g}"
+    message = {"role": "assistant", "content": text}
+    return Given(message=message, finish_reason="stop", reward=reward)
 
 
 def value_of(answer: Answer) -> float | None:

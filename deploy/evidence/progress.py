@@ -8,15 +8,14 @@ the one with the narrower sum is taken: with the base as anchor that is one link
 A canary ends when its evidence is enough, so an interval of a fixed number of groups would be
 wrong. `bounds_of` inverts the e-process of `deploy.evidence.betting`: all its intervals of one
 canary hold the mean together with a probability of 95%, whenever the canary ends. Along a chain the
-distances from the mean to each end are added as independent errors are, by their squares: each
-canary has fresh answers. What this does not correct: only candidates that were promoted are in the
-chain, so its mean is a little too high; and a judge that changed between two canaries is another
-scale.
+distances from the mean to each end are added: only candidates that were promoted are in the chain,
+so that its mean is too high by a part of each link, and intervals that grow as the root of the
+links held the truth in 65% of simulated chains of 12 (promoted as better). A judge that changed
+between two canaries is another scale.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -123,14 +122,11 @@ def _low_end(values: Sequence[float]) -> float:
 
 
 def after(start: Estimate, step: Estimate) -> Estimate:
-    """Return the difference over both links, of independent errors."""
-    mean = start.mean + step.mean
-    below = math.hypot(start.mean - start.low, step.mean - step.low)
-    above = math.hypot(start.high - start.mean, step.high - step.mean)
+    """Return the difference over both links."""
     return Estimate(
-        mean=max(-1.0, min(1.0, mean)),
-        low=max(-1.0, mean - below),
-        high=min(1.0, mean + above),
+        mean=max(-1.0, min(1.0, start.mean + step.mean)),
+        low=max(-1.0, start.low + step.low),
+        high=min(1.0, start.high + step.high),
         groups=start.groups + step.groups,
     )
 

@@ -360,6 +360,7 @@ def _of_task(session: Session, task: str, project: str, received_at: float) -> A
             text(IN_TASK),
             ExchangeRow.task == task,
             ExchangeRow.project == project,
+            ExchangeRow.origin == "user",  # an attempt's outcome is its runner's to tell
             ExchangeRow.started_at <= received_at,
         )
         .order_by(ExchangeRow.seq.desc())

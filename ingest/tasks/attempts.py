@@ -17,6 +17,7 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from ingest.errors import IngestError
 from ingest.grouping.features import is_held_out
 from ingest.sampling.round import REHEARSED
 from ingest.store.listing import day_of
@@ -26,6 +27,7 @@ from ingest.tasks.runner import (
     PATH,
     TOKEN_VARIABLE,
     Answer,
+    RunnerAwayError,
     RunnerError,
     Scenario,
     read_answer,
@@ -65,6 +67,8 @@ class Played:
     answer: Answer | None
     """None: the runner failed."""
     detail: str | None = None
+    is_away: bool = False
+    """The runner cannot be asked at all."""
 
 
 def spent_today(session: Session, *, now: float) -> tuple[int, int]:
@@ -72,6 +76,10 @@ def spent_today(session: Session, *, now: float) -> tuple[int, int]:
     rows = (session.get(CounterRow, (one, day_of(now))) for one in (ATTEMPTS, REHEARSED))
     attempts, tokens = (0 if row is None else row.count for row in rows)
     return attempts, tokens
+
+
+class TaskGoneError(IngestError):
+    """The recorded task is in the store no more: nothing of it may be sent."""
 
 
 class Player:
@@ -91,9 +99,10 @@ class Player:
         self._own = settings.rehearsals
         self._now = now
         self._secret = make_secret(settings.state_dir)
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        self._token = os.environ.get(TOKEN_VARIABLE, "")
+        own = {"authorization": f"Bearer {self._token}"} if self._token else {}
         self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token else {},
+            headers={**own, "accept-encoding": "identity", "content-type": "application/json"},
             timeout=None,  # `_ask` bounds the whole attempt
             trust_env=False,
             transport=transport,
@@ -103,7 +112,7 @@ class Player:
         await self._client.aclose()
 
     async def play(self, task: Task, adapter: str, number: int) -> Played:
-        """Play an attempt to its end. Raises: StoreError."""
+        """Play an attempt to its end. Raises: StoreError, TaskGoneError."""
         attempt = Attempt(
             session=self._name(task.project),
             task=task.exchange_id,
@@ -131,7 +140,10 @@ class Player:
         try:
             return Played(key, await self._ask(scenario))
         except RunnerError as error:
-            return Played(key, None, str(error))
+            told = str(error)
+            for secret in (*scenario.headers.values(), self._token):
+                told = told.replace(secret, "...") if secret else told
+            return Played(key, None, told, is_away=isinstance(error, RunnerAwayError))
 
     async def arrived(self, names: Collection[str]) -> dict[str, tuple[str, int]]:
         """Wait until the store has exchanges of these sessions, `ARRIVE_S` at most.
@@ -163,10 +175,16 @@ class Player:
         """Have the runner play an attempt. Raises: RunnerError."""
         url, body = self._own.runner.rstrip("/") + PATH, bytearray()
         try:
+            content = msgspec.json.encode(scenario)
+        except RecursionError as error:
+            raise RunnerError("the task is nested too deep to be sent") from error
+        try:
             async with (
                 asyncio.timeout(self._own.timeout_s),
-                self._client.stream("POST", url, json=msgspec.to_builtins(scenario)) as reply,
+                self._client.stream("POST", url, content=content) as reply,
             ):
+                if reply.headers.get("content-encoding", "identity") != "identity":
+                    raise RunnerError("its answer is compressed, which nobody asked for")
                 async for piece in reply.aiter_bytes():
                     body += piece
                     if len(body) > MAX_ANSWER_BYTES:
@@ -175,19 +193,25 @@ class Player:
             raise RunnerError(f"it gave no answer in {self._own.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise RunnerError(f"it cannot be asked: {why}") from error
+            raise RunnerAwayError(f"it cannot be asked: {why}") from error
         if reply.status_code != 200:
             text = bytes(body[:200]).decode("utf-8", "replace")
-            raise RunnerError(f"it answered {reply.status_code}: {text}")
+            raise RunnerAwayError(f"it answered {reply.status_code}: {text}")
         return read_answer(bytes(body))
 
     def _begin(self, attempt: Attempt, key: str, number: int) -> None:
-        """Store an attempt that begins, and its session as one that is a member of nothing yet."""
+        """Store an attempt that begins, and its session as one that is a member of nothing yet.
+
+        Raises: TaskGoneError.
+        """
         now = self._now()
         first = FirstExchange(project=attempt.project, task=attempt.task, origin="rehearsal")
         task = task_key(first, weakest="header")
         assert task is not None, "a rehearsal has a task"
         with self._database.write(alone=False) as session:
+            recorded = select(ExchangeRow.seq).where(ExchangeRow.exchange_id == attempt.task)
+            if session.scalar(recorded) is None:
+                raise TaskGoneError("the task was forgotten, or deleted by retention")
             session.add(
                 RehearsalRow(
                     session_id=key,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from ingest.errors import SamplingError, UnreadableExchangesError
 from ingest.feedback.deriving import save_feedback
 from ingest.store.exchanges import load_exchange
 from ingest.store.listing import patiently
-from ingest.tasks.attempts import Played, Player, Task, answered_by, spent_today
+from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, answered_by, spent_today
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar import conditions
@@ -85,6 +85,9 @@ def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 EXAMINED: Final = 2_000
 """Newest exchanges among which tasks are looked for: some ten milliseconds."""
+MOST_A_DAY: Final = 32
+"""Attempts at a task in 24 hours: eight groups of four. More of one task teach that task alone."""
+DAY_S: Final = 86_400.0
 TRIED: Final = 20
 """Candidates that are read before none is chosen."""
 ENDED: Final = "ended"
@@ -132,7 +135,9 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
     }
     by_task = {one.exchange_id: one for one in found_by.values()}
     attempts = session.execute(
-        select(played.task, played.outcome, played.success).where(played.task.in_(sorted(by_task)))
+        select(played.task, played.outcome, played.success, played.began_at).where(
+            played.task.in_(sorted(by_task))
+        )
     ).all()
     rewards: dict[tuple[str, ...], list[float]] = {}
     of_all = [
@@ -142,10 +147,12 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
     for of, values in of_all:
         if of is not None:
             rewards.setdefault(of.key, []).extend(values)
-    number = Counter(by_task[name].key for name, *_ in attempts)
+    number = Counter(by_task[row.task].key for row in attempts)
+    today = Counter(by_task[row.task].key for row in attempts if row.began_at > now - DAY_S)
     return [
         replace(one, rewards=tuple(rewards.get(one.key, ())), attempts=number[one.key])
         for one in found_by.values()
+        if today[one.key] < MOST_A_DAY
     ]
 
 
@@ -179,6 +186,7 @@ def load_task(session: Session, exchange_id: str) -> Task | None:
         request = msgspec.json.decode(stored.exchange.request, type=dict[str, Any])
         messages, tools = request.get("messages"), request.get("tools") or []
         found = msgspec.convert([messages, tools], type=list[list[dict[str, Any]]])
+        msgspec.json.encode(found)  # it may be nested too deep to be sent
     except (*UNREADABLE_JSON, *DAMAGE, UnreadableExchangesError) as error:
         log.warning("task_unreadable", exchange_id=exchange_id, why=str(error))
         return None
@@ -274,18 +282,24 @@ class RehearsalWorker:
             return POLL_S
         played: list[Played] = []
         stays = True
-        while stays and len(played) < self._settings.tasks.size and self._now() >= self._held_until:
+        while stays and len(played) < self._settings.tasks.size:
             if await self._may_play(line):
-                played.append(await self._play(task, champion, len(played)))
+                try:
+                    played.append(await self._player.play(task, champion, len(played)))
+                except TaskGoneError:
+                    break
+                if played[-1].is_away:
+                    break
             else:
                 await asyncio.sleep(POLL_S)
             stays = await asyncio.to_thread(self._champion, line) == champion
-        await self._player.arrived([one.session_id for one in played if one.answer is not None])
+        names = [one.session_id for one in played if one.answer is not None]
+        await self._judge_runner(played, await self._player.arrived(names))
         await patiently(
             lambda: self._settle(task, played, stays=stays),
             on_failure=lambda error, _: log.warning("rehearsals_wait", error=str(error)),
         )
-        return 0.0
+        return POLL_S if played and played[-1].is_away else 0.0
 
     async def _may_play(self, line: Line) -> bool:
         """Return True when an attempt may begin now."""
@@ -311,15 +325,21 @@ class RehearsalWorker:
         with self._database.read() as session:
             return champion_of(session, line)
 
-    async def _play(self, task: Task, champion: str, number: int) -> Played:
-        played = await self._player.play(task, champion, number)
-        if played.answer is None:
-            await asyncio.to_thread(self._fail, played.detail or "")
-            return played
-        self._failures = 0
-        if self._says_held:
+    async def _judge_runner(self, played: Sequence[Played], found: Collection[str]) -> None:
+        """Count against the runner an attempt that failed, one that asked the model nothing, and
+        one whose end is not known although outcomes are the rewards."""
+        for one in played:
+            why = one.detail
+            if one.answer is not None and one.session_id not in found:
+                why = "it asked the model nothing with the headers of the attempt"
+            elif one.answer == Answer() and self._settings.tasks.learn == "outcome":
+                why = "it does not say how the attempt ended"
+            if why is not None:
+                await asyncio.to_thread(self._fail, why)
+            else:
+                self._failures = 0
+        if self._says_held and not self._failures:
             await asyncio.to_thread(self._say_well)
-        return played
 
     # -- the store
 
@@ -331,7 +351,9 @@ class RehearsalWorker:
         with self._database.write() as session:
             found = answered_by(session, names)
             tokens = {name: number for name, (_, number) in found.items()}
-            twice = select(told.target).where(told.target.in_(names), told.kind == "outcome")
+            twice = select(told.session_id).where(
+                told.session_id.in_(names), told.kind == "outcome"
+            )
             answered = set(session.scalars(twice))
             is_there = load_task(session, task.exchange_id) is not None
             for one in played:

@@ -37,6 +37,10 @@ class RunnerError(IngestError):
     """The runner gave no answer that counts; the message says why."""
 
 
+class RunnerAwayError(RunnerError):
+    """The runner cannot be reached, or does not take attempts: no attempt began."""
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """sidecar -> runner. Play one attempt at a task; the `scenario` of a rollout."""
 

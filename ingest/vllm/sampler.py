@@ -139,7 +139,11 @@ class VllmSampler:
             seed=request.seed,
             priority=PRIORITY if await self._priority(request.upstream_model) else None,
         )
-        response = await self._send(self._client.build_request("POST", CHAT_PATH, json=body))
+        try:
+            asked = self._client.build_request("POST", CHAT_PATH, json=body)
+        except RecursionError as error:
+            raise RequestRefusedError("the request is nested too deep to be sent again") from error
+        response = await self._send(asked)
         if response.status_code == 404:
             raise AdapterGoneError(
                 f"vLLM serves no {request.upstream_model}: {response.text[:300]}"

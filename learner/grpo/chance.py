@@ -4,15 +4,18 @@ By its later steps a run has moved the policy. Where rewards mean something, the
 became likelier meanwhile are those that ended better, in groups that no step has used yet. So each
 group of sessions of a later step gives
 
-    t = sum of a * c     over its sessions; a: reward minus the mean of the others'; c: nats a
-                         token by which the session became likelier since the run began
+    t = sum of a * c     over its sessions; a: reward minus the mean of the others'; c: mean over
+                         its tokens of pi / pi_0 - 1, by which they became likelier since the run
+                         began. Its mean is 0 in every context: of log(pi / pi_0) it would not be,
+                         and rewards that depend on the user alone would look like a signal
     v = sum of a^2 * sum of (c - mean c)^2 / (n - 1)
 
 v is the variance of t over all ways to give the group's rewards to its n sessions, by which its
 mean is 0. z = sum of t / sqrt(sum of v) over the groups of a run. One run tells little, so that the
 z of the line's runs are pooled: sum of DECAY^k z_k / sqrt(sum of DECAY^2k), k = 0 for this run.
-Nothing is learned from sessions while |z| is under `LEAST`. A large negative z is a signal too:
-other groups of the run pushed against what makes tasks end well.
+Nothing is learned from sessions while |z| is not over `LEAST`, nor by a run in which no step could
+tell. A large negative z is a signal too: other groups of the run pushed against what makes tasks
+end well.
 
 On a simulated site (`make bench BENCH=tasks`, 16 nights, 20 seeds) this keeps 0.52 of the gain of
 0.53, and where outcomes are shuffled it moves the policy by 0.19 of that in place of 0.33. By each
@@ -26,6 +29,7 @@ from collections.abc import Sequence
 
 from learner.grpo.advantages import leave_one_out, session_scores
 from learner.records import StepMetrics, TrainingGroup
+from sidecar.visible import counted
 
 BY_CHANCE = "by_chance"
 """Reason of groups of sessions whose rewards say no more than chance."""
@@ -39,7 +43,7 @@ MOST_RUNS = 16
 
 
 def alignment(rewards_G: Sequence[float], moved_G: Sequence[float]) -> tuple[float, float]:
-    """Return (t, v) of G sessions, G > 1. moved_G: nats a token by which each became likelier."""
+    """Return (t, v) of G sessions, G > 1. moved_G: c of each."""
     a, mean = leave_one_out(rewards_G), math.fsum(moved_G) / len(moved_G)
     t = math.fsum(x * (y - mean) for x, y in zip(a, moved_G, strict=True))
     squares = math.fsum(x * x for x in a) * math.fsum((y - mean) ** 2 for y in moved_G)
@@ -49,17 +53,17 @@ def alignment(rewards_G: Sequence[float], moved_G: Sequence[float]) -> tuple[flo
 def of_group(group: TrainingGroup, moved_A: Sequence[float]) -> tuple[float, float]:
     """Return (t, v) of a group of sessions.
 
-    moved_A: nats by which each trainable row became likelier, in order.
+    moved_A: sum of pi / pi_0 - 1 over the tokens of each trainable row, in order.
     """
     rows = [row.trainable for row in group.rows]
     rewards = session_scores(group, rows)
-    nats, tokens = dict.fromkeys(rewards, 0.0), dict.fromkeys(rewards, 0)
+    moved, tokens = dict.fromkeys(rewards, 0.0), dict.fromkeys(rewards, 0)
     left = iter(moved_A)
     for number, row in zip(group.sessions, group.rows, strict=True):
         if row.trainable:
-            nats[number] += next(left)
+            moved[number] += next(left)
             tokens[number] += row.kept_tokens
-    return alignment(list(rewards.values()), [nats[one] / tokens[one] for one in rewards])
+    return alignment(list(rewards.values()), [moved[one] / tokens[one] for one in rewards])
 
 
 def score(steps: Sequence[StepMetrics]) -> float | None:
@@ -73,3 +77,14 @@ def pooled(z: float, before: Sequence[float]) -> float:
     weights = [DECAY**k for k in range(len(before) + 1)]
     total = math.fsum(w * one for w, one in zip(weights, (z, *before), strict=True))
     return total / math.sqrt(math.fsum(w * w for w in weights))
+
+
+def why_not(z: float | None, before: Sequence[float]) -> str | None:
+    """Return why a run does not learn from its sessions; None: it does. before: as of `pooled`."""
+    if z is None:
+        return "no step could compare sessions with what others had taught: it takes two steps"
+    of_line, runs = pooled(z, before), counted(len(before) + 1, "run")
+    if abs(of_line) > LEAST + 1e-9:  # with two sessions |z| is 1, up to rounding
+        return None
+    said = f"z {of_line:.2f} over {runs}, of more than {LEAST}"
+    return f"rewards of sessions say no more than chance: {said}"

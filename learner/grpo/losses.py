@@ -78,8 +78,9 @@ class Tokens:
 
     @property
     def since_start(self) -> list[float]:
-        """[A] nats by which each answer is likelier than at the start of the run."""
-        moved_N = self.logprobs_N.detach() - self.start_N
+        """[A] sum of pi / pi_0 - 1 over the tokens of each answer: how much likelier they became
+        since the start of the run. Its mean is 0 over what pi_0 says, whatever the prompt."""
+        moved_N = ratio(self.logprobs_N.detach(), self.start_N) - 1
         sums_A = torch.zeros_like(self.lengths_A).index_add(0, self.answers_N, moved_N)
         return [float(one) for one in sums_A.tolist()]
 

@@ -272,8 +272,14 @@ def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
 
 
 def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup]]:
-    """Distribute the groups over the steps in turn; each group is used once, no step is empty."""
-    return [list(groups[first::steps]) for first in range(min(steps, len(groups)))]
+    """Distribute the groups over the steps in turn; each group is used once, no step is empty.
+
+    Groups of sessions are dealt by themselves: `learner.grpo.chance` compares those of a step with
+    what the steps before it learned from others.
+    """
+    kinds = [[one for one in groups if bool(one.sessions) is of] for of in (False, True)]
+    steps = min(steps, max(map(len, kinds)))
+    return [[one for kind in kinds for one in kind[first::steps]] for first in range(steps)]
 
 
 def run_steps(
@@ -295,7 +301,7 @@ def run_steps(
         kept = _checked(policy, job, aim)
         keep(kept, job)
     metrics: tuple[StepMetrics, ...] | None = None
-    found: Signal | None = None
+    found: float | None = None
     while metrics is None:
         groups = kept.checked.groups
         optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
@@ -308,11 +314,11 @@ def run_steps(
             job.watch.plan(_stages(job, groups, ["training"]))
             job.watch.begin_steps(kept.metrics)
             steps = _steps(policy, job, kept, aim, optimizer)
-            found = found or _signal_of(job, steps)
-            if found is not None and found.is_chance:
-                failed = {one.group_id: found.fault for one in groups if one.sessions}
-                found = replace(found, is_chance=False)
-                raise _GroupsFailed(failed)
+            sessions = [one.group_id for one in groups if one.sessions]
+            if sessions and job.signals is not None:
+                found = chance.score(steps)
+                if (why := chance.why_not(found, job.signals)) is not None:
+                    raise _GroupsFailed(dict.fromkeys(sessions, Fault(chance.BY_CHANCE, why)))
             metrics = steps
         except _GroupsFailed as failed:
             log_faults(failed.faults)
@@ -349,35 +355,9 @@ def run_steps(
         algorithm=algorithm,
         faults=faults,
         answers=checked.answers,
-        signal=None if found is None else found.z,
+        signal=found,
     )
     return outcome, optimizer.state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
-    """What the gate of sessions found."""
-
-    z: float
-    """Of the run."""
-    pooled: float
-    runs: int
-    is_chance: bool
-
-    @property
-    def fault(self) -> Fault:
-        over = f"z {self.pooled:.2f} over {counted(self.runs, 'run')}, least {chance.LEAST}"
-        return Fault(chance.BY_CHANCE, f"rewards of sessions say no more than chance: {over}")
-
-
-def _signal_of(job: TrainingJob, steps: Sequence[StepMetrics]) -> Signal | None:
-    """Return what these steps say of the rewards of sessions; None: nothing, or nobody asks."""
-    z = chance.score(steps)
-    if z is None or job.signals is None:
-        return None
-    of_line = chance.pooled(z, job.signals)
-    is_chance = abs(of_line) < chance.LEAST
-    return Signal(z=z, pooled=of_line, runs=len(job.signals) + 1, is_chance=is_chance)
 
 
 def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter]) -> Snapshot | None:
@@ -522,7 +502,7 @@ def _add_group(
 ) -> list[float] | Fault:
     """Give the parameters the gradient of a group.
 
-    Returns: nats by which each trainable row is likelier than at the start of the run.
+    Returns: `Tokens.since_start` of each trainable row.
     """
     moved_A: list[float] = []
     for pack in packs:

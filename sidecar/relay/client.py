@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Final, cast
 
 from sidecar.access.admission import ADAPTER, Admission
-from sidecar.access.denials import Denial
+from sidecar.access.denials import NOT_REHEARSED, Denial
 from sidecar.records import Assignment, Surface
 from sidecar.relay.best_of import (
     BEST_OF_HEADER,
@@ -70,6 +70,9 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
     if not _asks_for_key(head):
         return NOBODY
     answer = context.access.admit(head.credentials, context.clock())
+    if isinstance(answer, Admission) and answer.rehearsed_by:
+        # A ticket is for the model alone: it tells of no user's session.
+        answer = answer if isinstance(head.where, SurfaceRule) else NOT_REHEARSED
     return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from sqlalchemy import select, update
 
 from deploy.canary.exam import TaskExam, value_of
 from deploy.canary.gate import Gate
-from deploy.canary.gate_store import held_out_prompts
+from deploy.canary.gate_store import HeldOutPrompt, held_out_prompts
 from ingest.sampling.round import REHEARSED
 from ingest.store.listing import day_of
 from ingest.tasks import attempts
@@ -66,7 +67,8 @@ class Site:
         self.ends: Plays = lambda adapter: {"success": True}
         self.answers: Callable[[str], str | None] = lambda adapter: adapter
         """Adapter whose answer is stored for an attempt; None: nothing is asked."""
-        exam = TaskExam(
+        self.status = 200
+        self.exam = exam = TaskExam(
             world.database,
             settings,
             world.room,
@@ -94,7 +96,7 @@ class Site:
         if (by := self.answers(adapter)) is not None:
             await asyncio.to_thread(self._store, ask, by)
         said = self.ends(adapter)
-        return httpx.Response(200, content=json.dumps(said).encode())
+        return httpx.Response(self.status, content=json.dumps(said).encode())
 
     def _store(self, ask: Scenario, adapter: str) -> None:
         key = f"h:{ask.session_id}"
@@ -139,7 +141,6 @@ async def test_a_candidate_whose_tasks_end_well_passes_though_the_judge_dislikes
     for ask in site.asked:
         by_task.setdefault(ask.task_id, []).append(site.adapter_of(ask))
     assert sorted(map(sorted, by_task.values())) == [sorted([BASE, BASE, candidate, candidate])] * 3
-    assert len({tuple(one) for one in by_task.values()}) > 1  # in random order
     with world.database.read() as session:
         results = session.execute(select(RehearsalRow.result, RehearsalRow.success)).all()
         members = set(session.scalars(select(TaskMemberRow.excluded)))
@@ -157,51 +158,105 @@ async def test_a_candidate_whose_tasks_fail_is_rejected(site: Site) -> None:
     assert [one.difference for one in site.world.comparisons()] == pytest.approx([-0.65] * 3)
 
 
-async def test_an_attempt_that_did_not_ask_its_adapter_proves_nothing(site: Site) -> None:
-    """A runner that talks to another model ends alike with every adapter."""
+@pytest.mark.parametrize("by", [None, "m--v9-other"])
+async def test_a_runner_that_does_not_ask_the_adapter_proves_nothing(
+    site: Site, by: str | None
+) -> None:
+    """It would end alike with every adapter."""
     site.world.hold_out(3)
-    site.answers = lambda adapter: None
+    site.answers = lambda adapter: by
 
     candidate = await site.gated()
 
-    assert site.world.canary(candidate).phase == "gating"
-    assert site.world.comparisons() == []
-    assert "the runner fails" in (site.gate.away(site.world.canary(candidate)) or "")
+    assert site.world.canary(candidate).phase != "ramping"
+    assert {(one.status, one.fault) for one in site.world.comparisons()} == {
+        ("set_aside", "unknown")
+    }
 
 
-async def test_a_runner_that_another_adapter_answers_proves_nothing(site: Site) -> None:
+@pytest.mark.parametrize("bad", [{"error": "the agent cannot read this answer"}, {}])
+async def test_bad_ends_of_the_candidate_count_against_it_whatever_the_runner_calls_them(
+    site: Site, bad: dict[str, str]
+) -> None:
     site.world.hold_out(3)
-    site.answers = lambda adapter: "m--v9-other"
+    site.ends = lambda adapter: {"success": True} if adapter == BASE else bad
 
     candidate = await site.gated()
 
-    assert site.world.canary(candidate).phase == "gating"
-    assert site.world.comparisons() == []
+    assert site.world.canary(candidate).phase == "rolled_back"
+    assert [one.difference for one in site.world.comparisons()] == [-1.0] * 3
+    tried = [site.adapter_of(ask) for ask in site.asked]
+    assert tried.count(candidate) == (12 if bad else 6)  # a failed one is made once more
 
 
-async def test_attempts_that_fail_with_the_candidate_alone_count_against_it(site: Site) -> None:
-    site.world.hold_out(6)
-    site.ends = lambda adapter: (
-        {"success": True} if adapter == BASE else {"error": "the agent cannot read this answer"}
-    )
+async def test_attempts_that_fail_at_random_favour_no_arm(site: Site) -> None:
+    """Every third attempt fails twice."""
+    site.world.hold_out(3)
+    numbers = itertools.cycle(range(3))
+    failing: dict[str, bool] = {}
+
+    def ends(adapter: str) -> dict[str, Any]:
+        if failing.pop(adapter, False):
+            return {"error": "flaky"}
+        if next(numbers) == 0:
+            failing[adapter] = True
+            return {"error": "flaky"}
+        return {"success": True}
+
+    site.ends = ends
 
     await site.gated()
 
-    assert {one.fault for one in site.world.comparisons()} == {"candidate"}
+    assert {one.status for one in site.world.comparisons()} == {"scored"}
+    assert {one.fault for one in site.world.comparisons()} == {None}
 
 
-async def test_an_end_that_is_not_known_is_no_failure(site: Site) -> None:
+async def test_a_task_of_which_no_end_is_known_is_set_aside_and_the_next_one_asked(
+    site: Site,
+) -> None:
     site.world.hold_out(6)
-    site.ends = lambda adapter: {"success": True} if adapter == BASE else {}
+    site.ends = lambda adapter: {}
 
     await site.gated()
 
     found = site.world.comparisons()
+    assert len(found) > 1
     assert {(one.status, one.fault, one.difference) for one in found} == {
         ("set_aside", "unknown", None)
     }
     with site.world.database.read() as session:
         assert session.get(CounterRow, ("gate", "no_outcome")) is not None
+
+
+async def test_a_runner_that_is_away_and_room_that_is_not_known_cost_nobody(site: Site) -> None:
+    site.world.hold_out(3)
+    site.status = 503
+
+    candidate = await site.gated()
+
+    assert site.world.canary(candidate).phase == "gating"
+    assert site.world.comparisons() == []
+    assert "503" in (site.gate.away(site.world.canary(candidate)) or "")
+
+
+async def test_a_task_that_cannot_be_sent_costs_itself(site: Site) -> None:
+    deep: Any = []
+    for _ in range(2_000):
+        deep = [deep]
+    world = site.world
+    prompt = HeldOutPrompt(
+        exchange_id=world.serve("deep", held_out=True),
+        session_id="deep",
+        request={"messages": [{"role": "user", "content": deep}]},
+        project="default",
+    )
+    name = world.register(1)
+    await site.controller.tick()
+
+    given = await site.exam.ask(world.canary(name), prompt, BASE, 0)
+
+    assert given.reward is None
+    assert "nested too deep" in given.message["content"]
 
 
 async def test_it_waits_for_users_and_for_the_budget_of_the_day(site: Site) -> None:

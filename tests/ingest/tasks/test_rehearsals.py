@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from sqlalchemy import select
 
 from ingest.errors import SamplingError
-from ingest.tasks import attempts
+from ingest.retention.deletion import delete_exchanges
+from ingest.tasks import attempts, rehearsals
 from ingest.tasks.rehearsals import (
     Candidate,
     RehearsalWorker,
@@ -227,7 +229,8 @@ async def test_a_runner_that_fails_three_times_in_a_row_is_held_and_asked_again_
     play: Play,
 ) -> None:
     play.answers = {0: fails, 1: dies}
-    await play.worker.step()
+    for _ in range(2):
+        assert await play.worker.step() > 0.0
     assert play.condition() is None
     await play.worker.step()
 
@@ -330,3 +333,70 @@ def test_tasks_that_may_end_differently_come_first_then_those_rehearsed_least() 
         ]
     )
     assert [one.exchange_id for one in found] == ["once", "unknown", "differ", "alike"]
+
+
+async def test_a_compressed_answer_is_not_read(play: Play) -> None:
+    """64 KiB of it could be of any size."""
+
+    async def packed(ask: Scenario) -> httpx.Response:
+        await play.plays(ask)
+        body = gzip.compress(b'{"outcome": 1.0}')
+        return httpx.Response(200, content=body, headers={"content-encoding": "gzip"})
+
+    play.answers[0] = packed
+
+    await play.worker.step()
+
+    assert play.results() == ["runner_error", "ended"]
+
+
+async def test_a_task_that_is_forgotten_meanwhile_is_played_no_further(play: Play) -> None:
+    async def forgets(ask: Scenario) -> httpx.Response:
+        reply = await play.plays(ask)
+        await asyncio.to_thread(
+            delete_exchanges, play.database, [ask.task_id], why="forgotten", now=play.tasks.now
+        )
+        return reply
+
+    play.answers[0] = forgets
+
+    await play.worker.step()
+
+    assert len(play.asked) == 1
+
+
+@pytest.mark.parametrize("why", ["asks nothing", "tells nothing"])
+async def test_a_runner_that_plays_without_effect_is_held(play: Play, why: str) -> None:
+    async def idle(ask: Scenario) -> httpx.Response:
+        if why == "tells nothing":
+            return await play.plays(ask, {})
+        return httpx.Response(200, json={"outcome": 1.0})
+
+    play.answers = {0: idle, 1: idle}
+    for _ in range(3):
+        await play.worker.step()
+
+    found = play.condition()
+    assert found is not None
+    assert found.code == "runner_held"
+
+
+async def test_what_a_runner_says_has_no_ticket_in_it(play: Play) -> None:
+    async def echoes(ask: Scenario) -> httpx.Response:
+        return httpx.Response(200, json={"error": json.dumps(ask.headers)})
+
+    play.answers[0] = echoes
+    await play.worker.step()
+
+    with play.database.read() as session:
+        detail = session.scalar(select(RehearsalRow.detail).order_by(RehearsalRow.seq).limit(1))
+    assert detail
+    assert play.asked[0].headers["x-sidecar-rehearsal"] not in detail
+
+
+async def test_one_task_is_not_played_all_day(play: Play) -> None:
+    for _ in range(20):
+        if await play.worker.step() > 0.0:
+            break
+
+    assert len(play.asked) == rehearsals.MOST_A_DAY
