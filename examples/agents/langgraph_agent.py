@@ -70,7 +70,7 @@ def work(ticket: Ticket) -> str:
         said = str(end["messages"][-1].content)
     except GraphRecursionError as error:  # the agent's own failure
         said = repr(error)
-    report(ticket, success=ticket.refunded == [ORDERS[ticket.customer]])
+    report(ticket, success=ticket.refunded == [ORDERS.get(ticket.customer)])
     return said
 
 

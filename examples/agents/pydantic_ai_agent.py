@@ -64,7 +64,7 @@ def work(ticket: Ticket) -> str:
         ).output
     except (UsageLimitExceeded, UnexpectedModelBehavior) as error:  # the agent's own failures
         said = repr(error)
-    report(ticket, success=ticket.refunded == [ORDERS[ticket.customer]])
+    report(ticket, success=ticket.refunded == [ORDERS.get(ticket.customer)])
     return said
 
 

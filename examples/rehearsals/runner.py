@@ -58,6 +58,7 @@ async def rollout(model, scenario) -> float:
             said = shop.call(call.function.name, call.function.arguments)
             result = {"role": "tool", "tool_call_id": call.id, "content": said}
             messages.append(result)
+    # No ground truth: any one refund counts. Find yours by the text of `scenario.messages`.
     return float(len(shop.refunded) == 1)
 
 
