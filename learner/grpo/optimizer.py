@@ -50,7 +50,7 @@ from torch.nn import Parameter
 
 from learner.errors import NonFiniteError
 from learner.ranks import Ranks
-from learner.records import TrainableRow
+from learner.records import TrainableRow, TrainingGroup
 
 MAX_GRAD_NORM = 1.0
 """A gradient with a larger norm is scaled down to it, and the update with it."""
@@ -243,6 +243,15 @@ class _Place:
     squares: float = 0.0
     width: float = 0.0
     rows: int = 0
+
+
+def unweighted(group: TrainingGroup) -> Sequence[TrainableRow]:
+    """Return the rows of a group with advantages as they were before sessions got their weights:
+    those make sessions count alike, and are no signal."""
+    if not group.weights:
+        return group.rows
+    rows = zip(group.rows, group.weights, strict=True)
+    return [replace(row, advantage=row.advantage / weight) for row, weight in rows]
 
 
 def signal(rows: Sequence[TrainableRow]) -> float:

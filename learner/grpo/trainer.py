@@ -52,6 +52,7 @@ from learner.grpo.optimizer import (
     Update,
     UpdateRule,
     signal,
+    unweighted,
 )
 from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
@@ -477,7 +478,7 @@ def accumulate(
         found = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
         if not isinstance(found, Fault) and not _finite(parameters):
             found = Fault(NON_FINITE, "its gradient is not finite")
-        optimizer.add_group(signal(group.rows))
+        optimizer.add_group(signal(unweighted(group)))
         return found
 
     found = job.ranks.each(groups, add)

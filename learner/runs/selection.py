@@ -472,6 +472,7 @@ def select_tasks(
     }
     groups, masks, gates = list(selection.groups), dict(selection.masks), dict(selection.gates)
     faults: dict[str, Fault] = {}
+    taken: list[int] = []
     for task in tasks:
         names = [name for one in task.sessions for name in one.steps if name in served]
         steps = {name: served[name] for name in names}
@@ -485,13 +486,37 @@ def select_tasks(
         if fault is not None or made is None:
             faults[task.group_id] = fault or Fault("too_few_trainable", "nothing to train on")
             continue
+        taken.append(len(groups))
         groups.append(made)
         masks[task.group_id], gates[task.group_id] = {}, gate
         for place, _ in steps.values():
             groups[place], masks[groups[place].group_id] = _only_counted(
                 groups[place], masks.get(groups[place].group_id, {})
             )
+    for place, made in zip(taken, alike([groups[at] for at in taken], learner.loss), strict=True):
+        groups[place] = made
     return replace(selection, groups=tuple(groups), masks=masks, gates=gates), faults
+
+
+def alike(groups: Sequence[TrainingGroup], loss: str) -> list[TrainingGroup]:
+    """Give the sessions of all groups the same weight: `_weights` does so within each. Sessions of
+    10 tokens beside some of 1,000 had a hundredth of it."""
+    sizes = [_size(group, loss) for group in groups]
+    total, sessions = sum(one for one, _ in sizes), sum(of for _, of in sizes)
+    found = []
+    for group, (size, number) in zip(groups, sizes, strict=True):
+        factor = (total / sessions) / (size / number)
+        weights = tuple(factor * one for one in group.weights)
+        rows = tuple(replace(row, advantage=factor * row.advantage) for row in group.rows)
+        found.append(replace(group, weights=weights, rows=rows))
+    return found
+
+
+def _size(group: TrainingGroup, loss: str) -> tuple[int, int]:
+    """Return what a group counts as in the mean of a loss, rows or tokens; and its sessions."""
+    is_of_rows = loss in (*MEAN_OF_ANSWERS, "dr_grpo")
+    size = len(group.rows) if is_of_rows else sum(row.kept_tokens for row in group.rows)
+    return size, len(set(group.sessions))
 
 
 def _only_counted(

@@ -15,6 +15,7 @@ from ingest.tasks.material import TaskGroup, TaskSession
 from learner.grpo.advantages import assign_rows, session_scores
 from learner.grpo.answers import Judged, leave_out_far, sample_size
 from learner.grpo.losses import LOSSES
+from learner.grpo.optimizer import unweighted
 from learner.grpo.trainer import run_steps
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
@@ -26,7 +27,7 @@ from learner.records import (
     TrainingGroup,
     TrainingJob,
 )
-from learner.runs.selection import MEAN_OF_ANSWERS, task_group
+from learner.runs.selection import MEAN_OF_ANSWERS, alike, task_group
 from sidecar.settings import Learner
 
 TASK = (1, 2, 3)
@@ -162,6 +163,7 @@ def test_its_log_probabilities_are_those_of_each_exchange_by_itself(
         settings=learner_settings,
         folder=Path("unused"),
         check_stop=lambda: None,
+        signals=None,  # one group cannot tell whether its rewards are chance
     )
 
     outcome, _ = run_steps(policy, job)
@@ -265,6 +267,29 @@ def test_each_session_counts_alike_under_every_loss(loss: str) -> None:
         of_session[number] += row.advantage * row.kept_tokens / length
     assert (loss in MEAN_OF_ANSWERS) == (LOSSES[loss].mean == "answer")
     assert of_session[0] == pytest.approx(-of_session[1])
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_each_session_counts_alike_in_groups_of_other_lengths(loss: str) -> None:
+    long = group_of(attempt(rewritten(400), 1.0), attempt(rewritten(400), 0.0), loss=loss)
+    short = group_of(*both(), loss=loss)
+
+    found = alike([long, short], loss)
+
+    def of(group: TrainingGroup) -> list[float]:
+        sums = dict.fromkeys(group.sessions, 0.0)
+        for row, number in zip(group.rows, group.sessions, strict=True):
+            length = row.kept_tokens if LOSSES[loss].mean == "answer" else 1
+            weight = row.advantage / (1.0 if group is found[0] else 0.6)  # spread of the rewards
+            sums[number] += abs(weight) * row.kept_tokens / length
+        return list(sums.values())
+
+    by_length = [value for group in found for value in of(group)]
+    if LOSSES[loss].mean == "length":  # a constant in place of each length: a token counts alike
+        by_length = [abs(one.weights[0]) for one in found]
+    assert by_length == pytest.approx([by_length[0]] * len(by_length))
+    assert [len(unweighted(one)) for one in found] == [len(one.rows) for one in found]
+    assert {abs(row.advantage) for row in unweighted(found[0])} == {1.0}
 
 
 def test_dr_grpo_divides_each_session_by_a_constant() -> None:
