@@ -29,6 +29,7 @@ from ingest.feedback.deriving import save_feedback
 from ingest.store.exchanges import load_exchange
 from ingest.store.listing import patiently
 from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, answered_by, spent_today
+from ingest.tasks.keys import caller_of
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar import conditions
@@ -62,6 +63,8 @@ class Candidate:
     """Shared by sessions of one task."""
     prompt_key: str | None
     at: float
+    caller: str = ""
+    """Who asked, as `ingest.tasks.keys.caller_of` has it."""
     rewards: tuple[float, ...] = ()
     """Of users' sessions of this task, and of its rehearsals; unknown ones are left out."""
     attempts: int = 0
@@ -74,11 +77,18 @@ class Candidate:
 
 def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return one candidate of each task, the best first: those whose rewards differed, or are not
-    known; of these the least rehearsed, then the newest."""
+    known; of these the least rehearsed; of these the newest of each caller before the second
+    newest of any."""
     best: dict[tuple[str, ...], Candidate] = {}
-    for one in sorted(candidates, key=lambda one: (one.is_alike, one.attempts, -one.at)):
+    for one in sorted(candidates, key=lambda one: -one.at):
         best.setdefault(one.key, one)
-    return list(best.values())
+    of_caller: Counter[str] = Counter()
+    turns: dict[tuple[str, ...], int] = {}
+    for one in best.values():
+        turns[one.key], of_caller[one.caller] = of_caller[one.caller], of_caller[one.caller] + 1
+    return sorted(
+        best.values(), key=lambda one: (one.is_alike, one.attempts, turns[one.key], -one.at)
+    )
 
 
 # What the store says: tasks, the champion, what is spent.
@@ -103,7 +113,7 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
         select(
             *(row.seq, row.exchange_id, row.session_id, row.project, row.task, row.prompt_key),
             *(row.started_at, row.stored_at, row.turn, row.parent_id, row.surface, row.status),
-            *(row.outcome, row.held_out),
+            *(row.outcome, row.held_out, row.user, row.key_id, row.address_hash),
         )
         .where(row.origin == "user")
         .order_by(row.seq.desc())
@@ -129,6 +139,7 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
             key=(one.project, one.task or one.prompt_key or name),
             prompt_key=one.prompt_key,
             at=one.started_at,
+            caller=caller_of(one.user, one.key_id, one.address_hash),
         )
         for name, one in first.items()
         if name not in held and (name in ended or newest[name] <= now - idle_s)

@@ -162,12 +162,14 @@ class Access:
         self._known: dict[bytes, _Holder] = {}
         """SHA-256 of a key that `_ring` knows -> its admission."""
 
-    def admit(self, shown: Credentials, now: float) -> Admission | Denial:
+    def admit(self, shown: Credentials, now: float, of_model: bool = True) -> Admission | Denial:
         """Admit a request or say why not. Counts it against the key's requests per minute.
 
-        now: unix seconds.
+        now: unix seconds. of_model: the model is asked; a rehearsal's ticket is for that alone.
         """
         admission = self._judge(shown, now)
+        if not of_model and isinstance(admission, Admission) and admission.rehearsed_by:
+            admission = NOT_REHEARSED
         if isinstance(admission, Denial):
             self._denied(admission.reason)
         elif admission.allowance is not None:

@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Final, cast
 
 from sidecar.access.admission import ADAPTER, Admission
-from sidecar.access.denials import NOT_REHEARSED, Denial
+from sidecar.access.denials import Denial
 from sidecar.records import Assignment, Surface
 from sidecar.relay.best_of import (
     BEST_OF_HEADER,
@@ -69,10 +69,8 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
         return no_such_path(head.target)
     if not _asks_for_key(head):
         return NOBODY
-    answer = context.access.admit(head.credentials, context.clock())
-    if isinstance(answer, Admission) and answer.rehearsed_by:
-        # A ticket is for the model alone: it tells of no user's session.
-        answer = answer if isinstance(head.where, SurfaceRule) else NOT_REHEARSED
+    of_model = isinstance(head.where, SurfaceRule)
+    answer = context.access.admit(head.credentials, context.clock(), of_model)
     return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
 
 

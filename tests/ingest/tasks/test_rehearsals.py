@@ -400,3 +400,14 @@ async def test_one_task_is_not_played_all_day(play: Play) -> None:
             break
 
     assert len(play.asked) == rehearsals.MOST_A_DAY
+
+
+def test_one_caller_does_not_take_every_turn() -> None:
+    def task(at: float, caller: str) -> Candidate:
+        return Candidate(
+            exchange_id=f"ex_{at:g}", key=("p", f"{at:g}"), prompt_key=None, at=at, caller=caller
+        )
+
+    found = in_order([task(1.0, "user:a"), *(task(at, "user:busy") for at in (2.0, 3.0, 4.0))])
+
+    assert [one.at for one in found] == [4.0, 1.0, 3.0, 2.0]

@@ -140,6 +140,29 @@ async def test_a_ticket_serves_for_its_own_session_and_task_alone(
     assert running.metric("sidecar_access_denied_total", reason="rehearsal") == 1
 
 
+@pytest.mark.parametrize("kind", ["outcomes", "feedback"])
+async def test_a_ticket_tells_of_nobodys_session(
+    kind: str,
+    state_dir: Path,
+    free_port: FreePort,
+    start_proxy: StartProxy,
+    wire: Wire,
+) -> None:
+    open_migrated(state_dir / "store.db").close()
+    running = await guarded(start_proxy, free_port())
+    sent = lines(attempt_headers(make_secret(state_dir), ATTEMPT))
+    body = json.dumps({"session_id": "a-users-session", "success": False})
+    request = (
+        f"POST /sidecar/v1/{kind} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"{sent}Content-Length: {len(body)}\r\n\r\n{body}"
+    )
+
+    status, _, _ = wire.split(await running.send(request.encode()))
+
+    assert status == "HTTP/1.1 403 Forbidden"
+    assert running.metric("sidecar_access_denied_total", reason="rehearsal") == 1
+
+
 def test_a_ticket_ends_with_its_time_and_with_its_secret(tmp_path: Path) -> None:
     secret = make_secret(tmp_path)
     assert make_secret(tmp_path) == secret
