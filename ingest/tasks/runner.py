@@ -5,8 +5,8 @@ its own tools, and tells how it ended. The sidecar sends `POST <runner>/attempts
 and waits for an `Answer`, one attempt at a time; both are JSON. `Authorization: Bearer <token>` is
 sent and asked for where `SIDECAR_RUNNER_TOKEN` is set on both sides.
 
-`serve_runner` needs no more than fastapi and uvicorn, and is served alone: it imports nothing else
-of the sidecar.
+`serve_runner` needs no more than fastapi, uvicorn and msgspec, and is served alone: it imports
+nothing else of the sidecar.
 """
 
 from __future__ import annotations
