@@ -298,6 +298,12 @@ def rank() -> ColumnElement[int]:
     )
 
 
+def of_voice() -> ColumnElement[int]:
+    """Return 1 for the row that the proxy received last from its voice, 2 for the one before."""
+    order = (FeedbackRow.received_at.desc(), FeedbackRow.seq.desc())
+    return func.row_number().over(partition_by=voice(), order_by=order)
+
+
 def _feedback(
     session: Session, *where: ColumnElement[bool]
 ) -> list[tuple[FeedbackRow, FeedbackEntry]]:

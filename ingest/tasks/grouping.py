@@ -13,7 +13,7 @@ from typing import Final, Literal, cast
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 
-from ingest.feedback.store import rank, voice
+from ingest.feedback.store import of_voice, voice
 from ingest.tasks.keys import (
     MOST_EXCHANGES,
     KeyKind,
@@ -102,8 +102,8 @@ def steps_of(session: Session, session_id: str) -> list[tuple[Step, float]]:
 
 
 def told_of(session: Session, session_id: str) -> list[Told]:
-    """Read what was told of how a session ended; of each voice and target the newest first."""
-    row, place = FeedbackRow, rank().label("place")
+    """Read what was told of how a session ended; the newest of each voice first."""
+    row, place = FeedbackRow, of_voice().label("place")
     found = session.execute(
         select(voice(), row.received_at, row.reward, row.success, row.done, place)
         .where(row.session_id == session_id, row.kind == "outcome")
