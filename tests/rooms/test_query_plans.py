@@ -86,6 +86,8 @@ SORTS = {
     "ingest/feedback/store.py:_feedback": VOICES,
     "ingest/reward_watch/store.py:_feedback": "the feedback on the answers of one adapter",
     "deploy/canary/told.py:_said": VOICES,
+    "ingest/tasks/grouping.py:draw_groups": "the sessions of one task that wait, of one adapter",
+    "ingest/tasks/grouping.py:scale_in": "the feedback on 256 sessions",
     "ingest/tasks/grouping.py:told_of": VOICES,
     "ingest/tasks/material.py:load_task_group": "the members of one group",
     "ingest/tasks/material.py:_load": OF_SESSION,
