@@ -6,24 +6,24 @@ within the ramp and were routed to one arm. Where nobody tells, nothing is known
 Each record waits as a user's request does, so that a correction counts that comes meanwhile; what
 comes later changes nothing. So the same records give the same evidence, also after a restart. Of a
 voice and a target the newest counts; a session's value is the mean over its voices of the mean over
-their targets.
+their targets. A record whose number is no success rate, and that says no success, says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from deploy.canary.live_turns import TURN_COLUMNS, Row
-from deploy.evidence.live import TOLD, Live, ToldKind, Turn
+from deploy.evidence.live import Live, ToldKind, Turn
 from deploy.records import Canary
-from ingest.feedback.store import voice
+from ingest.feedback.store import of_voice, voice
 from sidecar.lines import Line, public_model
 from sidecar.store.models import ExchangeRow, FeedbackRow
 
@@ -32,7 +32,7 @@ PAGE: Final = 100
 PAGES: Final = 8
 """and so many times in one tick."""
 MOST_OF_SESSION: Final = 200
-"""Records of one session that are read, the first."""
+"""Records of one session and kind that are read: of each voice the newest before all others."""
 
 
 class _Said(NamedTuple):
@@ -42,27 +42,14 @@ class _Said(NamedTuple):
     session_id: str | None
     project: str
     key_id: str
+    kind: ToldKind
     target_kind: str
     target: str
     received_at: float
     stored_at: float
-    success: bool | None
-    reward: float | None
-    score: float | None
+    value: float | None
+    """What it says, 0 (bad) to 1; None: nothing."""
     voice: str
-
-    def value(self, kind: ToldKind, *, by_success: bool) -> float | None:
-        """Return what it says, 0 (bad) to 1; None: nothing. by_success: numbers say nothing."""
-        if kind == "feedback":
-            return None if self.score is None else (1.0 + self.score) / 2.0
-        if self.success is not None:
-            return float(self.success)
-        return None if by_success or self.reward is None or self.is_wide else self.reward
-
-    @property
-    def is_wide(self) -> bool:
-        """Its number is no success rate."""
-        return self.reward is not None and not 0.0 <= self.reward <= 1.0
 
     @property
     def teller(self) -> str:
@@ -70,8 +57,15 @@ class _Said(NamedTuple):
         return f"key {self.key_id}" if self.key_id and self.voice == self.key_id else ""
 
 
+_VALUE = case(
+    (FeedbackRow.kind == "feedback", (1.0 + FeedbackRow.score) / 2.0),
+    (FeedbackRow.success.is_(True), 1.0),
+    (FeedbackRow.success.is_(False), 0.0),
+    (FeedbackRow.reward.between(0.0, 1.0), FeedbackRow.reward),
+)
 _COLUMNS = (
-    *(getattr(FeedbackRow, name) for name in _Said._fields[:-1]),
+    *(getattr(FeedbackRow, name) for name in _Said._fields[:-2]),
+    _VALUE.label("value"),
     voice().label("voice"),
 )
 
@@ -85,8 +79,6 @@ class Told:
         self._line = line
         self._live: Live | None = None
         self._mark = 0
-        self._wide = set[str]()
-        """Projects with a number outside 0..1: they count by success alone."""
 
     def read(self, session: Session, canary: Canary, live: Live, now: float) -> bool:
         """Count what has waited long enough. live: of this ramp; another one is read anew.
@@ -94,7 +86,7 @@ class Told:
         now: Unix seconds. Returns: True while more waits to be read.
         """
         if live is not self._live:
-            self._live, self._mark, self._wide = live, canary.ramp_after_told, set()
+            self._live, self._mark = live, canary.ramp_after_told
         return all(self._read(session, canary, live, now) for _ in range(PAGES))
 
     def _read(self, session: Session, canary: Canary, live: Live, now: float) -> bool:
@@ -105,49 +97,36 @@ class Told:
         if not page:
             return False
         self._mark = page[-1].seq
-        own = [row for row in page if row.session_id and self._line.has(row.project)]
-        self._wide |= {row.project for row in own if row.is_wide}
-        turns = _turns(session, canary, {row.session_id for row in own if row.session_id})
-        said = _said(session, turns)
-        for row in own:
-            turn = turns.get(row.session_id or "")
-            if turn is None:
-                continue
-            known = said[row.session_id or ""]
-            known = [one for one in known if one.stored_at <= row.stored_at + self._wait_s]
-            turn = replace(turn, tellers=tuple(sorted({one.teller for one in known} - {""})))
-            for kind in TOLD:
-                value = _value(known, kind, by_success=row.project in self._wide)
-                if value is not None:
-                    live.hear(kind, turn, value)
+        first: dict[tuple[str, ToldKind], _Said] = {}
+        for row in page:
+            if row.session_id and row.value is not None and self._line.has(row.project):
+                first.setdefault((row.session_id, row.kind), row)
+        turns = _turns(session, canary, {name for name, _ in first})
+        for (name, kind), row in first.items():
+            if name in turns:
+                said = _said(session, name, kind, row.stored_at + self._wait_s)
+                tellers = tuple(sorted({one.teller for one in said} - {""}))
+                live.hear(kind, replace(turns[name], tellers=tellers), _mean(said))
         return len(page) == PAGE
 
 
-def _value(said: Iterable[_Said], kind: ToldKind, *, by_success: bool) -> float | None:
+def _mean(said: Iterable[_Said]) -> float:
     newest: dict[str, dict[tuple[str, str], float]] = {}
     for one in sorted(said, key=lambda one: (one.received_at, one.seq)):
-        value = one.value(kind, by_success=by_success)
-        if value is not None:
-            # A session has several names, and is one target.
-            named = one.target_kind in ("session", "task")
-            target = ("", "") if named else (one.target_kind, one.target)
-            newest.setdefault(one.voice, {})[target] = value
-    return fmean(fmean(of.values()) for of in newest.values()) if newest else None
+        # A session has several names, and is one target.
+        named = one.target_kind in ("session", "task")
+        target = ("", "") if named else (one.target_kind, one.target)
+        newest.setdefault(one.voice, {})[target] = one.value or 0.0
+    return fmean(fmean(of.values()) for of in newest.values())
 
 
-def _said(session: Session, names: Collection[str]) -> Mapping[str, list[_Said]]:
-    """Return the first records of each session, in the order in which they were stored."""
-    place = func.row_number().over(partition_by=FeedbackRow.session_id, order_by=FeedbackRow.seq)
-    every = (
-        select(*_COLUMNS, place.label("place"))
-        .where(FeedbackRow.session_id.in_(sorted(names)))
-        .subquery()
-    )
-    found: dict[str, list[_Said]] = {name: [] for name in names}
-    for row in session.execute(select(every).where(every.c.place <= MOST_OF_SESSION)):
-        said = _Said(*row[:-1])
-        found[said.session_id or ""].append(said)
-    return found
+def _said(session: Session, name: str, kind: ToldKind, until: float) -> Sequence[_Said]:
+    """Return what was told of a session and stored by `until` (Unix seconds)."""
+    row, place = FeedbackRow, of_voice().label("place")
+    known = and_(row.session_id == name, row.kind == kind, row.stored_at <= until)
+    every = select(*_COLUMNS, place).where(known, _VALUE.is_not(None))
+    newest = every.order_by(place, row.seq.desc()).limit(MOST_OF_SESSION)
+    return [_Said(*found[:-1]) for found in session.execute(newest)]
 
 
 def _turns(session: Session, canary: Canary, names: Collection[str]) -> Mapping[str, Turn]:

@@ -298,14 +298,19 @@ def rank() -> ColumnElement[int]:
     )
 
 
+def of_voice() -> ColumnElement[int]:
+    """Return 1 for a session's row that came last from its voice, 2 for the one before."""
+    order = (FeedbackRow.received_at.desc(), FeedbackRow.seq.desc())
+    return func.row_number().over(partition_by=(FeedbackRow.session_id, voice()), order_by=order)
+
+
 def _feedback(
     session: Session, *where: ColumnElement[bool]
 ) -> list[tuple[FeedbackRow, FeedbackEntry]]:
     """Read rows, those that count first, so that no voice keeps others out of the newest `MOST`."""
     place = rank().label("place")
-    statement = (
-        select(FeedbackRow, place).where(*where).order_by(place, FeedbackRow.seq.desc()).limit(MOST)
-    )
+    every = select(FeedbackRow, place).where(*where)
+    statement = every.order_by(place, FeedbackRow.seq.desc()).limit(MOST)
     return [(row, _entry(row, counts=at == 1)) for row, at in session.execute(statement)]
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final, Literal, cast
 
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 
-from ingest.feedback.store import rank, voice
+from ingest.feedback.store import of_voice, voice
 from ingest.tasks.keys import (
     MOST_EXCHANGES,
     KeyKind,
@@ -26,7 +27,7 @@ from ingest.tasks.keys import (
 from ingest.tasks.rewards import Scale, Told, reward_of, scale_of
 from sidecar.settings.learning import Tasks
 from sidecar.store.database import count
-from sidecar.store.models import READY, ExchangeRow, FeedbackRow, TaskGroupRow, TaskMemberRow
+from sidecar.store.models import OVER, READY, ExchangeRow, FeedbackRow, TaskGroupRow, TaskMemberRow
 
 STAGE: Final = "tasks"
 """Stage of the counters: one reason for what became of sessions and groups."""
@@ -36,9 +37,9 @@ WAITING, SCORED, SET_ASIDE, DROPPED = "waiting", "scored", "set_aside", "dropped
 MOST_TOLD: Final = 200
 """Outcomes of a session that are read, those that count first."""
 MOST_READY: Final = 128
-"""Sessions of one key that wait for others, among which a group is looked for, the newest."""
-VALUES: Final = 5_000
-"""Feedback, the newest, among which the values of a project's scale are looked for."""
+"""Sessions of one key, each caller's newest first, among which a group is looked for."""
+NEWEST: Final = 256
+"""Finished sessions of a project that make its scale, and tell whether it has several users."""
 OF_THE_JUDGE: Final = frozenset({"header", "prompt", "rehearsal"})
 """Kinds of keys whose sessions the judge may rank: they began alike, or are declared to be one
 task. Over different tasks a ranking says which task was easier."""
@@ -102,8 +103,8 @@ def steps_of(session: Session, session_id: str) -> list[tuple[Step, float]]:
 
 
 def told_of(session: Session, session_id: str) -> list[Told]:
-    """Read what was told of how a session ended; of each voice and target the newest first."""
-    row, place = FeedbackRow, rank().label("place")
+    """Read what was told of how a session ended; the newest of each voice first."""
+    row, place = FeedbackRow, of_voice().label("place")
     found = session.execute(
         select(voice(), row.received_at, row.reward, row.success, row.done, place)
         .where(row.session_id == session_id, row.kind == "outcome")
@@ -117,18 +118,25 @@ def told_of(session: Session, session_id: str) -> list[Told]:
 
 
 def scale_in(session: Session, project: str) -> Scale:
-    """Return the scale of a project's newest values."""
+    """Return the scale of a project: of each of its newest sessions the median of its voices."""
     row = FeedbackRow
-    newest = session.scalar(select(func.max(row.seq))) or 0
-    values = session.scalars(
-        select(row.reward).where(
-            row.seq > newest - VALUES,
-            row.project == project,
-            row.kind == "outcome",
-            row.reward.is_not(None),
-        )
+    every = (
+        select(row.session_id, row.reward, of_voice().label("place"))
+        .where(row.session_id.in_(sorted(_newest(session, project))), row.project == project)
+        .where(row.kind == "outcome", row.reward.is_not(None))
+        .subquery()
     )
-    return scale_of([one for one in values if one is not None])
+    values: dict[str, list[float]] = {}
+    for name, value, _ in session.execute(select(every).where(every.c.place == 1)):
+        values.setdefault(name, []).append(value)
+    return scale_of([median(of) for of in values.values()])
+
+
+def _newest(session: Session, project: str) -> dict[str, str]:
+    """Return the users' sessions of a project that were over last -> their callers."""
+    row = TaskMemberRow
+    own = select(row.session_id, row.caller).where(text(OVER), row.project == project)
+    return dict(session.execute(own.order_by(row.over_at.desc()).limit(NEWEST)).all())
 
 
 def close(
@@ -190,12 +198,14 @@ def _pool(member: TaskMemberRow) -> Pool:
 def draw_groups(session: Session, pool: Pool, settings: Tasks, *, now: float) -> int:
     """Make as many groups as the finished sessions of a pool give. Returns: how many."""
     row = TaskMemberRow
+    turn = func.row_number().over(partition_by=row.caller, order_by=row.over_at.desc())
     ready = session.scalars(
         select(row)
         .where(text(READY), row.key == pool.key, row.adapter == pool.adapter)
-        .order_by(row.over_at.desc())
+        .order_by(turn, row.over_at.desc())
         .limit(MOST_READY)
     ).all()
+    known = set(_newest(session, pool.project).values())
     left = {one.session_id: one for one in ready}
     made = 0
     while chosen := draw(
@@ -205,6 +215,7 @@ def draw_groups(session: Session, pool: Pool, settings: Tasks, *, now: float) ->
         ],
         kind=pool.kind,
         size=settings.size,
+        known=known,
     ):
         members = [left[one.session_id] for one in chosen]
         unfit = _settle(session, members, settings)
@@ -272,17 +283,13 @@ def _store(
             .execution_options(synchronize_session=False)
         )
     count(session, STAGE, "drawn")
-    judged = settings.learn == "ruler" or (
-        settings.learn == "mixed" and pool.kind in OF_THE_JUDGE and _has_ties(members)
-    )
+    ties = len({one.reward for one in members}) < len(members)
+    mixed = settings.learn == "mixed" and pool.kind in OF_THE_JUDGE
+    judged = settings.learn == "ruler" or (mixed and ties)
     if not judged:
         mark_scored(
             session, group, members, [one.reward or 0.0 for one in members], "outcome", now=now
         )
-
-
-def _has_ties(members: Sequence[TaskMemberRow]) -> bool:
-    return len({one.reward for one in members}) < len(members)
 
 
 def mark_scored(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -180,21 +180,23 @@ class Ready:
     began_at: float
 
 
-def draw(ready: Sequence[Ready], *, kind: KeyKind, size: int) -> tuple[Ready, ...]:
+def draw(
+    ready: Sequence[Ready], *, kind: KeyKind, size: int, known: Collection[str] = ()
+) -> tuple[Ready, ...]:
     """Choose the sessions of a group, the oldest that fit; () when there are too few.
 
-    ready: of one key and one adapter version.
+    ready: of one key and one adapter version. known: callers of the project's newest sessions.
     Users are named by people: no group holds two sessions of one user, or who asks often would be
-    compared with himself alone. They are compared where all of a named task that wait are of one
-    user, and in rehearsals. A key or an address names an application, through which many may ask:
-    its sessions are spread as evenly as the others allow.
+    compared with himself alone. They are compared in a named task where nobody else is known, and
+    in rehearsals. A key or an address names an application, through which many may ask: its
+    sessions are spread as evenly as the others allow.
     """
     order = sorted(ready, key=lambda one: (one.began_at, one.session_id))
-    declared = kind in ("header", "rehearsal")
-    alone = declared and len({one.caller for one in order}) == 1
+    callers = {*known, *(one.caller for one in order)}
+    alone = kind == "rehearsal" or (kind == "header" and len(callers) == 1)
     for first in range(len(order) - size + 1):
         window = [one for one in order[first:] if one.began_at < order[first].began_at + WINDOW_S]
-        chosen = _spread(window, size, alone=alone or kind == "rehearsal")
+        chosen = _spread(window, size, alone=alone)
         if len(chosen) == size:
             return chosen
     return ()

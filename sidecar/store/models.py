@@ -76,6 +76,8 @@ NAMED_OTHERWISE = "substr(session_key, 1, 1) = 'h' AND session_key <> session_id
 IN_TASK = "task <> ''"
 READY = "over_at IS NOT NULL AND group_id IS NULL AND excluded IS NULL"
 """Sessions that may become members of a group (`TaskMemberRow`)."""
+OVER = "over_at IS NOT NULL AND key_kind <> 'rehearsal'"
+"""Finished sessions that are no rehearsals (`TaskMemberRow`)."""
 TAKEN_OVER = "fallback_from <> ''"
 """Exchanges that another adapter was asked to answer in place of the routed one, which failed."""
 EXAMINED = (
@@ -508,6 +510,7 @@ class TaskMemberRow(Base):
     __table_args__ = (
         partial_index("ix_task_member_ready", "key", "adapter", "over_at", where=READY),
         partial_index("ix_task_member_group", "group_id", where="group_id IS NOT NULL"),
+        partial_index("ix_task_member_project", "project", "over_at", where=OVER),
     )
     session_id: Mapped[str] = mapped_column(String(255), primary_key=True)
     project: Mapped[str] = mapped_column(String(64))

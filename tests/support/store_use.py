@@ -713,6 +713,8 @@ async def _control(use: _Use) -> None:
     await reconciler.reconcile()
     controller = _controller(use, control)
     _shadow(use)
+    ramp = {"steps": [2000, 5000], "ramp": {"after_told": EXCHANGES - 500}}  # users tell of it
+    use.change(CanaryRow, {"evidence": ramp}, CanaryRow.canary_id == CANARY)
     await controller.tick()  # it ramps
     await _outside(use)
     for state in ("gating", "loading"):

@@ -126,14 +126,33 @@ def test_a_session_that_is_not_all_of_one_arm_of_the_ramp_says_nothing(
     assert heard(world).told["outcome"].units == {True: 0, False: 1}
 
 
-def test_numbers_of_a_project_that_are_no_success_rate_say_nothing(world: World) -> None:
+def test_a_number_that_is_no_success_rate_says_nothing_and_no_other_is_heard_less(
+    world: World,
+) -> None:
+    other = Caller(project="default", key_id="other")
+    world.serve("h:rehearsal", adapter=CANARY, arm="canary", origin="rehearsal")
     for name in ("a", "b", "c"):
         serve(world, name, canary=True)
-    tell(world, {"session_id": "a", "value": 1.0})
-    tell(world, {"session_id": "b", "value": 80.0})
+    for name in ("rehearsal", "a", "b"):
+        tell(world, {"session_id": name, "value": 80.0}, other)
+    tell(world, {"session_id": "a", "value": 0.25})
     tell(world, {"session_id": "c", "value": 80.0, "success": True})
 
-    assert heard(world).told["outcome"].units[True] == 1
+    live = heard(world)
+
+    assert live.told["outcome"].units[True] == 2
+    assert means(live.told["outcome"]) == (0.625, None)
+
+
+@pytest.mark.both_stores
+def test_a_voice_that_tells_200_times_first_keeps_no_other_one_out(world: World) -> None:
+    serve(world, "a", canary=True)
+    for _ in range(200):
+        caller = Caller(project="default", key_id="liar")
+        tell(world, {"session_id": "a", "success": False}, caller)
+    tell(world, {"session_id": "a", "success": True}, Caller(project="default", key_id="owner"))
+
+    assert means(heard(world).told["outcome"]) == (0.5, None)
 
 
 def test_a_key_is_one_voice_and_many_sources_of_it_move_nothing(world: World) -> None:

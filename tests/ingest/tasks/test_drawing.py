@@ -68,6 +68,38 @@ def test_a_group_crosses_no_adapter_version_and_no_project(tasks: TaskKit) -> No
     assert [one.excluded for one in tasks.members().values()] == [None, None, None]
 
 
+def test_a_value_counts_once_a_session_and_only_of_a_users_session_of_the_project(
+    kit: Kit,
+) -> None:
+    tasks = TaskKit(kit.database, size=4)
+    played = tasks.session("played", origin="rehearsal")
+    other = tasks.session("other", project="shop")
+    for _ in range(10):
+        tasks.told("h:nobody", target_kind="session", reward=1e12)
+        tasks.told(played[-1], reward=1e12)
+        tasks.told(other[-1], reward=1e12, project="shop")
+    for number in range(4):
+        last = tasks.session(f"s{number}")[-1]
+        for _ in range(10):
+            tasks.told(last, at=999.0, reward=1e9)
+        tasks.told(last, reward=10.0 + 30.0 * number)
+
+    assert tasks.follow() == 1
+    members = tasks.members(tasks.groups()[0].group_id)
+    assert [one.reward for one in members.values()] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
+
+
+def test_one_user_makes_no_group_alone_and_keeps_no_other_out(tasks: TaskKit) -> None:
+    tasks.session("first", success=True)
+    assert tasks.follow() == 0
+    for number in range(130):
+        tasks.session(f"own-{number}", success=number % 2 == 0, user="eager")
+
+    assert tasks.follow() == 1
+    assert "first" in tasks.members(tasks.groups()[0].group_id)
+    assert tasks.follow() == 0
+
+
 def test_equal_rewards_are_set_aside(tasks: TaskKit) -> None:
     tasks.session("a", success=True)
     tasks.session("b", success=True)

@@ -112,7 +112,8 @@ def test_no_group_has_two_sessions_of_one_user_unless_he_alone_has_the_named_tas
     ]
     assert draw(crowd, kind="header", size=4) == ()
     assert draw(ready(*["user:a"] * 4), kind="prompt", size=4) == ()
-    assert len(draw(ready(*["user:a"] * 4), kind="header", size=4)) == 4
+    assert len(draw(ready(*["user:a"] * 4), kind="header", size=4, known={"user:a"})) == 4
+    assert draw(ready(*["user:a"] * 4), kind="header", size=4, known={"user:b"}) == ()
     assert len(draw(crowd, kind="rehearsal", size=5)) == 5
 
 
