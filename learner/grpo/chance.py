@@ -35,7 +35,7 @@ BY_CHANCE = "by_chance"
 """Reason of groups of sessions whose rewards say no more than chance."""
 LEAST = 1.0
 """Exceeded, to either side, by a third of the runs whose rewards mean nothing. At 1.28, a fifth of
-them, a site of 26 sessions a night gains 0.20 in place of 0.30 (`make bench BENCH=tasks`)."""
+them, a site of 26 sessions a night gains 0.20 in place of 0.28 (`make bench BENCH=tasks`)."""
 DECAY = 0.8
 """Weight of a run in the one after it: about five runs count."""
 MOST_RUNS = 16
