@@ -83,9 +83,9 @@ def test_a_mark_says_whether_its_interval_holds_zero_and_what_is_only_a_candidat
         ("v3", "worse"),
         ("v4", "candidate"),
     ]
-    # -0.2 + 0.1, and the half of the interval is the root of 0.1^2 + 0.3^2.
+    # -0.2 + 0.1, and the half of the interval is 0.1 + 0.3.
     assert [one.name for one in found.marks if one.serves] == ["v3"]
-    assert found.marks[-1].words == "v4: -0.100 (-0.416 to +0.216)"
+    assert found.marks[-1].words == "v4: -0.100 (-0.500 to +0.300)"
     assert len(found.path.split()) == 3, "the candidate is not on the line"
     assert draw_curve(progress([None])) is None
     assert draw_curve(progress([])) is None
