@@ -19,13 +19,12 @@ class Examiner:
     """The judge of the gate."""
 
     model: str
-    """A LiteLLM name; empty: there is none, and the gate waits."""
+    """A LiteLLM name; empty: there is none, and the gate waits, or compares whole tasks."""
     rubric_hash: str
     """Hash of the rubric for projects without one of their own."""
     passes: int
     own_judge: bool
-    """True when another model, or the model at another address, gives the reward, and where tasks
-    are compared in place of answers."""
+    """True when another model, or the model at another address, gives the reward."""
     own_rubric: bool
     """True when the reward of every project is given by another rubric."""
 
@@ -45,11 +44,10 @@ def examiner_of(settings: Settings) -> Examiner:
     """Describe the judge of the gate that these settings name."""
     judge, gate = settings.judge, settings.judge_of_gate
     return Examiner(
-        model=gate.model,
+        model="" if settings.tasks_are_examined else gate.model,
         rubric_hash=hash_of(gate),
         passes=gate.passes,
-        own_judge=settings.tasks_are_examined
-        or (gate.model, gate.api_base) != (judge.model, judge.api_base),
+        own_judge=(gate.model, gate.api_base) != (judge.model, judge.api_base),
         own_rubric=all(
             hash_of(gate.of(project)) != hash_of(judge.of(project))
             for project in ("", *judge.projects, *gate.projects)
