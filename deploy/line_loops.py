@@ -99,7 +99,7 @@ def make_gate(
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
         exam=TaskExam(database, settings, sampler) if settings.tasks_are_examined else None,
-        judge_gives_reward=not examiner_of(settings).own_judge,
+        judge_gives_reward=bool(examiner_of(settings).warning),
         line=settings.line,
         acts=acts,
     )
