@@ -519,8 +519,10 @@ async def _examine(
 ) -> None:
     """An adapter attempts a held-out task."""
     canary: Any = None  # the prompt and the adapter say what is asked
+    with use.database.read() as session:
+        task = str(rehearsed_tasks(session)[0]["task"])
     prompt = HeldOutPrompt(
-        exchange_id="task", session_id="s", request={"messages": []}, project="default"
+        exchange_id=task, session_id="s", request={"messages": []}, project="default"
     )
     failing.append(False)
     exam = TaskExam(use.database, settings, _Room(), now=use.clock, transport=transport)
