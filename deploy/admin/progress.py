@@ -143,41 +143,51 @@ class ProgressReader:
 
     def __init__(self) -> None:
         self._ended: dict[str, Link] = {}
+        self._kinds: dict[str, tuple[Kind, ...]] = {}
 
     def read(self, session: Session, model: str, rules: CanarySettings, *, now: float) -> Progress:
         """model: the line of adapters. now: Unix seconds."""
-        origin, points = self._curve(session, model)
+        links = self._links(session, model)
+        origin, points = curve(links)
         active = canaries.active_row(session, model)
         champion = versions.champion(session, model)
         return Progress(
             origin=origin,
-            points=points,
+            points=tuple(points),
             champion=champion,
-            kinds=read_kinds(session, model, champion),
+            kinds=self._kinds_of(session, champion, links),
             running=None if active is None else _running(active, _read(session, active), rules),
             cost=read_cost(session, model, now=now),
         )
 
     def sentence(self, session: Session, model: str) -> str:
         """Return `Progress.sentence` alone."""
-        origin, points = self._curve(session, model)
+        origin, points = curve(self._links(session, model))
         champion = versions.champion(session, model)
         return gain_words(champion, origin, gain_of(champion, points), len(points))
 
     def points(self, session: Session, model: str) -> tuple[Point, ...]:
         """Return the gain of each promoted version of a line."""
-        return self._curve(session, model)[1]
+        return tuple(curve(self._links(session, model))[1])
 
-    def _curve(self, session: Session, model: str) -> tuple[str, tuple[Point, ...]]:
+    def _links(self, session: Session, model: str) -> list[Link]:
+        """Return the newest promotions of a line, the oldest first."""
         rows = session.scalars(
             select(CanaryRow)
             .where(CanaryRow.model == model, CanaryRow.state == "promoted")
             .order_by(CanaryRow.created_at.desc())
             .limit(MOST_VERSIONS)
         ).all()
-        links = [self._link(session, row) for row in reversed(rows)]
-        origin, points = curve(links)
-        return origin, tuple(points)
+        return [self._link(session, row) for row in reversed(rows)]
+
+    def _kinds_of(self, session: Session, champion: str, links: Sequence[Link]) -> tuple[Kind, ...]:
+        """Return what the champion's promotion says by kind of request."""
+        ids = [one.canary_id for one in links if one.candidate == champion]
+        if not ids:
+            return ()
+        if ids[-1] not in self._kinds:
+            self._kinds[ids[-1]] = read_kinds(session, ids[-1])
+        return self._kinds[ids[-1]]
 
     def _link(self, session: Session, row: CanaryRow) -> Link:
         found = self._ended.get(row.canary_id) or _read(session, row)
@@ -235,19 +245,14 @@ def _read(session: Session, row: CanaryRow) -> Link:
     )
 
 
-def read_kinds(session: Session, model: str, champion: str) -> tuple[Kind, ...]:
-    """Return what the groups of the champion's promotion say by kind of request; empty where all
-    are of one kind, or none is stored any more."""
-    row, one, asked = CanaryRow, GateComparisonRow, ExchangeRow
-    of_champion = row.model == model, row.state == "promoted", row.candidate == champion
-    newest = select(row).where(*of_champion).order_by(row.created_at.desc()).limit(1)
-    promoted = session.scalar(newest)
-    if promoted is None:
-        return ()
+def read_kinds(session: Session, canary_id: str) -> tuple[Kind, ...]:
+    """Return what the groups of a canary say by kind of request; empty where all are of one kind,
+    or none is stored any more."""
+    one, asked = GateComparisonRow, ExchangeRow
     found = session.execute(
         select(asked.turn, asked.project, one.difference, one.fault)
         .join(asked, asked.exchange_id == one.exchange_id)
-        .where(one.canary_id == promoted.canary_id)
+        .where(one.canary_id == canary_id)
         .order_by(one.place)
     )
     turns, projects = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)

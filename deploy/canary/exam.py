@@ -14,28 +14,24 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import httpx
-from sqlalchemy import update
 
 from deploy.canary.gate_answers import Answered, Given
 from deploy.canary.gate_store import HeldOutPrompt
 from deploy.records import Canary
 from ingest.errors import EngineDownError, NoRoomError, SamplingError
 from ingest.ruler.ruler import Judgement
-from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, spent_today
+from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, end_attempt, spent_today
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar.settings import Settings
-from sidecar.store.database import Database, count
-from sidecar.store.models import RehearsalRow, TaskMemberRow
+from sidecar.store.database import Database
 
 EXAM: Final = "exam"
 """Value of `rehearsal.result` and `task_member.excluded`: nothing is learned from it."""
 POLL_S: Final = 2.0
 """Pause while users leave no capacity."""
-
-
 TRIES: Final = 2
-"""Attempts that are made in place of one that fails."""
+"""How often an attempt is made, if it fails."""
 
 
 class NoOutcomeError(Exception):
@@ -136,15 +132,11 @@ class TaskExam:
         return tokens < self._tokens_per_day
 
     def _end(self, played: Played, why: str | None, tokens: int) -> None:
-        kept = played.answer if played.answer is not None and why is None else Answer()
-        row, member, name = RehearsalRow, TaskMemberRow, played.session_id
+        kept = (why is None and played.answer) or Answer()
         result = EXAM if why is None else "exam_failed"
-        values = {"ended_at": self._now(), "result": result, "detail": why, "tokens": tokens}
-        ended = {**values, "outcome": kept.outcome, "success": kept.success}
+        row = {"ended_at": self._now(), "detail": why, "tokens": tokens}
         with self._database.write(alone=False) as session:
-            session.execute(update(row).where(row.session_id == name).values(ended))
-            session.execute(update(member).where(member.session_id == name).values(excluded=EXAM))
-            count(session, "rehearsals", result)
+            end_attempt(session, played.session_id, kept, result=result, excluded=EXAM, **row)
 
 
 def _given(reward: float | None, otherwise: str) -> Given:

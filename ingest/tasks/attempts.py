@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import httpx
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import IngestError
@@ -235,6 +235,18 @@ class Player:
             )
             session.execute(member.on_conflict_do_nothing())
             count(session, ATTEMPTS, day_of(now))
+
+
+def end_attempt(
+    session: Session, name: str, kept: Answer, *, result: str, excluded: str | None, **row: Any
+) -> None:
+    """Store how the attempt of a session ended. kept: its end. excluded: why the session is a
+    member of no group; None: it may be one. row: further columns of the attempt."""
+    of, member = RehearsalRow, TaskMemberRow
+    ended = {**row, "result": result, "outcome": kept.outcome, "success": kept.success}
+    session.execute(update(of).where(of.session_id == name).values(ended))
+    session.execute(update(member).where(member.session_id == name).values(excluded=excluded))
+    count(session, "rehearsals", result)
 
 
 def answered_by(session: Session, names: Collection[str]) -> dict[str, tuple[str, int]]:

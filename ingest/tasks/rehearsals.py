@@ -21,14 +21,22 @@ from typing import Any, Final
 import httpx
 import msgspec
 import structlog
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.errors import SamplingError, UnreadableExchangesError
 from ingest.feedback.deriving import save_feedback
 from ingest.store.exchanges import load_exchange
 from ingest.store.listing import patiently
-from ingest.tasks.attempts import Played, Player, Task, TaskGoneError, answered_by, spent_today
+from ingest.tasks.attempts import (
+    Played,
+    Player,
+    Task,
+    TaskGoneError,
+    answered_by,
+    end_attempt,
+    spent_today,
+)
 from ingest.tasks.keys import caller_of
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
@@ -41,13 +49,12 @@ from sidecar.records import BASE
 from sidecar.routing.table import decode_table
 from sidecar.settings import Settings
 from sidecar.settings.learning import Rehearsals
-from sidecar.store.database import DAMAGE, Database, count, get_flag
+from sidecar.store.database import DAMAGE, Database, get_flag
 from sidecar.store.models import (
     ExchangeRow,
     FeedbackRow,
     RehearsalRow,
     RoutingRow,
-    TaskMemberRow,
 )
 
 # Which task is played next. Pure.
@@ -382,19 +389,15 @@ class RehearsalWorker:
     def _end(
         self, session: Session, task: Task, one: Played, why: str | None, tokens: int, now: float
     ) -> None:
-        kept = one.answer if one.answer is not None and why is None else Answer()
-        row, member, name = RehearsalRow, TaskMemberRow, one.session_id
-        values = {"ended_at": now, "result": why or ENDED, "detail": one.detail, "tokens": tokens}
-        ended = {**values, "outcome": kept.outcome, "success": kept.success}
-        session.execute(update(row).where(row.session_id == name).values(ended))
-        session.execute(update(member).where(member.session_id == name).values(excluded=why))
-        count(session, "rehearsals", why or ENDED)
+        kept = (why is None and one.answer) or Answer()
+        row = {"ended_at": now, "detail": one.detail, "tokens": tokens}
+        end_attempt(session, one.session_id, kept, result=why or ENDED, excluded=why, **row)
         if why is None:
             record = Feedback(
-                feedback_id=id_of_key(task.project, "outcome", name),
+                feedback_id=id_of_key(task.project, "outcome", one.session_id),
                 kind="outcome",
                 target_kind="session",
-                target=name,
+                target=one.session_id,
                 project=task.project,
                 source="rehearsal",
                 received_at=now,

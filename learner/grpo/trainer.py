@@ -491,10 +491,8 @@ def accumulate(
     for group, moved_A in zip(groups, found, strict=True):
         if group.sessions and not first and not isinstance(moved_A, Fault):
             t, v = chance.of_group(group, moved_A)
-            sums.alignment, sums.alignment_variance = (
-                sums.alignment + t,
-                sums.alignment_variance + v,
-            )
+            sums.alignment += t
+            sums.alignment_variance += v
     return sums
 
 
