@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from demo.ports import free_port
 from deploy.supervise import status_of
 from sidecar.parent_death import guarded_command
 from sidecar.processes import own_python
@@ -37,19 +37,6 @@ STOP_TIMEOUT_S = 80.0
 
 class StackError(RuntimeError):
     """The product did not come up; the message says what to look at."""
-
-
-def free_port(preferred: int = 0) -> int:
-    """A loopback port that nothing listens on: the preferred one if it is free."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise StackError("no free port on 127.0.0.1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,9 +37,10 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from demo.exam import Interval, bootstrap
+from demo.ports import free_port
 from demo.refunds import EXAM, TRAFFIC, Attempt, Case
 from demo.rounds import RoundWatcher
-from demo.stack import MODEL, ROOT, Stack, free_port
+from demo.stack import MODEL, ROOT, Stack
 from ingest.tasks.runner import RunnerModel, Scenario, runner_app
 from sidecar.records import BASE
 from sidecar.routing.table import upstream_model

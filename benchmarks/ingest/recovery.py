@@ -17,17 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from demo.ports import free_port
+
 RUNS = 3
 LIMIT_S = 150.0
 
 
 def main(runs: int) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-    from support.kafka_broker import ROOT, Broker, free_ports, write_settings
+    from support.kafka_broker import ROOT, Broker, write_settings
 
     home = os.environ.get("SIDECAR_TEST_KAFKA_HOME", str(ROOT.parent / "shared" / "kafka"))
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_ports()
+        folder, port = Path(name), free_port(followers=2)
         write_settings(folder / "broker", port)
         command = (f"{home}/broker", str(folder / "broker"), str(port))
         broker = Broker(f"127.0.0.1:{port}", command, folder)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from demo.ports import free_port
+
 HOME = "SIDECAR_TEST_KAFKA_HOME"
 DURABLE = {
     "fsync": "on",
@@ -77,7 +79,7 @@ class Servers:
         home = Path(os.environ.get(HOME, kafka_broker.ROOT.parent / "shared" / "kafka"))
         if not (home / "broker").is_file() or kafka_broker.find_java() is None:
             raise NoServerError(f"no Kafka: {home} has no `broker`, or Java is missing; set {HOME}")
-        port = kafka_broker.free_ports()
+        port = free_port(followers=2)
         folder = self._folder / "kafka"
         folder.mkdir()
         kafka_broker.write_settings(folder / "broker", port)

@@ -15,7 +15,8 @@ from typing import Final
 import httpx
 
 from benchmarks.learning.tasks import Prompt
-from demo.stack import MODEL, engine_section, free_port
+from demo.ports import free_port
+from demo.stack import MODEL, engine_section
 from deploy.engine.vllm_control import VllmControl
 from ingest.errors import SamplingError
 from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler

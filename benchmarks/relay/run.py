@@ -42,13 +42,13 @@ from benchmarks.relay.stage import (
     Cores,
     Running,
     contender,
-    free_port,
     on_stage,
     pick_cores,
     upstream,
 )
 from benchmarks.relay.summary import COLUMNS, DIRECT, OFF, ON, Samples, rows, targets
 from benchmarks.relay.unavailable import UnavailableError
+from demo.ports import free_port
 
 BENCH = ROOT / ".bench"
 STARTS: dict[str, Start] = {

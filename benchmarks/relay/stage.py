@@ -6,7 +6,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,14 +101,6 @@ def contender(name: str, start: Start, place: Place, core: int) -> Iterator[Runn
             pinned = _pinned(place.ends_core, command)
             stack.enter_context(_process(pinned, {}, stdout=log, stderr=log))
         yield Running(name=name, port=place.port, pid=run.pid, launch=launch)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _pinned(core: int, command: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.rollback.replica import BASE as MODEL
+from demo.ports import free_port
 from deploy.registry import audit, canaries, routing_writer, transitions
 from deploy.registry.canary_rule import Move
 from learner.adapter_folder import folder_digest
@@ -27,11 +27,6 @@ PROXIES = 3
 REPLICAS = 3
 START_S = 120.0
 PYTHON = sys.executable
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Stack:

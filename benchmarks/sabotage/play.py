@@ -22,7 +22,8 @@ import httpx
 from benchmarks.sabotage.adapters import HANGING
 from benchmarks.sabotage.stalling import Stalling, stalling
 from benchmarks.sabotage.visitors import MAX_TOKENS, Visit, Visitors
-from demo.stack import ROOT, Addresses, Stack, free_port
+from demo.ports import free_port
+from demo.stack import ROOT, Addresses, Stack
 
 ENDED = ("promoted", "rolled_back", "inconclusive")
 LONGEST_S = 900.0

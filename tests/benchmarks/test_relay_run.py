@@ -18,8 +18,9 @@ from benchmarks.relay.contenders import Place
 from benchmarks.relay.ends import Ends, build
 from benchmarks.relay.measure import Sample, measure, scrape
 from benchmarks.relay.scenarios import BY_NAME, MODEL, Scenario
-from benchmarks.relay.stage import ROOT, Cores, Running, contender, free_port, pick_cores, upstream
+from benchmarks.relay.stage import ROOT, Cores, Running, contender, pick_cores, upstream
 from benchmarks.relay.summary import DIRECT, LITELLM, NGINX, OFF, ON, ROUTER
+from demo.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)  # the first run compiles the relay
 needs_machine = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from benchmarks.sabotage.play import Exposed, Played, Told
 from benchmarks.sabotage.run import targets_of
 from benchmarks.sabotage.stalling import stalling
 from benchmarks.sabotage.visitors import Visit
-from demo.stack import free_port
+from demo.ports import free_port
 from demo.stand_in_rule import score_answer
 from support.adapter_endpoints import MODEL, vllm_in_thread
 

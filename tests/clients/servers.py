@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.stack import MODEL, ROOT, engine_section, free_port, to_toml
+from demo.ports import free_port
+from demo.stack import MODEL, ROOT, engine_section, to_toml
 from deploy.supervise import status_of
 from sidecar.parent_death import guarded_command
 from tests.clients.between import Between, between

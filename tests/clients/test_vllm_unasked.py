@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
 
-from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, engine_section, free_port
+from demo.ports import free_port
+from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, engine_section
 from ingest.grouping.request import (
     RAISED_BELOW,
     STRICT_TOOLS,
@@ -102,10 +104,9 @@ class Engine:
 
 @pytest.fixture
 def engine(vllm: str) -> Iterator[Engine]:
-    engine = Engine(vllm)
-    engine.logprobs(PLAIN)  # the first of its prompt differs from the next ones by rounding
-    yield engine
-    engine.close()
+    with closing(Engine(vllm)) as engine:
+        engine.logprobs(PLAIN)  # the first of its prompt differs from the next ones by rounding
+        yield engine
 
 
 def test_what_vllm_fills_by_itself_is_measured_field_by_field_and_plain_tools_stay_free(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from demo.ports import free_port
 from learner.adapter_folder import folder_digest
 from sidecar.store.models import AdapterRow, CanaryRow
 from support.adapter_endpoints import vllm_in_thread
-from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World

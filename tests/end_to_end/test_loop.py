@@ -22,10 +22,11 @@ import httpx
 import pytest
 
 from demo.agent import SupportAgent
+from demo.ports import free_port
 from demo.questions import load_questions
 from demo.rollback import live_rollback
 from demo.rounds import Round, RoundWatcher
-from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, Addresses, Stack, free_port
+from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, Addresses, Stack
 from demo.traffic import Traffic
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.ports import free_port
 from deploy.registry import audit, canaries, routing_writer, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
@@ -19,7 +20,6 @@ from sidecar.store.models import AdapterRow
 from support import api_keys
 from support.fake_vllm import FakeVllm, whole_reply
 from support.migrated_store import open_migrated
-from support.ports import free_port
 from support.proxy_kit import MemorySink, post, split
 
 MODEL, OWN = "m", "m@@support"

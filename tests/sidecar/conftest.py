@@ -16,9 +16,9 @@ import hypothesis
 import pytest
 import uvloop
 
+from demo import ports
 from sidecar.proxy import Proxy
 from sidecar.settings import Settings
-from support import ports
 from support.fake_vllm import RECORDED, FakeVllm, SeenRequest, Step, whole_reply
 from support.proxy_kit import (
     Child,

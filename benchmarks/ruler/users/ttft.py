@@ -27,8 +27,9 @@ import httpx
 from benchmarks.ruler.server import ROOT, Json, running
 from benchmarks.ruler.users.load import Asked, users
 from benchmarks.ruler.users.waits import percentile, ratio
+from demo.ports import free_port
 from demo.questions import load_questions
-from demo.stack import MODEL, Addresses, configuration, free_port, to_toml
+from demo.stack import MODEL, Addresses, configuration, to_toml
 from sidecar.parent_death import guarded_command
 from sidecar.processes import own_python
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from demo.ports import free_port
 from deploy.admin.context import AdminContext
 from deploy.cli.app import EXAMPLES
 from deploy.cli.main import main
@@ -19,7 +20,6 @@ from sidecar.conditions import Condition, write
 from sidecar.settings import Settings
 from sidecar.store.models import CanaryRow
 from support import page_history
-from support.ports import free_port
 from support.served_admin import served_admin
 from tests.deploy.conftest import write_adapter
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from demo.ports import free_port
 from deploy.engine.reconcile import MISSING
 from deploy.registry import aliases as history
 from deploy.registry import flags
@@ -18,7 +19,6 @@ from sidecar import conditions
 from sidecar.store.models import BannedDigestRow, CounterRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from support.killed_control import Point, Start, start
-from support.ports import free_port
 from support.processes import until
 from tests.deploy.test_process import write_config
 

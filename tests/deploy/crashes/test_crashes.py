@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
+from demo.ports import free_port
 from deploy.canary.controller import guard_facts, quality_facts
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
@@ -38,7 +39,6 @@ from sidecar.store.models import (
 )
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from support.killed_control import Point, Start, start
-from support.ports import free_port
 from tests.deploy.test_process import write_config
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 
+from demo.ports import free_port
 from deploy.cli.main import main
 from deploy.engine.vllm_control import VllmControl
 from deploy.registry.tallies import MENDED
@@ -50,7 +51,6 @@ from support.fake_sampler import FakeSampler
 from support.ingest_kit import make_choice, make_exchange
 from support.kafka_broker import unclosed_sockets
 from support.migrated_store import open_migrated
-from support.ports import free_port
 
 KEY = "right-key"
 Found = tuple[int, dict[str, Any]]

@@ -24,12 +24,12 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from demo.ports import free_port
 from deploy.cli.own_path import without_working_folder
 from learner.schedule.loop import REQUESTED_FLAG
 from sidecar.settings import Learner, Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
-from support.ports import free_port
 from support.processes import is_alive, until
 
 ROOT = Path(__file__).resolve().parents[3]

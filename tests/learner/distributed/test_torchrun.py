@@ -16,6 +16,7 @@ import structlog
 from safetensors.torch import load_file
 from sqlalchemy import select
 
+from demo.ports import free_port
 from learner.adapter_folder import CURVES, WEIGHTS
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.once import follow, telemetry_of
@@ -23,7 +24,6 @@ from learner.records import TrainingGroup
 from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow
-from support.ports import free_port
 
 if TYPE_CHECKING:
     from support.forking import Fork

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from demo.ports import free_port
 from learner.policy.adapter_io import load_policy
 from learner.policy.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.database import Database
 from support.migrated_store import open_migrated
-from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup

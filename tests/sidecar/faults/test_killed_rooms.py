@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from demo.ports import free_port
 from support.fake_vllm import FakeVllm
-from support.ports import free_port
 from support.proxy_kit import StartProcess
 from support.traffic import Faults
 
