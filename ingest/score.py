@@ -66,12 +66,14 @@ async def _run(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if not settings.judge.model:
+        learns = settings.tasks.learn == "outcome" or settings.rehearsals.are_on
+        end = "only whole tasks are learned from" if learns else "so nothing is learned"
         structlog.get_logger().warning(
             "score_off",
-            why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
+            why=f"judge.model is empty: no answer will be sampled or scored, {end}",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
         )
-        if settings.tasks.learn == "outcome" or settings.rehearsals.are_on:
+        if learns:
             from ingest.tasks.worker import draw_until
 
             return await draw_until(stop, settings)

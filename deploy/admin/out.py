@@ -151,7 +151,7 @@ class EstimateOut(Out):
     low: float
     high: float
     groups: int
-    """Judged prompts that it rests on."""
+    """Comparisons that it rests on."""
 
 
 class PointOut(Out):
@@ -452,7 +452,7 @@ class ComparisonOut(
     ),
     Out,
 ):
-    """One judged prompt of a canary."""
+    """One comparison of a canary."""
 
     answers: list[dict[str, Any]]
 

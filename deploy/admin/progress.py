@@ -211,13 +211,14 @@ def _read(session: Session, row: CanaryRow) -> Link:
     one = GateComparisonRow
     order = {name: place for place, name in enumerate((*canary.tries, canary.canary_id))}
     found = session.execute(
-        select(one.canary_id, one.place, one.difference, one.anchor_difference, one.fault).where(
-            one.canary_id.in_(order)
-        )
+        select(
+            *(one.canary_id, one.place, one.difference, one.anchor_difference, one.fault),
+            one.rubric_hash.is_(None),  # of a comparison by whole tasks
+        ).where(one.canary_id.in_(order))
     ).all()
     groups = sorted(found, key=lambda group: (order[group[0]], group[1] or 0))
     champion, anchor = list[float](), list[float]()
-    for _, _, difference, to_anchor, fault in groups:
+    for _, _, difference, to_anchor, fault, _ in groups:
         to_champion = counts_as(difference, fault)
         if to_champion is not None:
             champion.append(to_champion)
@@ -242,6 +243,7 @@ def _read(session: Session, row: CanaryRow) -> Link:
         else _told(ends[0], ends[1], kept.get("groups"))
         if ends is not None and known
         else None,
+        of_tasks=any(group[2] is not None and group[5] for group in groups),
     )
 
 

@@ -129,7 +129,7 @@ def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetO
 log = structlog.get_logger()
 OutT = TypeVar("OutT", bound=Out)
 SHOWN_COMPARISONS = 200
-"""Newest judged prompts of a canary in one reply: a ramp has hundreds, with all answers."""
+"""Newest comparisons of a canary in one reply: a ramp has hundreds, with all answers."""
 
 
 def read_router(context: AdminContext) -> APIRouter:

@@ -427,13 +427,13 @@ def progress_lines(found: Json, now: float, width: int = WHOLE) -> Iterator[str]
     """Yield whether it did, the gain of each promoted version, the canary's, and the cost."""
     yield f"Better? {capital(found['sentence'])}."
     if found["points"]:
-        yield f"Gain of the judge's score (0..1) over {_name_of(found['origin'])}:"
-        heads = ("version", "promoted", "gain", "95% interval", "judged prompts", "links")
+        yield f"Gain of the score (0..1) over {_name_of(found['origin'])}:"
+        heads = ("version", "promoted", "gain", "95% interval", "comparisons", "links")
         yield from table_lines(heads, [_point(one, now) for one in found["points"]], width)
     for kind in found["kinds"]:
         of = kind["difference"]
         figures = f"{of['mean']:+.3f} ({of['low']:+.3f} to {of['high']:+.3f})"
-        prompts = counted(of["groups"], "judged prompt")
+        prompts = counted(of["groups"], "comparison")
         yield f"  {version_of(found['champion'])} on {kind['name']}: {figures} by {prompts}"
     if running := found["running"]:
         yield f"Canary: {running_words(running)}."

@@ -10,8 +10,9 @@ wrong. `bounds_of` inverts the e-process of `deploy.evidence.betting`: all its i
 canary hold the mean together with a probability of 95%, whenever the canary ends. Along a chain the
 distances from the mean to each end are added: only candidates that were promoted are in the chain,
 so that its mean is too high by a part of each link, and intervals that grow as the root of the
-links held the truth in 65% of simulated chains of 12 (promoted as better). A judge that changed
-between two canaries is another scale.
+links held the truth in 65% of simulated chains of 12 (promoted as better). Scores of a judge and
+ends of whole tasks are two scales, so a chain begins where the newest of them begins. A judge that
+changed between two canaries is another scale too, and is not noticed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Estimate:
     low: float
     high: float
     groups: int
-    """Judged prompts that it rests on."""
+    """Comparisons that it rests on."""
 
 
 def difference_words(one: Estimate, other: str) -> str:
-    """`scored 0.034 higher than v2 (95% interval -0.018 to +0.086, 60 judged prompts)`.
+    """`scored 0.034 higher than v2 (95% interval -0.018 to +0.086, 60 comparisons)`.
 
     other: what it was compared with.
     """
     side = "lower" if one.mean < 0.0 else "higher"
-    prompts = counted(one.groups, "judged prompt")
+    prompts = counted(one.groups, "comparison")
     interval = f"95% interval {one.low:+.3f} to {one.high:+.3f}, {prompts}"
     return f"scored {abs(one.mean):.3f} {side} than {other} ({interval})"
 
@@ -67,6 +68,8 @@ class Link:
     to_champion: Estimate | None
     """None: nothing was judged, or nothing of it is stored any more."""
     to_anchor: Estimate | None
+    of_tasks: bool = False
+    """Scores are how whole tasks ended; False: a judge's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class Point:
 
 
 def counts_as(difference: float | None, fault: str | None) -> float | None:
-    """Return what a judged prompt counts as: answers that the judge could not score are the worst,
+    """Return what a comparison counts as: answers that the judge could not score are the worst,
     of either arm. None: it says nothing."""
     return {"candidate": -1.0, "champion": 1.0}.get(fault or "", difference)
 
@@ -139,6 +142,8 @@ def curve(promoted: Sequence[Link]) -> tuple[str, list[Point]]:
     """
     if not promoted:
         return "", []
+    other = [n for n, one in enumerate(promoted, 1) if one.of_tasks != promoted[-1].of_tasks]
+    promoted = promoted[max(other, default=0) :]
     origin = promoted[0].champion
     known: dict[str, tuple[Estimate, int]] = {origin: (ZERO, 0)}
     points = []

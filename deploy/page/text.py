@@ -123,7 +123,7 @@ def run_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One judged prompt of a canary, as far as the chart needs it."""
+    """One comparison of a canary, as far as the chart needs it."""
 
     place: int | None
     """Its number in the order in which it counts; None in comparisons of older versions."""

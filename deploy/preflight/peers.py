@@ -129,7 +129,7 @@ _SETTINGS: Final[Mapping[str, str]] = {
 """Reason for which a judge gave no scores -> the setting that concerns it."""
 NO_JUDGE = warning(
     "judge.model",
-    "there is no judge: the sidecar relays and records, and learns nothing; name a LiteLLM model",
+    "there is no judge: only outcomes of whole tasks are learned from; name a LiteLLM model",
     "no_judge",
 )
 

@@ -55,7 +55,7 @@ from sidecar.routing.table import is_adapter_name
 from sidecar.settings import Canary as CanarySettings
 from sidecar.visible import counted
 
-# Arithmetic of judged prompts: what one comparison is, and the quick rule of the gate. Pure.
+# Arithmetic of comparisons: what one is, and the quick rule of the gate. Pure.
 
 RESAMPLES = 2_000
 LEVEL = 0.95
@@ -214,8 +214,9 @@ def _rule(
             f"{champion_short:.0%} of the champion's: over by more than "
             f"{rules.max_truncated_excess:.0%}"
         )
-    judged, margin = _apart(mean, -rules.gate_margin)
-    result = f"gate: judged {judged} to the champion on {counted(prompts, 'held-out prompt')}"
+    mean_words, margin = _apart(mean, -rules.gate_margin)
+    prompts_words = counted(prompts, "held-out prompt")
+    result = f"gate: scored {mean_words} against the champion on {prompts_words}"
     if mean > -rules.gate_margin:
         return True, f"{result}, above the margin of {margin}"
     return False, f"{result}, not above the margin of {margin}"
@@ -496,7 +497,7 @@ def _after_gating(
         )
     more = proof_rule.gate_doubt(quality, rules) if judged >= rules.gate_prompts else None
     why = "" if more is None else f"; more than usual: {more}"
-    progress = f"{judged} of {counted(wanted, 'prompt')} judged"
+    progress = f"{judged} of {counted(wanted, 'prompt')} compared"
     return Hold(reason=f"gate: {progress}{why}", brief=progress)
 
 
@@ -506,7 +507,7 @@ def _gate_counts(evidence: GateEvidence, rules: CanarySettings) -> str:
     if rules.promote_on == "quick":
         return f"{counted(verdict.scored, 'comparison')} scored, {verdict.set_aside} set aside"
     groups = counted(quality.groups, "group")
-    return f"{groups} judged ({quality.lost} lost by the candidate), {quality.unknown} set aside"
+    return f"{groups} compared ({quality.lost} lost by the candidate), {quality.unknown} set aside"
 
 
 def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:

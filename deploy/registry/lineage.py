@@ -33,7 +33,7 @@ from sidecar.store.models import (
 from sidecar.visible import counted, visible
 
 SHOWN_PROMPTS = 40
-"""Judged prompts of a canary that are rendered; a ramp has hundreds."""
+"""Held-out prompts of a canary that are rendered; a ramp has hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,9 +336,10 @@ def _render_canary(canary: LineageCanary) -> list[str]:
             lines.append("    that judge also gave the reward that it was trained on")
     compared = list(zip(canary.gate_exchange_ids, canary.gate_differences, strict=True))
     for exchange_id, difference in compared[:SHOWN_PROMPTS]:
-        lines.append(f"    judged prompt {exchange_id}: {_number(difference, '+.3f', 'set aside')}")
+        shown = _number(difference, "+.3f", "set aside")
+        lines.append(f"    held-out prompt {exchange_id}: {shown}")
     if len(compared) > SHOWN_PROMPTS:
-        lines.append(f"    and {counted(len(compared) - SHOWN_PROMPTS, 'more judged prompt')}")
+        lines.append(f"    and {counted(len(compared) - SHOWN_PROMPTS, 'more held-out prompt')}")
     lines += _render_evidence("quality", evidence, _render_quality)
     lines += _render_evidence("guards", evidence, _render_guards)
     for key in evidence:

@@ -121,12 +121,13 @@ class Player:
             expires_at=int(self._now() + self._own.timeout_s + SLACK_S),
         )
         key = session_key(header=attempt.session, user="", project=task.project)
-        await asyncio.to_thread(self._begin, attempt, key, number)
+        name = await asyncio.to_thread(self._begin, attempt, key, number)
         proxy = self._settings.proxy
         host = "127.0.0.1" if proxy.host in ("0.0.0.0", "::") else proxy.host
         host = f"[{host}]" if ":" in host else host
         scenario = Scenario(
             task_id=task.exchange_id,
+            task_name=name,
             attempt=number,
             session_id=attempt.session,
             project=task.project,
@@ -199,18 +200,20 @@ class Player:
             raise RunnerAwayError(f"it answered {reply.status_code}: {text}")
         return read_answer(bytes(body))
 
-    def _begin(self, attempt: Attempt, key: str, number: int) -> None:
+    def _begin(self, attempt: Attempt, key: str, number: int) -> str:
         """Store an attempt that begins, and its session as one that is a member of nothing yet.
 
-        Raises: TaskGoneError.
+        Returns: the name that the agent gave to the task; empty: none. Raises: TaskGoneError.
         """
         now = self._now()
         first = FirstExchange(project=attempt.project, task=attempt.task, origin="rehearsal")
         task = task_key(first, weakest="header")
         assert task is not None, "a rehearsal has a task"
         with self._database.write(alone=False) as session:
-            recorded = select(ExchangeRow.seq).where(ExchangeRow.exchange_id == attempt.task)
-            if session.scalar(recorded) is None:
+            row = ExchangeRow
+            recorded = select(row.task).where(row.exchange_id == attempt.task)
+            found = session.execute(recorded).first()
+            if found is None:
                 raise TaskGoneError("the task was forgotten, or deleted by retention")
             session.add(
                 RehearsalRow(
@@ -235,6 +238,7 @@ class Player:
             )
             session.execute(member.on_conflict_do_nothing())
             count(session, ATTEMPTS, day_of(now))
+            return str(found[0])
 
 
 def end_attempt(

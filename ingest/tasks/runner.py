@@ -46,6 +46,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     task_id: str
     """The recorded exchange that the task begins with."""
+    task_name: str = ""
+    """What the agent sent as `x-sidecar-task` when it was recorded; empty: nothing."""
     attempt: int
     """Its number in the group, from 0: the attempts at one task begin alike."""
     session_id: str

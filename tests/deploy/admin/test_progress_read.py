@@ -23,7 +23,12 @@ pytestmark = pytest.mark.both_stores
 
 
 def judged(
-    world: World, name: str, differences: list[float | None], anchors: list[float] | None = None
+    world: World,
+    name: str,
+    differences: list[float | None],
+    anchors: list[float] | None = None,
+    *,
+    rubric: str | None = "rubric",
 ) -> None:
     """Store comparisons of the newest canary of an adapter; None: the candidate's answer failed."""
     with world.database.write() as session:
@@ -38,6 +43,7 @@ def judged(
                     difference=difference,
                     anchor_difference=None if anchors is None else anchors[place - 1],
                     answers=[],
+                    rubric_hash=rubric,
                     place=place,
                     fault="candidate" if difference is None else None,
                 )
@@ -93,7 +99,7 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     }
     assert found["cost_of_a_point"].startswith("$0.200 of judging, 1.0 minutes of training, 8 cand")
     assert text[0].startswith("Better? Yes: v2 scored 0.300 higher than the base (95% interval +")
-    assert text[1] == "Gain of the judge's score (0..1) over the base model:"
+    assert text[1] == "Gain of the score (0..1) over the base model:"
     assert [line.split()[0] for line in text[3:5]] == ["v1", "v2"]
     assert "proven 1.0 of 20" in text[5]
     assert (await api.get("/status")).json()["better"] == found["sentence"]
@@ -102,6 +108,22 @@ async def test_the_figure_follows_promotions_and_says_what_it_cost(
     metrics = {one.name: one.samples for one in collector.collect()}
     assert [one.labels for one in metrics["sidecar_gain"]] == [{"version": "v1"}, {"version": "v2"}]
     assert metrics["sidecar_gain_low"][1].value == pytest.approx(gain["low"])
+
+
+async def test_gains_by_whole_tasks_are_not_added_to_gains_of_a_judges_score(
+    world: World, make_api: MakeApi
+) -> None:
+    first = world.register(1)
+    world.promote(first)
+    judged(world, first, [0.4] * 60)
+    second = world.register(2, parent=first, values=(0.5, -0.3))
+    world.promote(second)
+    judged(world, second, [0.2] * 60, rubric=None)
+
+    found = (await make_api().get("/progress")).json()
+
+    assert found["origin"] == first
+    assert [round(one["gain"]["mean"], 3) for one in found["points"]] == [0.2]
 
 
 async def test_the_champions_promotion_by_kind_of_request(world: World, make_api: MakeApi) -> None:
@@ -170,7 +192,7 @@ def test_a_version_is_said_to_be_compared_once_its_canary_has_ended(world: World
     assert none == unjudged == said(second)
     assert none == "It was not compared with the version that it should replace."
     assert said(first).startswith("In its canary it scored 0.200 lower than the base (95% inter")
-    assert said(first).endswith(", 60 judged prompts).")
+    assert said(first).endswith(", 60 comparisons).")
 
 
 def test_what_an_ended_canary_said_is_read_once(world: World) -> None:

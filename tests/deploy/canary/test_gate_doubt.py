@@ -80,7 +80,7 @@ async def test_the_gate_says_why_it_judges_more(world: World) -> None:
         reasons.append(world.canary(name).reason or "")
 
     said = "more than usual: worse than the champion, evidence "
-    assert any(f"of 30 prompts judged; {said}" in one for one in reasons), reasons
+    assert any(f"of 30 prompts compared; {said}" in one for one in reasons), reasons
 
 
 async def test_a_doubt_that_further_prompts_clear_up_lets_it_pass(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,21 @@ def test_gains_add_up_along_the_chain_and_their_errors_too() -> None:
     assert gain is not None
     assert (gain.mean, gain.low, gain.high) == pytest.approx((0.30, 0.23, 0.37))
     assert (gain.groups, points[1].links) == (60, 2)
+
+
+def test_a_chain_has_one_scale_and_begins_where_the_newest_of_them_begins() -> None:
+    judged = [link("v1", "base", known(0.10, 0.03)), link("v2", "v1", known(0.20, 0.04))]
+    played = [
+        replace(link(name, before, known(0.30, 0.1)), of_tasks=True)
+        for name, before in (("v3", "v2"), ("v4", "v3"))
+    ]
+
+    origin, points = curve([*judged, *played])
+
+    assert origin == "v2"
+    assert [one.adapter for one in points] == ["v3", "v4"]
+    assert points[1].gain == known(0.60, 0.2)
+    assert curve([*judged, *played, link("v5", "v4", known(0.1, 0.1))])[0] == "v4"
 
 
 def test_a_version_that_was_compared_with_the_origin_needs_no_chain() -> None:

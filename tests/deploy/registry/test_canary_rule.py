@@ -134,7 +134,7 @@ def test_a_lost_gate_rejects(rules: CanarySettings) -> None:
 
 def test_the_gate_goes_on_while_prompts_are_pending(rules: CanarySettings) -> None:
     assert decide(GATING, gate(scored=3, pending=1), rules, 101) == Hold(
-        reason="gate: 3 of 4 prompts judged"
+        reason="gate: 3 of 4 prompts compared"
     )
 
 
@@ -187,7 +187,7 @@ def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
 @pytest.mark.parametrize(
     ("promote_on", "counts"),
     [
-        ("no_worse", "3 groups judged (3 lost by the candidate), 2 set aside"),
+        ("no_worse", "3 groups compared (3 lost by the candidate), 2 set aside"),
         ("quick", "0 comparisons scored, 5 set aside"),
     ],
 )
@@ -495,5 +495,5 @@ def test_of_one_thing_a_reason_speaks_in_the_singular(rules: CanarySettings) -> 
         "step 1 of 2 passed with 1 exchange"
     )
     assert decide(GATING, gate(scored=0, pending=1), both, 100).reason == (
-        "gate: 0 of 1 prompt judged"
+        "gate: 0 of 1 prompt compared"
     )

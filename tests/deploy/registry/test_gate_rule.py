@@ -43,7 +43,8 @@ def test_the_reason_says_numbers() -> None:
     verdict = judge_gate([Comparison(difference=-0.125)] * 2, RULES, seed=1)
 
     assert verdict.reason == (
-        "gate: judged -0.125 to the champion on 2 held-out prompts, not above the margin of -0.050"
+        "gate: scored -0.125 against the champion on 2 held-out prompts, "
+        "not above the margin of -0.050"
     )
 
 
@@ -61,14 +62,16 @@ def test_numbers_that_differ_do_not_look_equal(difference: float, judged: str, m
     rules = RULES.model_copy(update={"gate_margin": 0.02})
 
     assert judge_gate([Comparison(difference=difference)], rules, seed=1).reason == (
-        f"gate: judged {judged} to the champion on 1 held-out prompt, {margin}"
+        f"gate: scored {judged} against the champion on 1 held-out prompt, {margin}"
     )
 
 
 def test_one_prompt_is_no_prompts() -> None:
     reason = judge_gate([Comparison(difference=0.5)], RULES, seed=1).reason
 
-    assert reason.startswith("gate: judged +0.500 to the champion on 1 held-out prompt, above ")
+    assert reason.startswith(
+        "gate: scored +0.500 against the champion on 1 held-out prompt, above "
+    )
 
 
 @pytest.mark.parametrize(("short", "passed"), [(1, True), (2, False)])

@@ -181,7 +181,7 @@ async def test_of_one_thing_the_text_speaks_in_the_singular(world: World) -> Non
     text = render_lineage(replace(lineage, steps=(one,)))
 
     assert ": 1 optimiser step; groups: " in text
-    assert "    and 1 more judged prompt\n" in text
+    assert "    and 1 more held-out prompt\n" in text
     assert "    1 judged group proves: better than the champion; difference to " in text
     assert "    1 session of the canary, 4 of the champion; " in text
     assert "canary 1 reply, 0 failed, 0 cut short or empty; champion 1 reply, 0 failed" in text

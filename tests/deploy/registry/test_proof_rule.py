@@ -144,7 +144,7 @@ def test_an_equal_candidate_is_promoted_when_it_is_proven_no_worse_than_both() -
     assert decision.reason.startswith(
         "passed the one step of the ramp; it scored 0.000 higher than the champion (95% interval -"
     )
-    assert decision.reason.endswith(", 200 judged prompts)")
+    assert decision.reason.endswith(", 200 comparisons)")
 
 
 def test_a_candidate_that_lost_to_the_anchor_is_not_promoted() -> None:

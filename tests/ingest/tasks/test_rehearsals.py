@@ -162,6 +162,16 @@ async def test_attempts_at_a_recorded_task_become_one_group_with_their_outcomes(
     assert (standing["attempts_today"], standing["last"]["results"]) == (2, {"ended": 2})
 
 
+async def test_the_runner_gets_the_name_that_the_agent_gave_to_the_task(play: Play) -> None:
+    play.tasks.session("named", task="refund-7")
+    play.tasks.now += IDLE_S
+
+    await play.worker.step()
+    await play.worker.step()
+
+    assert {one.task_name for one in play.asked} == {"", "refund-7"}
+
+
 async def hangs(ask: Scenario) -> httpx.Response:
     await asyncio.Event().wait()
     raise AssertionError
