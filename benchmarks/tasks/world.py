@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ingest.tasks.keys import Ready, draw
 from ingest.tasks.rewards import Scale, Told, reward_of
 from learner.grpo.advantages import ADVANTAGES
-from learner.grpo.chance import LEAST, MOST_RUNS, alignment, pooled
+from learner.grpo.chance import LEAST, MOST_RUNS, alignment, pooled, score
 
 Floats = NDArray[np.float64]
 STEPS, ACTIONS = 6, 4
@@ -231,7 +231,7 @@ def _run(
     logits: Floats, drawn: Sequence[Sequence[tuple[Played, float]]], advantages: Advantages
 ) -> tuple[Floats, float | None]:
     """Take the steps of a run. Returns: (logits after them, z of the run or None)."""
-    after, t, v = logits, 0.0, 0.0
+    after, found = logits, list[tuple[float, float]]()
     for first in range(min(NIGHT_STEPS, len(drawn))):
         dealt = drawn[first::NIGHT_STEPS]
         likelier = policy(after) / policy(logits) - 1.0
@@ -241,13 +241,12 @@ def _run(
                 [float(likelier[np.arange(STEPS), one.actions].mean()) for one, _ in group]
                 for group in dealt
             ]
-            found = [alignment(*both) for both in zip(rewards, moved, strict=True)]
-            t, v = t + sum(one for one, _ in found), v + sum(one for _, one in found)
+            found += [alignment(*both) for both in zip(rewards, moved, strict=True)]
         update = gradient(
             after, [one.actions for group in dealt for one, _ in group], advantages(rewards)
         )
         after = after + RATE / NIGHT_STEPS * update
-    return after, t / v**0.5 if v else None
+    return after, score(found)
 
 
 def gradient(

@@ -95,8 +95,7 @@ class Player:
     ) -> None:
         """transport: a fake runner, for tests. Raises: OSError when the secret cannot be made."""
         self._database = database
-        self._settings = settings
-        self._own = settings.rehearsals
+        self._settings, self._own = settings, settings.rehearsals
         self._now = now
         self._secret = make_secret(settings.state_dir)
         self._token = os.environ.get(TOKEN_VARIABLE, "")
@@ -210,10 +209,9 @@ class Player:
         task = task_key(first, weakest="header")
         assert task is not None, "a rehearsal has a task"
         with self._database.write(alone=False) as session:
-            row = ExchangeRow
-            recorded = select(row.task).where(row.exchange_id == attempt.task)
-            found = session.execute(recorded).first()
-            if found is None:
+            recorded = select(ExchangeRow.task).where(ExchangeRow.exchange_id == attempt.task)
+            name = session.scalar(recorded)
+            if name is None:
                 raise TaskGoneError("the task was forgotten, or deleted by retention")
             session.add(
                 RehearsalRow(
@@ -238,7 +236,7 @@ class Player:
             )
             session.execute(member.on_conflict_do_nothing())
             count(session, ATTEMPTS, day_of(now))
-            return str(found[0])
+            return name
 
 
 def end_attempt(

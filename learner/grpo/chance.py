@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 
 from learner.grpo.advantages import leave_one_out, session_scores
-from learner.records import StepMetrics, TrainingGroup
+from learner.records import TrainingGroup
 from sidecar.visible import counted
 
 BY_CHANCE = "by_chance"
@@ -36,6 +36,8 @@ BY_CHANCE = "by_chance"
 LEAST = 1.0
 """Exceeded, to either side, by a third of the runs whose rewards mean nothing. At 1.28, a fifth of
 them, a site of 26 sessions a night gains 0.20 in place of 0.28 (`make bench BENCH=tasks`)."""
+MOST = 3.0
+"""z of a run is cut to this: a huge one, of few sessions, let a dozen later runs learn."""
 DECAY = 0.8
 """Weight of a run in the one after it: about five runs count."""
 MOST_RUNS = 16
@@ -66,10 +68,15 @@ def of_group(group: TrainingGroup, moved_A: Sequence[float]) -> tuple[float, flo
     return alignment(list(rewards.values()), [moved[one] / tokens[one] for one in rewards])
 
 
-def score(steps: Sequence[StepMetrics]) -> float | None:
-    """Return z of a run; None where no step could tell: it takes two."""
-    variance = math.fsum(step.alignment_variance for step in steps)
-    return math.fsum(step.alignment for step in steps) / math.sqrt(variance) if variance else None
+def score(found: Sequence[tuple[float, float]]) -> float | None:
+    """Return z of a run, cut to `MOST`; None where no step could tell: it takes two.
+
+    found: (t, v) of its groups, or their sums by step.
+    """
+    variance = math.fsum(v for _, v in found)
+    if not variance:
+        return None
+    return max(-MOST, min(MOST, math.fsum(t for t, _ in found) / math.sqrt(variance)))
 
 
 def pooled(z: float, before: Sequence[float]) -> float:

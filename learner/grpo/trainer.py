@@ -317,7 +317,7 @@ def run_steps(
             steps = _steps(policy, job, kept, aim, optimizer)
             sessions = [one.group_id for one in groups if one.sessions]
             if sessions and job.signals is not None:
-                found = chance.score(steps)
+                found = chance.score([(one.alignment, one.alignment_variance) for one in steps])
                 if (why := chance.why_not(found, job.signals)) is not None:
                     raise _GroupsFailed(dict.fromkeys(sessions, Fault(chance.BY_CHANCE, why)))
             metrics = steps

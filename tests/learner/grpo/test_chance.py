@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
 import pytest
 
-from learner.grpo.chance import LEAST, of_group, pooled, score
+from learner.grpo.chance import LEAST, MOST, of_group, pooled, score
 from learner.grpo.trainer import run_steps
 from learner.grpo.warmup import best_answers
 from learner.policy.logprobs import Policy
-from learner.records import StepMetrics, TrainingGroup, TrainingOutcome
+from learner.records import TrainingGroup, TrainingOutcome
 from sidecar.settings import Learner
 from tests.learner.conftest import job_of
 
@@ -71,21 +71,10 @@ def test_a_session_moves_by_the_mean_of_its_tokens_and_masked_rows_have_no_part(
     assert t == pytest.approx(0.2)
 
 
-def step(alignment: float, variance: float) -> StepMetrics:
-    numbers: Mapping[str, float] = dict.fromkeys(
-        (
-            "step", "groups", "answers", "tokens", "computed_tokens", "reward_mean",
-            "reward_spread", "loss", "ratio_mean", "clip_share", "approx_kl", "entropy",
-            "grad_norm", "update_norm", "learning_rate", "seconds", "tokens_per_s",
-        ),
-        0,
-    )  # fmt: skip
-    return StepMetrics(**numbers, alignment=alignment, alignment_variance=variance)  # type: ignore[arg-type]
-
-
 def test_the_z_of_a_run_and_of_its_line() -> None:
-    assert score([step(0, 0), step(1.0, 3.0), step(2.0, 1.0)]) == pytest.approx(1.5)
-    assert score([step(0, 0)]) is None
+    assert score([(0.0, 0.0), (1.0, 3.0), (2.0, 1.0)]) == pytest.approx(1.5)
+    assert score([(0.0, 0.0)]) is None
+    assert (score([(-9.0, 1.0)]), score([(9.0, 1.0)])) == (-MOST, MOST)
     assert pooled(1.0, ()) == 1.0
     assert pooled(1.0, (2.0, -1.0)) == pytest.approx((1 + 1.6 - 0.64) / (1 + 0.64 + 0.4096) ** 0.5)
 
