@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import uvloop
 
-from demo import ports
+import demo.ports
 from sidecar.proxy import Proxy
 from sidecar.settings import Settings
 from support.fake_vllm import RECORDED, FakeVllm, SeenRequest, Step, whole_reply
@@ -67,7 +67,7 @@ def state_dir() -> Iterator[Path]:
 @pytest.fixture
 def free_port() -> FreePort:
     """Two proxies of one `state_dir` need ports of their own."""
-    return ports.free_port
+    return demo.ports.free_port
 
 
 @pytest.fixture
