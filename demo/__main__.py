@@ -58,7 +58,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "min_groups": 12,
         "max_groups": 16,
         "max_age_versions": 0,
-        "steps": 3,
+        "groups_per_step": 4,
         "learning_rate": 1.5e-3,
     },
     "canary": {

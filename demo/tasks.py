@@ -63,7 +63,7 @@ MOST_BATCHES = 20
 """Batches without a run after which the demo gives up."""
 
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "learner": {"max_age_versions": 1, "steps": 3, "learning_rate": 1.5e-3, "max_groups": 16},
+    "learner": {"max_age_versions": 1, "learning_rate": 1.5e-3, "max_groups": 16},
     "canary": {
         "steps": [100],
         "turn_wait_s": 0.0,
@@ -82,11 +82,11 @@ ARMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # As many answers in a run: 16 groups of 6, or 8 groups of 4 tasks of 3 steps.
     "next_action": {
         "groups": {"size": 6, "settle_s": 1.0, "concurrency": 18, "max_slowdown": 0.0},
-        "learner": {"min_groups": 16},
+        "learner": {"min_groups": 16, "groups_per_step": 5},
     },
     "whole_tasks": {
         "groups": {"rate": 0.0, "settle_s": 1.0, "max_slowdown": 0.0},
-        "learner": {"min_groups": 8},
+        "learner": {"min_groups": 8, "groups_per_step": 3},
         "tasks": {"learn": "outcome", "key": "header", "size": SIZE},
         "rehearsals": {"tokens_per_day": 6_000},
     },

@@ -56,7 +56,7 @@ class NonFiniteError(FaultyGroupsError, ArithmeticError):
 
 
 class DivergedError(FaultyGroupsError, ArithmeticError):
-    """The policy is over `KL_LIMIT` from the base; nothing is written or registered.
+    """The policy is over `KL_LIMIT` from the base, or broken; nothing is written or registered.
 
     No group is named: the settings or any of them may be the cause.
     """

@@ -226,7 +226,7 @@ class Bench:
             {
                 "device": str(self.device),
                 "precision": "bfloat16" if self.cuda else "float32",
-                "steps": steps,
+                "groups_per_step": max(1, groups // steps),
                 "pack_tokens": PACK_TOKENS,
             }
         )

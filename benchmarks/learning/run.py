@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--groups", type=int, default=16, help="prompts in a round")
     parser.add_argument("--size", type=int, default=8, help="answers in a group")
     parser.add_argument("--exam-answers", type=int, default=6, help="to each prompt of the exam")
-    parser.add_argument("--steps", type=int, default=4, help="optimiser steps in a round")
+    parser.add_argument("--per-step", type=int, default=4, help="learner.groups_per_step")
     parser.add_argument("--rate", type=float, default=1e-3, help="learner.learning_rate")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     parser.add_argument(
@@ -76,7 +76,9 @@ def main(argv: Sequence[str]) -> int:
         groups=options.groups,
         size=options.size,
         exam_answers=options.exam_answers,
-        learner=Learner(steps=options.steps, learning_rate=options.rate, pack_tokens=2048),
+        learner=Learner(
+            groups_per_step=options.per_step, learning_rate=options.rate, pack_tokens=2048
+        ),
     )
     played: list[Played] = []
     rows: list[results.Row] = []

@@ -21,6 +21,7 @@ from ingest.tasks.keys import Ready, draw
 from ingest.tasks.rewards import Scale, Told, reward_of
 from learner.grpo.advantages import ADVANTAGES
 from learner.grpo.chance import LEAST, MOST_RUNS, alignment, pooled, score
+from sidecar.settings import Learner
 
 Floats = NDArray[np.float64]
 STEPS, ACTIONS = 6, 4
@@ -33,8 +34,7 @@ SIZE: Final = 4
 """Sessions of a group, and answers of a next-action group."""
 RATE: Final = 3.0
 """Logits that a night moves for an advantage of 1 in every session. The same in all cases."""
-NIGHT_STEPS: Final = 3
-"""Steps of a run, as `learner.steps`."""
+PER_STEP: Final = Learner().groups_per_step
 DIFFICULTY: Final = 0.3
 """Standard deviation of the tasks' difficulty, in logits of success."""
 
@@ -232,8 +232,9 @@ def _run(
 ) -> tuple[Floats, float | None]:
     """Take the steps of a run. Returns: (logits after them, z of the run or None)."""
     after, found = logits, list[tuple[float, float]]()
-    for first in range(min(NIGHT_STEPS, len(drawn))):
-        dealt = drawn[first::NIGHT_STEPS]
+    steps = min(max(2, round(len(drawn) / PER_STEP)), len(drawn))
+    for first in range(steps):
+        dealt = drawn[first::steps]
         likelier = policy(after) / policy(logits) - 1.0
         rewards = [[reward for _, reward in group] for group in dealt]
         if first:
@@ -245,7 +246,7 @@ def _run(
         update = gradient(
             after, [one.actions for group in dealt for one, _ in group], advantages(rewards)
         )
-        after = after + RATE / NIGHT_STEPS * update
+        after = after + RATE / steps * update
     return after, score(found)
 
 

@@ -398,10 +398,6 @@ def of_tasks(facts: Facts) -> str:
     if tasks.learn == "off":
         do = 'set tasks.learn = "outcome"' if recent.in_tasks and recent.with_outcome else TASKS
         return f"they are not learned from; {seen}; {do}"
-    if facts.settings.learner.steps < 2:
-        return (
-            "learner.steps is 1, and no run learns from sessions in a single step: give 2 or more"
-        )
     own = facts.settings.rehearsals
     if bool(own.runner) != (own.tokens_per_day > 0):
         has, lacks = ("runner", "tokens_per_day") if own.runner else ("tokens_per_day", "runner")

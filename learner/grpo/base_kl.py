@@ -122,22 +122,27 @@ def measure_base_kl(
 
 
 def require_near(away: BaseKl | None, job: TrainingJob, *, steps: int) -> None:
-    """Stop a run whose policy is further from the base than any sound one.
+    """Stop a run whose policy is further from the base than any sound one, or gives no numbers.
 
     steps: optimiser steps that it took.
     Raises: DivergedError; ParentError when the parent was that far before the first step.
     """
     limit = KL_LIMIT
-    if away is None or away.bounded <= limit:
+    if away is None:
+        if not steps:  # the check told already what cannot be computed
+            return
+        found = "broken: its log-probabilities are no numbers"
+    elif away.bounded <= limit:
         return
-    found = f"{away.bounded:.3g} nats a token from the base, over the limit of {limit:g}"
+    else:
+        found = f"{away.bounded:.3g} nats a token from the base, over the limit of {limit:g}"
     if not steps and job.parent.path is not None:
         raise ParentError(
             f"parent {job.parent.name} is {found}; roll back to a version that is nearer"
         )
     raise DivergedError(
         f"after {counted(steps, 'step')} the policy is {found}: it is not published; lower "
-        "learner.learning_rate or learner.steps"
+        "learner.learning_rate"
     )
 
 

@@ -44,6 +44,19 @@ MOST_RUNS = 16
 """Earlier runs that are read; the weight of the next one would be 0.03."""
 
 
+def deal(groups: Sequence[TrainingGroup], per_step: int) -> list[list[TrainingGroup]]:
+    """Distribute the groups over steps of about `per_step` in turn; each group is used once, no
+    step is empty.
+
+    Groups of sessions are dealt by themselves, over two steps at least: the gate compares
+    those of a step with what the steps before it learned from others.
+    """
+    kinds = [[one for one in groups if bool(one.sessions) is of] for of in (False, True)]
+    least = min(2, len(kinds[1]))
+    steps = min(max(least, 1, round(len(groups) / per_step)), max(map(len, kinds)))
+    return [[one for kind in kinds for one in kind[first::steps]] for first in range(steps)]
+
+
 def alignment(rewards_G: Sequence[float], moved_G: Sequence[float]) -> tuple[float, float]:
     """Return (t, v) of G sessions, G > 1. moved_G: c of each."""
     a, mean = leave_one_out(rewards_G), math.fsum(moved_G) / len(moved_G)

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from learner.adapter_folder import CURVES, LINEAGE, OPTIMIZER, file_digest, read_plain
 from learner.errors import CheckpointError
 from learner.explain import one_line
+from learner.grpo.chance import deal
 from learner.grpo.checks import Checked
 from learner.grpo.optimizer import OptimizerState
 from learner.policy.adapter_io import as_os_error, save_adapter
@@ -179,7 +180,7 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
     whole = {
         "format": FORMAT,
         "step": len(one.metrics),
-        "steps": min(job.settings.steps, len(one.checked.groups)),
+        "steps": len(deal(one.checked.groups, job.settings.groups_per_step)),
         "sha256": _sha256(text),
         "state": text,
     }

@@ -272,17 +272,6 @@ def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
     return max((len(pack.input_ids) for pack in packs), default=0), max(paths, default=0)
 
 
-def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup]]:
-    """Distribute the groups over the steps in turn; each group is used once, no step is empty.
-
-    Groups of sessions are dealt by themselves: `learner.grpo.chance` compares those of a step with
-    what the steps before it learned from others.
-    """
-    kinds = [[one for one in groups if bool(one.sessions) is of] for of in (False, True)]
-    steps = min(steps, max(map(len, kinds)))
-    return [[one for kind in kinds for one in kind[first::steps]] for first in range(steps)]
-
-
 def run_steps(
     policy: Policy, job: TrainingJob, state: OptimizerState | None = None
 ) -> tuple[TrainingOutcome, OptimizerState]:
@@ -390,7 +379,7 @@ def _stages(
     job: TrainingJob, groups: Sequence[TrainingGroup], names: Sequence[StageName]
 ) -> list[Stage]:
     """Return the passes over these groups that are still to come."""
-    dealt = deal(groups, job.settings.steps)
+    dealt = chance.deal(groups, job.settings.groups_per_step)
     in_order = [group for of_step in dealt for group in of_step]
     numbers = [number for number, of_step in enumerate(dealt, 1) for _ in of_step]
     found: list[Stage] = []
@@ -420,7 +409,7 @@ def _steps(
 ) -> tuple[StepMetrics, ...]:
     """Run every step that is not done. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
     groups, parameters = kept.checked.groups, _trainable(policy)
-    for number, dealt in enumerate(deal(groups, job.settings.steps), 1):
+    for number, dealt in enumerate(chance.deal(groups, job.settings.groups_per_step), 1):
         if number <= len(kept.metrics):
             continue
         with tracer.start_as_current_span("optimiser step") as span:

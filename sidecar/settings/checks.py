@@ -790,12 +790,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
             f"is {rules.pack_tokens}, and hardly a prompt with its answer is so short: longer ones "
             'are not sampled, and their groups are left out (too_long); give "auto"',
         )
-    if rules.steps > rules.max_groups:
-        yield (
-            ("learner", "steps"),
-            f"is {rules.steps} and one run takes at most learner.max_groups = {rules.max_groups} "
-            "groups, of which a step needs one, so no run makes so many; give fewer",
-        )
     # With `manual` a launcher may start the processes (docs/several-processes.md).
     if rules.processes == 1 and rules.schedule != "manual":
         for name in OF_SEVERAL:

@@ -33,7 +33,7 @@ VERIFIERS = ["reward", "verifiers"]
 """A table by name; each entry has the keys of its kind, which pydantic names behind the name."""
 LISTED = "docs/settings.md lists them"
 _TARGETS = "an adapter is on all linear layers, which is fixed"
-_ONCE = "each group is used once; learner.steps says over how many steps"
+_ONCE = "each group is used once, in steps of learner.groups_per_step"
 ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("learner", "beta"): "the weight of the divergence from the base is learner.advanced.kl_coef",
     ("learner", "lr"): "did you mean learner.learning_rate?",
@@ -43,7 +43,7 @@ ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("learner", "num_generations"): "the number of answers in a group is groups.size",
     ("learner", "epsilon"): "the clip is learner.advanced.clip_low and clip_high",
     ("learner", "epsilon_high"): "did you mean learner.advanced.clip_high?",
-    ("learner", "batch_size"): "a step takes the groups of the run divided by learner.steps",
+    ("learner", "batch_size"): "give learner.groups_per_step",
     ("learner", "target_modules"): _TARGETS,
     ("learner", "lora_rank"): "did you mean learner.rank?",
     ("learner", "lora_alpha"): "did you mean learner.alpha?",

@@ -168,8 +168,9 @@ class Learner(ObjectiveSection):
     max_age_versions: Annotated[int, Between(0, 1_000, "0 takes those of the champion alone")] = 2
     """A group sampled under an adapter more training runs away from the champion than this is
     stale: dropped and counted."""
-    steps: Annotated[int, Between(1, 10_000, "a run without a step changes nothing")] = 3
-    """Optimiser steps per run; the groups are dealt over them, each used once."""
+    groups_per_step: Annotated[int, Between(1, 10_000, "a step takes one at least")] = 8
+    """Groups of an optimiser step, about: a run takes (its groups / this) steps, rounded, so that
+    more groups teach more. Each group is used once."""
     rank: Annotated[int, Between(1, 512, "vLLM serves no higher rank")] = 8
     """LoRA rank of an adapter that starts from the base; not over `serving.max_lora_rank`."""
     alpha: Annotated[

@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         # The users are a script: candidates need not keep out of their way.
         "max_slowdown": 0.0,
     },
-    "learner": {"min_groups": 4, "max_groups": 4, "steps": 2, "learning_rate": 1.5e-3},
+    "learner": {"min_groups": 4, "max_groups": 4, "groups_per_step": 2, "learning_rate": 1.5e-3},
     "canary": {
         "steps": [5000, 8000],
         "step_min_s": 4.0,

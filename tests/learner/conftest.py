@@ -86,7 +86,7 @@ def learner_settings() -> Learner:
         rank=4,
         alpha=8,
         precision="float32",
-        steps=1,
+        groups_per_step=9,
         learning_rate=0.02,
         threads=1,
         pack_tokens=2048,

@@ -480,10 +480,10 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         ),
         ("SIDECAR_SERVING__SAMPLING_DEFAULTS__TOP_P", "1", "give SIDECAR_SERVING__SAMPLING_DEFA"),
         ("SIDECAR_CAPTURE__PROJECTS__A", "1", "give SIDECAR_CAPTURE__PROJECTS='{\"A\": ...}'"),
-        ("SIDECAR_LEARNER__STEPS__X", "3", "did you mean SIDECAR_LEARNER__STEPS?"),
+        ("SIDECAR_LEARNER__RANK__X", "3", "did you mean SIDECAR_LEARNER__RANK?"),
         ("SIDECAR_STATE_DIR__X", "3", "unknown environment variable SIDECAR_STATE_DIR__X; "),
-        ("sidecar_lerner__steps", SECRET, "variable sidecar_lerner__steps; did you mean learner?"),
-        ("Sidecar_learner__Step", SECRET, "Sidecar_learner__Step; did you mean learner.steps?"),
+        ("sidecar_lerner__rank", SECRET, "variable sidecar_lerner__rank; did you mean learner?"),
+        ("Sidecar_learner__Ran", SECRET, "Sidecar_learner__Ran; did you mean learner.rank?"),
         ("sidecar_admin_token", SECRET, "sidecar_admin_token; did you mean SIDECAR_ADMIN_TOKEN?"),
         ("SIDECAR_JUDGE__PARAMS", "[" * 100_000, "environment variable SIDECAR_JUDGE__PARAMS: lis"),
         ("SIDECAR_JUDGE__PARAMS", '{"a":' * 900 + "1" + "}" * 900, "SIDECAR_JUDGE__PARAMS"),
@@ -517,8 +517,8 @@ def test_a_table_in_the_environment_keeps_its_names_and_types(
 def test_one_setting_in_two_variables_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SIDECAR_LEARNER__STEPS", "3")
-    monkeypatch.setenv("sidecar_learner__steps", "4")
+    monkeypatch.setenv("SIDECAR_LEARNER__RANK", "3")
+    monkeypatch.setenv("sidecar_learner__rank", "4")
 
     with pytest.raises(SettingsError, match="are one setting; unset one of them"):
         load_settings(write(tmp_path, ""))

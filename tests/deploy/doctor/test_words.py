@@ -86,14 +86,13 @@ def test_records_that_wait_for_no_stated_reason_wait_once() -> None:
     ]
 
 
-def test_it_says_what_a_runner_and_the_learner_lack() -> None:
+def test_it_says_what_a_runner_lacks() -> None:
     found = facts(passed=7, waiting=1)
 
     def said(**sections: dict[str, object]) -> str:
         settings = Settings.model_validate({"tasks": {"learn": "outcome"}, **sections})
         return of_tasks(replace(found, settings=settings))
 
-    assert "learner.steps is 1" in said(learner={"steps": 1})
     assert "rehearsals.tokens_per_day is not" in said(rehearsals={"runner": "http://127.0.0.1:1"})
     assert "rehearsals.runner is not" in said(rehearsals={"tokens_per_day": 9})
     assert not said(rehearsals={"runner": "http://127.0.0.1:1", "tokens_per_day": 9})

@@ -33,7 +33,7 @@ def several(learner_settings: Learner) -> Learner:
     """Settings of a run with most parts: two steps, a start, a supervised step, a term for KL."""
     return learner_settings.model_copy(
         update={
-            "steps": 2,
+            "groups_per_step": 4,
             "processes": 2,
             "processes_timeout_s": 120.0,
             "pack_tokens": 24,

@@ -43,7 +43,7 @@ def config(settings: Settings, tmp_path: Path) -> Callable[..., Path]:
             "rank": 4,
             "alpha": 8,
             "precision": "float32",
-            "steps": 2,
+            "groups_per_step": 4,
             "learning_rate": 0.02,
             "threads": 1,
             "adapters_dir": str(settings.learner.adapters_dir),

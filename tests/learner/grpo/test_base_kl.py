@@ -267,7 +267,7 @@ def test_the_term_holds_the_policy_nearer_to_the_base(
     def after(coef: float) -> tuple[float, list[float]]:
         settings = learner_settings.model_copy(
             update={
-                "steps": 4,
+                "groups_per_step": 1,
                 "advanced": Advanced(kl_budget=0.0, kl_coef=coef),
                 "max_drift": 10.0,
             }
@@ -301,7 +301,7 @@ def test_the_term_holds_the_policy_nearer_to_the_base(
 def test_each_step_has_its_divergence(
     policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
 ) -> None:
-    settings = learner_settings.model_copy(update={"steps": 2, "max_drift": 10.0})
+    settings = learner_settings.model_copy(update={"groups_per_step": 1, "max_drift": 10.0})
     groups = [
         group((1, 2), [row((5, 6), 0.5), row((8,), -0.5)], group_id=name) for name in ("a", "b")
     ]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11), (20,)
-CHANCE = (True, True, True, False, False, False)
-"""Dealt to three steps: as many groups of each kind in each of them."""
+CHANCE = (True, True, False, False)
+"""Dealt to two steps: as many groups of each kind in each of them."""
 
 
 def sessions(
@@ -101,7 +101,7 @@ def run(
         groups.append(
             replace(one, scores=rewards, sessions=(0, 1, 2, 3), weights=weights, steps=steps)
         )
-    settings = settings.model_copy(update={"steps": 3, "max_drift": 100.0})
+    settings = settings.model_copy(update={"max_drift": 100.0})
     job = replace(job_of(groups, settings), signals=signals)
     return run_steps(policy, job)[0]
 

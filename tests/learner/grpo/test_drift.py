@@ -460,7 +460,7 @@ def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: M
 
     plain = [replace(answers(prompt, cut=False), group_id=str(prompt)) for prompt in asked]
     cut = replace(answers(asked[0], cut=True), group_id="cut")
-    settings = Learner(precision="float32", rank=4, steps=1)
+    settings = Learner(precision="float32", rank=4, groups_per_step=9)
     policy = load_policy(str(MODEL), Parent(name="base"), settings)
 
     outcome, _ = run_steps(policy, job([*plain, cut], settings))

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from learner.errors import NonFiniteError, RunStoppedError
+from learner.grpo.chance import deal
 from learner.grpo.checkpoint import set_weights
 from learner.grpo.checks import with_start
 from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
-from learner.grpo.trainer import accelerator, accumulate, deal, run_steps, update_rule
+from learner.grpo.trainer import accelerator, accumulate, run_steps, update_rule
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
@@ -112,7 +113,7 @@ def test_a_watch_is_told_of_each_pass_group_and_step(
 ) -> None:
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=name) for name in ("a", "b", "c")]
     told = Told()
-    settings = learner_settings.model_copy(update={"steps": 2})
+    settings = learner_settings.model_copy(update={"groups_per_step": 2})
     job = replace(job_of(groups, settings), watch=told)
 
     outcome, _ = run_steps(policy, job)
@@ -139,7 +140,7 @@ def test_a_step_has_its_masked_answers_length_drift_and_memory(
 ) -> None:
     one = on_policy({GOOD: 0.5, BAD: -0.5})
     one = replace(one, rows=(*one.rows, row((30,) * 9, trainable=False)), scores=(1.0, 0.0, 0.5))
-    settings = learner_settings.model_copy(update={"steps": 2, "learning_rate": 0.05})
+    settings = learner_settings.model_copy(update={"groups_per_step": 1, "learning_rate": 0.05})
 
     first, second = run_steps(policy, job_of([one, replace(one, group_id="h")], settings))[
         0
@@ -163,7 +164,7 @@ def test_a_step_says_what_it_left_out_by_reason(
     one = replace(one, rows=(*one.rows, *more), scores=(1.0, 0.0, 0.5, 0.5, 0.5))
     sound = replace(on_policy({GOOD: 0.5, BAD: -0.5}), group_id="sound")
     bad = replace(sound, group_id="bad", prompt_token_ids=foreign)
-    settings = learner_settings.model_copy(update={"steps": 2})
+    settings = learner_settings.model_copy(update={"groups_per_step": 1})
     job = replace(job_of([one, sound, bad], settings), masked={one.group_id: {2: "top_p"}})
 
     outcome, _ = run_steps(policy, job)
@@ -323,7 +324,8 @@ def test_groups_are_dealt_over_the_steps_like_cards(group: MakeGroup, row: MakeR
     dealt = deal(groups, 2)
 
     assert [[g.group_id for g in step] for step in dealt] == [["0", "2", "4"], ["1", "3"]]
-    assert [len(step) for step in deal(groups[:2], 4)] == [1, 1]
+    assert [len(step) for step in deal(groups[:2], 1)] == [1, 1]
+    assert [len(step) for step in deal(groups, 8)] == [5]
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
@@ -424,7 +426,7 @@ def test_groups_left_out_for_their_spread_make_the_steps_smaller(
     """Two steps of two groups, with and without four quiet ones: two of them in each step."""
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(4)]
     settings = learner_settings.model_copy(
-        update={"steps": 2, "advanced": Advanced(warmup_steps=0)}
+        update={"groups_per_step": 2, "advanced": Advanced(warmup_steps=0)}
     )
     moved = []
     for quiet in (0, 4):

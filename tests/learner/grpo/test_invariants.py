@@ -24,7 +24,9 @@ from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 NO_WARMUP = Advanced(warmup_steps=0)
-SETTINGS = Learner(rank=4, alpha=8, precision="float32", threads=1, advanced=NO_WARMUP, steps=1)
+SETTINGS = Learner(
+    rank=4, alpha=8, precision="float32", threads=1, advanced=NO_WARMUP, groups_per_step=9
+)
 PROPERTY = settings(
     deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

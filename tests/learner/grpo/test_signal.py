@@ -96,7 +96,7 @@ def test_rounding_of_gradients_that_cancel_moves_nothing(
 ) -> None:
     """Identical answers with different advantages; before, they moved the weights as sound ones."""
     settings = learner_settings.model_copy(
-        update={"steps": 3, "advanced": Advanced(warmup_steps=0)}
+        update={"groups_per_step": 2, "advanced": Advanced(warmup_steps=0)}
     )
     alike: list[tuple[int, ...]] = [(5, 6, 7, 8, 9, 10, 11, 12)] * 4
     moved, _ = run_steps(policy, job_of(groups_of(alike, row, group), settings))
@@ -124,7 +124,7 @@ def test_advantages_times_a_hundredth_move_the_weights_at_least_ten_times_less(
     The parent is a run at full advantages, whose moments go on.
     """
     settings = learner_settings.model_copy(
-        update={"steps": 3, "advanced": Advanced(warmup_steps=0), "loss": loss}
+        update={"groups_per_step": 2, "advanced": Advanced(warmup_steps=0), "loss": loss}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (5, 14, 15, 16), (17, 18, 19, 20)]
 
@@ -164,7 +164,7 @@ def test_a_run_that_leaves_the_base_fails_in_words(
 ) -> None:
     monkeypatch.setattr(base_kl, "KL_LIMIT", 0.5)
     settings = learner_settings.model_copy(
-        update={"steps": 3, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
+        update={"groups_per_step": 2, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
     with pytest.raises(DivergedError, match=r"over the limit of 0.5.*learning_rate"):
@@ -180,7 +180,7 @@ def test_the_last_step_is_measured_too(
 ) -> None:
     monkeypatch.setattr(base_kl, "KL_LIMIT", 0.5)
     settings = learner_settings.model_copy(
-        update={"steps": 1, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
+        update={"groups_per_step": 8, "advanced": Advanced(warmup_steps=0), "learning_rate": 1.0}
     )
     answers = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16), (17, 18, 19, 20)]
     with pytest.raises(DivergedError, match="after 1 step the"):

@@ -27,12 +27,13 @@ from support.migrated_store import open_migrated
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
 
-PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9), (10, 11, 12), (13, 14))
+PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9), (10, 11, 12), (13, 14), (15, 16, 17), (18, 19))
 ANSWERS = ((10, 11, 12), (20, 21), (30, 31, 32, 33), (40,))
 SCORES = (1.0, 0.8, 0.2, 0.0)
 FOREIGN = "4"
 """The group whose recorded log-probabilities are those of another model."""
-STEPS = 3
+PER_STEP = 2
+"""Of six groups, so that a run takes three steps."""
 
 Start = Callable[..., dict[str, Any]]
 World = Callable[..., Settings]
@@ -56,7 +57,7 @@ def template(
     group: MakeGroup,
     row: MakeRow,
 ) -> Path:
-    """A store with four groups that the base sampled, and one that it did not."""
+    """A store with six groups that the base sampled, and one that it did not."""
     settings = Learner(rank=4, alpha=8, precision="float32", threads=1)
     base = load_policy(str(tiny_base), Parent(name="base"), settings)
     for number, prompt in enumerate(PROMPTS):
@@ -160,7 +161,7 @@ def world(tmp_path: Path, template: Path, tiny_base: Path) -> Callable[..., Sett
             "precision": "float32",
             "learning_rate": 0.02,
             "threads": 1,
-            "steps": STEPS,
+            "groups_per_step": PER_STEP,
             "loss": "ppo_decoupled",
             "warmup": 1,
             "adapters_dir": folder / "adapters",

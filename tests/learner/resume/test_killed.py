@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_weights(
     done = start(whole, "r1")
     assert done["code"] == 0
     expected = left_by(whole)
-    assert expected.groups == {**dict.fromkeys("0123", "trained"), "4": "dropped"}
+    assert expected.groups == {**dict.fromkeys("012356", "trained"), "4": "dropped"}
     for place, name in places(done["events"]):
         settings = world(f"killed at {place}")
         killed = start(settings, "r1", kill_at=("", place))
@@ -200,12 +200,12 @@ def test_a_run_that_ends_between_two_supervised_steps_goes_on_behind_the_last_th
     """A kill costs those of the last seconds, a stop none."""
     whole, settings = world("whole", warmup=3), world("one", warmup=3)
     start(whole, "r1")
-    in_second = ("supervised answer", 4 + 2)  # four groups a step
+    in_second = ("supervised answer", 6 + 2)  # six groups a step
     start(settings, "r1", kill_at=in_second, sent=sent, apart_s=apart_s)
 
     after = start(settings, "r2")
 
-    assert after["events"].count("supervised answer") == 4 * again
+    assert after["events"].count("supervised answer") == 6 * again
     assert left_by(settings) == left_by(whole)
     nats = [
         json.loads((one.learner.adapters_dir / left_by(one).digest / LINEAGE).read_text())[
@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"steps": 2}, "learner.steps was 3 and is 2"),
+        ({"groups_per_step": 3}, "learner.groups_per_step was 2 and is 3"),
         ({"seed": 1, "rank": 2}, "learner.rank was 4 and is 2; learner.seed was 0 and is 1"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_run_whose_settings_changed_meanwhile_begins_anew(
     assert (dead.run_id, dead.status) == ("r1", "failed")
     assert dead.reason == f"it was killed, and not resumed: {why}"
     assert (done.run_id, done.status, done.deaths) == ("r2", "finished", None)
-    assert left_by(settings).groups == {**dict.fromkeys("0123", "trained"), "4": "dropped"}
+    assert left_by(settings).groups == {**dict.fromkeys("012356", "trained"), "4": "dropped"}
 
 
 def test_settings_that_do_not_touch_the_weights_do_not_matter(start: Start, world: World) -> None:
@@ -288,7 +288,7 @@ def test_a_run_that_dies_in_the_same_group_is_given_up_and_the_others_train(
     )
     assert (done.run_id, done.status) == ("r4", "finished")
     assert left_by(settings).groups == {
-        **dict.fromkeys("013", "trained"),
+        **dict.fromkeys("01356", "trained"),
         "2": "dropped",
         "4": "dropped",
     }

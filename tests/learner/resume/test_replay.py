@@ -85,7 +85,7 @@ def test_the_same_weights_come_out_and_nothing_is_left(trained: Trained, referen
         0,
         f"the same weights, and the same moments of the optimiser: digest {digest}",
     )
-    assert said[0].startswith(f"replaying run r1, which made m--v1-{digest[:12]}: 4 groups")
+    assert said[0].startswith(f"replaying run r1, which made m--v1-{digest[:12]}: 6 groups")
     shown = trained.shown
     assert shown[0] == "loading"
     assert shown[-2:] == ["measuring how far the policy is from the base", "saving the adapter"]
@@ -233,7 +233,7 @@ def test_the_lineage_has_every_key_of_the_dictionary_and_no_other(trained: Train
     }
     window = lineage["window"]
     ids = [group["group_id"] for group in lineage["groups"]]
-    assert (window["groups"], window["group_ids_sha256"]) == (4, ids_digest(ids))
+    assert (window["groups"], window["group_ids_sha256"]) == (6, ids_digest(ids))
     assert window["first_exchange"]["started_at"] <= window["last_exchange"]["started_at"]
     assert window["filters"]["min_groups"] == 2
     assert lineage["reward"] == {"before": pytest.approx(0.5), "after": None}

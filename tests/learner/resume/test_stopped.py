@@ -21,7 +21,7 @@ STOPS = [  # event, steps that are kept
     (("group of a step", 1), 0),
     (("step", 2), 2),  # the step is done: its checkpoint is written all the same
     (("checkpoint half written", 4), 2),
-    (("group of a step", 4), 2),
+    (("group of a step", 5), 2),
     (("saving", 1), 3),
 ]
 
@@ -57,7 +57,7 @@ def test_stops_count_towards_no_limit(start: Start, world: World) -> None:
 
     (row,) = runs(settings)
     assert (row.run_id, row.status, len(row.deaths or [])) == ("r0", "finished", 4)
-    assert left_by(settings).groups == {**dict.fromkeys("0123", "trained"), "4": "dropped"}
+    assert left_by(settings).groups == {**dict.fromkeys("012356", "trained"), "4": "dropped"}
 
 
 def test_a_stopped_run_whose_settings_changed_gives_its_groups_to_a_new_one(
@@ -65,11 +65,11 @@ def test_a_stopped_run_whose_settings_changed_gives_its_groups_to_a_new_one(
 ) -> None:
     settings = world("one")
     start(settings, "r1", kill_at=("check of 2", 1), sent=signal.SIGTERM)
-    learner = settings.learner.model_copy(update={"steps": 2})
+    learner = settings.learner.model_copy(update={"groups_per_step": 3})
 
     assert start(settings.model_copy(update={"learner": learner}), "r2")["code"] == 0
 
     dead, done = runs(settings)
-    assert dead.reason == "it was stopped, and not resumed: learner.steps was 3 and is 2"
+    assert dead.reason == "it was stopped, and not resumed: learner.groups_per_step was 2 and is 3"
     assert (done.status, done.deaths) == ("finished", None)
-    assert left_by(settings).groups == {**dict.fromkeys("0123", "trained"), "4": "dropped"}
+    assert left_by(settings).groups == {**dict.fromkeys("012356", "trained"), "4": "dropped"}

@@ -18,7 +18,12 @@ from sqlalchemy import select, text, update
 
 from ingest.intake.choose import count_pending
 from ingest.records import Answer
-from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
+from learner.errors import (
+    DivergedError,
+    DriftError,
+    FaultyGroupsError,
+    OutOfMemoryError,
+)
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
@@ -50,7 +55,7 @@ FEW = GROUPS // 2 - 1
 def settings(settings: Settings) -> Settings:
     # At a rate of 0.02 the first step moves every ratio past the clip, and the others do nothing.
     learner = settings.learner.model_copy(
-        update={"min_groups": GROUPS - 1, "steps": 2, "learning_rate": 0.001}
+        update={"min_groups": GROUPS - 1, "groups_per_step": 4, "learning_rate": 0.001}
     )
     return settings.model_copy(update={"learner": learner})
 
@@ -478,7 +483,7 @@ def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
 ) -> None:
     put(range(GROUPS))
 
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(DivergedError, match="after 1 step the policy is broken"):
         train(learning_rate=1e30)
 
     assert set(outcomes(database).values()) == {("scored", None)}

@@ -56,7 +56,7 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
     group: MakeGroup,
     row: MakeRow,
 ) -> None:
-    learner = settings.learner.model_copy(update={"steps": 3, "min_groups": 3})
+    learner = settings.learner.model_copy(update={"groups_per_step": 1, "min_groups": 3})
     settings = settings.model_copy(update={"learner": learner})
     base = load_policy(str(tiny_base), Parent(name="base"), learner)
     groups = [group(prompt, [row(ids) for ids in ANSWERS]) for prompt in PROMPTS]

@@ -32,13 +32,13 @@ def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sidecar.toml"
-    path.write_text("[learner]\nkl_limit = 3\nsteps = 4\n")
+    path.write_text("[learner]\nkl_limit = 3\nrank = 4\n")
     monkeypatch.setenv("SIDECAR_LEARNER__MASK_TOLERANCE", "nonsense")
 
     with caplog.at_level(logging.WARNING):
         settings = load_settings(path)
 
-    assert settings.learner.steps == 4
+    assert settings.learner.rank == 4
     said = "is no longer a setting: {} in learner.grpo.{} is {}"
     assert sorted(caplog.messages) == [
         f"learner.kl_limit {said.format('KL_LIMIT', 'base_kl', 10.0)}",
