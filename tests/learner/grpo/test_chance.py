@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11), (20,)
-CHANCE = (True, True, False, False)
-"""Dealt to two steps: as many groups of each kind in each of them."""
+CHANCE = (True, True, True, False, False, False)
+"""Dealt to three steps: as many groups of each kind in each of them."""
 
 
 def sessions(
