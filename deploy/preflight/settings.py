@@ -30,7 +30,6 @@ from deploy.preflight.peers import (
     check_replicas,
     check_verifiers,
     error,
-    large_base,
     warning,
 )
 from deploy.registry import api_keys
@@ -497,11 +496,8 @@ def _refuse_unpriced(settings: Settings) -> None:
 
 
 def advice(settings: Settings) -> list[str]:
-    """Return what works with these settings, but does nothing, or less well than it could. Reads
-    the base's config.json."""
-    return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)] + large_base(
-        settings
-    )
+    """Return what works with these settings, but does nothing, or less well than it could."""
+    return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)]
 
 
 def will_not_happen(settings: Settings) -> list[str]:

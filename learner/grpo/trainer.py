@@ -213,6 +213,11 @@ BETAS = (0.9, 0.99)
 """Adam's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
 
 
+WIDTH, WIDTH_RATE, WIDTH_POWER = 576, 1e-3, 1.5
+"""`learning_rate = "auto"`: measured at the width of SmolLM2-135M (docs/log.md), and 5e-5 at 4,096,
+a width of 7 to 8 billion parameters, where others give 5e-6 to 2e-5 of Adam (docs/losses.md)."""
+
+
 class _GroupsFailed(Exception):
     """Some groups of a step failed; the step's result is discarded."""
 
@@ -286,6 +291,7 @@ def run_steps(
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     follow_server(policy, job)
     # The first process has the checkpoints; what it found is everywhere.
+    rule = update_rule(job.settings, int(policy.model.config.get_text_config().hidden_size))
     kept = _placed(job.ranks.first(lambda: resumed(job, parameters)), parameters)
     if kept is None:
         kept = _checked(policy, job, aim)
@@ -294,7 +300,7 @@ def run_steps(
     found: float | None = None
     while metrics is None:
         groups = kept.checked.groups
-        optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
+        optimizer = SignalAdamW(parameters, rule, kept.moments or state)
         try:
             if supervised := warming(groups, job, done=len(kept.warmed)):
                 job.watch.plan([*supervised, *_stages(job, groups, ["training"])])
@@ -393,10 +399,10 @@ def _stages(
     return found
 
 
-def update_rule(settings: Learner) -> UpdateRule:
-    """Return the constants of the update that the settings name."""
+def update_rule(settings: Learner, hidden: int) -> UpdateRule:
+    """Return the constants of the update that the settings name. hidden: width of the base."""
     return UpdateRule(
-        rate=settings.learning_rate,
+        rate=settings.learning_rate or WIDTH_RATE * (WIDTH / hidden) ** WIDTH_POWER,
         betas=BETAS,
         warmup=settings.advanced.warmup_steps,
         reference=REFERENCE_SPREAD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -34,6 +35,28 @@ class Adapters(Section):
     url: Annotated[str, AfterValidator(_shared)] = ""
     """Where folders are shared by machines that have no disk in common: a URL of fsspec, such as
     s3://bucket/adapters (`pip install s3fs`). Empty: `learner.adapters_dir` is seen by all."""
+
+
+AUTO = 0
+"""`auto`, of a setting that the learner can find by itself."""
+SHORT_PACK = 256
+"""Tokens of a prompt with its answer that are short: no run begins where not even these fit, and
+hardly a group would be trained on if `learner.pack_tokens` were smaller."""
+
+
+def _or_auto(what: str) -> Callable[[object], object]:
+    def read(value: object) -> object:
+        if value == "auto":
+            return AUTO
+        try:
+            float(value)  # type: ignore[arg-type]  # what it refuses is no number
+        except (TypeError, ValueError):
+            raise ValueError(f'must be {what}, or "auto"') from None
+        except OverflowError:  # a whole number, and out of range
+            return value
+        return value
+
+    return read
 
 
 # The learner's settings for what a step minimises and how far it moves the weights.
@@ -91,11 +114,11 @@ class ObjectiveSection(Section):
     advantage: Literal["mean", "leave_one_out", "std", "rank"] = "mean"
     """How the rewards of a group become advantages; docs/losses.md."""
     learning_rate: Annotated[
-        float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
-    ] = 1e-3
+        float, Between(0, 1, "beyond 1 all is lost"), BeforeValidator(_or_auto("a number"))
+    ] = AUTO
     """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
-    differ by at least 0.25; less otherwise. The default was measured on a 135M model; use less on
-    larger ones: 1e-5 to 1e-4 is usual at 7 to 8 billion parameters."""
+    differ by at least 0.25; less otherwise. `auto` (0): 0.001 at the width of a 135M model, where
+    it was measured, and less on wider ones: 0.00005 at 8 billion parameters (docs/losses.md)."""
     warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
     """Supervised steps on the best answer of each group, before the first step of a run that starts
     from the base."""
@@ -122,25 +145,6 @@ def _zone(value: str) -> str:
             "is no time zone that this machine knows; give one as Europe/Berlin, and install "
             "tzdata where even that is unknown"
         ) from None
-    return value
-
-
-AUTO_TOKENS = 0
-"""`learner.pack_tokens = "auto"`."""
-SHORT_PACK = 256
-"""Tokens of a prompt with its answer that are short: no run begins where not even these fit, and
-hardly a group would be trained on if `learner.pack_tokens` were smaller."""
-
-
-def _tokens(value: object) -> object:
-    if value == "auto":
-        return AUTO_TOKENS
-    try:
-        float(value)  # type: ignore[arg-type]  # what it refuses is no number
-    except (TypeError, ValueError):
-        raise ValueError('must be a whole number, or "auto"') from None
-    except OverflowError:  # a whole number, and out of range
-        return value
     return value
 
 
@@ -207,8 +211,8 @@ class Learner(ObjectiveSection):
     pack_tokens: Annotated[
         int,
         Between(0, 10_000_000, "a prompt and an answer must fit, and memory grows with it"),
-        BeforeValidator(_tokens),
-    ] = AUTO_TOKENS
+        BeforeValidator(_or_auto("a whole number")),
+    ] = AUTO
     """Longest input that is computed at once; memory grows with it. `auto` (0): what the learner
     finds that its memory holds, which it tells ingest through the store. A group is split over
     several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""

@@ -80,7 +80,7 @@ def logprobs_of(
 def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner) -> torch.Tensor:
     """The whole LoRA gradient of one step over these groups, flat."""
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = SignalAdamW(parameters, update_rule(settings))
+    optimizer = SignalAdamW(parameters, update_rule(settings, 576))
     accumulate(policy, groups, job_of(groups, settings), objective(settings), optimizer)
     return torch.cat([one.flatten() for one in optimizer.gradient.values()])
 
@@ -280,7 +280,7 @@ def test_a_token_that_is_not_kept_has_no_part_in_the_loss_of_its_answer(
         assert not faults
         assert anchored[0].rows[0].start == pytest.approx(touched.logprobs, abs=1e-5)
         groups = list(anchored)
-    optimizer = SignalAdamW(parameters, update_rule(settings))
+    optimizer = SignalAdamW(parameters, update_rule(settings, 576))
     sums = accumulate(policy, groups, job_of(groups, settings), aim, optimizer)
     found = torch.cat([one.flatten() for one in optimizer.gradient.values()])
 

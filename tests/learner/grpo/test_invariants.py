@@ -88,7 +88,7 @@ def step(
     """Loss and flat LoRA gradient of one step."""
     chosen = SETTINGS.model_copy(update={"loss": loss, "pack_tokens": pack_tokens})
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = SignalAdamW(parameters, update_rule(chosen))
+    optimizer = SignalAdamW(parameters, update_rule(chosen, 576))
     sums = accumulate(policy, groups, job_of(groups, chosen), objective(chosen), optimizer)
     gradient = torch.cat([one.flatten() for one in optimizer.gradient.values()])
     return sums.loss / sums.denominator, gradient
@@ -235,9 +235,15 @@ class _Bare:
 def test_the_update_has_the_constants_of_the_settings() -> None:
     chosen = Learner(learning_rate=0.03, advanced=Advanced(warmup_steps=7))
 
-    assert update_rule(chosen) == UpdateRule(
+    assert update_rule(chosen, 576) == UpdateRule(
         rate=0.03, betas=(0.9, 0.99), warmup=7, reference=0.25, max_norm=1.0
     )
+
+
+def test_a_rate_that_nobody_gave_follows_the_width_of_the_base() -> None:
+    rates = [update_rule(Learner(), width).rate for width in (576, 2_048, 4_096)]
+
+    assert rates == pytest.approx([1e-3, 1.49e-4, 5.27e-5], rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def ours(
         advanced=Advanced(**settings),
     )
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = SignalAdamW(parameters, update_rule(learner))
+    optimizer = SignalAdamW(parameters, update_rule(learner, 576))
     job = TrainingJob(
         base_model_path="",
         parent=Parent(name="base"),

@@ -104,7 +104,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
         ),
         ("[learner]\nshard_base = true", "learner.shard_base", "learner.processes is 1"),
         ("[learner]\nkl_budget = 0.1", "learner.advanced.kl_budget", "kl_coef is 0"),
-        ("[learner]\nsteps = 300", "learner.steps", "at most learner.max_groups = 256 groups"),
         ("[best_of]\nenabled = true", "best_of.enabled", "each user gets the first; name a judge"),
         ("[best_of]\nmax_n = 2", "best_of.max_n", "best_of.enabled is false"),
         (

@@ -57,7 +57,7 @@ def test_every_refusal_is_a_sentence_of_ours(tmp_path: Path, section: str, value
             "unknown setting learner.beta; the weight of the divergence from ",
         ),
         ("[learner]\nlr = 1e-5", "unknown setting learner.lr; did you mean learner.learning_rate?"),
-        ("[learner]\nepochs = 2", "unknown setting learner.epochs; each group is used once; "),
+        ("[learner]\nepochs = 2", "unknown setting learner.epochs; each group is used once, "),
         (
             "[learner]\nnum_generations = 8",
             "unknown setting learner.num_generations; the number of answers in a group is groups.",
@@ -71,6 +71,7 @@ def test_every_refusal_is_a_sentence_of_ours(tmp_path: Path, section: str, value
         ('[reward.verifiers.v]\nkind = "lenght"', "exact, length, entry_point, http; did you mean"),
         ("[proxy]\nport = 80.5", "setting proxy.port: must be a whole number, without a fraction"),
         ("[learner]\npack_tokens = 'big'", 'pack_tokens: must be a whole number, or "auto"'),
+        ("[learner]\nlearning_rate = 'low'", 'learning_rate: must be a number, or "auto"'),
         ("[learner]\npack_tokens = 1.5", "pack_tokens: must be a whole number, without a fraction"),
         (f"[learner]\npack_tokens = {10**400}", "pack_tokens: 1000000000"),
         ("[best_of]\nenabled = 'maybe'", "setting best_of.enabled: must be true or false"),
