@@ -23,10 +23,10 @@ from learner.records import TrainableRow, TrainingGroup
 FP32_BYTES, MIXED_BYTES, BF16_BYTES = 4.0, 2.7, 2.0
 """Bytes of a kept number in fp32; of one with bf16 products beside an fp32 residual stream
 (measured: 0.67 of fp32); of a bf16 weight."""
-KEPT_BF16_BYTES = 2.5
-"""Bytes of a kept number where the weights are bf16. It is over 2 because the inputs of each LoRA
-are copied and the norms of queries and keys work in fp32: measured 2.47 with Qwen3-8B's proportions
-and 2.24 with Llama's, as the slope of autograd's saved tensors over the length of a pack."""
+KEPT_BF16_BYTES = 2.125
+"""Bytes of a kept number where the weights are bf16. It is over 2 because the norms of queries and
+keys work in fp32: measured 2.12 with Qwen3-8B's proportions and 1.90 with Llama's, as the slope of
+autograd's saved tensors over the length of a pack; 2.48 and 2.23 with peft's copies in fp32."""
 KEPT_SCORES = 3
 """Numbers that a head of attention by a model's own code keeps for each pair of tokens, at most:
 Gemma2's keeps 2 in fp32 and 8 bytes in bf16, gpt-oss's 1 (measured, docs/log.md, 2026-11-27)."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from structlog.testing import capture_logs
 
 from learner.policy import costs as of_sizes
@@ -39,7 +40,12 @@ QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
 
 @pytest.fixture
 def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    found = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    return drawn(tiny_base, learner_settings)
+
+
+def drawn(tiny_base: Path, settings: Learner) -> Policy:
+    """A policy whose adapter has an effect."""
+    found = load_policy(str(tiny_base), Parent(name="base"), settings)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
@@ -86,6 +92,28 @@ def test_layers_that_are_computed_twice_give_the_same_and_keep_less(
     torch.testing.assert_close(gradients, gradients_again, atol=1e-6, rtol=1e-6)
     assert gradients.abs().max() > 1e-3
     assert kept_again < 0.5 * kept
+
+
+def test_without_copies_of_its_inputs_lora_has_the_same_gradients_and_keeps_less(
+    tiny_base: Path, answers: TrainingGroup, learner_settings: Learner
+) -> None:
+    """The types of a card: bf16 weights, an fp32 adapter, bf16 products."""
+    policy = drawn(tiny_base, learner_settings.model_copy(update={"precision": "bfloat16"}))
+    for parameter in policy.model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    layers = [one for one in policy.model.modules() if isinstance(one, BaseTunerLayer)]
+    assert not any(one.cast_input_dtype_enabled for one in layers)
+
+    values, gradients, kept = backward(policy, answers)
+    for one in layers:
+        one.cast_input_dtype_enabled = True
+    same_values, same_gradients, kept_copies = backward(policy, answers)
+
+    assert torch.equal(values, same_values)
+    assert torch.equal(gradients, same_gradients)
+    assert gradients.abs().max() > 1e-3
+    assert kept < 0.95 * kept_copies
 
 
 def test_dropout_of_the_model_stays_off(policy: Policy) -> None:
@@ -149,8 +177,8 @@ def test_8_answers_to_a_prompt_of_16k_fit_80_gb_with_checkpointing_alone() -> No
         return fixed + with_allocator(pack, cuda=True, checkpointing=checkpointing)
 
     # A token keeps 36 * 4,096 inputs of layers and one layer's 6 * 4,096 + 3 * 4,096 + 4 * 1,024 +
-    # 4 * 12,288 numbers of 2.5 bytes, 593,920 in all; a gathered key and its value 5,120.
-    pack = 20_376 * 593_920 + 151_448 * 5_120 + 2 * CHUNK_BYTES
+    # 4 * 12,288 numbers of 2.125 bytes, 504,832 in all; a gathered key and its value 4,352.
+    pack = 20_376 * 504_832 + 151_448 * 4_352 + 2 * CHUNK_BYTES
     assert needed(checkpointing=True) == fixed + int(1.15 * pack)
     assert needed(checkpointing=True) < 33e9
     assert needed(checkpointing=False) > 80e9
@@ -181,14 +209,14 @@ def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool)
 
 
 def test_a_kernel_without_grouped_heads_copies_each_key_for_each_of_its_queries() -> None:
-    """Qwen3-8B: four queries to a key. A gathered key and its value take 5,120 bytes each time."""
+    """Qwen3-8B: four queries to a key. A gathered key and its value take 4,352 bytes each time."""
 
     def needed(model: Sizes) -> int:
         return pack_bytes(
             model, 100, number_bytes=KEPT_BF16_BYTES, checkpointing=True, gathered=1_000
         )
 
-    assert needed(replace(QWEN3_8B, repeats=4)) - needed(QWEN3_8B) == 3 * 1_000 * 5_120
+    assert needed(replace(QWEN3_8B, repeats=4)) - needed(QWEN3_8B) == 3 * 1_000 * 4_352
 
 
 def test_nothing_fits_where_the_head_does_not() -> None:
