@@ -215,11 +215,11 @@ class Parent:
     path: Path | None = None
 
 
-StageName = Literal["checking", "anchoring", "warming up", "training"]
-Phase = Literal["loading", "checking", "anchoring", "warming up", "training", "measuring", "saving"]
+StageName = Literal["checking", "anchoring", "training"]
+Phase = Literal["loading", "checking", "anchoring", "training", "measuring", "saving"]
 """`checking`: recorded log-probabilities against recomputed ones. `anchoring`: log-probabilities at
-the start of the run, for the losses that read them. `warming up`: supervised steps. `measuring`:
-the divergence from the base after the last step."""
+the start of the run, for the losses that read them. `measuring`: the divergence from the base after
+the last step."""
 End = Literal["ok", "failed", "killed"]
 """How a run ended, for those who show it. `ok`: it published, or found nothing to learn. `killed`:
 it left its work to the next start, which goes on with it."""

@@ -48,9 +48,8 @@ log = structlog.get_logger()
 
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
-FORMAT = 3
-"""Format 2 has no checkpoint between two supervised steps, and no answers that the geometric limit
-left out."""
+FORMAT = 4
+"""Older ones have supervised steps, and groups dealt to steps in another way."""
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
 FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."
@@ -79,8 +78,6 @@ class Snapshot:
     """Its groups are those that are still trained on, with all that was found out about them."""
     faults: Mapping[str, Fault]
     """Faults of every group that was left out so far."""
-    warmed: tuple[float, ...] = ()
-    """Nats a token of each supervised step that is done."""
     metrics: tuple[StepMetrics, ...] = ()
     """Figures of the steps that are done."""
     weights: Mapping[str, Tensor] | None = None
@@ -92,14 +89,14 @@ class Snapshot:
         self,
         parameters: Mapping[str, Parameter],
         moments: OptimizerState,
-        *metrics: StepMetrics,
+        metrics: StepMetrics,
     ) -> Snapshot:
         """Return the run after another step. The parameters are not copied: write it at once."""
         return replace(
             self,
             weights=dict(parameters),
             moments=moments,
-            metrics=(*self.metrics, *metrics),
+            metrics=(*self.metrics, metrics),
         )
 
     def without(self, failed: Mapping[str, Fault]) -> Snapshot:
@@ -136,7 +133,6 @@ def resumed(job: TrainingJob, parameters: Mapping[str, Parameter]) -> Snapshot |
     log.info(
         "run_goes_on",
         steps_done=len(one.metrics),
-        supervised_steps_done=len(one.warmed),
         groups=len(one.checked.groups),
     )
     return one
@@ -168,7 +164,6 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
         "checked": asdict(replace(one.checked, groups=())),
         "groups": [_changes(given[group.group_id], group) for group in one.checked.groups],
         "faults": {group_id: asdict(fault) for group_id, fault in one.faults.items()},
-        "warmed": one.warmed,
         "metrics": [asdict(step) for step in one.metrics],
         "has_weights": one.weights is not None,
         "moments_steps": None
@@ -212,7 +207,6 @@ def load_snapshot(
         one = Snapshot(
             checked=replace(checked, groups=groups),
             faults=msgspec.convert(state["faults"], dict[str, Fault]),
-            warmed=msgspec.convert(state["warmed"], tuple[float, ...]),
             metrics=msgspec.convert(state["metrics"], tuple[StepMetrics, ...]),
             weights=_of(WEIGHT, tensors, parameters) if state["has_weights"] else None,
             moments=None

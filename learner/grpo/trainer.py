@@ -5,9 +5,8 @@ sampled it (`learner.grpo.checks`); groups that disagree are left out. A group w
 gradient fails later is left out too: the weights are reset, and the run starts again without it, so
 the result equals that of a run that never had the group.
 
-After the checks and each step a checkpoint is kept (`learner.grpo.checkpoint`); after supervised
-steps, some seconds apart. A killed run goes on from it, and ends with the weights that it would
-have had.
+After the checks and each step a checkpoint is kept (`learner.grpo.checkpoint`). A killed run goes
+on from it, and ends with the weights that it would have had.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ from learner.grpo.optimizer import (
     signal,
     unweighted,
 )
-from learner.grpo.warmup import warm_up, warming
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
@@ -302,11 +300,6 @@ def run_steps(
         groups = kept.checked.groups
         optimizer = SignalAdamW(parameters, rule, kept.moments or state)
         try:
-            if supervised := warming(groups, job, done=len(kept.warmed)):
-                job.watch.plan([*supervised, *_stages(job, groups, ["training"])])
-            kept, failed_warm = warm_up(policy, kept, job, optimizer, parameters)
-            if failed_warm:
-                raise _GroupsFailed(dict(failed_warm))
             job.watch.plan(_stages(job, groups, ["training"]))
             job.watch.begin_steps(kept.metrics)
             steps = _steps(policy, job, kept, aim, optimizer)
@@ -341,7 +334,6 @@ def run_steps(
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
-        "warmup_nats": list(kept.warmed),
         "quiet_groups": _quiet(job, kept),
         "packs": policy.shape.packs,
     }
@@ -368,13 +360,13 @@ def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter])
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     """Find out which groups can be trained on, before the first step. Raises: as `run_steps`."""
     before: list[StageName] = ["anchoring"] if aim.uses_start else []
-    job.watch.plan(_stages(job, job.groups, ["checking", *before, "warming up", "training"]))
+    job.watch.plan(_stages(job, job.groups, ["checking", *before, "training"]))
     checked = check_groups(policy, job)
     faults = dict(checked.faults)
     asked = [group for group in checked.groups if aim.uses_start or moved(group, job)]
     if asked:
         stages = _stages(job, asked, ["anchoring"])
-        job.watch.plan([*stages, *_stages(job, checked.groups, ["warming up", "training"])])
+        job.watch.plan([*stages, *_stages(job, checked.groups, ["training"])])
         checked, failed_at_start = from_start(policy, checked, job, asked)
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
@@ -390,9 +382,7 @@ def _stages(
     numbers = [number for number, of_step in enumerate(dealt, 1) for _ in of_step]
     found: list[Stage] = []
     for name in names:
-        if name == "warming up":
-            found += warming(groups, job)
-        elif name == "training":
+        if name == "training":
             found.append(stage(name, in_order, steps=numbers))
         else:
             found.append(stage(name, groups))

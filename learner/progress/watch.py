@@ -30,7 +30,6 @@ from sidecar.store.models import RunRow, RunStepRow
 COST: dict[StageName, float] = {
     "checking": 1.0,
     "anchoring": 1.0,
-    "warming up": 3.0,
     "training": 3.0,
 }
 """Work of a token. A backward pass takes twice the operations of a forward pass (Kaplan et al.,

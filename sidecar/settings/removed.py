@@ -64,6 +64,7 @@ REMOVED: Mapping[str, str] = {
     "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
+    "learner.warmup": "no run takes supervised steps",
     "learner.steps": "a run takes as many as learner.groups_per_step makes of its groups",
     "kafka.compression": "COMPRESSION in sidecar.forwarding.sender is zstd",
     "kafka.ssl_check_hostname": "the broker's certificate must name its host",

@@ -119,9 +119,6 @@ class ObjectiveSection(Section):
     """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
     differ by at least 0.25; less otherwise. `auto` (0): 0.001 at the width of a 135M model, where
     it was measured, and less on wider ones: 0.00005 at 8 billion parameters (docs/losses.md)."""
-    warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
-    """Supervised steps on the best answer of each group, before the first step of a run that starts
-    from the base."""
 
 
 _EXPORT = re.compile(r"(?:tensorboard|mlflow|wandb):[^\s@]{1,500}")

@@ -232,10 +232,10 @@ def test_waiting_for_a_lease_ends_when_asked() -> None:
 
 def test_wrong_settings_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "sidecar.toml"
-    config.write_text("[learner]\nstepps = 3\n")
+    config.write_text("[learner]\nrankk = 3\n")
 
     assert main(["--once", "--config", str(config)]) == 2
-    assert "learner.steps" in capsys.readouterr().err
+    assert "learner.rank" in capsys.readouterr().err
 
 
 def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Database) -> None:
@@ -276,7 +276,6 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.losses",
             "grpo.optimizer",
             "grpo.trainer",
-            "grpo.warmup",
             "policy.adapter_io",
             "policy.architecture",
             "policy.attention",

@@ -30,7 +30,7 @@ LENGTHS = ((3, 4), (9, 2), (5, 5, 5), (2, 3), (12, 1, 6), (4, 4), (3, 7))
 
 @pytest.fixture
 def several(learner_settings: Learner) -> Learner:
-    """Settings of a run with most parts: two steps, a start, a supervised step, a term for KL."""
+    """Settings of a run with most parts: two steps, a start, a term for KL."""
     return learner_settings.model_copy(
         update={
             "groups_per_step": 4,
@@ -38,7 +38,6 @@ def several(learner_settings: Learner) -> Learner:
             "processes_timeout_s": 120.0,
             "pack_tokens": 24,
             "loss": "ppo_decoupled",
-            "warmup": 1,
             "advanced": Advanced(kl_coef=0.05, kl_budget=0.0),
         }
     )

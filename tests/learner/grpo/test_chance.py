@@ -12,7 +12,6 @@ import pytest
 
 from learner.grpo.chance import LEAST, MOST, of_group, pooled, score
 from learner.grpo.trainer import run_steps
-from learner.grpo.warmup import best_answers
 from learner.policy.logprobs import Policy
 from learner.records import TrainingGroup, TrainingOutcome
 from sidecar.settings import Learner
@@ -157,7 +156,3 @@ def test_rounding_of_the_server_is_no_move(
 
     moved = [one.alignment_variance for one in found.metrics]
     assert max(moved) < 1e-12
-
-
-def test_no_session_is_imitated_before_the_first_step(group: MakeGroup, row: MakeRow) -> None:
-    assert best_answers([sessions(group, row, (1.0, 0.0))]) == []

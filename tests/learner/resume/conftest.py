@@ -114,8 +114,7 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
     """start(settings, run_id, kill_at=): a run in a process of its own, or several; how it ended.
 
     kill_at: (name, n): the nth event of this name, or of any for "". Process `rank` of `processes`
-    is `sent` a signal there, and the others too with `to_all`. apart_s: seconds between checkpoints
-    of supervised steps.
+    is `sent` a signal there, and the others too with `to_all`.
     """
 
     def ask(
@@ -127,7 +126,6 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
         processes: int = 1,
         rank: int = 0,
         to_all: bool = False,
-        apart_s: float | None = None,
     ) -> dict[str, Any]:
         asked = {
             "settings": settings.model_dump(mode="json"),
@@ -138,7 +136,6 @@ def start(tmp_path: Path, forking: Callable[[str], str]) -> Start:
             "port": free_port() if processes > 1 else 0,
             "rank": rank,
             "to_all": to_all,
-            "apart_s": apart_s,
             "events": str(tmp_path / "events"),
         }
         return dict(json.loads(forking(json.dumps(asked))))
@@ -163,7 +160,6 @@ def world(tmp_path: Path, template: Path, tiny_base: Path) -> Callable[..., Sett
             "threads": 1,
             "groups_per_step": PER_STEP,
             "loss": "ppo_decoupled",
-            "warmup": 1,
             "adapters_dir": folder / "adapters",
             **changes,
         }

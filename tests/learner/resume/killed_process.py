@@ -1,8 +1,7 @@
 """A process that starts runs of the real trainer, each in a process of its own, and kills them.
 
 Forked from one process, because torch takes seconds to import. Each line of standard input is a
-JSON object: `settings`, `run_id`, `processes` of the run, `apart_s` between checkpoints of
-supervised steps (null: as it is), and `kill_at`, a name and a number: at
+JSON object: `settings`, `run_id`, `processes` of the run, and `kill_at`, a name and a number: at
 the nth event of this name (name "": of any; 0: never) process `rank` sends itself `signal`. The
 answer is a JSON line: the `signal` that ended that process, its `code`, the `events` that it went
 through, and the `codes` of all; with `to_all` the signal goes to each. Several processes find each
@@ -29,7 +28,6 @@ import learner.distributed.trainer
 import learner.grpo.checkpoint
 import learner.grpo.checks
 import learner.grpo.trainer
-import learner.grpo.warmup
 import learner.progress.export
 import learner.resume
 import learner.runs.material
@@ -45,7 +43,6 @@ from sidecar.store.database import Database
 BEFORE: list[tuple[str, Any, str]] = [
     ("claimed", learner.runs.train, "gather"),
     ("check", learner.grpo.checks, "_recompute"),
-    ("supervised answer", learner.grpo.warmup, "_add"),
     ("group of a step", learner.grpo.trainer, "_add_group"),
     ("step", learner.grpo.trainer, "step_metrics"),
     ("checkpoint begins", learner.grpo.checkpoint, "save_snapshot"),
@@ -117,8 +114,6 @@ def run(asked: dict[str, Any], events: Path, rank: int) -> int:
             os.kill(int(pid), asked["signal"])
 
     Events(name, number, events, send).hook()
-    if asked["apart_s"] is not None:
-        learner.grpo.warmup.APART_S = asked["apart_s"]
     sys.stdout = sys.stderr
     place = Place(rank, asked["processes"], rank, asked["processes"]) if asked["port"] else None
     settings = as_launched(settings, place)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import LINEAGE, OPTIMIZER, file_digest, folder_digest
+from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.errors import RunInProgressError
 from learner.grpo.checkpoint import HEAD, TENSORS
 from learner.resume import WorkFolder, present_holder, resumed_words
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(1800)
 """A run takes two seconds of CPU, and half a minute beside a load of 25."""
 SEED = 3
-STEPS_OF_BOTH = 1 + 3 + 3
-"""Steps behind the moments of a version and its child: a supervised one, three, and three."""
+STEPS_OF_BOTH = 3 + 3
+"""Steps behind the moments of a version and its child."""
 EVERYWHERE = (
     "claimed",
     "check",
@@ -188,33 +188,6 @@ def test_a_killed_run_goes_on_from_its_last_step(start: Start, world: World) -> 
     assert (row.status, row.run_id, death["step"], death["steps"]) == ("finished", "r1", 2, 3)
     assert [step["step"] for step in row.metrics] == [1, 2, 3]
     assert [step["left_out"] for step in row.metrics] == [{"groups.drift": 1}] * 3
-
-
-@pytest.mark.parametrize(
-    ("sent", "apart_s", "again"),
-    [(signal.SIGKILL, 0.0, 2), (signal.SIGKILL, 1e6, 3), (signal.SIGTERM, 1e6, 2)],
-)
-def test_a_run_that_ends_between_two_supervised_steps_goes_on_behind_the_last_that_was_kept(
-    start: Start, world: World, sent: int, apart_s: float, again: int
-) -> None:
-    """A kill costs those of the last seconds, a stop none."""
-    whole, settings = world("whole", warmup=3), world("one", warmup=3)
-    start(whole, "r1")
-    in_second = ("supervised answer", 6 + 2)  # six groups a step
-    start(settings, "r1", kill_at=in_second, sent=sent, apart_s=apart_s)
-
-    after = start(settings, "r2")
-
-    assert after["events"].count("supervised answer") == 6 * again
-    assert left_by(settings) == left_by(whole)
-    nats = [
-        json.loads((one.learner.adapters_dir / left_by(one).digest / LINEAGE).read_text())[
-            "algorithm"
-        ]["warmup_nats"]
-        for one in (settings, whole)
-    ]
-    assert nats[0] == nats[1]
-    assert len(nats[0]) == 3
 
 
 def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(

@@ -67,7 +67,7 @@ class Trained:
 
 @pytest.fixture
 def trained(start: Start, world: World) -> Iterator[Trained]:
-    settings = world("one", loss="dppo_tv", warmup=0)
+    settings = world("one", loss="dppo_tv")
     start(settings, "r1")
     database = Database(settings.store.url)
     yield Trained(settings, database)
@@ -97,7 +97,7 @@ def test_the_same_weights_come_out_and_nothing_is_left(trained: Trained, referen
 
 
 def test_a_run_that_was_killed_and_resumed_is_replayed_too(start: Start, world: World) -> None:
-    settings = world("one", loss="dppo_tv", warmup=0)
+    settings = world("one", loss="dppo_tv")
     start(settings, "r1", kill_at=("step", 2))
     start(settings, "r2")
     database = Database(settings.store.url)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 KILLS = [  # process, event, steps that are kept
     (0, ("check", 2), 0),
     (0, ("group of a step", 2), 1),
-    (0, ("checkpoint half written", 4), 1),
+    (0, ("checkpoint half written", 3), 1),
     (0, ("saving", 1), 3),
     (1, ("check", 1), 0),
     (1, ("group of a step", 1), 0),

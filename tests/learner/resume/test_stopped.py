@@ -20,7 +20,7 @@ STOPS = [  # event, steps that are kept
     (("check", 2), 0),
     (("group of a step", 1), 0),
     (("step", 2), 2),  # the step is done: its checkpoint is written all the same
-    (("checkpoint half written", 4), 2),
+    (("checkpoint half written", 3), 2),
     (("group of a step", 5), 2),
     (("saving", 1), 3),
 ]
