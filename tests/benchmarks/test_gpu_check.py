@@ -36,7 +36,7 @@ def test_the_same_path_runs_small_on_a_cpu_and_an_error_is_a_row(
     }
     assert rows[0]["why"] == f"out of memory: RuntimeError: {full}"
     assert rows[2]["value"] < 1e-5
-    assert (rows[3]["groups"], len(rows[3]["step_seconds"])) == ([2, 1, 1], 3)
+    assert (rows[3]["groups"], len(rows[3]["step_seconds"])) == ([1, 1, 1, 1], 4)
     assert rows[3]["profile"]["by_host"]
     assert all(one["holds"] for one in found["targets"])
 
