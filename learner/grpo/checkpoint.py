@@ -48,8 +48,8 @@ log = structlog.get_logger()
 
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
-FORMAT = 4
-"""Older ones have supervised steps, and groups dealt to steps in another way."""
+FORMAT = 3
+"""Of checkpoints and of moments."""
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
 FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."

@@ -55,7 +55,7 @@ def test_a_chain_has_one_scale_and_begins_where_the_newest_of_them_begins() -> N
 
     assert origin == "v2"
     assert [one.adapter for one in points] == ["v3", "v4"]
-    assert points[1].gain == known(0.60, 0.2)
+    assert points[1].gain == known(0.60, 0.2, groups=60)
     assert curve([*judged, *played, link("v5", "v4", known(0.1, 0.1))])[0] == "v4"
 
 

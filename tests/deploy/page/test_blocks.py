@@ -128,7 +128,7 @@ async def test_the_four_blocks_have_their_places_in_each_state(
     assert nothing["Better?"] == "Not known yet: no candidate was promoted."
     assert "Run none yet" in nothing["Learning"]
     assert (
-        "v5 scored 0.084 higher than v3 (95% interval +0.021 to +0.147, 12 judged"
+        "v5 scored 0.084 higher than v3 (95% interval +0.021 to +0.147, 12 comparisons"
         in trial["Better?"]
     )
     assert "Bold: it serves. Open circle: the candidate so far." in trial["Better?"]

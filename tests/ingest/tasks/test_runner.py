@@ -19,6 +19,7 @@ from ingest.tasks.runner import (
 
 ASK = {
     "task_id": "ex_1",
+    "task_name": "refund-7",
     "attempt": 2,
     "session_id": "rehearsal-1",
     "project": "default",

@@ -218,7 +218,7 @@ def test_a_stale_group_is_compared_with_the_adapter_that_sampled_it(
     assert sum(gap) / len(gap) > 0.3
     before = logprobs_of(policy, PROMPT, ANSWERS)
 
-    no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
+    no_steps = learner_settings.model_copy(update={"learning_rate": 1e-30})
     outcome, _ = run_steps(policy, job(groups, no_steps, samplers=[version]))
 
     assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [
@@ -318,7 +318,7 @@ def test_logprobs_that_are_missing_are_those_of_the_adapter_that_sampled(
         known,
         rows=tuple(replace(row, logprobs=(0.0,) * 12, recorded=False) for row in known.rows),
     )
-    no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
+    no_steps = learner_settings.model_copy(update={"learning_rate": 1e-30})
 
     found, _ = run_steps(policy, job([missing], no_steps, samplers=[version]))
     expected, _ = run_steps(policy, job([known], no_steps, samplers=[version]))
@@ -355,7 +355,7 @@ def test_one_foreign_token_id_costs_its_answer_alone(
     policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     group = sampled(policy, "g")
-    no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
+    no_steps = learner_settings.model_copy(update={"learning_rate": 1e-30})
     for token in (48, -1, 10**9):
         bad = replace(group.rows[3], token_ids=(token, *group.rows[3].token_ids[1:]))
         rows = (*group.rows[:3], bad, *group.rows[4:])
