@@ -15,18 +15,16 @@ def free_port(preferred: int = 0, *, followers: int = 0) -> int:
     """
     wanted = preferred
     while True:
-        held: list[socket.socket] = []
+        held = [socket.socket() for _ in range(1 + followers)]
         try:
-            for number in range(1 + followers):
-                one = socket.socket()
-                held.append(one)
+            for number, one in enumerate(held):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 one.bind(("127.0.0.1", wanted + number if wanted else 0))
                 wanted = wanted or one.getsockname()[1]
         except (OSError, OverflowError):
             for one in held:
                 one.close()
-            if held[1:] or wanted:  # another first port may do
+            if wanted:  # another first port may do
                 wanted = 0
                 continue
             raise

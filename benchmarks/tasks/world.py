@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ingest.tasks.keys import Ready, draw
 from ingest.tasks.rewards import Scale, Told, reward_of
 from learner.grpo.advantages import ADVANTAGES
-from learner.grpo.chance import LEAST, LEAST_STEPS, MOST_RUNS, alignment, pooled, score
+from learner.grpo.chance import LEAST, MOST_RUNS, alignment, number_of_steps, pooled, score
 from sidecar.settings import Learner
 
 Floats = NDArray[np.float64]
@@ -232,7 +232,7 @@ def _run(
 ) -> tuple[Floats, float | None]:
     """Take the steps of a run. Returns: (logits after them, z of the run or None)."""
     after, found = logits, list[tuple[float, float]]()
-    steps = min(max(LEAST_STEPS, round(len(drawn) / PER_STEP)), len(drawn))
+    steps = number_of_steps(0, len(drawn), PER_STEP)
     for first in range(steps):
         dealt = drawn[first::steps]
         likelier = policy(after) / policy(logits) - 1.0

@@ -47,6 +47,12 @@ MOST_RUNS = 16
 """Earlier runs that are read; the weight of the next one would be 0.03."""
 
 
+def number_of_steps(answers: int, sessions: int, per_step: int) -> int:
+    """Return over how many steps so many groups of answers and of sessions are dealt."""
+    least = max(min(LEAST_STEPS, sessions), 1)
+    return min(max(least, round((answers + sessions) / per_step)), max(answers, sessions))
+
+
 def deal(groups: Sequence[TrainingGroup], per_step: int) -> list[list[TrainingGroup]]:
     """Distribute the groups over steps of about `per_step` in turn; each group is used once, no
     step is empty.
@@ -55,8 +61,7 @@ def deal(groups: Sequence[TrainingGroup], per_step: int) -> list[list[TrainingGr
     of a step with what the steps before it learned from others.
     """
     kinds = [[one for one in groups if bool(one.sessions) is of] for of in (False, True)]
-    least = min(LEAST_STEPS, len(kinds[1]))
-    steps = min(max(least, 1, round(len(groups) / per_step)), max(map(len, kinds)))
+    steps = number_of_steps(len(kinds[0]), len(kinds[1]), per_step)
     return [[one for kind in kinds for one in kind[first::steps]] for first in range(steps)]
 
 
