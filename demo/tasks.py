@@ -51,7 +51,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend must be chosen first
 
 DEMO = ROOT / ".demo"
-ROUNDS = 2
+ROUNDS = 1
 MAX_TOKENS = 12
 SIZE = 4
 """Attempts in a group."""
@@ -63,7 +63,7 @@ MOST_BATCHES = 20
 """Batches without a run after which the demo gives up."""
 
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "learner": {"max_age_versions": 1, "learning_rate": 1.5e-3, "max_groups": 16},
+    "learner": {"max_age_versions": 1, "learning_rate": 1.5e-3, "max_groups": 24},
     "canary": {
         "steps": [100],
         "turn_wait_s": 0.0,
@@ -79,14 +79,14 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
     "watch": {"hold": False},  # it would hold a champion whose lines are cut short
 }
 ARMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    # As many answers in a run: 16 groups of 6, or 8 groups of 4 tasks of 3 steps.
+    # About as many answers in a run: 24 groups of 6, or 14 groups of 4 tasks of 3 steps.
     "next_action": {
         "groups": {"size": 6, "settle_s": 1.0, "concurrency": 18, "max_slowdown": 0.0},
-        "learner": {"min_groups": 16, "groups_per_step": 5},
+        "learner": {"min_groups": 24, "groups_per_step": 4},
     },
     "whole_tasks": {
         "groups": {"rate": 0.0, "settle_s": 1.0, "max_slowdown": 0.0},
-        "learner": {"min_groups": 8, "groups_per_step": 3},
+        "learner": {"min_groups": 14, "groups_per_step": 3},
         "tasks": {"learn": "outcome", "key": "header", "size": SIZE},
         "rehearsals": {"tokens_per_day": 6_000},
     },
