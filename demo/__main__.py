@@ -35,7 +35,7 @@ from sidecar.settings import load_settings
 from sidecar.settings.kinds import ask_loopback_directly
 
 DEMO = ROOT / ".demo"
-ROUNDS = 6
+ROUNDS = 4
 ROUND_ANSWERS = 1
 FINAL_ANSWERS = 4
 LINEAGE_LINES, LINEAGE_WIDTH = 30, 150
@@ -57,9 +57,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "learner": {
         "min_groups": 12,
         "max_groups": 16,
-        "max_age_versions": 0,
+        "max_age_versions": 1,
         "groups_per_step": 4,
-        "learning_rate": 1.5e-3,
+        "learning_rate": 1e-3,
     },
     "canary": {
         "steps": [4000, 8000],

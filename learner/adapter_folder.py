@@ -26,7 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 LINEAGE = "lineage.json"
 CARD = "README.md"
 OPTIMIZER = "optimizer.safetensors"
-"""The optimiser's moments (`learner.grpo.checkpoint`). Versions of other trainers have none."""
+"""The optimiser's moments, beside versions of older releases. Nothing reads them."""
 PROBE = "probe.json"
 """The learner's log-probabilities after fixed prompts. Versions of older releases have none."""
 CURVES = "curves.png"
@@ -38,7 +38,7 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 DIGESTED = (CONFIG, WEIGHTS)
 """Files under the digest: those that vLLM reads. The lineage and the card are excluded: they
 describe one run (times, ids), and equal weights must get the same digest. The audit row keeps the
-hashes of both, and the lineage that of the optimiser's moments."""
+hashes of both."""
 MAX_FILE_BYTES = 16 * 2**30
 """Largest file that is read: rank 128 on every linear layer of a 405B model is smaller. Without a
 limit, hashing a sparse file of terabytes would take hours."""

@@ -22,12 +22,12 @@ from typing import Any
 
 import structlog
 
-from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.adapter_folder import file_digest
 from learner.base_weights import base_folder
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
-# The digests of what a run starts from: a base model's config and weights, a parent's moments.
+# The digests of what a run starts from: a base model's config and weights.
 
 log = structlog.get_logger()
 
@@ -80,12 +80,6 @@ def base_digest(base_model_path: str, cache: Path) -> BaseDigest | None:
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     revision = folder.name if folder.parent.name == "snapshots" else ""
     return BaseDigest(digest=hashlib.sha256(canonical.encode()).hexdigest(), revision=revision)
-
-
-def moments_digest(parent: Parent) -> str | None:
-    """Return the SHA-256 of the moments that a run went on from; None when there were none."""
-    path = parent.path / OPTIMIZER if parent.path is not None else None
-    return file_digest(path) if path is not None and path.is_file() else None
 
 
 def _read(cache: Path) -> Hashes:
@@ -141,7 +135,6 @@ def fingerprint(
     base: str,
     base_digest: str | None,
     parent: Parent,
-    parent_moments: str | None,
     groups: Sequence[TrainingGroup],
     quiet: int,
     samplers: Mapping[str, Parent],
@@ -151,14 +144,13 @@ def fingerprint(
     """Return the parts of a run that decide its weights.
 
     base: `serving.base_model_path`. base_digest: None: not known yet.
-    parent_moments: SHA-256 of the optimiser's moments beside the parent; None: it has none.
     groups: as the trainer gets them. commit: of the learner's code; None: not known.
     """
     return {
         "settings": settings_of_result(settings.model_dump(mode="json")),
         "base": base,
         "base_digest": base_digest,
-        "parent": {"name": parent.name, "digest": parent.digest, "moments": parent_moments},
+        "parent": {"name": parent.name, "digest": parent.digest},
         "group_ids": [group.group_id for group in groups],
         "group_ids_sha256": ids_digest([group.group_id for group in groups]),
         "groups_sha256": groups_digest(groups),
@@ -237,8 +229,7 @@ def _object(value: object) -> Mapping[str, Any]:
 def _short(value: object) -> str:
     if isinstance(value, Mapping):  # the parent
         digest = str(value.get("digest") or "")[:12]
-        moments = str(value.get("moments") or "none")[:12]
-        return f"{value.get('name')} ({digest or 'no digest'}, moments {moments})"
+        return f"{value.get('name')} ({digest or 'no digest'})"
     text = str(value)
     is_digest = len(text) in (40, 64) and all(c in "0123456789abcdef" for c in text)
     return text[:12] if is_digest else text

@@ -29,7 +29,6 @@ from learner.origin import (
     differences,
     groups_digest,
     library_versions,
-    moments_digest,
 )
 from learner.progress.watch import RunWatch
 from learner.records import Parent, TrainingJob, TrainingOutcome
@@ -94,11 +93,7 @@ def replay(
         stream.write(f"not possible: {one_line(error)}\n")
         return DIFFERENT
     if digest == row.digest:
-        moments = outcome.algorithm.get("optimizer_sha256")
-        recorded = lineage["algorithm"].get("optimizer_sha256")
-        same_moments = moments is not None and moments == recorded
-        also = ", and the same moments of the optimiser" if same_moments else ""
-        stream.write(f"the same weights{also}: digest {digest}\n")
+        stream.write(f"the same weights: digest {digest}\n")
         return SAME
     stream.write(f"other weights: digest {digest or 'none'}, the version has {row.digest}\n")
     for line in _reasons(lineage, outcome, altered=altered is not None):
@@ -231,8 +226,6 @@ def _parent(session: Session, stored: Mapping[str, Any]) -> Parent:
     check_parent(parent)
     if parent.digest != stored["digest"]:
         _impossible(f"its parent {parent.name} has other weights now")
-    if moments_digest(parent) != stored["moments_sha256"]:
-        _impossible(f"the optimiser's moments beside its parent {parent.name} are not as they were")
     return parent
 
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", type=int, default=8, help="answers in a group")
     parser.add_argument("--exam-answers", type=int, default=6, help="to each prompt of the exam")
     parser.add_argument("--per-step", type=int, default=4, help="learner.groups_per_step")
-    parser.add_argument("--rate", type=float, default=1e-3, help="learner.learning_rate")
+    parser.add_argument("--rate", type=float, default=4e-4, help="learner.learning_rate")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     parser.add_argument(
         "--resume",

@@ -34,7 +34,6 @@ from learner.adapter_folder import (
     CURVES,
     DIGESTED,
     LINEAGE,
-    OPTIMIZER,
     PROBE,
     WEIGHTS,
     folder_digest,
@@ -49,7 +48,7 @@ from sidecar.records import BASE
 # Write a version as a standard PEFT folder, or as a tar of one, for use elsewhere.
 
 FILES = (CONFIG, WEIGHTS, LINEAGE, CARD, PROBE, CURVES)
-"""What is written; the optimiser's moments only when asked for."""
+"""What is written."""
 TAR = ".tar"
 
 
@@ -68,9 +67,7 @@ def version_in_files(session: Session, line: str, reference: str) -> AdapterVers
     return versions.find(session, name)
 
 
-def export_version(
-    version: AdapterVersion, target: Path, *, compared: str, with_optimizer: bool = False
-) -> tuple[str, ...]:
+def export_version(version: AdapterVersion, target: Path, *, compared: str) -> tuple[str, ...]:
     """Write the files of a version to a new folder, or to a new file whose name ends with `.tar`.
 
     compared: what its canary showed, in a sentence: the last one of its model card.
@@ -85,8 +82,7 @@ def export_version(
         raise ExportError(f"{target.parent}: no such folder; make it first")
     source = Path(version.path)
     check_digest(source, version.digest)
-    wanted = (*FILES, OPTIMIZER) if with_optimizer else FILES
-    names = tuple(name for name in wanted if (source / name).is_file())
+    names = tuple(name for name in FILES if (source / name).is_file())
     unfinished = target.with_name(f".{target.name}.unfinished")
     remove_folder(unfinished)
     try:

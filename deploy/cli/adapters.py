@@ -133,9 +133,6 @@ def adapters_export(
     context: typer.Context,
     version: Annotated[str, typer.Argument(help="a version, an alias or a full name")],
     target: Annotated[Path, typer.Argument(help="a new folder, or a new file that ends in .tar")],
-    with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="the optimiser's moments too")
-    ] = False,
     project: Project = None,
     output: Output = "text",
 ) -> None:
@@ -148,7 +145,7 @@ def adapters_export(
         found = version_in_files(session, settings.line.name, version)
         compared = compared_words(session, found.name)
     try:
-        files = export_version(found, target, compared=compared, with_optimizer=with_optimizer)
+        files = export_version(found, target, compared=compared)
     except OSError as error:
         raise ExportError(
             f"{error.filename or target}: {error.strerror}; free space or name another place"

@@ -18,24 +18,23 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from learner.adapter_folder import CURVES, LINEAGE, OPTIMIZER, file_digest, read_plain
+from learner.adapter_folder import CURVES, file_digest, read_plain
 from learner.errors import CheckpointError
 from learner.explain import one_line
 from learner.grpo.chance import deal
 from learner.grpo.checks import Checked
-from learner.grpo.optimizer import OptimizerState
+from learner.grpo.optimizer import Moments
 from learner.policy.adapter_io import as_os_error, save_adapter
 from learner.policy.logprobs import Policy
 from learner.policy.self_test import write_probe
 from learner.progress import export
 from learner.records import (
     Fault,
-    Parent,
     StepMetrics,
     TrainableRow,
     TrainingGroup,
@@ -48,11 +47,10 @@ log = structlog.get_logger()
 
 Record = TypeVar("Record", TrainableRow, TrainingGroup)
 
-FORMAT = 3
-"""Of checkpoints and of moments."""
+FORMAT = 4
 TENSORS = "tensors.safetensors"
 WEIGHT, RANDOM, DEVICE_RANDOM = "weight.", "random", "random."
-FIRST, SECOND, RUN_SECOND = "first.", "second.", "run_second."
+FIRST, SECOND = "first.", "second."
 """Names of tensors, or their prefixes."""
 _GIVEN = ("group_id", "prompt_token_ids", "token_ids", "rows")
 """Fields of a group or a row that the trainer never changes, or that are written by themselves."""
@@ -82,13 +80,13 @@ class Snapshot:
     """Figures of the steps that are done."""
     weights: Mapping[str, Tensor] | None = None
     """Parameter name -> value; None: that of the start."""
-    moments: OptimizerState | None = None
-    """None: those of the start."""
+    moments: Moments | None = None
+    """None: no step is done."""
 
     def after_step(
         self,
         parameters: Mapping[str, Parameter],
-        moments: OptimizerState,
+        moments: Moments,
         metrics: StepMetrics,
     ) -> Snapshot:
         """Return the run after another step. The parameters are not copied: write it at once."""
@@ -154,7 +152,6 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
     tensors |= _named(WEIGHT, one.weights or {})
     if one.moments is not None:
         tensors |= _named(FIRST, one.moments.first) | _named(SECOND, one.moments.second)
-        tensors |= _named(RUN_SECOND, one.moments.run_second)
     try:
         save_file(tensors, folder / TENSORS)
     except SafetensorError as error:
@@ -166,9 +163,7 @@ def save_snapshot(one: Snapshot, job: TrainingJob, folder: Path) -> None:
         "faults": {group_id: asdict(fault) for group_id, fault in one.faults.items()},
         "metrics": [asdict(step) for step in one.metrics],
         "has_weights": one.weights is not None,
-        "moments_steps": None
-        if one.moments is None
-        else [one.moments.steps, one.moments.run_steps],
+        "moments_steps": None if one.moments is None else one.moments.steps,
         "tensors_sha256": file_digest(folder / TENSORS),
     }
     text = json.dumps(state)
@@ -211,12 +206,10 @@ def load_snapshot(
             weights=_of(WEIGHT, tensors, parameters) if state["has_weights"] else None,
             moments=None
             if moments_steps is None
-            else OptimizerState(
-                steps=int(moments_steps[0]),
-                second=_of(SECOND, tensors, parameters),
-                run_steps=int(moments_steps[1]),
+            else Moments(
+                steps=int(moments_steps),
                 first=_of(FIRST, tensors, parameters),
-                run_second=_of(RUN_SECOND, tensors, parameters),
+                second=_of(SECOND, tensors, parameters),
             ),
         )
     except DAMAGE as error:
@@ -295,124 +288,14 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# Keep the optimiser's second moment beside the adapter that it belongs to.
-
-HEAD = "optimizer"
-"""The entry of the metadata, JSON of `format` and `steps`. Format 1 has these two as entries."""
-STATE_FIRST, STATE_SECOND = "first.", "second."
-"""Prefixes of the tensors' names. Formats 1 and 2 have the first moment too, which is not used."""
+# Write what a run made: the adapter, its probe and its curves.
 
 
-def save_state(state: OptimizerState, folder: Path) -> None:
-    """Write the moments. Raises: OSError when the disk refuses."""
-    tensors = {STATE_SECOND + name: one.cpu().contiguous() for name, one in state.second.items()}
-    head = json.dumps({"format": FORMAT, "steps": state.steps})
-    try:
-        save_file(tensors, folder / OPTIMIZER, metadata={HEAD: head})
-    except SafetensorError as error:
-        raise as_os_error(error, folder / OPTIMIZER) from error
-
-
-def parents_state(parent: Parent, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
-    """Return the moments beside the parent; None where it has none, or damaged ones (logged).
-
-    Without them a run is a little noisier in its first steps, so they are no reason to stop.
-    """
-    if parent.path is None:
-        return None
-    try:
-        _require_as_saved(parent.path)
-        state = load_state(parent.path, parameters)
-    except (CheckpointError, OSError) as error:
-        log.warning("optimizer_state_unusable", parent=parent.name, error=str(error))
-        return None
-    if state is None:
-        log.info("optimizer_state_missing", parent=parent.name)
-    return state
-
-
-def _require_as_saved(folder: Path) -> None:
-    """Compare the moments with the digest in the folder's lineage, where both are there.
-
-    The adapter's digest does not cover them, and one changed number among them changes every
-    weight of the next run that it belongs to.
-    Raises: CheckpointError; OSError.
-    """
-    path = folder / OPTIMIZER
-    if not path.is_file():
-        return
-    try:
-        lineage = json.loads(read_plain(folder / LINEAGE))
-        said = lineage.get("algorithm", {}).get("optimizer_sha256")
-    except FileNotFoundError:  # of another trainer
-        return
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: {LINEAGE}, which has its digest, cannot be read ({error})"
-        ) from error
-    if said is not None and said != (found := file_digest(path)):
-        raise CheckpointError(
-            f"{path}: was changed after it was saved (SHA-256 {found[:12]}, {LINEAGE} says "
-            f"{str(said)[:12]})"
-        )
-
-
-def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
-    """Read the moments that belong to these parameters; None when the folder has none.
-
-    Raises: CheckpointError when the file is damaged or belongs to other parameters; OSError.
-    """
-    path = folder / OPTIMIZER
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            steps = _steps(path, file.metadata() or {})
-            names = {name for name in file.keys() if not name.startswith(STATE_FIRST)}  # noqa: SIM118
-            if names != {STATE_SECOND + name for name in parameters}:
-                raise CheckpointError(f"{path}: belongs to other matrices")
-            second = {n: _read(file.get_tensor(STATE_SECOND + n), p) for n, p in parameters.items()}
-    except (SafetensorError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if any(bool((one < 0).any()) for one in second.values()):
-        raise CheckpointError(f"{path}: a mean of squares is below 0")
-    return OptimizerState(steps=steps, second=second)
-
-
-def _steps(path: Path, metadata: Mapping[str, str]) -> int:
-    """Read the number of steps behind the moments. Raises: CheckpointError, ValueError."""
-    found = json.loads(metadata[HEAD]) if HEAD in metadata else metadata
-    number = found.get("format") if isinstance(found, Mapping) else None
-    steps = int(found.get("steps", "")) if str(number) in ("1", "2", str(FORMAT)) else -1
-    if steps < 0:
-        raise CheckpointError(f"{path}: has format {number!r}")
-    return steps
-
-
-def _read(tensor: Tensor, parameter: Parameter) -> Tensor:
-    if tensor.shape != parameter.shape:
-        raise ValueError(f"shape {tuple(tensor.shape)} in place of {tuple(parameter.shape)}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError("an infinity or NaN")
-    return tensor.to(device=parameter.device, dtype=parameter.dtype)
-
-
-# Write what a run made: the adapter, its moments, its probe and its curves.
-
-
-def save(
-    policy: Policy, job: TrainingJob, outcome: TrainingOutcome, state: OptimizerState
-) -> dict[str, str | None]:
-    """Write the adapter's folder. Returns: the digests of files that have no place in its own."""
+def save(policy: Policy, job: TrainingJob, outcome: TrainingOutcome) -> str | None:
+    """Write the adapter's folder. Returns: the digest of its probe, as `write_probe`."""
     save_adapter(policy, job.folder)
-    save_state(state, job.folder)
     _draw_curves(outcome, job.folder)
-    return {
-        "optimizer_sha256": file_digest(job.folder / OPTIMIZER),
-        "probe_sha256": write_probe(
-            policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift
-        ),
-    }
+    return write_probe(policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift)
 
 
 def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:

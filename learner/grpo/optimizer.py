@@ -1,40 +1,22 @@
-"""Adam whose steps grow with the signal: small advantages, and groups that disagree, move little.
+"""Adam on the sum of a step's gradients, whose rate follows how much the groups' scores tell.
 
-Adam divides the mean of the gradients by the root of the mean of their squares. With few steps the
-two are the same numbers, so each coordinate moves by the learning rate in the direction of its
-sign, whatever the advantages were: advantages times 0.001 gave 87 % of the update, and groups
-scored at random gave all of it. Here the second moment comes from the step's n groups, each at a
-reference signal:
+Adam divides the mean of the gradients by the root of the mean of their squares, so that a weight
+moves by about the learning rate whatever the advantages were. So each step has a rate of its own:
 
-    g = sum of g_i                          g_i: gradient of group i in the step's loss
-    q = n * sum of (g_i * max(1, reference / s_i))^2
-                                            s_i: root mean square of its advantages, less
-                                            what cancels (`learner.grpo.optimizer`)
-    m = b1 m + (1 - b1) g                   from 0 at the start of the run
-    u = b2 u + (1 - b2) q                   from 0 at the start of the run
-    v = b2 v + (1 - b2) q                   from the parent's
-                                            each corrected for its start as in Adam
-    weight -= rate * n / (n + k) * m / (sqrt(max(u, v)) + eps)
+    rate * sum of min(1, s_i / reference) / (n + k)
+                            s_i: signal of group i: root mean square of its advantages, less what
+                            cancels between its answers (`signal`)
+                            n: groups of the step. k: groups that were left out because their
+                            answers differ by no more than noise
 
-The direction is this run's alone. With the parent's m a run of three steps with advantages times
-0.01 moved 0.80 of a whole update, in the direction of the run before. The parent's v goes on, and
-damps what used to have large gradients. Beside u it cannot make a step larger: m begins anew, and
-where gradients grow from one run to the next, v alone would lag behind and let it move up to
-1 / sqrt(1 - b2) = 10 times the rate. In the first run of a line u and v are the same.
+Advantages times c < 1 move the policy by c times as much, and groups that say nothing by nothing.
+Without it advantages times 0.001 gave 87 % of an update.
 
-Groups whose answers differ by no more than noise were left out before. They say that there was
-little to learn, so k of them beside n shrink the step by n / (n + k), as groups of zero gradient do
-in a mean. Without it one group of noise that passed the gate moved the weights as far as four
-sound ones.
-
-A group whose s_i is nearly 0 adds nothing to g and q, and counts in n: its gradient is rounding,
-which the division would blow up to the size of a sound one.
-
-By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
-`rate` in the first step of a run, and later by at most the root of the sum over its steps of
-(weight in m)^2 / (weight in u): 1.01 times in 4 steps, 1.05 in 12, 2.35 in endless ones. It moves
-by `rate` where all groups agree at the reference signal. Groups that push in independent directions
-move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
+Both moments begin anew with each run, and there is no warm-up. On a toy (docs/log.md, 2026-11-28)
+moments that go on from run to run gained no more, nor did a second moment made of the groups' own
+squares. A coordinate moves by at most the rate in the first step, later by at most the root of the
+sum over the run's steps of (weight in m)^2 / (weight in v): 1.01 times the rate in 4 steps, 1.05 in
+12, 2.35 in endless ones (by Cauchy and Schwarz).
 Source of Adam: arXiv:1412.6980. No weight decay.
 """
 
@@ -42,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,65 +35,22 @@ from learner.ranks import Ranks
 from learner.records import TrainableRow, TrainingGroup
 
 MAX_GRAD_NORM = 1.0
-"""A gradient with a larger norm is scaled down to it, and the update with it."""
+"""A gradient with a larger L2 norm is scaled down to it."""
+BETAS = (0.9, 0.99)
+"""A run has few steps, so the second moment must adapt faster than with 0.999."""
 REFERENCE_SPREAD = 0.25
-"""Spread of a group's scores above which the update no longer grows with it."""
-EPSILON = 1e-8
-"""As in torch.optim.AdamW."""
-LEAST_SIGNAL = 1e-6
-"""Share of the reference signal under which a group's gradient is not taken: it is rounding, and
-the parts of the loss that do not grow with the advantages. Divided by so small a signal, they would
-fill the second moment, and the sound groups of the step would move nothing."""
+"""Signal of a group, in score units, above which the rate no longer grows with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRule:
-    """Constants of the update."""
-
-    rate: float
-    """Change of a weight in one step on which all groups agree."""
-    betas: tuple[float, float]
-    warmup: int
-    """Steps over which the rate rises to its value, counted from the first adapter of a line."""
-    reference: float
-    """Root mean square of a group's advantages, in score units, above which the update no longer
-    grows with it."""
-    max_norm: float
-    """A gradient with a larger L2 norm is scaled down to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """Moments after some steps. The tensors are never changed in place.
-
-    `steps` and `second` go on from adapter to adapter; the others are of one run, for what goes on
-    with it after a kill.
-    """
+class Moments:
+    """Of a run after some of its steps, for what goes on with it after a kill."""
 
     steps: int
-    """Since the first adapter of the line."""
+    first: Mapping[str, Tensor]
+    """Parameter name -> running mean of the gradient."""
     second: Mapping[str, Tensor]
-    """Parameter name -> running mean of the groups' squares over these steps."""
-    run_steps: int = 0
-    """Since the run began."""
-    first: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameter name -> running mean of the gradient over the run's steps; empty before the first,
-    as the next."""
-    run_second: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameter name -> running mean of the groups' squares over the run's steps."""
-
-    def beside(self, parameters: Mapping[str, Parameter]) -> OptimizerState:
-        """Return the moments on the devices of their parameters."""
-
-        def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: one.to(parameters[name].device) for name, one in tensors.items()}
-
-        return replace(
-            self,
-            first=placed(self.first),
-            second=placed(self.second),
-            run_second=placed(self.run_second),
-        )
+    """Parameter name -> running mean of its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,111 +62,93 @@ class Update:
     update_norm: float
     """L2 norm of the change of the weights."""
     rate: float
+    """Of this step, by the signals of its groups."""
 
 
 class SignalAdamW:
-    """Collects the gradients of a step's groups, then changes the parameters in place."""
+    """Takes the groups of a step, then changes the parameters in place.
+
+    The gradients of a step's groups add up in the parameters.
+    """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        rule: UpdateRule,
-        state: OptimizerState | None = None,
+        self, parameters: Mapping[str, Parameter], rate: float, moments: Moments | None = None
     ) -> None:
-        """state: beside the parent, or of this run; None starts from nothing."""
-        self._parameters = parameters
-        self._rule = rule
-        state = state or OptimizerState(steps=0, second=self._zeros())
-        if not state.run_steps:
-            state = replace(state, first=self._zeros(), run_second=self._zeros())
-        self._state = state
-        self._forget_step()
-
-    def _zeros(self) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(one, requires_grad=False)
-            for name, one in self._parameters.items()
-        }
+        """moments: of this run; None where it begins."""
+        self._parameters, self._rate = parameters, rate
+        self._adam = torch.optim.AdamW(
+            parameters.values(), lr=rate, betas=BETAS, eps=1e-8, weight_decay=0.0
+        )
+        for name, parameter in parameters.items():
+            if moments is not None:
+                self._adam.state[parameter] = {
+                    "step": torch.tensor(float(moments.steps)),
+                    "exp_avg": moments.first[name].to(parameter.device),
+                    "exp_avg_sq": moments.second[name].to(parameter.device),
+                }
+        self._steps = 0 if moments is None else moments.steps
+        self.forget()
 
     @property
-    def state(self) -> OptimizerState:
-        return self._state
+    def moments(self) -> Moments:
+        """Those after the last step. They change with the next one: write them at once."""
+        state = self._adam.state
+        return Moments(
+            steps=self._steps,
+            first={n: state[one]["exp_avg"] for n, one in self._parameters.items() if one in state},
+            second={
+                n: state[one]["exp_avg_sq"] for n, one in self._parameters.items() if one in state
+            },
+        )
 
     @property
     def gradient(self) -> Mapping[str, Tensor]:
-        """Sum of the gradients that were added since the last step."""
-        return self._sum
+        """Sum of the gradients of the groups since the last step."""
+        for one in self._parameters.values():
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        return {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
 
-    def _forget_step(self) -> None:
-        self._groups = 0
-        self._quiet = 0.0
-        self._sum, self._squares = self._zeros(), self._zeros()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def forget(self) -> None:
+        """Drop the groups and gradients since the last step."""
+        self._full, self._counted = 0.0, 0.0
+        self._adam.zero_grad()
 
     def add_group(self, signal: float) -> None:
-        """Take the gradient of one group from the parameters, and clear it there.
-
-        signal: of the group (`learner.grpo.optimizer`). With less than `LEAST_SIGNAL` of the
-            reference it counts as a group of zero gradient.
-        """
-        taken = signal >= LEAST_SIGNAL * self._rule.reference
-        weak = max(1.0, self._rule.reference / signal) if taken else 0.0
-        self._groups += 1
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
-            if taken:
-                self._sum[name] += parameter.grad
-                self._squares[name] += (parameter.grad * weak) ** 2
-            parameter.grad = None
+        """Count a group, whose gradient the parameters have. signal: of the group."""
+        self._full += min(1.0, signal / REFERENCE_SPREAD)
+        self._counted += 1.0
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add up the groups of all processes, each of which took its own: all then step alike."""
-        groups = torch.tensor([float(self._groups)], dtype=torch.float64)
-        ranks.add([*self._sum.values(), *self._squares.values(), groups])
-        self._groups = round(groups.item())
+        counts = torch.tensor([self._full, self._counted], dtype=torch.float64)
+        ranks.add([*self.gradient.values(), counts])
+        self._full, self._counted = counts.tolist()
 
     def add_quiet(self, groups: float) -> None:
         """Count groups without a signal in this step; a part of one where steps share them."""
-        self._quiet += groups
+        self._counted += groups
 
     def step(self) -> Update:
         """Change the parameters by the groups that were added since the last step.
 
         Raises: NonFiniteError, before anything is changed.
         """
-        rule, old = self._rule, self._state
-        steps, run_steps = old.steps + 1, old.run_steps + 1
-        norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in self._sum.values()))
+        gradient = self.gradient
+        norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in gradient.values()))
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient's norm is {norm}")
-        if not all(bool(torch.isfinite(one).all()) for one in self._squares.values()):
-            # It would stay in the second moment, and no later step would move the weight.
-            raise NonFiniteError(f"the square of the gradient, whose norm is {norm:.3g}, overflows")
-        scale = min(1.0, rule.max_norm / norm) if norm > 0 else 1.0
-        rate = rule.rate * min(1.0, steps / (rule.warmup + 1))
-        b1, b2 = rule.betas
-        counted = self._groups + self._quiet
-        rate_of_step = rate * self._groups / counted if counted else rate
-        first, second, run_second, moved = {}, {}, {}, 0.0
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                q = self._groups * self._squares[name]
-                first[name] = b1 * old.first[name] + (1 - b1) * scale * self._sum[name]
-                second[name] = b2 * old.second[name] + (1 - b2) * q
-                run_second[name] = b2 * old.run_second[name] + (1 - b2) * q
-                m = first[name] / (1 - b1**run_steps)
-                of_line = second[name] / (1 - b2**steps)
-                of_run = run_second[name] / (1 - b2**run_steps)
-                change = rate_of_step * m / (torch.maximum(of_line, of_run).sqrt() + EPSILON)
-                parameter.sub_(change.to(parameter.dtype))
-                moved += float((change.double() ** 2).sum())
-        self._state = OptimizerState(
-            steps=steps, second=second, run_steps=run_steps, first=first, run_second=run_second
-        )
-        self._forget_step()
-        return Update(grad_norm=norm, update_norm=math.sqrt(moved), rate=rate)
+        for one in gradient.values():
+            one *= min(1.0, MAX_GRAD_NORM / norm) if norm else 1.0
+        rate = self._rate * self._full / self._counted if self._counted else 0.0
+        self._adam.param_groups[0]["lr"] = rate
+        before = [one.detach().clone() for one in self._parameters.values()]
+        self._adam.step()
+        moved = zip(self._parameters.values(), before, strict=True)
+        square = math.fsum(float(((now.detach() - was).double() ** 2).sum()) for now, was in moved)
+        self._steps += 1
+        self.forget()
+        return Update(grad_norm=norm, update_norm=math.sqrt(square), rate=rate)
 
 
 # How much a group has to tell: its advantages, less what cancels between answers alike. Pure.

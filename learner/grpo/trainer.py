@@ -29,7 +29,7 @@ from learner.grpo import chance
 from learner.grpo.advantages import spread
 from learner.grpo.answers import QUIET, sample_size
 from learner.grpo.base_kl import BaseKl, base_logprobs, measure_base_kl, penalty, require_near
-from learner.grpo.checkpoint import Snapshot, keep, parents_state, resumed, save, set_weights
+from learner.grpo.checkpoint import Snapshot, keep, resumed, save, set_weights
 from learner.grpo.checks import (
     NON_FINITE,
     Checked,
@@ -43,16 +43,7 @@ from learner.grpo.checks import (
     refuse_most,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
-from learner.grpo.optimizer import (
-    MAX_GRAD_NORM,
-    REFERENCE_SPREAD,
-    OptimizerState,
-    SignalAdamW,
-    Update,
-    UpdateRule,
-    signal,
-    unweighted,
-)
+from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
@@ -207,13 +198,9 @@ def peak_memory(device: torch.device) -> int:
 log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
 
-BETAS = (0.9, 0.99)
-"""Adam's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
-
-
-WIDTH, WIDTH_RATE, WIDTH_POWER = 576, 1e-3, 1.5
-"""`learning_rate = "auto"`: measured at the width of SmolLM2-135M (docs/log.md), and 5e-5 at 4,096,
-a width of 7 to 8 billion parameters, where others give 5e-6 to 2e-5 of Adam (docs/losses.md)."""
+WIDTH, WIDTH_RATE, WIDTH_POWER = 576, 4e-4, 1.5
+"""`learning_rate = "auto"`: measured at the width of SmolLM2-135M (docs/log.md), and 2e-5 at 4,096,
+a width of 7 to 8 billion parameters, where others give 5e-6 to 2e-5 (docs/losses.md)."""
 
 
 class _GroupsFailed(Exception):
@@ -228,7 +215,7 @@ class GrpoTrainer:
     """Implements `Trainer` with torch."""
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
-        """Load the policy, check the groups, run the steps, save the adapter and the moments.
+        """Load the policy, check the groups, run the steps, save the adapter.
 
         Raises: ParentError, DeviceError, OutOfMemoryError, FaultyGroupsError (DriftError,
             NonFiniteError), IncompleteAdapterError, RunStoppedError; OSError when the disk refuses.
@@ -237,8 +224,7 @@ class GrpoTrainer:
         if job.settings.threads:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
-        state = parents_state(job.parent, _trainable(policy))
-        _require_same(policy, job, state)
+        _require_same(policy, job)
         longest, gathered = _longest(policy, job)
         saving = prepare(
             policy,
@@ -248,21 +234,21 @@ class GrpoTrainer:
             share=job.settings.memory_fraction,
         )
         job.check_stop()
-        outcome, state = run_steps(policy, job, state)
+        outcome, moments = run_steps(policy, job)
         outcome = replace(outcome, algorithm={**outcome.algorithm, "checkpointing": saving})
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
-        _require_same(policy, job, state)
-        digests = job.ranks.first(lambda: save(policy, job, outcome, state))
-        return replace(outcome, algorithm={**outcome.algorithm, **digests})
+        _require_same(policy, job, moments)
+        probe = job.ranks.first(lambda: save(policy, job, outcome))
+        return replace(outcome, algorithm={**outcome.algorithm, "probe_sha256": probe})
 
 
-def _require_same(policy: Policy, job: TrainingJob, state: OptimizerState | None) -> None:
+def _require_same(policy: Policy, job: TrainingJob, moments: Moments | None = None) -> None:
     """Raises: RanksDisagreeError when a process has other weights or moments."""
     tensors: dict[str, torch.Tensor] = dict(_trainable(policy))
-    if state is not None:
-        for prefix, of in (("m.", state.first), ("u.", state.run_second), ("v.", state.second)):
+    if moments is not None:
+        for prefix, of in (("m.", moments.first), ("v.", moments.second)):
             tensors |= {prefix + name: tensor for name, tensor in of.items()}
     job.ranks.require_same(tensors)
 
@@ -275,12 +261,10 @@ def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
     return max((len(pack.input_ids) for pack in packs), default=0), max(paths, default=0)
 
 
-def run_steps(
-    policy: Policy, job: TrainingJob, state: OptimizerState | None = None
-) -> tuple[TrainingOutcome, OptimizerState]:
+def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moments]:
     """Train the policy in place on the groups that can be trained on.
 
-    state: the parent's moments. Returns: the outcome, and the moments after the last step.
+    Returns: the outcome, and the moments after the last step.
     Raises: what `check_groups` raises, before the first step; NonFiniteError before the step that
         would break the weights; RunStoppedError between packs.
     """
@@ -289,7 +273,7 @@ def run_steps(
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     follow_server(policy, job)
     # The first process has the checkpoints; what it found is everywhere.
-    rule = update_rule(job.settings, int(policy.model.config.get_text_config().hidden_size))
+    rate = rate_of(job.settings, int(policy.model.config.get_text_config().hidden_size))
     kept = _placed(job.ranks.first(lambda: resumed(job, parameters)), parameters)
     if kept is None:
         kept = _checked(policy, job, aim)
@@ -298,7 +282,7 @@ def run_steps(
     found: float | None = None
     while metrics is None:
         groups = kept.checked.groups
-        optimizer = SignalAdamW(parameters, rule, kept.moments or state)
+        optimizer = SignalAdamW(parameters, rate, kept.moments)
         try:
             job.watch.plan(_stages(job, groups, ["training"]))
             job.watch.begin_steps(kept.metrics)
@@ -324,8 +308,7 @@ def run_steps(
     algorithm = {
         "loss": job.settings.loss,
         "advantage": job.settings.advantage,
-        "optimizer": "Adam, second moment from groups",
-        "optimizer_steps_before": 0 if state is None else state.steps,
+        "optimizer": "AdamW, rate by the groups' signals",
         "betas": BETAS,
         "rank": adapter.r,
         "alpha": adapter.lora_alpha,
@@ -345,16 +328,14 @@ def run_steps(
         answers=checked.answers,
         signal=found,
     )
-    return outcome, optimizer.state
+    return outcome, optimizer.moments
 
 
 def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter]) -> Snapshot | None:
-    """Set the weights of a run that goes on, and put its moments onto their devices."""
-    if kept is None:
-        return None
-    if kept.weights is not None:
+    """Set the weights of a run that goes on."""
+    if kept is not None and kept.weights is not None:
         set_weights(parameters, kept.weights)
-    return kept if kept.moments is None else replace(kept, moments=kept.moments.beside(parameters))
+    return kept
 
 
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
@@ -389,15 +370,9 @@ def _stages(
     return found
 
 
-def update_rule(settings: Learner, hidden: int) -> UpdateRule:
-    """Return the constants of the update that the settings name. hidden: width of the base."""
-    return UpdateRule(
-        rate=settings.learning_rate or WIDTH_RATE * (WIDTH / hidden) ** WIDTH_POWER,
-        betas=BETAS,
-        warmup=settings.advanced.warmup_steps,
-        reference=REFERENCE_SPREAD,
-        max_norm=MAX_GRAD_NORM,
-    )
+def rate_of(settings: Learner, hidden: int) -> float:
+    """Return the learning rate that the settings name. hidden: width of the base."""
+    return settings.learning_rate or WIDTH_RATE * (WIDTH / hidden) ** WIDTH_POWER
 
 
 def _steps(
@@ -426,7 +401,7 @@ def _steps(
             done = replace(done, left_out=left_out(dealt, job, kept.checked, kept.faults, sums))
             span.set_attributes({k: v for k, v in done.flat.items() if v is not None})
         job.watch.step(done)
-        kept = kept.after_step(parameters, optimizer.state, done)
+        kept = kept.after_step(parameters, optimizer.moments, done)
         keep(kept, job)
     return kept.metrics
 
@@ -463,7 +438,10 @@ def accumulate(
         found = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
         if not isinstance(found, Fault) and not _finite(parameters):
             found = Fault(NON_FINITE, "its gradient is not finite")
-        optimizer.add_group(signal(unweighted(group)))
+        if isinstance(found, Fault):
+            optimizer.forget()  # the step is discarded; the next group is looked at alone
+        else:
+            optimizer.add_group(signal(unweighted(group)))
         return found
 
     found = job.ranks.each(groups, add)
@@ -528,6 +506,7 @@ def _trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
 
 
 def _finite(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
-    """Return True when all gradients are finite, and their squares, which the optimiser keeps."""
+    """Return True when all gradients are finite, and their squares: beside one that is larger the
+    other groups of the step would vanish."""
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     return all(bool(torch.isfinite(gradient.square()).all()) for gradient in gradients)

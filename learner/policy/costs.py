@@ -34,9 +34,9 @@ KEPT_BY_ALLOCATOR = 1.8
 """Growth of the process over what autograd keeps, with the default thresholds of glibc's malloc."""
 ON_CUDA = 1.15
 """The same for torch's caching allocator: an allowance for fragments, not measured."""
-MOMENTS = 8
-"""Numbers beside each trainable weight: gradient, the step's sum and squares, three moments, the
-start of the run, and a copy while a step is taken."""
+MOMENTS = 7
+"""Numbers beside each trainable weight: gradient, two moments, the start of the run, and three
+copies while a step is taken."""
 SHARE = 0.8
 """Share of the free memory that a pack may take: other processes grow too."""
 CHUNK_BYTES = 128 * 2**20

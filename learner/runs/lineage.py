@@ -27,7 +27,6 @@ from learner.origin import (
     ids_digest,
     library_versions,
     machine,
-    moments_digest,
 )
 from learner.records import CheckedAnswers, TrainingOutcome
 from learner.runs.material import Material
@@ -37,7 +36,7 @@ from sidecar.store.database import Database
 from sidecar.store.models import ExchangeRow
 
 ACTOR = "learner"
-FORMAT = 2
+FORMAT = 3
 """1 had no `base`, `window`, `code`, `hardware`, `reward`, `kl` and `curves`."""
 
 
@@ -251,7 +250,6 @@ def origin_of(database: Database, settings: Settings, material: Material) -> dic
             "name": parent.name,
             "version": parent.version,
             "digest": parent.digest,
-            "moments_sha256": moments_digest(parent),
         },
         "window": _window(database, settings.learner, material),
         "libraries": library_versions(),

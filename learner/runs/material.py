@@ -31,7 +31,6 @@ from learner.origin import (
     differences,
     fingerprint,
     library_versions,
-    moments_digest,
     settings_of_result,
 )
 from learner.records import Fault, Parent
@@ -276,7 +275,6 @@ def prints(settings: Settings, material: Material) -> dict[str, Any]:
             base=serving.base_model_path,
             base_digest=None if base is None else base.digest,
             parent=parent,
-            parent_moments=moments_digest(parent),
             groups=material.selection.groups,
             quiet=material.selection.quiet,
             samplers=material.samplers,

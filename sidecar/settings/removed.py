@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 ADVANCED = (
     "clip_high", "clip_low", "geometric_limit", "kl_budget", "kl_coef", "negative_bound",
-    "stale_limit", "tis_cap", "tv_limit", "warmup_steps",
+    "stale_limit", "tis_cap", "tv_limit",
 )  # fmt: skip
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
 
@@ -64,7 +64,9 @@ REMOVED: Mapping[str, str] = {
     "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
+    "learner.advanced.warmup_steps": "the rate is whole from the first step",
     "learner.warmup": "no run takes supervised steps",
+    "learner.warmup_steps": "the rate is whole from the first step",
     "learner.steps": "a run takes as many as learner.groups_per_step makes of its groups",
     "kafka.compression": "COMPRESSION in sidecar.forwarding.sender is zstd",
     "kafka.ssl_check_hostname": "the broker's certificate must name its host",
@@ -101,9 +103,9 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:  # Any: of TOM
     """Return the values of a file or an environment by section, without keys that are removed."""
     found = dict(values)
     for name, section in values.items():
-        if isinstance(section, Mapping) and any(is_removed(name, key) for key in section):
-            found[name] = of_section(name, section)
-            if not found[name]:
+        if isinstance(section, Mapping) and (kept := of_section(name, section)) != section:
+            found[name] = kept
+            if not kept:
                 del found[name]
     return found
 
@@ -119,7 +121,8 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:
-            kept[key] = value
+            within = isinstance(value, Mapping)
+            kept[key] = of_section(f"{name}.{key}", value) if within else value
     if moved:
         kept["advanced"] = moved | dict(kept.get("advanced", {}))
     return kept

@@ -65,9 +65,6 @@ def _or_auto(what: str) -> Callable[[object], object]:
 class Advanced(Section):
     """Constants of the loss and the update (docs/losses.md)."""
 
-    warmup_steps: Annotated[int, Between(0, 10_000, "0 starts with the whole rate")] = 2
-    """Steps over which the rate rises: step k after the base trains at
-    `learning_rate * k / (warmup_steps + 1)`, over as many runs as it takes."""
     tv_limit: Annotated[
         float, Between(0, 1, "it limits a difference of probabilities", above_low=True)
     ] = 0.2
@@ -116,9 +113,9 @@ class ObjectiveSection(Section):
     learning_rate: Annotated[
         float, Between(0, 1, "beyond 1 all is lost"), BeforeValidator(_or_auto("a number"))
     ] = AUTO
-    """The optimiser's rate: what a weight moves in one step if all groups of the step agree and
-    differ by at least 0.25; less otherwise. `auto` (0): 0.001 at the width of a 135M model, where
-    it was measured, and less on wider ones: 0.00005 at 8 billion parameters (docs/losses.md)."""
+    """Adam's rate, of a step whose groups' scores spread by 0.25 or more; in proportion less of
+    others. `auto` (0): 0.0004 at the width of a 135M model, where it was measured, and less on
+    wider ones: 0.00002 at 8 billion parameters (docs/losses.md)."""
 
 
 _EXPORT = re.compile(r"(?:tensorboard|mlflow|wandb):[^\s@]{1,500}")

@@ -8,8 +8,7 @@ import pytest
 
 from deploy.engine.reconcile import MISSING_S, ChampionGuard, EngineView, Fleet, Reconciler
 from deploy.registry import flags
-from learner.adapter_folder import OPTIMIZER, WEIGHTS
-from learner.runs.runs import check_parent, find_parent
+from learner.adapter_folder import WEIGHTS
 from sidecar.store.models import AuditRow, BannedDigestRow
 from support.fake_control import FakeControl
 
@@ -151,26 +150,6 @@ async def test_it_stays_where_a_rollback_would_not_help(
     world.clock.now += 10 * MISSING_S
     assert await engine.turn() is False
     assert world.table().champion == served[1]
-
-
-async def test_the_next_run_goes_on_with_the_optimiser_state_of_the_version_that_is_back(
-    world: World, served: tuple[str, str]
-) -> None:
-    """The moments stand beside each adapter, so the pointer brings them along."""
-    from pathlib import Path
-
-    from deploy.registry.rollback import rollback
-
-    for number, name in enumerate(served, start=1):
-        (Path(world.adapter(name).path) / OPTIMIZER).write_bytes(b"moments of v%d" % number)
-
-    rollback(world.database, "m", reason="rude", actor="me", now=2_000.0)
-
-    with world.database.read() as session:
-        parent = find_parent(session, "m")
-    check_parent(parent)
-    assert parent.path is not None
-    assert (parent.name, (parent.path / OPTIMIZER).read_bytes()) == (served[0], b"moments of v1")
 
 
 async def test_a_champion_that_vllm_has_and_that_is_not_proved_yet_is_not_given_up(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.adapter_folder import OPTIMIZER, WEIGHTS
+from learner.adapter_folder import WEIGHTS
 from learner.distributed import trainer
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.distributed.trainer import RankedTrainer, started
@@ -126,7 +126,6 @@ def forked(monkeypatch: pytest.MonkeyPatch, fork: Fork) -> list[Forked]:
 class Trained:
     outcome: TrainingOutcome
     weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
 
 
 Train = Callable[..., Trained]
@@ -173,9 +172,7 @@ def train(job: Callable[..., TrainingJob], config: Path) -> Train:
             place = Place(0, settings.processes, 0, settings.processes)
             outcome = RankedTrainer(lambda: started(settings, config), place).train(made)
         if not outcome.metrics:
-            return Trained(outcome, {}, {})
-        return Trained(
-            outcome, load_file(made.folder / WEIGHTS), load_file(made.folder / OPTIMIZER)
-        )
+            return Trained(outcome, {})
+        return Trained(outcome, load_file(made.folder / WEIGHTS))
 
     return run

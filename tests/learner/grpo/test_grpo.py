@@ -16,7 +16,7 @@ from learner.grpo.checkpoint import set_weights
 from learner.grpo.checks import with_start
 from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
-from learner.grpo.trainer import accelerator, accumulate, run_steps, update_rule
+from learner.grpo.trainer import accelerator, accumulate, rate_of, run_steps
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
@@ -80,7 +80,7 @@ def logprobs_of(
 def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner) -> torch.Tensor:
     """The whole LoRA gradient of one step over these groups, flat."""
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = SignalAdamW(parameters, update_rule(settings, 576))
+    optimizer = SignalAdamW(parameters, rate_of(settings, 576))
     accumulate(policy, groups, job_of(groups, settings), objective(settings), optimizer)
     return torch.cat([one.flatten() for one in optimizer.gradient.values()])
 
@@ -140,7 +140,7 @@ def test_a_step_has_its_masked_answers_length_drift_and_memory(
 ) -> None:
     one = on_policy({GOOD: 0.5, BAD: -0.5})
     one = replace(one, rows=(*one.rows, row((30,) * 9, trainable=False)), scores=(1.0, 0.0, 0.5))
-    settings = learner_settings.model_copy(update={"groups_per_step": 1, "learning_rate": 0.05})
+    settings = learner_settings.model_copy(update={"groups_per_step": 1, "learning_rate": 0.01})
 
     first, second = run_steps(policy, job_of([one, replace(one, group_id="h")], settings))[
         0
@@ -280,7 +280,7 @@ def test_a_token_that_is_not_kept_has_no_part_in_the_loss_of_its_answer(
         assert not faults
         assert anchored[0].rows[0].start == pytest.approx(touched.logprobs, abs=1e-5)
         groups = list(anchored)
-    optimizer = SignalAdamW(parameters, update_rule(settings, 576))
+    optimizer = SignalAdamW(parameters, rate_of(settings, 576))
     sums = accumulate(policy, groups, job_of(groups, settings), aim, optimizer)
     found = torch.cat([one.flatten() for one in optimizer.gradient.values()])
 
@@ -425,9 +425,7 @@ def test_groups_left_out_for_their_spread_make_the_steps_smaller(
 ) -> None:
     """Two steps of two groups, with and without four quiet ones: two of them in each step."""
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(4)]
-    settings = learner_settings.model_copy(
-        update={"groups_per_step": 2, "advanced": Advanced(warmup_steps=0)}
-    )
+    settings = learner_settings.model_copy(update={"groups_per_step": 2})
     moved = []
     for quiet in (0, 4):
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)

@@ -21,7 +21,7 @@ from learner.grpo import losses
 from learner.grpo.advantages import assign
 from learner.grpo.losses import objective
 from learner.grpo.optimizer import SignalAdamW
-from learner.grpo.trainer import accumulate, update_rule
+from learner.grpo.trainer import accumulate, rate_of
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
@@ -172,7 +172,7 @@ def ours(
         advanced=Advanced(**settings),
     )
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    optimizer = SignalAdamW(parameters, update_rule(learner, 576))
+    optimizer = SignalAdamW(parameters, rate_of(learner, 576))
     job = TrainingJob(
         base_model_path="",
         parent=Parent(name="base"),

@@ -3,7 +3,6 @@ had."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,18 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from safetensors import safe_open
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
+from learner.adapter_folder import folder_digest
 from learner.errors import RunInProgressError
-from learner.grpo.checkpoint import HEAD, TENSORS
+from learner.grpo.checkpoint import TENSORS
 from learner.resume import WorkFolder, present_holder, resumed_words
 from learner.runs.runs import LEASE_S, take_over
 from sidecar.settings import Settings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow, RunStepRow
+from sidecar.store.models import AdapterRow, GroupRow, RunRow, RunStepRow
 
 if TYPE_CHECKING:
     from tests.learner.resume.conftest import Start, World
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(1800)
 """A run takes two seconds of CPU, and half a minute beside a load of 25."""
 SEED = 3
-STEPS_OF_BOTH = 3 + 3
-"""Steps behind the moments of a version and its child."""
 EVERYWHERE = (
     "claimed",
     "check",
@@ -54,7 +50,6 @@ class Kept:
     """What a finished run left."""
 
     digest: str
-    moments: str
     run_id: str
     steps: list[int]
     groups: Mapping[str, str]
@@ -78,7 +73,6 @@ def left_by(settings: Settings) -> Kept:
         steps = select(RunStepRow.step).where(RunStepRow.run_id == adapter.run_id)
         found = Kept(
             digest=folder_digest(Path(adapter.path)),
-            moments=file_digest(Path(adapter.path) / OPTIMIZER),
             run_id=adapter.run_id or "",
             steps=sorted(session.scalars(steps)),
             groups=groups,
@@ -119,61 +113,12 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_weights(
         found = left_by(settings)
         name = f"{name}, event {place}"
         assert found.digest == expected.digest, name
-        assert found.moments == expected.moments, name
         assert found.steps == [1, 2, 3], name
         assert found.groups == expected.groups, name
         assert found.folders == [found.digest], name
         # At the first event what it claimed is not written down yet: nothing to go on with.
         begun = place > 1
         assert found.run_id == ("r1" if begun else "r2"), name
-
-
-def make_parent(start: Start, settings: Settings) -> None:
-    """Train a version, make it the champion, and give the groups back to be trained on again."""
-    assert start(settings, "r0")["code"] == 0
-    database = Database(settings.store.url)
-    with database.write() as session:
-        name = session.scalars(select(AdapterRow.name)).one()
-        session.add(AliasRow(model="m", alias="champion", adapter=name, generation=1))
-        given_back = {"status": "scored", "run_id": None, "reason": None, "detail": None}
-        session.execute(update(GroupRow).values(**given_back))
-    database.close()
-
-
-def made_by(settings: Settings, run_id: str) -> tuple[str, str, str | None, int]:
-    """Return the digests of a run's version and of its moments, the parent's, and their steps."""
-    database = Database(settings.store.url)
-    with database.read() as session:
-        rows = {row.run_id: row for row in session.scalars(select(AdapterRow))}
-    database.close()
-    made = rows[run_id]
-    before = next((row.digest for row in rows.values() if row.name == made.parent), None)
-    moments = Path(made.path) / OPTIMIZER
-    with safe_open(moments, framework="pt") as file:
-        steps = json.loads(file.metadata()[HEAD])["steps"]
-    return folder_digest(Path(made.path)), file_digest(moments), before, steps
-
-
-def test_a_killed_run_of_a_parent_goes_on_with_the_parents_moments_or_its_own(
-    start: Start, world: World
-) -> None:
-    """Its first step goes on from the parent's, a later one from the checkpoint's."""
-    whole = world("whole")
-    make_parent(start, whole)
-    assert start(whole, "r1")["code"] == 0
-    expected = made_by(whole, "r1")
-    assert expected[2:] == (made_by(whole, "r0")[0], STEPS_OF_BOTH)
-    for step in (1, 3):
-        settings = world(f"killed at {step}")
-        make_parent(start, settings)
-        assert start(settings, "r1", kill_at=("step", step))["signal"] == signal.SIGKILL
-
-        assert start(settings, "r2")["code"] == 0
-
-        (*_, row) = runs(settings)
-        assert row.deaths is not None
-        assert (row.run_id, row.deaths[0]["step"]) == ("r1", step - 1)
-        assert made_by(settings, "r1") == expected, step
 
 
 def test_a_killed_run_goes_on_from_its_last_step(start: Start, world: World) -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from learner.adapter_folder import CURVES, OPTIMIZER, file_digest, folder_digest
+from learner.adapter_folder import CURVES, folder_digest
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.progress.export import draw  # before a fixture puts a stub in its place
-from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
 from learner.runs.train import Run
-from sidecar.settings import Advanced, Settings
+from sidecar.settings import Settings
 from sidecar.store.database import Database
 from support.clock import Clock
 
@@ -150,48 +150,3 @@ def test_the_figures_of_a_run_are_drawn_beside_the_adapter(
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", content[16:24]) == (1100, 770), "10 x 7 inches at 110 dots"
     assert "no_curves" not in [entry["event"] for entry in logs]
-
-
-def test_the_moments_are_beside_the_adapter_and_go_on_in_the_next_run(
-    tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
-) -> None:
-    """Without them, or with damaged ones, a run starts from nothing and says so."""
-    learner = settings.learner.model_copy(update={"advanced": Advanced(warmup_steps=3)})
-
-    def train(name: str, parent: Parent) -> tuple[Path, TrainingOutcome]:
-        policy = load_policy(str(tiny_base), parent, learner)
-        (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
-        with torch.no_grad():
-            first, second = policy.logprobs(pack)[0].split([2, 1])
-        rows = [
-            row((3, 4), 0.25, logprobs=first.tolist()),
-            row((5,), -0.25, logprobs=second.tolist()),
-        ]
-        folder = tmp_path / name
-        folder.mkdir()
-        outcome = GrpoTrainer().train(
-            TrainingJob(
-                base_model_path=str(tiny_base),
-                parent=parent,
-                groups=(group((1, 2), rows, adapter=parent.name),),
-                settings=learner,
-                folder=folder,
-                check_stop=lambda: None,
-            )
-        )
-        return folder, outcome
-
-    one, first = train("one", Parent(name="base"))
-    parent = Parent(name="v1", path=one, digest=folder_digest(one))
-    _, second = train("two", parent)
-    (one / OPTIMIZER).write_bytes(b"damaged")
-    _, damaged = train("three", parent)
-    (one / OPTIMIZER).unlink()
-    _, missing = train("four", parent)
-
-    runs = (first, second, damaged, missing)
-    assert [run.algorithm["optimizer_steps_before"] for run in runs] == [0, 1, 0, 0]
-    rates = [run.metrics[0].learning_rate / learner.learning_rate for run in runs]
-    assert rates == pytest.approx([0.25, 0.5, 0.25, 0.25])
-    assert second.algorithm["optimizer_sha256"] == file_digest(tmp_path / "two" / OPTIMIZER)
-    assert parent.digest == folder_digest(one), "the digest is of what vLLM reads"
