@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from learner.grpo.trainer import GrpoTrainer
 from learner.policy.attention import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, difference
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import Checkpointing, is_out_of_memory, pack_estimate, prepare
-from learner.policy.packing import Pack, pack_group
+from learner.policy.packing import joined, keys_of, pack_group
 from learner.policy.self_test import BF16_TOLERANCE
 from learner.policy.self_test import TOLERANCE as FP32_TOLERANCE
 from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
@@ -300,10 +300,11 @@ class Bench:
             else packs_of(policy, group, run.LONGEST)
         )
         packs = [joined(once * groups)] if together else once * groups
-        longest, gathered = max(len(one.input_ids) for one in packs), max(map(_gathered, packs))
+        longest, gathered = max(len(one.input_ids) for one in packs), max(map(keys_of, packs))
         weights = sum(one.numel() * one.element_size() for one in policy.model.parameters())
         said = pack_estimate(policy, longest, gathered)
-        again = prepare(policy, checkpointing, longest=longest, gathered=gathered)
+        prepared = prepare(policy, checkpointing, longest=longest, gathered=gathered)
+        again = prepared.checkpointing
         timed = [
             run.timed_step(self.device, lambda: sides.ours(policy, packs))
             for _ in range(repeats + 1)
@@ -429,39 +430,6 @@ def _plain(policy: Policy, group: TrainingGroup) -> torch.Tensor:
         told = torch.log_softmax(logits[-len(row.token_ids) - 1 : -1], dim=-1)
         values.append(told.gather(-1, ids[0, -len(row.token_ids) :, None])[:, 0])
     return torch.cat(values).cpu()
-
-
-def _gathered(pack: Pack) -> int:
-    """Return how many keys the form `varlen` copies for a pack."""
-    return sum(one.position + one.length for one in pack.segments)
-
-
-def joined(packs: Sequence[Pack]) -> Pack:
-    """Return one pack of several, which attend to nothing of each other."""
-    found, tokens, segments, answers = packs[0], 0, 0, 0
-    made: dict[str, list[Any]] = {one.name: [] for one in fields(Pack)}
-    for pack in packs:
-        for name, values in made.items():
-            values += getattr(pack, name) if name not in ("group_id", "adapter") else []
-        at = len(made["segments"]) - len(pack.segments)
-        made["segments"][at:] = [
-            replace(
-                one,
-                start=one.start + tokens,
-                stop=one.stop + tokens,
-                last=one.last + tokens,
-                parent=one.parent + segments if one.parent >= 0 else -1,
-            )
-            for one in pack.segments
-        ]
-        number = len(pack.targets)
-        made["sources"][-number:] = [place + tokens for place in pack.sources]
-        made["answers"][-number:] = [place + answers for place in pack.answers]
-        tokens += len(pack.input_ids)
-        segments += len(pack.segments)
-        answers += max(pack.answers) + 1
-    whole: dict[str, Any] = {name: tuple(values) for name, values in made.items() if values}
-    return replace(found, **whole)
 
 
 def _profile(profile: Any, wall_s: float) -> results.Row:  # Any: torch's profiler is not typed

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import structlog
 import torch
@@ -47,12 +48,13 @@ from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, 
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
-from learner.policy.packing import Pack
+from learner.policy.packing import Pack, bundles, joined, keys_of
 from learner.progress.watch import stage
 from learner.ranks import Ranks
 from learner.records import (
     CheckedAnswers,
     Fault,
+    Silent,
     Stage,
     StageName,
     StepMetrics,
@@ -226,7 +228,7 @@ class GrpoTrainer:
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         _require_same(policy, job)
         longest, gathered = _longest(policy, job)
-        saving = prepare(
+        prepared = prepare(
             policy,
             job.settings.checkpointing,
             longest=longest,
@@ -234,8 +236,11 @@ class GrpoTrainer:
             share=job.settings.memory_fraction,
         )
         job.check_stop()
+        if job.ranks.size == 1:
+            policy = replace(policy, joint=prepared.joint)
         outcome, moments = run_steps(policy, job)
-        outcome = replace(outcome, algorithm={**outcome.algorithm, "checkpointing": saving})
+        saving = {"checkpointing": prepared.checkpointing}
+        outcome = replace(outcome, algorithm={**outcome.algorithm, **saving})
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
@@ -257,8 +262,9 @@ def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
     """Return the most tokens of a pack, and the most keys on the paths of its segments."""
     groups = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
     packs = [pack for of_group in groups for pack in of_group]
-    paths = (sum(one.position + one.length for one in pack.segments) for pack in packs)
-    return max((len(pack.input_ids) for pack in packs), default=0), max(paths, default=0)
+    return max((len(pack.input_ids) for pack in packs), default=0), max(
+        map(keys_of, packs), default=0
+    )
 
 
 def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moments]:
@@ -416,7 +422,8 @@ def accumulate(
     *,
     first: bool = False,
 ) -> StepSums:
-    """Give the optimiser the gradient of one step's loss, group by group.
+    """Give the optimiser the gradient of one step's loss: of groups that share a pack together, of
+    the others one by one.
 
     kl_coef: weight of the divergence from the base, as a mean over the step's tokens.
     first: the run has learned nothing yet that sessions could agree with.
@@ -444,7 +451,14 @@ def accumulate(
             optimizer.add_group(signal(unweighted(group)))
         return found
 
-    found = job.ranks.each(groups, add)
+    before = replace(sums)
+    together = _add_joint(policy, groups, packed, job, aim, optimizer, sums)
+    if together is None:
+        sums, together = before, {}
+    alone = [number for number in range(len(groups)) if number not in together]
+    computed = job.ranks.each([groups[number] for number in alone], add)
+    every: dict[int, list[float] | Fault] = {**together, **dict(zip(alone, computed, strict=True))}
+    found = [every[number] for number in range(len(groups))]
     job.report("")
     # With one fault the step is discarded; the others were only looked for.
     if faults := faults_of(groups, found):
@@ -457,6 +471,41 @@ def accumulate(
             sums.alignment += t
             sums.alignment_variance += v
     return sums
+
+
+def _add_joint(
+    policy: Policy,
+    groups: Sequence[TrainingGroup],
+    packed: Sequence[Sequence[Pack]],
+    job: TrainingJob,
+    aim: Objective,
+    optimizer: SignalAdamW,
+    sums: StepSums,
+) -> dict[int, list[float]] | None:
+    """Give the optimiser the groups that share packs, as the first ones of a step.
+
+    Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails
+        (logged): each group is computed alone then, so that a fault is that of one.
+    """
+    done: dict[int, list[float]] = {}
+    parameters = _trainable(policy)
+    for bundle in bundles(packed, *policy.joint):
+        pack = joined([packed[number][0] for number in bundle])
+        # Nobody is named meanwhile: none of them is to blame if the process dies.
+        compute = partial(_add_group, policy, [pack], job, aim, sums)
+        moved_A = attempt("", replace(job, watch=Silent()), compute)
+        if isinstance(moved_A, Fault) or not _finite(parameters):
+            why = moved_A.text if isinstance(moved_A, Fault) else "a gradient is not finite"
+            log.info("joint_pack_failed", groups=len(bundle), why=why)
+            optimizer.forget()
+            return None
+        rest = iter(moved_A)
+        for number in bundle:
+            group = groups[number]
+            done[number] = list(islice(rest, sum(row.trainable for row in group.rows)))
+            optimizer.add_group(signal(unweighted(group)))
+            job.watch.done(group.group_id)
+    return done
 
 
 def _add_group(

@@ -63,6 +63,12 @@ _TABLES = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
 """Types in which a layer of peft keeps its parts by adapter."""
 
 
+def base_dtype(device: torch.device, *, autocast: bool) -> torch.dtype:
+    """Return the type of the base's weights. fp32 weights on a CPU keep the residual stream in
+    fp32; on a GPU memory is scarcer."""
+    return torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
+
+
 def load_policy(
     base_model_path: str, parent: Parent, settings: Learner, ranks: Ranks | None = None
 ) -> Policy:
@@ -79,8 +85,7 @@ def load_policy(
     device = open_device(settings.device)
     limit_torch(device, settings.memory_fraction)
     autocast = wants_autocast(settings.precision, device)
-    # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
-    dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
+    dtype = base_dtype(device, autocast=autocast)
     _require_folder(base_model_path)
     with _loading(f"base {base_model_path}", BASE_CURE):
         config = plain_config(base_model_path)

@@ -146,6 +146,8 @@ class Policy:
     """How attention over a pack is computed (`learner.policy.attention`)."""
     prices: Prices = field(default_factory=Prices)
     """What parts of a pack cost."""
+    joint: tuple[int, int] = (0, 0)
+    """`learner.policy.memory.Prepared.joint`."""
 
     @property
     def vocabulary(self) -> int:
@@ -262,7 +264,7 @@ def wants_autocast(precision: Precision, device: torch.device) -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
 
 
-# Packs of several groups, for passes without a gradient. Pure index arithmetic.
+# Packs of groups that begin alike, for passes without a gradient. Pure index arithmetic.
 
 LEAST_SHARED = 0.25
 """Part of a prompt that must be shared with the group before it, to join it."""

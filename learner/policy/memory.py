@@ -92,6 +92,21 @@ def within_share(device: torch.device, free: int | None, share: float) -> int | 
     return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
 
 
+JOINT_TOKENS = {"cuda": 16_384}
+"""By kind of device: tokens up to which several groups share a pack. A group of 1,500 tokens is 13
+ms of products on an H100, and 8,400 starts of a kernel (counted); on a CPU sharing saves nothing
+(-9 to +2 %, docs/log.md, 2026-11-27)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """How the packs of a run are computed."""
+
+    checkpointing: bool
+    joint: tuple[int, int] = (0, 0)
+    """Most tokens, and keys that attention copies, of a pack that several groups share."""
+
+
 def prepare(
     policy: Policy,
     setting: Checkpointing,
@@ -99,11 +114,12 @@ def prepare(
     longest: int,
     gathered: int = 0,
     share: float = 1.0,
-) -> bool:
-    """Switch checkpointing on if the setting says so, or if the longest pack needs it.
+) -> Prepared:
+    """Switch checkpointing on if the setting says so, or if the longest pack needs it; find how
+    long the pack of several groups may be without it.
 
     longest: tokens. gathered: most keys that the forms `varlen` and `paths` copy for a pack. share:
-    of the card, that this process may take. Returns: whether it is on.
+    of the card, that this process may take.
     """
     free = within_share(policy.device, free_bytes(policy.device), share)
     plain, saving = estimate(policy, longest, gathered)
@@ -117,7 +133,14 @@ def prepare(
         log.info("memory_estimated", **said)
     if on:
         recompute_layers(policy)
-    return on
+        return Prepared(checkpointing=True)
+    most = JOINT_TOKENS.get(policy.device.type, 0)
+    if plain is None or free is None or not longest or policy.form == "dense":
+        return Prepared(checkpointing=False)
+    # A pack's bytes grow no faster than its tokens and keys do.
+    times = max(1.0, SHARE * free / plain)
+    tokens, keys = min(most, int(times * longest)), int(times * gathered)
+    return Prepared(checkpointing=False, joint=(tokens, keys))
 
 
 def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | None, int | None]:

@@ -12,7 +12,6 @@ import torch
 from benchmarks.learner import art, gpu_check
 from benchmarks.learner.cells import ON_CPU, Cell, drawn
 from benchmarks.results import Row
-from learner.policy.packing import pack_group, pairs
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -72,24 +71,6 @@ def test_what_the_minutes_do_not_hold_is_left_out_and_said(
     rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
     assert [row["check"] for row in rows] == ["long", "long", "trl", "trl"]
     assert all(row["why"].startswith("left out: ") for row in rows)
-
-
-def test_groups_in_one_pack_attend_to_nothing_of_each_other() -> None:
-    group = drawn(Cell(axis="x", group=2, prompt=5, answer=3), 50)
-    (pack,) = pack_group(group, max_tokens=100)
-
-    whole = gpu_check.joined([pack, pack])
-
-    assert whole.input_ids == pack.input_ids * 2
-    assert whole.positions == pack.positions * 2
-    assert whole.sources[len(pack.sources) :] == tuple(one + 9 for one in pack.sources)
-    assert whole.answers == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
-    spans = [(one.start, one.stop, one.last, one.parent) for one in whole.segments]
-    assert spans == [
-        *((0, 5, 9, -1), (5, 7, 7, 0), (7, 9, 9, 0)),
-        *((9, 14, 18, -1), (14, 16, 16, 3), (16, 18, 18, 3)),
-    ]
-    assert pairs(whole.segments) == 2 * pairs(pack.segments)
 
 
 def test_targets_are_bounds_shares_of_the_card_and_memory() -> None:

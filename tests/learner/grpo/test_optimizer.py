@@ -53,7 +53,9 @@ def run(
 def test_a_first_step_moves_every_weight_by_the_rate_against_its_gradient() -> None:
     groups = noise(0, 16)
     moved, _ = run([groups])
-    torch.testing.assert_close(moved, -RATE * torch.stack(groups).sum(0).sign(), atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(
+        moved, -RATE * torch.stack(groups).sum(0).sign(), atol=1e-6, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.01, 0.001])

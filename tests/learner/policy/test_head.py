@@ -90,6 +90,36 @@ def test_a_head_of_bf16_weights_is_computed_in_fp32(of_hidden: torch.dtype) -> N
     torch.testing.assert_close(gradient.double(), expected_gradient, atol=1e-4, rtol=rounded)
 
 
+def _mm(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """As on CUDA: a product of bf16 numbers, summed up in fp32."""
+    assert left.dtype == right.dtype == torch.bfloat16
+    return (left.float() @ right.float()).to(out_dtype)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (None, 0.125), (3.0, 0.5)])
+def test_on_cuda_products_of_bf16_are_summed_up_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, scale: float
+) -> None:
+    """The branch of CUDA with stand-ins on a CPU: the gradient of the logits is rounded to bf16."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch, "mm", _mm)
+    drawn_head, hidden, targets, temperatures = drawn(softcap=softcap, scale=scale, bias=True)
+    weight = drawn_head.weight_VH.bfloat16()
+    head = Head(weight_VH=weight, bias_V=drawn_head.bias_V, scale=scale, softcap=softcap)
+    hidden = hidden.detach().bfloat16().float().requires_grad_()
+    weights = torch.linspace(-1, 2, N)
+
+    logprobs, _ = target_logprobs(head, hidden, targets, temperatures)
+    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
+
+    same = Head(weight.float(), head.bias_V, scale, softcap)
+    expected, _ = plain(same, hidden, targets, temperatures)
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), hidden)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
+    away = (gradient - expected_gradient).norm() / expected_gradient.norm()
+    assert 0 < float(away) < 2**-8
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     head, hidden, targets, temperatures = drawn(softcap=3.0, scale=0.5, bias=True)
 

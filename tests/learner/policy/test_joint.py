@@ -1,4 +1,4 @@
-"""Several groups in one pack, without a gradient: each has the values that it has alone."""
+"""Several groups in one pack: each has the values and the gradient that it has alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from structlog.testing import capture_logs
 
 from learner.grpo.checks import with_start
+from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, joint_groups, joint_pack, parts
-from learner.policy.packing import Pack
+from learner.policy.packing import Pack, bundles, joined, pack_group, pairs
 from learner.records import Parent, TrainingGroup
-from sidecar.settings import Learner
+from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -110,3 +111,84 @@ def test_models_that_do_not_pack_are_computed_one_by_one(
     for one, other in zip(found, together, strict=True):
         for row, same in zip(one.rows, other.rows, strict=True):
             assert row.start == pytest.approx(same.start, abs=1e-5)
+
+
+def test_packs_in_one_attend_to_nothing_of_each_other(group: MakeGroup, row: MakeRow) -> None:
+    (pack,) = pack_group(group(range(5), [row((6, 7, 8)), row((9, 6, 7))]), max_tokens=100)
+
+    whole = joined([pack, pack])
+
+    assert whole.input_ids == pack.input_ids * 2
+    assert whole.positions == pack.positions * 2
+    assert whole.sources[len(pack.sources) :] == tuple(one + 9 for one in pack.sources)
+    assert whole.answers == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+    spans = [(one.start, one.stop, one.last, one.parent) for one in whole.segments]
+    assert spans == [
+        *((0, 5, 9, -1), (5, 7, 7, 0), (7, 9, 9, 0)),
+        *((9, 14, 18, -1), (14, 16, 16, 3), (16, 18, 18, 3)),
+    ]
+    assert pairs(whole.segments) == 2 * pairs(pack.segments)
+
+
+def test_packs_are_filled_in_order_with_groups_of_one_pack(group: MakeGroup, row: MakeRow) -> None:
+    """Of 5, 5, two packs of 4, 5 and 5 tokens; each has 5 keys on its path."""
+    one = pack_group(group((1, 2, 3), [row((4, 5, 6))]), max_tokens=100)
+    two = pack_group(group((1, 2, 3), [row((4, 5)), row((6, 7))]), max_tokens=4)
+    packs = [one, one, two, one, one]
+
+    assert [len(of_group) for of_group in packs] == [1, 1, 2, 1, 1]
+    assert bundles(packs, 10, 100) == [[0, 1], [3, 4]]
+    assert bundles(packs, 19, 100) == [[0, 1, 3]]
+    assert bundles(packs, 19, 12) == [[0, 1], [3, 4]], "keys"
+    assert bundles(packs, 9, 100) == bundles(packs, 0, 0) == []
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
+def test_groups_that_share_a_pack_take_the_steps_that_they_take_alone(
+    tiny_base: Path, learner_settings: Learner, groups: list[TrainingGroup], loss: str
+) -> None:
+    """Three groups, the first two in one pack; with the divergence from the base in the loss."""
+    advanced = Advanced(kl_budget=0.0, kl_coef=0.1)
+    settings = learner_settings.model_copy(update={"loss": loss, "advanced": advanced})
+    settings = settings.model_copy(update={"max_drift": 100.0, "learning_rate": 0.005})
+    found = []
+    for joint in ((0, 0), (17, 100)):
+        policy = replace(load_policy(str(tiny_base), Parent(name="base"), settings), joint=joint)
+        pushed = [_pushed(one) for one in groups]
+        outcome, _ = run_steps(policy, job_of(pushed * 2, settings))
+        weights = [p for p in policy.model.parameters() if p.requires_grad]
+        changes = {"seconds": 0, "tokens_per_s": 0, "peak_memory_bytes": 0, "left_out": {}}
+        figures = replace(outcome.metrics[0], **changes).flat
+        known = {name: value for name, value in figures.items() if value is not None}
+        found.append((known, torch.cat([one.detach().flatten() for one in weights])))
+    (alone, weights), (together, same) = found
+
+    assert together == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(same, weights, atol=2e-6, rtol=1e-4)
+
+
+def test_a_group_that_fails_in_a_common_pack_is_left_out_alone(
+    tiny_base: Path, learner_settings: Learner, groups: list[TrainingGroup]
+) -> None:
+    settings = learner_settings.model_copy(update={"max_drift": 100.0})
+    policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+    first, other, last = map(_pushed, groups)
+    huge = replace(other.rows[0], advantage=1e30)
+    other = replace(other, rows=(huge, *other.rows[1:]))
+
+    with capture_logs() as logs:
+        outcome, _ = run_steps(
+            replace(policy, joint=(100, 100)), job_of([first, other, last], settings)
+        )
+
+    assert [one["groups"] for one in logs if one["event"] == "joint_pack_failed"] == [3]
+    assert {name: one.reason for name, one in outcome.faults.items()} == {
+        "other": "non_finite_gradient"
+    }
+    assert [step.groups for step in outcome.metrics] == [2]
+    assert outcome.metrics[0].update_norm > 0
+
+
+def _pushed(group: TrainingGroup) -> TrainingGroup:
+    rows = zip(group.rows, (0.5, -0.5), strict=True)
+    return replace(group, rows=tuple(replace(row, advantage=way) for row, way in rows))

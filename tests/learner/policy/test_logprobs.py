@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from learner.policy.adapter_io import load_policy
+from learner.policy.adapter_io import base_dtype, load_policy
 from learner.policy.architecture import Form
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.packing import pack_group
@@ -38,6 +38,32 @@ def test_the_temperature_divides_the_logits(policy: Policy, group: MakeGroup, ro
 
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 3) for value in expected}) == 3
+
+
+def test_the_bias_of_a_head_is_added(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
+    head = policy.model.get_base_model().get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.linspace(-3, 3, policy.vocabulary), requires_grad=False)
+    (pack,) = pack_group(group([1, 2], [row([9, 4])]), max_tokens=100)
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([[1, 2, 9]]), use_cache=False).logits[0, 1:]
+        found, _ = policy.logprobs(pack)
+
+    told = torch.log_softmax(logits, dim=-1)
+    assert found.tolist() == pytest.approx([float(told[0, 9]), float(told[1, 4])], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "autocast", "dtype"),
+    [
+        ("cuda:1", True, torch.bfloat16),
+        ("cuda", False, torch.float32),
+        ("cpu", True, torch.float32),
+    ],
+)
+def test_the_base_is_in_half_precision_on_a_card_alone(
+    device: str, autocast: bool, dtype: torch.dtype
+) -> None:
+    assert base_dtype(torch.device(device), autocast=autocast) is dtype
 
 
 def test_entropy_is_summed_over_the_targets(policy: Policy, group: MakeGroup, row: MakeRow) -> None:

@@ -25,7 +25,7 @@ from learner.policy.costs import (
     with_allocator,
 )
 from learner.policy.logprobs import Policy
-from learner.policy.memory import estimate, free_bytes, prepare, recompute_layers
+from learner.policy.memory import Prepared, estimate, free_bytes, prepare, recompute_layers
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
@@ -283,7 +283,7 @@ def test_it_is_switched_on_by_setting_or_when_memory_is_short(
     monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
 
     with capture_logs() as logs:
-        assert prepare(policy, setting, longest=100) is on
+        assert prepare(policy, setting, longest=100).checkpointing is on
 
     short = free is not None and free < 2**30
     assert [one["event"] for one in logs] == ["memory_may_not_do" if short else "memory_estimated"]
@@ -299,7 +299,23 @@ def test_a_config_that_says_too_little_switches_nothing_on(
     monkeypatch.setattr(memory, "sizes", unreadable)
 
     assert estimate(policy, 100) == (None, None)
-    assert prepare(policy, "auto", longest=100) is False
+    assert prepare(policy, "auto", longest=100) == Prepared(checkpointing=False)
+
+
+def test_several_groups_share_a_pack_as_far_as_memory_goes(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the longest pack's tokens and keys, where memory is twice that; on a card alone."""
+    needed, _ = estimate(policy, 100)
+    assert needed is not None
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * needed / memory.SHARE) + 1)
+    assert prepare(policy, "auto", longest=100, gathered=30).joint == (0, 60), "a CPU: no tokens"
+    for most, tokens in ((1_000, 200), (150, 150)):
+        monkeypatch.setattr(memory, "JOINT_TOKENS", {"cpu": most})
+        policy = replace(policy, form="segments")
+        assert prepare(policy, "auto", longest=100, gathered=30).joint == (tokens, 60)
+    assert prepare(replace(policy, form="dense"), "auto", longest=100).joint == (0, 0)
+    assert prepare(policy, "on", longest=100).joint == (0, 0)
 
 
 def test_free_memory_is_within_the_limit_of_the_control_group(
