@@ -59,7 +59,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "max_groups": 16,
         "max_age_versions": 1,
         "groups_per_step": 4,
-        "learning_rate": 1e-3,
+        "learning_rate": 6e-4,
     },
     "canary": {
         "steps": [4000, 8000],
