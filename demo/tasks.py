@@ -63,7 +63,7 @@ MOST_BATCHES = 20
 """Batches without a run after which the demo gives up."""
 
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "learner": {"max_age_versions": 1, "learning_rate": 6e-4, "max_groups": 24},
+    "learner": {"max_age_versions": 1, "learning_rate": 8e-4, "max_groups": 24},
     "canary": {
         "steps": [100],
         "turn_wait_s": 0.0,
