@@ -49,17 +49,17 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "size": 6,
         "held_out_rate": 0.2,
         "settle_s": 2.0,
-        "max_pending_groups": 12,
+        "max_pending_groups": 16,
         "concurrency": 18,
         # Its users are a script, and candidates need not keep out of their way.
         "max_slowdown": 0.0,
     },
     "learner": {
-        "min_groups": 12,
+        "min_groups": 16,
         "max_groups": 16,
         "max_age_versions": 1,
         "groups_per_step": 4,
-        "learning_rate": 6e-4,
+        "learning_rate": 7e-4,
     },
     "canary": {
         "steps": [4000, 8000],

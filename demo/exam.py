@@ -44,7 +44,7 @@ class Interval:
 
 
 async def sit_exam(
-    sampler: Sampler, questions: Questions, *, upstream_model: str, answers: int, at_once: int = 16
+    sampler: Sampler, questions: Questions, *, upstream_model: str, answers: int, at_once: int = 32
 ) -> list[ExamAnswer]:
     """Let one adapter answer every held-out question `answers` times at temperature 1."""
     gate = asyncio.Semaphore(at_once)
