@@ -98,8 +98,7 @@ class NotResumedError(LearnerError, RuntimeError):
 
 
 class CheckpointError(LearnerError, ValueError):
-    """A checkpoint, or the moments beside an adapter, are damaged, or of another release or other
-    matrices: start without them."""
+    """A checkpoint is damaged, or of another release or other matrices: start without it."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

@@ -144,7 +144,7 @@ class StepMetrics:
     update_norm: float
     """L2 norm of the change of the adapter's weights."""
     learning_rate: float
-    """Rate of this step, after the warm-up."""
+    """Rate of this step, by the signals of its groups."""
     seconds: float
     tokens_per_s: float
     """`computed_tokens` over `seconds`."""
