@@ -2,9 +2,9 @@
 
 A block's weights are gathered when it is computed, forwards and backwards, and given back after it.
 The base is frozen, so no gradient of it is exchanged. The adapter stays whole in each process, and
-its gradients are summed by hand as without shares: FSDP would sum the gradients of different groups
-in the backward pass, and the optimiser needs them one by one (`learner.grpo.optimizer`). Embeddings
-and head stay whole as well: the head is used outside of the model's own forward pass.
+its gradients are summed by hand as without shares: FSDP would sum those of different groups in the
+backward pass, where one that is not finite could not be told from the others. Embeddings and head
+stay whole as well: the head is used outside of the model's own forward pass.
 
 A pass is an exchange, so all processes do their passes together: each says what it begins, and one
 that has no more groups does the others' passes with its smallest input, for nothing. A pass that

@@ -36,9 +36,8 @@ PULLED_TO = 10.0
 """Nats of log(q / p) above which the term in the loss pulls no harder. A token that the policy lost
 by 10 nats weighs as much as 22,000 others, and the policy gives it less than once in 22,000 tokens,
 which is more than most steps have: so the bound costs the expectation next to nothing. At 20 nats
-one token would weigh 4.9e8. The gradient is scaled down to `MAX_GRAD_NORM` and the
-optimiser's second moment is not, so a step that holds such a token moves nothing, nor do the steps
-behind it until the second moment has forgotten it."""
+one token would weigh 4.9e8: the gradient is scaled down to `MAX_GRAD_NORM`, and nothing of what the
+other tokens say would be left of it."""
 KL_LIMIT = 10.0
 """Mean nats a token from the base, each token counted up to `MOST_OF_A_TOKEN`, over which a run
 fails and publishes nothing. Sound lines were 0.001 to 0.13 away, destroyed policies over 20."""

@@ -144,10 +144,14 @@ def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fa
         )
         if isinstance(error, torch.AcceleratorError) and not full:
             # After such an error every later call on the GPU fails too.
+            # Of several groups none is named: the runs to come find out which it was.
+            what, named = f"group {group_id}", {group_id: fault}
+            if not group_id:
+                what, named = "several groups", {}
             raise FaultyGroupsError(
-                f"the GPU failed while it computed group {group_id}: {fault.text}; the group is "
-                "left out of the next run",
-                {group_id: fault},
+                f"the GPU failed while it computed {what}: {fault.text}; what it computed is left "
+                "out of the next run",
+                named,
             ) from error
     # Outside of the handler, because the error's frames keep the tensors alive.
     torch.cuda.empty_cache()

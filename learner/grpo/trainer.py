@@ -95,6 +95,8 @@ class StepSums:
     alignment_variance: float = 0.0
     kl_coef: float = 0.0
     """Weight of the divergence from the base in the step's loss."""
+    joint_failed: bool = False
+    """A pack that several groups share could not be computed."""
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add up the sums of all processes, each of which added its own packs."""
@@ -284,6 +286,8 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
     if kept is None:
         kept = _checked(policy, job, aim)
         keep(kept, job)
+    else:  # it died or was stopped: if it does again, the group that it computes is named
+        policy = replace(policy, joint=(0, 0))
     metrics: tuple[StepMetrics, ...] | None = None
     found: float | None = None
     while metrics is None:
@@ -395,6 +399,8 @@ def _steps(
             require_near(away, job, steps=number - 1)
             weight = kl_weight(away, job.settings)
             sums = accumulate(policy, dealt, job, aim, optimizer, weight, first=number == 1)
+            if sums.joint_failed:
+                policy = replace(policy, joint=(0, 0))
             optimizer.add_quiet(_quiet(job, kept) * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
@@ -454,7 +460,7 @@ def accumulate(
     before = replace(sums)
     together = _add_joint(policy, groups, packed, job, aim, optimizer, sums)
     if together is None:
-        sums, together = before, {}
+        sums, together = replace(before, joint_failed=True), {}
     alone = [number for number in range(len(groups)) if number not in together]
     computed = job.ranks.each([groups[number] for number in alone], add)
     every: dict[int, list[float] | Fault] = {**together, **dict(zip(alone, computed, strict=True))}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from learner.grpo.checks import with_start
+from learner.errors import FaultyGroupsError
+from learner.grpo.checks import attempt, with_start
 from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, joint_groups, joint_pack, parts
@@ -156,11 +157,11 @@ def test_groups_that_share_a_pack_take_the_steps_that_they_take_alone(
         policy = replace(load_policy(str(tiny_base), Parent(name="base"), settings), joint=joint)
         pushed = [_pushed(one) for one in groups]
         outcome, _ = run_steps(policy, job_of(pushed * 2, settings))
-        weights = [p for p in policy.model.parameters() if p.requires_grad]
-        changes = {"seconds": 0, "tokens_per_s": 0, "peak_memory_bytes": 0, "left_out": {}}
-        figures = replace(outcome.metrics[0], **changes).flat
+        trained = [p.detach().flatten() for p in policy.model.parameters() if p.requires_grad]
+        step = replace(outcome.metrics[0], seconds=0.0, tokens_per_s=0.0, peak_memory_bytes=0)
+        figures = replace(step, left_out={}).flat
         known = {name: value for name, value in figures.items() if value is not None}
-        found.append((known, torch.cat([one.detach().flatten() for one in weights])))
+        found.append((known, torch.cat(trained)))
     (alone, weights), (together, same) = found
 
     assert together == pytest.approx(alone, rel=1e-5, abs=1e-7)
@@ -181,12 +182,27 @@ def test_a_group_that_fails_in_a_common_pack_is_left_out_alone(
             replace(policy, joint=(100, 100)), job_of([first, other, last], settings)
         )
 
-    assert [one["groups"] for one in logs if one["event"] == "joint_pack_failed"] == [3]
+    failed = [one["groups"] for one in logs if one["event"] == "joint_pack_failed"]
+    assert failed == [3], "once: the run goes on without common packs"
     assert {name: one.reason for name, one in outcome.faults.items()} == {
         "other": "non_finite_gradient"
     }
     assert [step.groups for step in outcome.metrics] == [2]
     assert outcome.metrics[0].update_norm > 0
+
+
+def test_no_group_is_named_for_a_gpu_that_fails_in_a_common_pack(
+    learner_settings: Learner, groups: list[TrainingGroup]
+) -> None:
+    """An error that names groups is no reason to look for others that may have caused it."""
+
+    def compute() -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    for name, named in (("", {}), ("g", {"g"})):
+        with pytest.raises(FaultyGroupsError, match="the GPU failed while it computed") as error:
+            attempt(name, job_of(groups, learner_settings), compute)
+        assert set(error.value.faults) == set(named)
 
 
 def _pushed(group: TrainingGroup) -> TrainingGroup:

@@ -308,7 +308,7 @@ def test_several_groups_share_a_pack_as_far_as_memory_goes(
     """Twice the longest pack's tokens and keys, where memory is twice that; on a card alone."""
     needed, _ = estimate(policy, 100)
     assert needed is not None
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * needed / memory.SHARE) + 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * needed / of_sizes.SHARE) + 1)
     assert prepare(policy, "auto", longest=100, gathered=30).joint == (0, 60), "a CPU: no tokens"
     for most, tokens in ((1_000, 200), (150, 150)):
         monkeypatch.setattr(memory, "JOINT_TOKENS", {"cpu": most})
