@@ -144,6 +144,8 @@ class Sharded(DataParallel):
             if step == "backward" and self._helped is not None:
                 trainable = [p for p in self._decoder.parameters() if p.requires_grad]
                 kept = [p.grad for p in trainable]
+                for parameter in trainable:
+                    parameter.grad = None  # else it would be added to in place
                 self._helped.float().sum().backward()
                 for parameter, gradient in zip(trainable, kept, strict=True):
                     parameter.grad = gradient
