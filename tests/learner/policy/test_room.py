@@ -44,7 +44,7 @@ def test_the_folder_of_a_name_that_is_nowhere_is_not_known(tmp_path: Path) -> No
 
 
 def test_what_a_run_needs_by_hand() -> None:
-    """10 weights of 2 bytes; rank 3 over widths 7, each weight with 8 numbers beside it in fp32; a
+    """10 weights of 2 bytes; rank 3 over widths 7, each weight with 7 numbers beside it in fp32; a
     pack of 256 tokens that keeps the inputs of 2 layers of width 5, and one layer, 2.125 bytes a
     number."""
     model = Sizes(layers=2, hidden=5, queries=5, keys=5, inner=10)
@@ -55,7 +55,7 @@ def test_what_a_run_needs_by_hand() -> None:
         BaseSize(numbers=10, in_blocks=8, widths=7), model, rank=3, halves=True, autocast=True
     )
 
-    assert found == 20 + 3 * 7 * 4 * 9 + pack
+    assert found == 20 + 3 * 7 * 4 * 8 + pack
 
 
 def test_the_budget_is_the_smaller_of_the_share_and_what_is_free() -> None:
