@@ -282,12 +282,14 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
     follow_server(policy, job)
     # The first process has the checkpoints; what it found is everywhere.
     rate = rate_of(job.settings, int(policy.model.config.get_text_config().hidden_size))
-    kept = _placed(job.ranks.first(lambda: resumed(job, parameters)), parameters)
+    kept = job.ranks.first(lambda: resumed(job, parameters))
     if kept is None:
         kept = _checked(policy, job, aim)
         keep(kept, job)
     else:  # it died or was stopped: if it does again, the group that it computes is named
         policy = replace(policy, joint=(0, 0))
+        if kept.weights is not None:
+            set_weights(parameters, kept.weights)
     metrics: tuple[StepMetrics, ...] | None = None
     found: float | None = None
     while metrics is None:
@@ -339,13 +341,6 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
         signal=found,
     )
     return outcome, optimizer.moments
-
-
-def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter]) -> Snapshot | None:
-    """Set the weights of a run that goes on."""
-    if kept is not None and kept.weights is not None:
-        set_weights(parameters, kept.weights)
-    return kept
 
 
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:

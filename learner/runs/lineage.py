@@ -37,7 +37,7 @@ from sidecar.store.models import ExchangeRow
 
 ACTOR = "learner"
 FORMAT = 3
-"""1 had no `base`, `window`, `code`, `hardware`, `reward`, `kl` and `curves`."""
+"""Runs of 1 and 2 took other steps: they cannot be replayed."""
 
 
 def build_lineage(

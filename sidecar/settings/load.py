@@ -210,7 +210,7 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
 def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
     """parts: the parts of the variable's name, without the prefix."""
     where = [part.lower() for part in parts]
-    if len(where) == 2 and is_removed(*where):
+    if is_removed(".".join(where[:-1]), where[-1]):
         return
     if len(where) == 3 and where[2] in known(*where[:2]) and not _is_table(*where[:2]):
         return

@@ -46,6 +46,23 @@ def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
     ]
 
 
+@pytest.mark.parametrize("by", ["file", "environment"])
+def test_a_removed_key_of_a_table_within_a_section_is_read_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    removed = "warmup_steps = 3\n" if by == "file" else ""
+    path.write_text(f"[learner.advanced]\n{removed}clip_high = 0.5\n")
+    if by == "environment":
+        monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__WARMUP_STEPS", "3")
+
+    with caplog.at_level(logging.WARNING):
+        assert load_settings(path).learner.advanced.clip_high == 0.5
+
+    said = "learner.advanced.warmup_steps is no longer a setting: the rate is whole from the first"
+    assert caplog.messages == [f"{said} step"]
+
+
 def test_a_key_that_moved_keeps_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
