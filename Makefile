@@ -19,7 +19,7 @@ test-all: TIER = 2
 test test-all:
 	@echo "set-up"
 	@scripts/setup tests
-	@scripts/python -m pytest --tier $(TIER) --numprocesses auto --no-loadscope-reorder
+	@scripts/python scripts/tests --tier $(TIER)
 
 check: setup
 	.venv/bin/ruff format --check .

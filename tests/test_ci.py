@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 AGAIN = Path(__file__).resolve().parent.parent / ".ci" / "again"
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
 FAILS_ONCE = """
 from pathlib import Path
 
