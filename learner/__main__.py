@@ -1,4 +1,5 @@
-"""`python -m learner`: the schedule, or with `--once` one run now."""
+"""`python -m learner`: the schedule, or with `--once` one run now, or with `--worker` those of the
+schedule."""
 
 from __future__ import annotations
 
@@ -33,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="one run now; exit 3: nothing, 4: held, 5: no room, 6: stopped",
     )
+    what.add_argument(
+        "--worker",
+        action="store_true",
+        help="the runs that the schedule asks for; standard input is its socket",
+    )
     made.add_argument(
         "--measure",
         action="store_true",
@@ -44,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--project", help="train, or replay, the adapters of this project of serving.own_adapters"
     )
-    made.add_argument("--run-id", default="", help="name of that run; default: a new one")
     made.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     return made
 
@@ -67,6 +72,7 @@ def _main(argv: list[str] | None) -> int:
     from learner.progress.watch import note_missing
     from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
+    from learner.resident import serve
     from learner.schedule.loop import measuring, run_schedule
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
@@ -82,7 +88,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         settings = load_settings(args.config)
         settings = settings.of_line(settings.line_named(args.project))
-        trains = args.once or args.measure or args.replay is not None
+        trains = args.once or args.worker or args.measure or args.replay is not None
         lacks = why_no_packages(scheduled=not trains)
         # Where another machine learns, the schedule only waits, and a run asked of it says this.
         if lacks and (trains or settings.learner.schedule != "manual"):
@@ -106,8 +112,9 @@ def _main(argv: list[str] | None) -> int:
                 trainer = partial(trainer_of, config=args.config)
                 show = shown(sys.stderr)
                 return replay(settings, database, args.replay, trainer=trainer, show=show)
+            if args.worker:
+                return serve(settings, database, args.config, stopping=stopping)
             if args.once:
-                run_id = args.run_id or uuid.uuid4().hex
                 return lead(
                     settings.learner,
                     args.config,
@@ -115,7 +122,7 @@ def _main(argv: list[str] | None) -> int:
                     lambda trainer: run_once(
                         settings,
                         database,
-                        run_id=run_id,
+                        run_id=uuid.uuid4().hex,
                         clock=time.time,
                         stopping=stopping,
                         trainer=trainer,

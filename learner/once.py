@@ -67,6 +67,7 @@ def run_once(
     clock: Callable[[], float],
     stopping: threading.Event,
     trainer: Callable[[], Trainer] | None = None,
+    held: int = 0,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
     held by the reward watch, 5 no room in memory, 6 asked to stop, and the next start goes on.
@@ -74,9 +75,10 @@ def run_once(
     TERM and INT end the run at the next pack; it keeps its groups and its work folder.
     stopping: set when such a signal arrived before this call.
     trainer: made when there is something to learn; None: one process alone.
+    held: bytes of the device that this process has already for the run (`learner.policy.kept`).
     """
     settings = when_unlocked(
-        partial(with_pack_tokens, settings, database, now=clock()),
+        partial(with_pack_tokens, settings, database, now=clock(), held=held),
         stopping=stopping,
         doing="the longest input",
     )
@@ -98,7 +100,7 @@ def run_once(
     if stopping.is_set():
         run.stop()
     try:
-        _check_room(settings)
+        _check_room(settings, held)
         candidate = start_when_free(run.start, wait=stopping.wait)
     except NoRoomError as error:
         sys.stdout.write(f"no room, nothing was trained: {error}\n")
@@ -132,10 +134,12 @@ def _groups_line(counts: Mapping[str, int]) -> str:
     return f"{counted(counts.get('used', 0), 'group')} used; left out: {left}\n"
 
 
-def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:
+def with_pack_tokens(
+    settings: Settings, database: Database, *, now: float, held: int = 0
+) -> Settings:
     """Return the settings with the longest input that the memory holds, where they say `auto`.
 
-    It is told to ingest, which then draws no group for a longer prompt.
+    It is told to ingest, which then draws no group for a longer prompt. held: as `run_once`.
     """
     if settings.learner.pack_tokens:
         return settings
@@ -150,6 +154,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
             settings.learner,
             device,
             answers=settings.groups.size,
+            held=held,
         )
     except DeviceError:  # the run's own error; at the learner's start `learner.ready` tells it
         found = None
@@ -196,7 +201,7 @@ def shown(stream: TextIO) -> Callable[[str], None]:
     return show if stream.isatty() else lambda line: None
 
 
-def _check_room(settings: Settings) -> None:
+def _check_room(settings: Settings, held: int) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
     prepare_torch()
     from learner.policy.adapter_io import open_device
@@ -206,7 +211,7 @@ def _check_room(settings: Settings) -> None:
         device = open_device(settings.learner.device)
     except DeviceError:
         return
-    check_room(settings.serving.base_model_path, settings.learner, device)
+    check_room(settings.serving.base_model_path, settings.learner, device, held)
 
 
 def prepare_torch() -> None:

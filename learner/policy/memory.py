@@ -231,17 +231,19 @@ class Room:
         return min(self.free, int(self.share * self.total))
 
 
-def room_of(device: torch.device, share: float) -> Room | None:
+def room_of(device: torch.device, share: float, held: int) -> Room | None:
     """Measure the memory of a device, within the limit of this process's control group.
 
-    None: it is not known.
+    held: bytes of it that this process has already for the run. None: it is not known.
     """
     free = free_bytes(device)
     if device.type == "cuda":
         total: int | None = int(torch.cuda.mem_get_info(device)[1])
     else:
         total = _ram("MemTotal", lambda: _of_group("memory.max"))
-    return None if free is None or total is None else Room(total=total, free=free, share=share)
+    if free is None or total is None:
+        return None
+    return Room(total=total, free=free + held, share=share)
 
 
 def number_bytes(*, halves: bool, autocast: bool) -> float:
@@ -281,12 +283,14 @@ class Shortage:
     """True: it never fits, whoever else leaves the device."""
 
 
-def check_room(base_model_path: str, settings: Learner, device: torch.device) -> None:
+def check_room(
+    base_model_path: str, settings: Learner, device: torch.device, held: int = 0
+) -> None:
     """Return when a run may begin; also when its needs or the free memory are not known (logged).
 
-    Raises: NoRoomError.
+    held: as `room_of`. Raises: NoRoomError.
     """
-    found = _measured(base_model_path, settings, device)
+    found = _measured(base_model_path, settings, device, held)
     if found is None:
         log.info("room_not_known", base=base_model_path, device=str(device))
         return
@@ -306,7 +310,7 @@ def shortage(base_model_path: str, settings: Learner, device: torch.device) -> S
 
 
 def _measured(
-    base_model_path: str, settings: Learner, device: torch.device
+    base_model_path: str, settings: Learner, device: torch.device, held: int = 0
 ) -> tuple[int, Room] | None:
     """Return the bytes that every run needs, and the device's room; None where one is not known."""
     needed = _needed(base_model_path, settings, device)
@@ -314,7 +318,7 @@ def _measured(
         return None
     # Without cards the processes of a run have one memory, and each reads the base.
     needed *= settings.processes if device.type == "cpu" else 1
-    room = room_of(device, settings.memory_fraction)
+    room = room_of(device, settings.memory_fraction, held)
     return None if room is None else (needed, room)
 
 
@@ -410,11 +414,11 @@ class Reach:
 
 
 def reach(
-    base_model_path: str, settings: Learner, device: torch.device, *, answers: int
+    base_model_path: str, settings: Learner, device: torch.device, *, answers: int, held: int = 0
 ) -> Reach | None:
     """Measure the memory, and return the longest inputs; None where too little is known.
 
-    answers: of a group (`groups.size`).
+    answers: of a group (`groups.size`). held: as `room_of`.
     Masks of all pairs of tokens, and their scores, are counted for models that are known to need
     them by their config. Where a form turns out to be none for a device only once a model is loaded
     (`learner.policy.attention`), what does not fit is left out (`out_of_memory`).
@@ -422,7 +426,7 @@ def reach(
     autocast = wants_autocast(settings.precision, device)
     # In fp32 a card takes the form `paths`, which copies keys for each query of a group.
     base = known_base(base_model_path, grouped=autocast and takes_grouped_heads())
-    room = room_of(device, settings.memory_fraction)
+    room = room_of(device, settings.memory_fraction, held)
     if base is None or room is None:
         return None
     found = longest_input(

@@ -1,4 +1,4 @@
-"""Run the learner on its schedule. Each run is a child process, which frees its memory at its end.
+"""Run the learner on its schedule. A child process does the runs (`learner.resident`).
 
 Every `POLL_S` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
@@ -9,13 +9,16 @@ wait; it is due again when that run failed or found no room (`hold`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC
@@ -34,6 +37,7 @@ from learner.command import (
     NO_ROOM,
     NO_ROOM_FLAG,
     NOTHING_TO_LEARN,
+    RENEW,
     STOPPED,
     TRAINED,
     learner_command,
@@ -144,6 +148,10 @@ DUE_FLAG = "learner_due"
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
+IDLE_S = 900.0
+"""How long a process that keeps a base waits for its next run. It saves a run about 15 s of CPU
+(docs/log.md) and holds the base's memory, on a card too. Longer than `HELD_S`, after which what
+waits asks again; the next run of a line whose canary is undecided is hours away."""
 STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
 
@@ -160,27 +168,41 @@ class Child(Protocol):
         ...
 
 
-class ChildProcess:
-    """A process of `python -m learner --once`.
+class Worker:
+    """The process of `python -m learner --worker`, which does the runs of all lines, one at a time.
 
-    The kernel stops it when the thread that started it dies: that is APScheduler's thread, which
-    lives as long as this process.
+    It is started when a run is asked for and none is there. As a `Child` it is the newest run. The
+    kernel stops it when the thread that started it dies: that is APScheduler's thread, which lives
+    as long as this process.
     """
 
-    def __init__(self, run_id: str, config: Path | None, project: str | None = None) -> None:
-        """project: whose line of adapters it trains; None: the default line."""
-        words = ["--once", "--run-id", run_id, "--nice", str(NICENESS)]
-        words += ["--project", project] if project is not None else []
-        self._process = subprocess.Popen(
-            learner_command(config, *words),
-            stdin=subprocess.DEVNULL,
-            env=own_environment(os.environ),
-        )
+    def __init__(self, config: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._command = learner_command(config, "--worker", "--nice", str(NICENESS))
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = b""
+        self._code: int | None = None
+        self._ended_at = 0.0
+
+    def launch(self, run_id: str, project: str | None = None) -> Worker:
+        """Ask for a run. project: whose line of adapters it trains; None: the default line."""
+        self._asked = json.dumps({"run_id": run_id, "project": project}).encode() + b"\n"
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()
+        self._ask()
+        return self
 
     def exit_code(self) -> int | None:
-        return self._process.poll()
+        self._see()
+        if self._code == RENEW:
+            self._forget()
+            self._ask()
+        return self._code
 
     def stop(self) -> None:
+        """Ask the process to end, whether it runs or waits, and wait until it has."""
+        if self._process is None:
+            return
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -188,6 +210,40 @@ class ChildProcess:
             log.warning("run_killed", pid=self._process.pid, after_s=STOP_TIMEOUT_S)
             self._process.kill()
             self._process.wait()
+        self._see()
+        self._forget()
+
+    def rest(self) -> None:
+        """Stop the process when it has waited for `IDLE_S`."""
+        waits = self._process is not None and self._code is not None
+        if waits and self._clock() - self._ended_at >= IDLE_S:
+            self.stop()
+            log.info("worker_stopped", idle_s=IDLE_S)
+
+    def _ask(self) -> None:
+        if self._process is None:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    self._command, stdin=theirs, env=own_environment(os.environ)
+                )
+        self._code = None
+        with suppress(OSError):  # it is gone: `exit_code` says how
+            self._control.sendall(self._asked)
+
+    def _see(self) -> None:
+        """Note how the run ended, if it has. Its process may end behind its answer."""
+        if self._process is None or self._code is not None:
+            return
+        code, told = self._process.poll(), b""
+        with suppress(BlockingIOError, ConnectionResetError):
+            told = self._control.recv(1, socket.MSG_DONTWAIT)
+        self._code, self._ended_at = told[0] if told else code, self._clock()
+
+    def _forget(self) -> None:
+        """Drop a process that has ended."""
+        self._control.close()
+        self._process = None
 
 
 class Schedule:
@@ -439,22 +495,29 @@ def run_schedule(
 
     Returns: the exit code, 0. Raises: SettingsError when `learner.cron` is no cron expression.
     """
+    worker = Worker(config)
     schedules = [
         Schedule(
             settings.of_line(line),
             database,
-            partial(ChildProcess, config=config, project=line.project),
+            partial(worker.launch, project=line.project),
             clock=clock,
         )
         for line in settings.lines
     ]
     turns = InTurn(schedules)
-    ticking = start_clock(POLL_S, turns.poll)
+
+    def poll() -> None:
+        turns.poll()
+        worker.rest()
+
+    ticking = start_clock(POLL_S, poll)
     log.info("learn_ready", schedule=settings.learner.schedule, lines=len(schedules))
     tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)
     turns.stop()
+    worker.stop()
     log.info("learner_stopped")
     return 0
 
