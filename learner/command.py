@@ -10,7 +10,7 @@ from sidecar.processes import own_python
 TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
 """Exit codes of one run (`learner.once`)."""
 RENEW = 7
-"""Exit code of a process that a run would find outdated: it begins in a fresh one."""
+"""Exit code of a worker before a run that is to be asked of a fresh one."""
 NO_ROOM_FLAG = "learner_no_room"
 """Flag of the store: why the last run that was refused did not fit. The schedule tells it on."""
 

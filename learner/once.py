@@ -1,4 +1,4 @@
-"""One run now: its output and its exit code, in one process or in several.
+"""One run now, or several: their output and exit codes, in one process or in several.
 
 Of several processes the first has the store; what it does is `run_once`. The others get their work
 from it, compute, and end (`follow`). Under a launcher such as torchrun, which takes every exit code
@@ -7,13 +7,13 @@ but 0 for a failure of the job, a run that had nothing to do ends with 0.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -27,6 +27,7 @@ from learner.command import (
     NO_ROOM,
     NO_ROOM_FLAG,
     NOTHING_TO_LEARN,
+    RENEW,
     STOPPED,
     TRAINED,
 )
@@ -40,13 +41,14 @@ from learner.errors import (
     UnpublishedError,
 )
 from learner.explain import explain
+from learner.origin import CACHE, base_digest, library_versions
 from learner.patience import when_unlocked
 from learner.records import Candidate
 from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
-from sidecar.settings import Learner, Settings, Telemetry
+from sidecar.settings import Learner, Settings, Telemetry, load_settings
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.visible import counted
 
@@ -67,7 +69,6 @@ def run_once(
     clock: Callable[[], float],
     stopping: threading.Event,
     trainer: Callable[[], Trainer] | None = None,
-    held: int = 0,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
     held by the reward watch, 5 no room in memory, 6 asked to stop, and the next start goes on.
@@ -75,10 +76,9 @@ def run_once(
     TERM and INT end the run at the next pack; it keeps its groups and its work folder.
     stopping: set when such a signal arrived before this call.
     trainer: made when there is something to learn; None: one process alone.
-    held: bytes of the device that this process has already for the run (`learner.policy.kept`).
     """
     settings = when_unlocked(
-        partial(with_pack_tokens, settings, database, now=clock(), held=held),
+        partial(with_pack_tokens, settings, database, now=clock()),
         stopping=stopping,
         doing="the longest input",
     )
@@ -100,7 +100,7 @@ def run_once(
     if stopping.is_set():
         run.stop()
     try:
-        _check_room(settings, held)
+        _check_room(settings)
         candidate = start_when_free(run.start, wait=stopping.wait)
     except NoRoomError as error:
         sys.stdout.write(f"no room, nothing was trained: {error}\n")
@@ -134,16 +134,13 @@ def _groups_line(counts: Mapping[str, int]) -> str:
     return f"{counted(counts.get('used', 0), 'group')} used; left out: {left}\n"
 
 
-def with_pack_tokens(
-    settings: Settings, database: Database, *, now: float, held: int = 0
-) -> Settings:
+def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:
     """Return the settings with the longest input that the memory holds, where they say `auto`.
 
-    It is told to ingest, which then draws no group for a longer prompt. held: as `run_once`.
+    It is told to ingest, which then draws no group for a longer prompt.
     """
     if settings.learner.pack_tokens:
         return settings
-    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import reach
 
@@ -154,7 +151,6 @@ def with_pack_tokens(
             settings.learner,
             device,
             answers=settings.groups.size,
-            held=held,
         )
     except DeviceError:  # the run's own error; at the learner's start `learner.ready` tells it
         found = None
@@ -201,9 +197,8 @@ def shown(stream: TextIO) -> Callable[[str], None]:
     return show if stream.isatty() else lambda line: None
 
 
-def _check_room(settings: Settings, held: int) -> None:
+def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
-    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import check_room
 
@@ -211,23 +206,63 @@ def _check_room(settings: Settings, held: int) -> None:
         device = open_device(settings.learner.device)
     except DeviceError:
         return
-    check_room(settings.serving.base_model_path, settings.learner, device, held)
-
-
-def prepare_torch() -> None:
-    """Set what torch reads at its import."""
-    # torch reads this at import. Threads that spin while they wait for each other take CPU time
-    # from vLLM, and stall when they are preempted: on two busy cores a step ran 5 times faster with
-    # this setting, on idle cores 1.2 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    check_room(settings.serving.base_model_path, settings.learner, device)
 
 
 def torch_trainer() -> Trainer:
     """Return the real trainer."""
-    prepare_torch()
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()
+
+
+# The runs of a schedule, one after the other, in a process that keeps torch and the base.
+
+
+def serve(
+    schedule: Connection,
+    settings: Settings,
+    config: Path | None,
+    run: Callable[..., int],
+    *,
+    stopping: threading.Event,
+) -> int:
+    """Do the runs of all lines that `learner.schedule.loop.Worker` asks for.
+
+    schedule: a run's id and project come in; its exit code goes out, if the process goes on. It
+    ends with that code after a run that failed, was stopped or found no room, and where a fresh
+    process is safer; with RENEW before a run that would not begin as it did.
+    settings: as `config` has them. stopping: set at a signal. Raises: SettingsError.
+    """
+    from learner.policy.kept import KEPT  # torch takes seconds to load
+
+    def present(found: Settings) -> tuple[object, ...]:
+        base = base_digest(found.serving.base_model_path, found.state_dir / CACHE)
+        return found, base, library_versions()
+
+    KEPT.keeps, began = True, present(settings)
+    while True:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Until a run sets its own there is nothing to leave to the next start.
+            signal.signal(number, lambda *_: sys.exit(STOPPED))
+        try:
+            run_id, project = schedule.recv() if not stopping.is_set() else sys.exit(STOPPED)
+        except EOFError:
+            return STOPPED
+        now = load_settings(config)
+        if present(now) != began:
+            log.info("worker_renewed", why="settings, base or libraries are not as they were")
+            return RENEW
+        trainer = partial(trainer_of, now.learner, config)
+        code = run(now.of_line(now.line_named(project)), run_id=run_id, trainer=trainer)
+        if code not in (TRAINED, NOTHING_TO_LEARN, HELD) or now.learner.processes > 1:
+            return code
+        if why := KEPT.rest():
+            log.warning("worker_given_up", why=why)
+            return code
+        with suppress(OSError):  # as in `shown`; and a schedule that is gone asks no more
+            schedule.send(code)
+            sys.stdout.flush()
 
 
 # One run over several processes: what the first one and the others do.
@@ -264,7 +299,6 @@ def lead(
 
 def follow(settings: Learner, place: Place) -> int:
     """Do the work of another process than the first. Returns: the exit code."""
-    prepare_torch()
     structlog.contextvars.bind_contextvars(rank=place.rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
     from learner.distributed.trainer import joined, work
@@ -304,7 +338,6 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
     """Return the trainer with as many processes, on this machine, as the settings say."""
     if settings.processes == 1:
         return torch_trainer()
-    prepare_torch()
     from learner.distributed.trainer import RankedTrainer, started
 
     place = Place(0, settings.processes, 0, settings.processes)
@@ -312,7 +345,6 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
 
 
 def _joining(settings: Learner, place: Place) -> Trainer:
-    prepare_torch()
     from learner.distributed.trainer import RankedTrainer, joined
 
     return RankedTrainer(lambda: joined(place, settings), place)

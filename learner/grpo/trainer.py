@@ -46,7 +46,6 @@ from learner.grpo.checks import (
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
 from learner.policy.adapter_io import ADAPTER, load_policy
-from learner.policy.kept import KeptBase
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
 from learner.policy.packing import Pack, bundles, joined, keys_of
@@ -219,10 +218,6 @@ class _GroupsFailed(Exception):
 class GrpoTrainer:
     """Implements `Trainer` with torch."""
 
-    def __init__(self, kept: KeptBase | None = None) -> None:
-        """kept: the base that this process keeps for its runs; None: it loads one."""
-        self._kept = kept
-
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Load the policy, check the groups, run the steps, save the adapter.
 
@@ -232,7 +227,7 @@ class GrpoTrainer:
         job.report("")
         if job.settings.threads:
             torch.set_num_threads(job.settings.threads)
-        policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks, self._kept)
+        policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         _require_same(policy, job)
         longest, gathered = _longest(policy, job)
         prepared = prepare(

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from learner.origin import not_plain_lora
 from learner.policy.architecture import LONGROPE, adapted_layers, architecture, fix_positions
 from learner.policy.attention import use_form
 from learner.policy.costs import Prices, prices, sizes
-from learner.policy.kept import KeptBase
+from learner.policy.kept import KEPT
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.memory import is_out_of_memory, limit_torch
 from learner.policy.self_test import checked, refusal
@@ -72,17 +71,11 @@ def base_dtype(device: torch.device, *, autocast: bool) -> torch.dtype:
 
 
 def load_policy(
-    base_model_path: str,
-    parent: Parent,
-    settings: Learner,
-    ranks: Ranks | None = None,
-    kept: KeptBase | None = None,
+    base_model_path: str, parent: Parent, settings: Learner, ranks: Ranks | None = None
 ) -> Policy:
     """Load the base with the parent's adapter, or with a fresh one that has no effect yet.
 
     ranks: put the model onto the device; None: it is this process's alone.
-    kept: has the base, or gets it, if the process is alone with it; always of the same path and
-        settings.
 
     Raises: DeviceError; OutOfMemoryError; ParentError when the base or the parent is missing,
         broken, quantised or of another shape.
@@ -100,14 +93,15 @@ def load_policy(
         shape = architecture(config.get_text_config())
         if shape.refused:
             raise ParentError(refusal(base_model_path, shape.refused))
-        # None: torch's own kernel where the model takes it, else the model's code.
-        load = partial(
-            AutoModelForCausalLM.from_pretrained,
-            base_model_path,
-            dtype=dtype,
-            attn_implementation="eager" if shape.eager else None,
-        )
-        base = load() if kept is None else kept.copy(lambda: load().to(device))
+
+        def load() -> Any:  # Any: as above
+            # None: torch's own kernel where the model takes it, else the model's code.
+            return AutoModelForCausalLM.from_pretrained(
+                base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
+            )
+
+        alone = (ranks or Alone()).size == 1
+        base = KEPT.copy(lambda: load().to(device)) if alone else load()
         if shape.by_length:
             # Until the records tell (`follow_server`). Only long factors serve any length.
             fix_positions(base, stretched=shape.by_length == LONGROPE)

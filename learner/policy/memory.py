@@ -39,6 +39,7 @@ from learner.policy.costs import (
     sizes,
     with_allocator,
 )
+from learner.policy.kept import KEPT
 from learner.policy.logprobs import Policy, wants_autocast
 from sidecar.settings import Learner
 from sidecar.settings.training import SHORT_PACK
@@ -231,10 +232,10 @@ class Room:
         return min(self.free, int(self.share * self.total))
 
 
-def room_of(device: torch.device, share: float, held: int) -> Room | None:
+def room_of(device: torch.device, share: float) -> Room | None:
     """Measure the memory of a device, within the limit of this process's control group.
 
-    held: bytes of it that this process has already for the run. None: it is not known.
+    None: it is not known.
     """
     free = free_bytes(device)
     if device.type == "cuda":
@@ -243,7 +244,7 @@ def room_of(device: torch.device, share: float, held: int) -> Room | None:
         total = _ram("MemTotal", lambda: _of_group("memory.max"))
     if free is None or total is None:
         return None
-    return Room(total=total, free=free + held, share=share)
+    return Room(total=total, free=free + KEPT.held, share=share)
 
 
 def number_bytes(*, halves: bool, autocast: bool) -> float:
@@ -283,14 +284,12 @@ class Shortage:
     """True: it never fits, whoever else leaves the device."""
 
 
-def check_room(
-    base_model_path: str, settings: Learner, device: torch.device, held: int = 0
-) -> None:
+def check_room(base_model_path: str, settings: Learner, device: torch.device) -> None:
     """Return when a run may begin; also when its needs or the free memory are not known (logged).
 
-    held: as `room_of`. Raises: NoRoomError.
+    Raises: NoRoomError.
     """
-    found = _measured(base_model_path, settings, device, held)
+    found = _measured(base_model_path, settings, device)
     if found is None:
         log.info("room_not_known", base=base_model_path, device=str(device))
         return
@@ -310,7 +309,7 @@ def shortage(base_model_path: str, settings: Learner, device: torch.device) -> S
 
 
 def _measured(
-    base_model_path: str, settings: Learner, device: torch.device, held: int = 0
+    base_model_path: str, settings: Learner, device: torch.device
 ) -> tuple[int, Room] | None:
     """Return the bytes that every run needs, and the device's room; None where one is not known."""
     needed = _needed(base_model_path, settings, device)
@@ -318,7 +317,7 @@ def _measured(
         return None
     # Without cards the processes of a run have one memory, and each reads the base.
     needed *= settings.processes if device.type == "cpu" else 1
-    room = room_of(device, settings.memory_fraction, held)
+    room = room_of(device, settings.memory_fraction)
     return None if room is None else (needed, room)
 
 
@@ -414,11 +413,11 @@ class Reach:
 
 
 def reach(
-    base_model_path: str, settings: Learner, device: torch.device, *, answers: int, held: int = 0
+    base_model_path: str, settings: Learner, device: torch.device, *, answers: int
 ) -> Reach | None:
     """Measure the memory, and return the longest inputs; None where too little is known.
 
-    answers: of a group (`groups.size`). held: as `room_of`.
+    answers: of a group (`groups.size`).
     Masks of all pairs of tokens, and their scores, are counted for models that are known to need
     them by their config. Where a form turns out to be none for a device only once a model is loaded
     (`learner.policy.attention`), what does not fit is left out (`out_of_memory`).
@@ -426,7 +425,7 @@ def reach(
     autocast = wants_autocast(settings.precision, device)
     # In fp32 a card takes the form `paths`, which copies keys for each query of a group.
     base = known_base(base_model_path, grouped=autocast and takes_grouped_heads())
-    room = room_of(device, settings.memory_fraction, held)
+    room = room_of(device, settings.memory_fraction)
     if base is None or room is None:
         return None
     found = longest_input(

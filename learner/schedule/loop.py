@@ -1,4 +1,4 @@
-"""Run the learner on its schedule. A child process does the runs (`learner.resident`).
+"""Run the learner on its schedule. A child process does the runs of all lines (`Worker`).
 
 Every `POLL_S` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
@@ -9,22 +9,20 @@ wait; it is due again when that run failed or found no room (`hold`).
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
-from threading import Thread
 from typing import Protocol
 
 import structlog
@@ -149,9 +147,8 @@ NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
 IDLE_S = 900.0
-"""How long a process that keeps a base waits for its next run. It saves a run about 15 s of CPU
-(docs/log.md) and holds the base's memory, on a card too. Longer than `HELD_S`, after which what
-waits asks again; the next run of a line whose canary is undecided is hours away."""
+"""How long a process that keeps a base waits for its next run: longer than `HELD_S`, after which
+what was held asks again. It saves a run 16 s of CPU (docs/log.md), and holds the base's memory."""
 STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
 
@@ -169,38 +166,55 @@ class Child(Protocol):
 
 
 class Worker:
-    """The process of `python -m learner --worker`, which does the runs of all lines, one at a time.
+    """The process that does the runs (`learner.once.serve`), one at a time; as a `Child`, its run.
 
-    It is started when a run is asked for and none is there. As a `Child` it is the newest run. The
-    kernel stops it when the thread that started it dies: that is APScheduler's thread, which lives
-    as long as this process.
+    It is started when a run is asked for and it is not there. The kernel stops it when the thread
+    that started it dies: APScheduler's or the main one, which live as long as this process.
     """
 
-    def __init__(self, config: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._command = learner_command(config, "--worker", "--nice", str(NICENESS))
-        self._clock = clock
+    def __init__(self, config: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = b""
+        self._asked: tuple[str, str | None] = ("", None)
         self._code: int | None = None
-        self._ended_at = 0.0
+        self._ended_at = clock()
+
+    def start(self, *words: str) -> None:
+        """Start the process. words: of its command line; it does what they say before a run."""
+        self._connection, theirs = Pipe()
+        words = ("--worker", str(theirs.fileno()), "--nice", str(NICENESS), *words)
+        with theirs:
+            self._process = subprocess.Popen(
+                learner_command(self._config, *words),
+                stdin=subprocess.DEVNULL,
+                env=own_environment(os.environ),
+                pass_fds=[theirs.fileno()],
+            )
 
     def launch(self, run_id: str, project: str | None = None) -> Worker:
         """Ask for a run. project: whose line of adapters it trains; None: the default line."""
-        self._asked = json.dumps({"run_id": run_id, "project": project}).encode() + b"\n"
-        if self._process is not None and self._process.poll() is not None:
-            self._forget()
-        self._ask()
+        code = self._process.poll() if self._process is not None else STOPPED
+        if code not in (None, self._code, STOPPED, RENEW):
+            log.warning("worker_died_idle", exit_code=code)
+        self._asked, self._code = (run_id, project), None
+        if code is not None:
+            self.start()
+        with suppress(OSError):  # it is gone: `exit_code` says how
+            self._connection.send(self._asked)
         return self
 
     def exit_code(self) -> int | None:
-        self._see()
-        if self._code == RENEW:
-            self._forget()
-            self._ask()
+        if self._code is None and self._process is not None:
+            code = self._process.poll()
+            with suppress(EOFError, OSError):  # it has ended, or is about to
+                code = self._connection.recv() if self._connection.poll() else code
+            if code == RENEW:
+                self.launch(*self._asked)
+                return None
+            self._code, self._ended_at = code, self._clock()
         return self._code
 
     def stop(self) -> None:
-        """Ask the process to end, whether it runs or waits, and wait until it has."""
         if self._process is None:
             return
         self._process.terminate()
@@ -210,40 +224,12 @@ class Worker:
             log.warning("run_killed", pid=self._process.pid, after_s=STOP_TIMEOUT_S)
             self._process.kill()
             self._process.wait()
-        self._see()
-        self._forget()
 
     def rest(self) -> None:
-        """Stop the process when it has waited for `IDLE_S`."""
-        waits = self._process is not None and self._code is not None
+        """Stop the process when it has waited for `IDLE_S`, so that others have its memory."""
+        waits = self._code is not None or not self._asked[0]
         if waits and self._clock() - self._ended_at >= IDLE_S:
             self.stop()
-            log.info("worker_stopped", idle_s=IDLE_S)
-
-    def _ask(self) -> None:
-        if self._process is None:
-            self._control, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(
-                    self._command, stdin=theirs, env=own_environment(os.environ)
-                )
-        self._code = None
-        with suppress(OSError):  # it is gone: `exit_code` says how
-            self._control.sendall(self._asked)
-
-    def _see(self) -> None:
-        """Note how the run ended, if it has. Its process may end behind its answer."""
-        if self._process is None or self._code is not None:
-            return
-        code, told = self._process.poll(), b""
-        with suppress(BlockingIOError, ConnectionResetError):
-            told = self._control.recv(1, socket.MSG_DONTWAIT)
-        self._code, self._ended_at = told[0] if told else code, self._clock()
-
-    def _forget(self) -> None:
-        """Drop a process that has ended."""
-        self._control.close()
-        self._process = None
 
 
 class Schedule:
@@ -490,9 +476,11 @@ def run_schedule(
     *,
     clock: Callable[[], float],
     stopping: threading.Event,
+    measure: bool = False,
 ) -> int:
     """Run the schedules of all lines until `stopping` is set.
 
+    measure: begin with what `--measure` does, in the process of the runs: this one loads no torch.
     Returns: the exit code, 0. Raises: SettingsError when `learner.cron` is no cron expression.
     """
     worker = Worker(config)
@@ -506,6 +494,8 @@ def run_schedule(
         for line in settings.lines
     ]
     turns = InTurn(schedules)
+    if measure:
+        worker.start("--measure")
 
     def poll() -> None:
         turns.poll()
@@ -520,44 +510,3 @@ def run_schedule(
     worker.stop()
     log.info("learner_stopped")
     return 0
-
-
-# Tell ingest how long an input can be trained on, beside the schedule of a learner that starts.
-
-MEASURE_S = 300.0
-"""torch takes seconds to load, and minutes on a machine that is busy."""
-WATCHER = "pack-tokens"
-"""Name of the thread that waits for the process."""
-
-
-@contextmanager
-def measuring(config: Path | None) -> Iterator[None]:
-    """Run `python -m learner --measure` in a process of its own: the schedule loads no torch and
-    does not wait. The process ends with the block at the latest.
-
-    A measurement that fails costs nothing but itself (logged): each run measures again.
-    """
-    command = learner_command(config, "--measure")
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own_environment(os.environ))
-    stopped = False
-
-    def watch() -> None:
-        try:
-            code: int | None = child.wait(MEASURE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            code = None
-        # TERM: whoever stops this process may stop its group.
-        if code not in (0, -signal.SIGTERM) and not stopped:
-            log.warning("pack_tokens_not_measured", exit_code=code)
-
-    watcher = Thread(target=watch, name=WATCHER)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stopped = True
-        child.kill()  # it is in one of two states: nothing written, or one committed transaction
-        child.wait()
-        watcher.join()

@@ -132,6 +132,6 @@ def test_a_lock_at_the_start_is_waited_for(
     config.write_text(f'state_dir = "{tmp_path}/state"\n[store]\nurl = "{database.url}"\n')
     upgrade = refusing(iter([LOCKED] * 2), Database.upgrade)
     monkeypatch.setattr(Database, "upgrade", upgrade)
-    monkeypatch.setattr(once, "_check_room", lambda *_: None)
+    monkeypatch.setattr(once, "_check_room", lambda _: None)
 
     assert main(["--once", "--config", str(config)]) == 3

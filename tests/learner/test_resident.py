@@ -9,6 +9,7 @@ import socket
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,17 +86,15 @@ class Worker:
             arguments = (str(path), str(kill_at), "--config", str(config))
             self.process: Forked = fork("support.resident_worker", *arguments, out=self.out)
             listening.settimeout(300)
-            self.control, _ = listening.accept()
+            self.control = Connection(listening.accept()[0].detach())
 
     def run(self, run_id: str, project: str | None = None) -> int | None:
         """Returns: the exit code that it tells; None: it ended instead."""
-        asked = json.dumps({"run_id": run_id, "project": project})
-        self.control.sendall(f"{asked}\n".encode())
+        self.control.send((run_id, project))
         try:
-            told = self.control.recv(1)
-        except ConnectionResetError:
+            return int(self.control.recv())
+        except (EOFError, ConnectionResetError):
             return None
-        return told[0] if told else None
 
     def ended(self) -> int:
         return self.process.wait(300)
@@ -272,5 +271,6 @@ def test_a_signal_ends_it_while_it_waits(
     assert one.run("r0") == 3
     one.process.send_signal(signal.SIGTERM)
 
-    assert one.control.recv(1) == b""
+    with pytest.raises(EOFError):
+        one.control.recv()
     assert one.ended() == STOPPED

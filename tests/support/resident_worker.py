@@ -1,6 +1,6 @@
 """`python -m learner --worker` in a forked process (`support.forking`).
 
-Arguments: the path of the socket that becomes standard input; the number of the optimiser step, of
+Arguments: the path of the socket to its schedule; the number of the optimiser step, of
 all runs, before whose end the process kills itself, 0 for none; the arguments of the learner. What
 it prints at its end is torch's global state, before its first run and after its last.
 """
@@ -56,16 +56,15 @@ def killing(number: int, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def main(arguments: list[str]) -> int:
     path, kill_at, *of_learner = arguments
-    with socket.socket(socket.AF_UNIX) as control:
-        control.connect(path)
-        os.dup2(control.fileno(), 0)
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(path)
     learner.progress.export.draw = draw_nothing
     trainer: Any = learner.grpo.trainer
     trainer.step_metrics = killing(int(kill_at), trainer.step_metrics)
     torch.set_num_threads(1)
     before = state()
     try:
-        return learner.__main__.main(["--worker", *of_learner])
+        return learner.__main__.main(["--worker", str(control.detach()), *of_learner])
     finally:
         sys.stdout.write(json.dumps([before, state()]) + "\n")
         sys.stdout.flush()

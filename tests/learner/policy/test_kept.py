@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from learner.policy import adapter_io, memory
 from learner.policy import kept as module
 from learner.policy.adapter_io import load_policy
 from learner.policy.kept import GROWTH, KeptBase
@@ -25,10 +26,11 @@ def load(tiny_base: Path) -> Any:
 
 
 def test_what_a_run_does_to_modules_is_gone_with_its_copy(
-    tiny_base: Path, learner_settings: Learner, load: Any
+    tiny_base: Path, learner_settings: Learner, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptBase()
-    policy = load_policy(str(tiny_base), Parent(name="base"), learner_settings, None, kept)
+    kept = KeptBase(keeps=True)
+    monkeypatch.setattr(adapter_io, "KEPT", kept)
+    policy = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
     recompute_layers(policy)
     policy.model.get_base_model().get_decoder().register_forward_hook(lambda *_: None)
 
@@ -48,7 +50,7 @@ def test_what_a_run_does_to_modules_is_gone_with_its_copy(
 
 
 def test_a_changed_weight_is_found(load: Any) -> None:
-    kept = KeptBase()
+    kept = KeptBase(keeps=True)
     base = kept.copy(load)
     assert kept.rest() == ""
 
@@ -60,7 +62,7 @@ def test_a_changed_weight_is_found(load: Any) -> None:
 def test_a_process_that_grows_is_given_up(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     used = 100 << 20
     monkeypatch.setattr(module, "_anonymous_bytes", lambda: used)
-    kept = KeptBase()
+    kept = KeptBase(keeps=True)
     used = 70 << 20
     assert kept.rest() == "", "before its first base there is nothing to compare with"
     kept.copy(load)
@@ -79,11 +81,12 @@ def test_what_the_base_takes_is_room_for_the_next_run(
 ) -> None:
     grown = iter((5_000, 9_000))
     monkeypatch.setattr(module, "_anonymous_bytes", lambda: next(grown))
-    kept = KeptBase()
+    kept = KeptBase(keeps=True)
     kept.copy(load)
-    monkeypatch.setattr("learner.policy.memory.free_bytes", lambda _: 1_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1_000)
+    monkeypatch.setattr(memory, "KEPT", kept)
 
-    room = room_of(CPU, 1.0, kept.held)
+    room = room_of(CPU, 1.0)
 
     assert room is not None
     assert (kept.held, room.free) == (4_000, 5_000)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from learner import command
 from learner.schedule.loop import IDLE_S, Worker
@@ -16,21 +17,28 @@ from support.clock import Clock
 from support.processes import is_alive, until
 
 PROGRAM = """
-import json, os, signal, socket, sys
-control = socket.socket(fileno=0)
-for number, line in enumerate(control.makefile()):
-    asked = json.loads(line)
-    if asked["run_id"] == "other base" and number:
-        sys.exit(7)
+import itertools, os, signal, sys
+from multiprocessing.connection import Connection
+
+def note(*words):
     with open({told!r}, "a") as file:
-        print(os.getpid(), asked["run_id"], asked["project"], file=file)
-    if asked["run_id"] == "killed":
+        print(os.getpid(), *words, file=file)
+
+if "--measure" in sys.argv:
+    note("measures")
+schedule = Connection(int(sys.argv[sys.argv.index("--worker") + 1]))
+for number in itertools.count():
+    run_id, project = schedule.recv()
+    if run_id == "other base" and number:
+        sys.exit(7)
+    note(run_id, project)
+    if run_id == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if asked["run_id"] == "fails":
+    if run_id == "fails":
         sys.exit(1)
-    if asked["run_id"] == "waits":
+    if run_id == "waits":
         signal.pause()
-    control.send(bytes([3 if asked["run_id"] == "nothing" else 0]))
+    schedule.send(3 if run_id == "nothing" else 0)
 """
 
 
@@ -66,7 +74,10 @@ def clock() -> Clock:
 @pytest.fixture
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Kit]:
     program = PROGRAM.format(told=str(tmp_path / "told"))
-    monkeypatch.setattr(command, "own_python", lambda *_: (sys.executable, "-c", program))
+    monkeypatch.setattr(
+        command, "own_python", lambda _, *words: (sys.executable, "-c", program, *words)
+    )
+    (tmp_path / "told").touch()
     worker = Worker(None, clock=clock)
     yield Kit(worker, tmp_path / "told")
     worker.stop()
@@ -92,13 +103,28 @@ def test_a_process_that_was_killed_while_it_waited_costs_no_run(kit: Kit) -> Non
     until(lambda: not is_alive(pid))
 
     assert kit.worker.exit_code() == 0
-    assert kit.run("b") == 0
+    with capture_logs() as logs:
+        assert kit.run("b") == 0
+    assert [(one["event"], one["exit_code"]) for one in logs] == [("worker_died_idle", -9)]
     assert kit.told == [(0, "a None"), (1, "b None")]
 
 
 def test_a_run_that_finds_its_process_outdated_is_asked_of_a_fresh_one(kit: Kit) -> None:
     assert [kit.run("a"), kit.run("other base", "support")] == [0, 0]
     assert kit.told == [(0, "a None"), (1, "other base support")]
+
+
+def test_it_measures_before_its_first_run_and_ends_if_none_comes(kit: Kit, clock: Clock) -> None:
+    kit.worker.start("--measure")
+    until(lambda: kit.told == [(0, "measures")])
+    assert kit.run("a") == 0
+    assert kit.told == [(0, "measures"), (0, "a None")]
+    kit.worker.stop()
+    kit.worker.start("--measure")
+    until(lambda: kit.told[-1] == (1, "measures"))
+    clock.now += IDLE_S
+    kit.worker.rest()
+    assert not is_alive(kit.pid)
 
 
 def test_it_ends_when_it_has_waited_and_not_while_a_run_goes_on(kit: Kit, clock: Clock) -> None:
