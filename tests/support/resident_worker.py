@@ -65,6 +65,8 @@ def main(arguments: list[str]) -> int:
     before = state()
     try:
         return learner.__main__.main(["--worker", str(control.detach()), *of_learner])
+    except SystemExit as end:  # whoever forked this process does not know it
+        return int(str(end.code))
     finally:
         sys.stdout.write(json.dumps([before, state()]) + "\n")
         sys.stdout.flush()
