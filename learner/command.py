@@ -9,6 +9,8 @@ from sidecar.processes import own_python
 
 TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM, STOPPED = 0, 1, 3, 4, 5, 6
 """Exit codes of one run (`learner.once`)."""
+RENEW = 7
+"""Exit code of a worker before a run that is to be asked of a fresh one."""
 NO_ROOM_FLAG = "learner_no_room"
 """Flag of the store: why the last run that was refused did not fit. The schedule tells it on."""
 

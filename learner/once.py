@@ -1,4 +1,4 @@
-"""One run now: its output and its exit code, in one process or in several.
+"""One run now, or several: their output and exit codes, in one process or in several.
 
 Of several processes the first has the store; what it does is `run_once`. The others get their work
 from it, compute, and end (`follow`). Under a launcher such as torchrun, which takes every exit code
@@ -7,13 +7,13 @@ but 0 for a failure of the job, a run that had nothing to do ends with 0.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -27,6 +27,7 @@ from learner.command import (
     NO_ROOM,
     NO_ROOM_FLAG,
     NOTHING_TO_LEARN,
+    RENEW,
     STOPPED,
     TRAINED,
 )
@@ -40,13 +41,14 @@ from learner.errors import (
     UnpublishedError,
 )
 from learner.explain import explain
+from learner.origin import CACHE, base_digest, library_versions
 from learner.patience import when_unlocked
 from learner.records import Candidate
 from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
 from sidecar.lines import flag_of
-from sidecar.settings import Learner, Settings, Telemetry
+from sidecar.settings import Learner, Settings, Telemetry, load_settings
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.visible import counted
 
@@ -139,7 +141,6 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
     """
     if settings.learner.pack_tokens:
         return settings
-    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import reach
 
@@ -198,7 +199,6 @@ def shown(stream: TextIO) -> Callable[[str], None]:
 
 def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
-    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import check_room
 
@@ -209,20 +209,60 @@ def _check_room(settings: Settings) -> None:
     check_room(settings.serving.base_model_path, settings.learner, device)
 
 
-def prepare_torch() -> None:
-    """Set what torch reads at its import."""
-    # torch reads this at import. Threads that spin while they wait for each other take CPU time
-    # from vLLM, and stall when they are preempted: on two busy cores a step ran 5 times faster with
-    # this setting, on idle cores 1.2 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def torch_trainer() -> Trainer:
     """Return the real trainer."""
-    prepare_torch()
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()
+
+
+# The runs of a schedule, one after the other, in a process that keeps torch and the base.
+
+
+def serve(
+    schedule: Connection,
+    settings: Settings,
+    config: Path | None,
+    run: Callable[..., int],
+    *,
+    stopping: threading.Event,
+) -> int:
+    """Do the runs of all lines that `learner.schedule.loop.Worker` asks for.
+
+    schedule: a run's id and project come in; its exit code goes out, if the process goes on. It
+    ends with that code after a run that failed, was stopped or found no room, and where a fresh
+    process is safer; with RENEW before a run that would not begin as it did.
+    settings: as `config` has them. stopping: set at a signal. Raises: SettingsError.
+    """
+    from learner.policy.kept import KEPT  # torch takes seconds to load
+
+    def present(found: Settings) -> tuple[object, ...]:
+        base = base_digest(found.serving.base_model_path, found.state_dir / CACHE)
+        return found, base, library_versions()
+
+    KEPT.keeps, began = True, present(settings)
+    while True:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Until a run sets its own there is nothing to leave to the next start.
+            signal.signal(number, lambda *_: sys.exit(STOPPED))
+        try:
+            run_id, project = schedule.recv() if not stopping.is_set() else sys.exit(STOPPED)
+        except EOFError:
+            return STOPPED
+        now = load_settings(config)
+        if present(now) != began:
+            log.info("worker_renewed", why="settings, base or libraries are not as they were")
+            return RENEW
+        trainer = partial(trainer_of, now.learner, config)
+        code = run(now.of_line(now.line_named(project)), run_id=run_id, trainer=trainer)
+        if code not in (TRAINED, NOTHING_TO_LEARN, HELD) or now.learner.processes > 1:
+            return code
+        if why := KEPT.rest():
+            log.warning("worker_given_up", why=why)
+            return code
+        with suppress(OSError):  # as in `shown`; and a schedule that is gone asks no more
+            schedule.send(code)
+            sys.stdout.flush()
 
 
 # One run over several processes: what the first one and the others do.
@@ -259,7 +299,6 @@ def lead(
 
 def follow(settings: Learner, place: Place) -> int:
     """Do the work of another process than the first. Returns: the exit code."""
-    prepare_torch()
     structlog.contextvars.bind_contextvars(rank=place.rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
     from learner.distributed.trainer import joined, work
@@ -299,7 +338,6 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
     """Return the trainer with as many processes, on this machine, as the settings say."""
     if settings.processes == 1:
         return torch_trainer()
-    prepare_torch()
     from learner.distributed.trainer import RankedTrainer, started
 
     place = Place(0, settings.processes, 0, settings.processes)
@@ -307,7 +345,6 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
 
 
 def _joining(settings: Learner, place: Place) -> Trainer:
-    prepare_torch()
     from learner.distributed.trainer import RankedTrainer, joined
 
     return RankedTrainer(lambda: joined(place, settings), place)

@@ -41,6 +41,7 @@ from learner.origin import not_plain_lora
 from learner.policy.architecture import LONGROPE, adapted_layers, architecture, fix_positions
 from learner.policy.attention import use_form
 from learner.policy.costs import Prices, prices, sizes
+from learner.policy.kept import KEPT
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.memory import is_out_of_memory, limit_torch
 from learner.policy.self_test import checked, refusal
@@ -92,10 +93,15 @@ def load_policy(
         shape = architecture(config.get_text_config())
         if shape.refused:
             raise ParentError(refusal(base_model_path, shape.refused))
-        # None: torch's own kernel where the model takes it, else the model's code.
-        base = AutoModelForCausalLM.from_pretrained(
-            base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
-        )
+
+        def load() -> Any:  # Any: as above
+            # None: torch's own kernel where the model takes it, else the model's code.
+            return AutoModelForCausalLM.from_pretrained(
+                base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
+            )
+
+        alone = (ranks or Alone()).size == 1
+        base = KEPT.copy(lambda: load().to(device)) if alone else load()
         if shape.by_length:
             # Until the records tell (`follow_server`). Only long factors serve any length.
             fix_positions(base, stretched=shape.by_length == LONGROPE)
@@ -212,8 +218,8 @@ def plain_config(base_model_path: str) -> Any:  # Any: a config of transformers,
 def _with_adapter(
     base: Any, parent: Parent, settings: Learner, device: torch.device
 ) -> Any:  # Any: peft is not typed
+    torch.manual_seed(settings.seed)
     if parent.path is None:
-        torch.manual_seed(settings.seed)
         head = base.get_output_embeddings()
         linear = [
             name

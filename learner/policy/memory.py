@@ -39,6 +39,7 @@ from learner.policy.costs import (
     sizes,
     with_allocator,
 )
+from learner.policy.kept import KEPT
 from learner.policy.logprobs import Policy, wants_autocast
 from sidecar.settings import Learner
 from sidecar.settings.training import SHORT_PACK
@@ -241,7 +242,9 @@ def room_of(device: torch.device, share: float) -> Room | None:
         total: int | None = int(torch.cuda.mem_get_info(device)[1])
     else:
         total = _ram("MemTotal", lambda: _of_group("memory.max"))
-    return None if free is None or total is None else Room(total=total, free=free, share=share)
+    if free is None or total is None:
+        return None
+    return Room(total=total, free=free + KEPT.held, share=share)
 
 
 def number_bytes(*, halves: bool, autocast: bool) -> float:

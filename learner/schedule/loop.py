@@ -1,4 +1,4 @@
-"""Run the learner on its schedule. Each run is a child process, which frees its memory at its end.
+"""Run the learner on its schedule. A child process does the runs of all lines (`Worker`).
 
 Every `POLL_S` it polls the operator's flags, active canaries, waiting groups, users'
 requests and its child process. The admin API sets the flags `learner_paused` and
@@ -13,15 +13,16 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
-from threading import Thread
 from typing import Protocol
 
 import structlog
@@ -34,6 +35,7 @@ from learner.command import (
     NO_ROOM,
     NO_ROOM_FLAG,
     NOTHING_TO_LEARN,
+    RENEW,
     STOPPED,
     TRAINED,
     learner_command,
@@ -144,6 +146,9 @@ DUE_FLAG = "learner_due"
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
+IDLE_S = 900.0
+"""How long a process that keeps a base waits for its next run: longer than `HELD_S`, after which
+what was held asks again. It saves a run 16 s of CPU (docs/log.md), and holds the base's memory."""
 STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
 
@@ -160,27 +165,58 @@ class Child(Protocol):
         ...
 
 
-class ChildProcess:
-    """A process of `python -m learner --once`.
+class Worker:
+    """The process that does the runs (`learner.once.serve`), one at a time; as a `Child`, its run.
 
-    The kernel stops it when the thread that started it dies: that is APScheduler's thread, which
-    lives as long as this process.
+    It is started when a run is asked for and it is not there. The kernel stops it when the thread
+    that started it dies: APScheduler's or the main one, which live as long as this process.
     """
 
-    def __init__(self, run_id: str, config: Path | None, project: str | None = None) -> None:
-        """project: whose line of adapters it trains; None: the default line."""
-        words = ["--once", "--run-id", run_id, "--nice", str(NICENESS)]
-        words += ["--project", project] if project is not None else []
-        self._process = subprocess.Popen(
-            learner_command(config, *words),
-            stdin=subprocess.DEVNULL,
-            env=own_environment(os.environ),
-        )
+    def __init__(self, config: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: tuple[str, str | None] = ("", None)
+        self._code: int | None = None
+        self._ended_at = clock()
+
+    def start(self, *words: str) -> None:
+        """Start the process. words: of its command line; it does what they say before a run."""
+        self._connection, theirs = Pipe()
+        words = ("--worker", str(theirs.fileno()), "--nice", str(NICENESS), *words)
+        with theirs:
+            self._process = subprocess.Popen(
+                learner_command(self._config, *words),
+                stdin=subprocess.DEVNULL,
+                env=own_environment(os.environ),
+                pass_fds=[theirs.fileno()],
+            )
+
+    def launch(self, run_id: str, project: str | None = None) -> Worker:
+        """Ask for a run. project: whose line of adapters it trains; None: the default line."""
+        code = self._process.poll() if self._process is not None else STOPPED
+        if code not in (None, self._code, STOPPED, RENEW):
+            log.warning("worker_died_idle", exit_code=code)
+        self._asked, self._code = (run_id, project), None
+        if code is not None:
+            self.start()
+        with suppress(OSError):  # it is gone: `exit_code` says how
+            self._connection.send(self._asked)
+        return self
 
     def exit_code(self) -> int | None:
-        return self._process.poll()
+        if self._code is None and self._process is not None:
+            code = self._process.poll()
+            with suppress(EOFError, OSError):  # it has ended, or is about to
+                code = self._connection.recv() if self._connection.poll() else code
+            if code == RENEW:
+                self.launch(*self._asked)
+                return None
+            self._code, self._ended_at = code, self._clock()
+        return self._code
 
     def stop(self) -> None:
+        if self._process is None:
+            return
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -188,6 +224,12 @@ class ChildProcess:
             log.warning("run_killed", pid=self._process.pid, after_s=STOP_TIMEOUT_S)
             self._process.kill()
             self._process.wait()
+
+    def rest(self) -> None:
+        """Stop the process when it has waited for `IDLE_S`, so that others have its memory."""
+        waits = self._code is not None or not self._asked[0]
+        if waits and self._clock() - self._ended_at >= IDLE_S:
+            self.stop()
 
 
 class Schedule:
@@ -434,67 +476,37 @@ def run_schedule(
     *,
     clock: Callable[[], float],
     stopping: threading.Event,
+    measure: bool = False,
 ) -> int:
     """Run the schedules of all lines until `stopping` is set.
 
+    measure: begin with what `--measure` does, in the process of the runs: this one loads no torch.
     Returns: the exit code, 0. Raises: SettingsError when `learner.cron` is no cron expression.
     """
+    worker = Worker(config)
     schedules = [
         Schedule(
             settings.of_line(line),
             database,
-            partial(ChildProcess, config=config, project=line.project),
+            partial(worker.launch, project=line.project),
             clock=clock,
         )
         for line in settings.lines
     ]
     turns = InTurn(schedules)
-    ticking = start_clock(POLL_S, turns.poll)
+    if measure:
+        worker.start("--measure")
+
+    def poll() -> None:
+        turns.poll()
+        worker.rest()
+
+    ticking = start_clock(POLL_S, poll)
     log.info("learn_ready", schedule=settings.learner.schedule, lines=len(schedules))
     tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)
     turns.stop()
+    worker.stop()
     log.info("learner_stopped")
     return 0
-
-
-# Tell ingest how long an input can be trained on, beside the schedule of a learner that starts.
-
-MEASURE_S = 300.0
-"""torch takes seconds to load, and minutes on a machine that is busy."""
-WATCHER = "pack-tokens"
-"""Name of the thread that waits for the process."""
-
-
-@contextmanager
-def measuring(config: Path | None) -> Iterator[None]:
-    """Run `python -m learner --measure` in a process of its own: the schedule loads no torch and
-    does not wait. The process ends with the block at the latest.
-
-    A measurement that fails costs nothing but itself (logged): each run measures again.
-    """
-    command = learner_command(config, "--measure")
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own_environment(os.environ))
-    stopped = False
-
-    def watch() -> None:
-        try:
-            code: int | None = child.wait(MEASURE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            code = None
-        # TERM: whoever stops this process may stop its group.
-        if code not in (0, -signal.SIGTERM) and not stopped:
-            log.warning("pack_tokens_not_measured", exit_code=code)
-
-    watcher = Thread(target=watch, name=WATCHER)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stopped = True
-        child.kill()  # it is in one of two states: nothing written, or one committed transaction
-        child.wait()
-        watcher.join()

@@ -280,6 +280,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.architecture",
             "policy.attention",
             "policy.costs",
+            "policy.kept",
             "policy.logprobs",
             "policy.memory",
             "policy.self_test",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from structlog.testing import capture_logs
 from learner import ready
 from learner.__main__ import main
 from learner.schedule import loop
-from learner.schedule import loop as measuring
 from sidecar.conditions import read_all
 from sidecar.store.database import Database
 
@@ -28,19 +26,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the process started, on a machine that lacks two packages."""
     begun: list[str] = []
 
-    def schedule(*_given: object, **_named: object) -> int:
-        begun.append("schedule")
+    def schedule(*_given: object, measure: bool, **_named: object) -> int:
+        begun.append("measuring schedule" if measure else "schedule")
         return 0
-
-    def measure(_config: object) -> nullcontext[None]:
-        begun.append("measuring")
-        return nullcontext()
 
     monkeypatch.setattr(
         ready, "find_spec", lambda name: None if name in ("torch", "peft") else name
     )
     monkeypatch.setattr(loop, "run_schedule", schedule)
-    monkeypatch.setattr(measuring, "measuring", measure)
     monkeypatch.setattr("sidecar.logs.configure_logging", lambda *_: None)
     return begun
 
@@ -141,19 +134,14 @@ def test_what_runs_lack_is_said_at_the_start_and_stored_until_one_trains(
 
         begun: list[str] = []
 
-        def noted(name: str) -> nullcontext[None]:
-            begun.append(name)
-            return nullcontext()
-
-        def schedule(*_given: object, **_named: object) -> int:
-            begun.append("schedule")
+        def schedule(*_given: object, measure: bool, **_named: object) -> int:
+            begun.append("measuring schedule" if measure else "schedule")
             return 0
 
         monkeypatch.setattr(loop, "run_schedule", schedule)
-        monkeypatch.setattr(measuring, "measuring", lambda _: noted("measuring"))
         file.write_text(f"{kept}pack_tokens = 512\n")
         assert main(words) == 0
-        assert begun == ["measuring", "schedule"]
+        assert begun == ["measuring schedule"]
         assert lacks() == [], "what an earlier start found"
     finally:
         store.close()

@@ -26,8 +26,8 @@ from learner.schedule.loop import (
     PAUSED_FLAG,
     REQUESTED_FLAG,
     TRIES,
-    ChildProcess,
     Schedule,
+    Worker,
     start_clock,
 )
 from sidecar.conditions import read, read_all
@@ -487,7 +487,7 @@ def test_a_child_is_asked_before_it_is_killed(
         os.mkfifo(tmp_path / name)
     monkeypatch.setattr(sys, "executable", str(shim))
     monkeypatch.setattr(schedule_module, "STOP_TIMEOUT_S", 0.1)
-    child = ChildProcess("r", None)
+    child = Worker(None).launch("r")
     (tmp_path / "ready").read_text()  # it waits until the shim has written
     assert child.exit_code() is None
 
@@ -502,7 +502,7 @@ from learner import command
 from learner.schedule import loop as schedule
 command.own_python = lambda *_: (sys.executable, "-c", {program!r})
 thread = threading.Thread(
-    target=lambda: (schedule.ChildProcess("r", None), threading.Event().wait())
+    target=lambda: (schedule.Worker(None).launch("r"), threading.Event().wait())
 )
 thread.start()
 """
