@@ -49,6 +49,7 @@ from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
 from learner.policy.packing import Pack, bundles, joined, keys_of
+from learner.policy.self_test import compile_blocks
 from learner.progress.watch import stage
 from learner.ranks import Ranks
 from learner.records import (
@@ -229,20 +230,22 @@ class GrpoTrainer:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         _require_same(policy, job)
-        longest, gathered = _longest(policy, job)
+        lengths, gathered = _sizes(policy, job)
         prepared = prepare(
             policy,
             job.settings.checkpointing,
-            longest=longest,
+            longest=max(lengths, default=0),
             gathered=gathered,
             share=job.settings.memory_fraction,
         )
         job.check_stop()
         if job.ranks.size == 1:
             policy = replace(policy, joint=prepared.joint)
+        # Processes would compile each for itself; blocks that gather their shares, not at all.
+        compiled = job.ranks.size == 1 and compile_blocks(policy, lengths)
         outcome, moments = run_steps(policy, job)
-        saving = {"checkpointing": prepared.checkpointing}
-        outcome = replace(outcome, algorithm={**outcome.algorithm, **saving})
+        how = {"checkpointing": prepared.checkpointing, "compiled": compiled}
+        outcome = replace(outcome, algorithm={**outcome.algorithm, **how})
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
@@ -260,13 +263,11 @@ def _require_same(policy: Policy, job: TrainingJob, moments: Moments | None = No
     job.ranks.require_same(tensors)
 
 
-def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
-    """Return the most tokens of a pack, and the most keys on the paths of its segments."""
+def _sizes(policy: Policy, job: TrainingJob) -> tuple[list[int], int]:
+    """Return the tokens of each pack, and the most keys on the paths of a pack's segments."""
     groups = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
-    packs = [pack for of_group in groups for pack in of_group]
-    return max((len(pack.input_ids) for pack in packs), default=0), max(
-        map(keys_of, packs), default=0
-    )
+    found = [(len(pack.input_ids), keys_of(pack)) for of_group in groups for pack in of_group]
+    return [tokens for tokens, _ in found], max((keys for _, keys in found), default=0)
 
 
 def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moments]:
