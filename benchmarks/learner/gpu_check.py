@@ -33,9 +33,9 @@ from benchmarks.learner.cells import Cell
 from learner.explain import one_line
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.attention import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, difference
-from learner.policy.logprobs import Policy, packs_of
+from learner.policy.logprobs import Policy, joint_pack, packs_of
 from learner.policy.memory import Checkpointing, is_out_of_memory, pack_estimate, prepare
-from learner.policy.packing import joined, keys_of, pack_group
+from learner.policy.packing import keys_of, pack_group
 from learner.policy.self_test import BF16_TOLERANCE, COMPILED_TOKENS, compile_blocks
 from learner.policy.self_test import TOLERANCE as FP32_TOLERANCE
 from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
@@ -296,7 +296,10 @@ class Bench:
             if alone
             else packs_of(policy, group, run.LONGEST)
         )
-        packs = [joined(once * groups)] if together else once * groups
+        # Of other lengths, and so of other tokens: equal ones would be computed once.
+        others = (replace(cell, prompt=cell.prompt + number) for number in range(groups))
+        whole = joint_pack([cells.drawn(one, policy.vocabulary) for one in others])
+        packs = [whole] if together else once * groups
         longest, gathered = max(len(one.input_ids) for one in packs), max(map(keys_of, packs))
         weights = sum(one.numel() * one.element_size() for one in policy.model.parameters())
         said = pack_estimate(policy, longest, gathered)

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import structlog
 import torch
@@ -42,20 +41,20 @@ from learner.grpo.checks import (
     log_faults,
     moved,
     refuse_most,
+    together,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
 from learner.policy.adapter_io import ADAPTER, load_policy
-from learner.policy.logprobs import Policy, packs_of
+from learner.policy.logprobs import Policy, joint_groups, packs_of
 from learner.policy.memory import prepare
-from learner.policy.packing import Pack, bundles, joined, keys_of
+from learner.policy.packing import Pack, keys_of
 from learner.policy.self_test import compile_blocks
 from learner.progress.watch import stage
 from learner.ranks import Ranks
 from learner.records import (
     CheckedAnswers,
     Fault,
-    Silent,
     Stage,
     StageName,
     StepMetrics,
@@ -454,12 +453,12 @@ def accumulate(
         return found
 
     before = replace(sums)
-    together = _add_joint(policy, groups, packed, job, aim, optimizer, sums)
-    if together is None:
-        sums, together = replace(before, joint_failed=True), {}
-    alone = [number for number in range(len(groups)) if number not in together]
+    joint = _add_joint(policy, groups, job, aim, optimizer, sums)
+    if joint is None:
+        sums, joint = replace(before, joint_failed=True), {}
+    alone = [number for number in range(len(groups)) if number not in joint]
     computed = job.ranks.each([groups[number] for number in alone], add)
-    every: dict[int, list[float] | Fault] = {**together, **dict(zip(alone, computed, strict=True))}
+    every: dict[int, list[float] | Fault] = {**joint, **dict(zip(alone, computed, strict=True))}
     found = [every[number] for number in range(len(groups))]
     job.report("")
     # With one fault the step is discarded; the others were only looked for.
@@ -478,7 +477,6 @@ def accumulate(
 def _add_joint(
     policy: Policy,
     groups: Sequence[TrainingGroup],
-    packed: Sequence[Sequence[Pack]],
     job: TrainingJob,
     aim: Objective,
     optimizer: SignalAdamW,
@@ -486,27 +484,26 @@ def _add_joint(
 ) -> dict[int, list[float]] | None:
     """Give the optimiser the groups that share packs, as the first ones of a step.
 
-    Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails
-        (logged): each group is computed alone then, so that a fault is that of one.
+    Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails.
     """
     done: dict[int, list[float]] = {}
     parameters = _trainable(policy)
-    for bundle in bundles(packed, *policy.joint):
-        pack = joined([packed[number][0] for number in bundle])
-        # Nobody is named meanwhile: none of them is to blame if the process dies.
-        compute = partial(_add_group, policy, [pack], job, aim, sums)
-        moved_A = attempt("", replace(job, watch=Silent()), compute)
-        if isinstance(moved_A, Fault) or not _finite(parameters):
-            why = moved_A.text if isinstance(moved_A, Fault) else "a gradient is not finite"
-            log.info("joint_pack_failed", groups=len(bundle), why=why)
+
+    def add(pack: Pack) -> list[float] | Fault:
+        found = _add_group(policy, [pack], job, aim, sums)
+        return found if _finite(parameters) else Fault(NON_FINITE, "a gradient is not finite")
+
+    units = joint_groups(groups, room=policy.joint) if policy.joint[0] else []
+    for unit in units:
+        if len(unit) < 2:
+            continue
+        members = [groups[number] for number in unit]
+        if (found := together(members, job, add)) is None:
             optimizer.forget()
             return None
-        rest = iter(moved_A)
-        for number in bundle:
-            group = groups[number]
-            done[number] = list(islice(rest, sum(row.trainable for row in group.rows)))
+        done |= zip(unit, found, strict=True)
+        for group in members:
             optimizer.add_group(signal(unweighted(group)))
-            job.watch.done(group.group_id)
     return done
 
 

@@ -249,62 +249,6 @@ def keys_of(pack: Pack) -> int:
     return sum(one.position + one.length for one in pack.segments)
 
 
-def joined(packs: Sequence[Pack]) -> Pack:
-    """Lay packs one after the other in one; its names are those of the first. None sees another."""
-    tokens, numbers, answers = [0], [0], [0]  # before each pack
-    for pack in packs:
-        tokens.append(tokens[-1] + len(pack.input_ids))
-        numbers.append(numbers[-1] + len(pack.segments))
-        answers.append(answers[-1] + pack.answers[-1] + 1)
-    return Pack(
-        group_id=packs[0].group_id,
-        adapter=packs[0].adapter,
-        segments=tuple(
-            replace(
-                one,
-                start=one.start + at,
-                stop=one.stop + at,
-                last=one.last + at,
-                parent=one.parent if one.parent < 0 else one.parent + number,
-            )
-            for pack, at, number in zip(packs, tokens, numbers, strict=False)
-            for one in pack.segments
-        ),
-        sources=tuple(
-            place + at for pack, at in zip(packs, tokens, strict=False) for place in pack.sources
-        ),
-        answers=tuple(
-            one + at for pack, at in zip(packs, answers, strict=False) for one in pack.answers
-        ),
-        **{
-            name: tuple(value for pack in packs for value in getattr(pack, name))
-            for name in (
-                "input_ids", "positions", "targets", "recorded", "advantages", "temperatures",
-                "start",
-            )
-        },
-    )  # fmt: skip
-
-
-def bundles(packs: Sequence[Sequence[Pack]], tokens: int, keys: int) -> list[list[int]]:
-    """Return which groups are computed in one pack, as indices: two or more, in order, each.
-
-    packs: of each group; groups of several packs stay alone. tokens, keys: most of one pack.
-    """
-    found: list[list[int]] = [[]]
-    room = (tokens, keys)
-    for number, of_group in enumerate(packs):
-        if len(of_group) != 1:
-            continue
-        needed = (len(of_group[0].input_ids), keys_of(of_group[0]))
-        if needed[0] > room[0] or needed[1] > room[1]:
-            found.append([])
-            room = (tokens, keys)
-        found[-1].append(number)
-        room = (room[0] - needed[0], room[1] - needed[1])
-    return [one for one in found if len(one) > 1]
-
-
 def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
     """Return the number of input tokens of a pack: these answers behind one prompt."""
     return prompt_length + sum(length - 1 for length in answer_lengths)

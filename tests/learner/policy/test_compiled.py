@@ -15,9 +15,9 @@ from torch import Tensor
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy import memory, self_test
 from learner.policy.adapter_io import sampled_by
-from learner.policy.logprobs import Policy
+from learner.policy.logprobs import Policy, joint_pack
 from learner.policy.memory import recompute_layers
-from learner.policy.packing import Pack, joined, pack_group
+from learner.policy.packing import Pack, pack_group
 from learner.policy.self_test import compile_blocks
 from learner.records import Parent
 from sidecar.settings import Learner
@@ -50,7 +50,7 @@ def packs(group: MakeGroup, row: MakeRow) -> list[Pack]:
     three = group(range(4, 15), [row([7, 8, 9]), row([9, 4, 5]), row([11, 12])])
     found = [pack_group(each, max_tokens=100)[0] for each in (one, two, three)]
     assert [len(pack.segments) for pack in found] == [1, 3, 4]
-    return [*found, joined(found[1:])]
+    return [*found, joint_pack([two, three])]
 
 
 def passed(policy: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
