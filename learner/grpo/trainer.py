@@ -236,6 +236,7 @@ class GrpoTrainer:
             longest=max(lengths, default=0),
             gathered=gathered,
             share=job.settings.memory_fraction,
+            some=job.ranks.size == 1,
         )
         job.check_stop()
         if job.ranks.size == 1:
