@@ -334,12 +334,8 @@ def _recompute(
         replace(row, kept=(), trainable=row.trainable and place not in foreign)
         for place, row in enumerate(group.rows)
     )
-    values: list[float] = []
-    for pack in packs_of(policy, replace(group, rows=rows), job.settings.pack_tokens):
-        job.check_stop()
-        with torch.no_grad():
-            values += policy.logprobs(pack)[0].tolist()
-    rest = iter(values)
+    packs = packs_of(policy, replace(group, rows=rows), job.settings.pack_tokens)
+    rest = iter(_values(policy, packs, job))
     return foreign | {
         place: [next(rest) for _ in row.token_ids]
         for place, row in enumerate(rows)
@@ -446,12 +442,8 @@ def with_start(
     job.report("")
     found = {number: one for of_unit in known for number, one in of_unit.items()}
     in_order = [found[number] for number in range(len(groups))]
-    faults = {
-        group.group_id: one
-        for group, one in zip(groups, in_order, strict=True)
-        if isinstance(one, Fault)
-    }
-    return tuple(one for one in in_order if not isinstance(one, Fault)), faults
+    sound = tuple(one for one in in_order if not isinstance(one, Fault))
+    return sound, faults_of(groups, in_order)
 
 
 def _unit(
@@ -460,8 +452,7 @@ def _unit(
     """Compute groups that share a pack, or one group: together if possible, else each alone."""
 
     def values(pack: Pack) -> list[float] | Fault:
-        with torch.no_grad():
-            found: list[float] = policy.logprobs(pack)[0].tolist()
+        found = _values(policy, [pack], job)
         finite = all(map(math.isfinite, found))
         return found if finite else Fault(NON_FINITE, "a value is not finite")
 
@@ -501,12 +492,17 @@ def together(
 
 
 def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGroup:
+    packs = packs_of(policy, group, job.settings.pack_tokens)
+    return _with_values(group, iter(_values(policy, packs, job)))
+
+
+def _values(policy: Policy, packs: Sequence[Pack], job: TrainingJob) -> list[float]:
     values: list[float] = []
-    for pack in packs_of(policy, group, job.settings.pack_tokens):
+    for pack in packs:
         job.check_stop()
         with torch.no_grad():
             values += policy.logprobs(pack)[0].tolist()
-    return _with_values(group, iter(values))
+    return values
 
 
 def _with_values(group: TrainingGroup, values: Iterator[float]) -> TrainingGroup:

@@ -11,6 +11,7 @@ on from it, and ends with the weights that it would have had.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -431,22 +432,18 @@ def accumulate(
     first: the run has learned nothing yet that sessions could agree with.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
-    packed = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
-    all_packs = [pack for of_group in packed for pack in of_group]
     # By object: two groups may have one id.
-    packs = {id(group): of_group for group, of_group in zip(groups, packed, strict=True)}
+    packs = {id(group): packs_of(policy, group, job.settings.pack_tokens) for group in groups}
+    all_packs = [pack for group in groups for pack in packs[id(group)]]
     sums = StepSums(
         tokens=sum(len(pack.targets) for pack in all_packs),
         denominator=aim.denominator(all_packs),
         kl_coef=kl_coef,
     )
-    parameters = _trainable(policy)
 
     def add(group: TrainingGroup) -> list[float] | Fault:
         of_group = packs[id(group)]
         found = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
-        if not isinstance(found, Fault) and not _finite(parameters):
-            found = Fault(NON_FINITE, "its gradient is not finite")
         if isinstance(found, Fault):
             optimizer.forget()  # the step is discarded; the next group is looked at alone
         else:
@@ -457,10 +454,9 @@ def accumulate(
     joint = _add_joint(policy, groups, job, aim, optimizer, sums)
     if joint is None:
         sums, joint = replace(before, joint_failed=True), {}
-    alone = [number for number in range(len(groups)) if number not in joint]
-    computed = job.ranks.each([groups[number] for number in alone], add)
-    every: dict[int, list[float] | Fault] = {**joint, **dict(zip(alone, computed, strict=True))}
-    found = [every[number] for number in range(len(groups))]
+    alone = [group for number, group in enumerate(groups) if number not in joint]
+    rest = iter(job.ranks.each(alone, add))
+    found = [joint[n] if n in joint else next(rest) for n in range(len(groups))]
     job.report("")
     # With one fault the step is discarded; the others were only looked for.
     if faults := faults_of(groups, found):
@@ -488,18 +484,12 @@ def _add_joint(
     Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails.
     """
     done: dict[int, list[float]] = {}
-    parameters = _trainable(policy)
-
-    def add(pack: Pack) -> list[float] | Fault:
-        found = _add_group(policy, [pack], job, aim, sums)
-        return found if _finite(parameters) else Fault(NON_FINITE, "a gradient is not finite")
-
-    units = joint_groups(groups, room=policy.joint) if policy.joint[0] else []
-    for unit in units:
-        if len(unit) < 2:
+    for unit in joint_groups(groups, room=policy.joint):
+        if len(unit) == 1:
             continue
         members = [groups[number] for number in unit]
-        if (found := together(members, job, add)) is None:
+        found = together(members, job, lambda one: _add_group(policy, [one], job, aim, sums))
+        if found is None:
             optimizer.forget()
             return None
         done |= zip(unit, found, strict=True)
@@ -531,6 +521,8 @@ def _add_group(
             return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
         sums.add(found, entropy, pack)
         moved_A += tokens.since_start
+    if not _finite(_trainable(policy)):
+        return Fault(NON_FINITE, "its gradient is not finite")
     return moved_A
 
 
@@ -558,4 +550,5 @@ def _finite(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
     """Return True when all gradients are finite, and their squares: beside one that is larger the
     other groups of the step would vanish."""
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    return all(bool(torch.isfinite(gradient.square()).all()) for gradient in gradients)
+    largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # of numbers, not of squares
+    return bool(torch.isfinite(largest.square()))

@@ -284,7 +284,7 @@ def joint_groups(
     for number in order:
         tokens, keys = _needed(groups[number]) if room[0] else (1, 1)
         fits = bool(found) and tokens <= left[0] and keys <= left[1]
-        if fits or (found and _alike(groups, found[-1], number, max_tokens)):
+        if fits or (found and max_tokens and _alike(groups, found[-1], number, max_tokens)):
             found[-1].append(number)
         else:
             found.append([number])
@@ -316,5 +316,4 @@ def _alike(
     if common < LEAST_SHARED * len(prompt):
         return False
     members = _members([groups[one] for one in (*together, number)])
-    rows = [fed(group, row) for group, row in members]
-    return unique_tokens(rows, least=SHARED) <= max_tokens
+    return unique_tokens([fed(*one) for one in members], least=SHARED) <= max_tokens

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from learner.records import TrainableRow, TrainingGroup
 
@@ -265,21 +266,26 @@ def pack_group(
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
     """
-    bins = in_bins(group, 0 if alone else max_tokens, least)
-    return [pack_rows(group, rows, least=least) for rows in bins]
+    rows = [fed(group, row) for row in group.rows if row.trainable]
+    sizes = [len(one) for one in in_bins(rows, 0 if alone else max_tokens, least)]
+    return packs_of_sizes(group, sizes, least)
 
 
-def in_bins(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[TrainableRow]]:
-    """Yield the trainable rows of each pack of `pack_group`."""
-    taken: list[TrainableRow] = []
-    for row in group.rows:
-        if not row.trainable:
-            continue
-        if taken:
-            rows = [fed(group, one) for one in (*taken, row)]
-            if max_tokens <= 0 or unique_tokens(rows, least=least) > max_tokens:
-                yield taken
-                taken = []
+def packs_of_sizes(group: TrainingGroup, sizes: Sequence[int], least: int) -> list[Pack]:
+    """Pack the trainable answers of a group, in order, so many in each pack."""
+    rest = iter([row for row in group.rows if row.trainable])
+    return [pack_rows(group, list(islice(rest, size)), least=least) for size in sizes]
+
+
+def in_bins(
+    rows: Sequence[tuple[int, ...]], max_tokens: int, least: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Yield the rows of each pack of `pack_group`. rows: the tokens that are fed."""
+    taken: list[tuple[int, ...]] = []
+    for row in rows:
+        if taken and (max_tokens <= 0 or unique_tokens([*taken, row], least=least) > max_tokens):
+            yield taken
+            taken = []
         taken.append(row)
     if taken:
         yield taken
