@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from learner.distributed.exchange import SLOW, DataParallel, Told
 from learner.errors import FaultyGroupsError, RankLostError, RanksDisagreeError
+from learner.policy.architecture import blocks_of
 from learner.ranks import G
 from learner.records import Fault
 
@@ -162,9 +163,3 @@ class Sharded(DataParallel):
                 self._helped = output if gradient else self._helped
         finally:
             self._helping = False
-
-
-def blocks_of(decoder: Any) -> list[nn.Module]:  # Any: as above
-    """Return the decoder's blocks: the longest list of modules that it has itself."""
-    lists = [list(module) for module in decoder.children() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])

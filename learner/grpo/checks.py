@@ -49,9 +49,9 @@ from learner.grpo.answers import (
 from learner.grpo.chance import BY_CHANCE
 from learner.policy.adapter_io import sampled_by
 from learner.policy.architecture import LONGROPE, fix_positions
-from learner.policy.logprobs import Policy, joint_groups, joint_pack, packs_of, parts
+from learner.policy.logprobs import Policy, joint_groups, joint_pack, packs_of
 from learner.policy.memory import is_out_of_memory
-from learner.policy.packing import packed_length
+from learner.policy.packing import Pack, packed_length
 from learner.records import (
     CheckedAnswers,
     Drift,
@@ -334,12 +334,8 @@ def _recompute(
         replace(row, kept=(), trainable=row.trainable and place not in foreign)
         for place, row in enumerate(group.rows)
     )
-    values: list[float] = []
-    for pack in packs_of(policy, replace(group, rows=rows), job.settings.pack_tokens):
-        job.check_stop()
-        with torch.no_grad():
-            values += policy.logprobs(pack)[0].tolist()
-    rest = iter(values)
+    packs = packs_of(policy, replace(group, rows=rows), job.settings.pack_tokens)
+    rest = iter(_values(policy, packs, job))
     return foreign | {
         place: [next(rest) for _ in row.token_ids]
         for place, row in enumerate(rows)
@@ -429,12 +425,13 @@ def with_start(
 ) -> tuple[tuple[TrainingGroup, ...], dict[str, Fault]]:
     """Compute every group once under the policy, before its first step.
 
-    Groups that begin alike are computed together. Where that fails, or a value is not finite, each
-    of them is computed alone, so that a fault is that of one group.
+    Groups that begin alike are computed together, on a card others too. Where that fails, or a
+    value is not finite, each of them is computed alone, so that a fault is that of one group.
     Returns: the groups with `TrainableRow.start`, and the faults of those that failed.
     Raises: RunStoppedError between packs.
     """
-    joint = joint_groups(groups, max_tokens=job.settings.pack_tokens if policy.shape.packs else 0)
+    alike = job.settings.pack_tokens if policy.shape.packs else 0
+    joint = joint_groups(groups, max_tokens=alike, room=policy.joint)
     firsts = [replace(groups[unit[0]]) for unit in joint]  # copies: one group may come twice
     units = {id(first): unit for first, unit in zip(firsts, joint, strict=True)}
 
@@ -445,60 +442,67 @@ def with_start(
     job.report("")
     found = {number: one for of_unit in known for number, one in of_unit.items()}
     in_order = [found[number] for number in range(len(groups))]
-    faults = {
-        group.group_id: one
-        for group, one in zip(groups, in_order, strict=True)
-        if isinstance(one, Fault)
-    }
-    return tuple(one for one in in_order if not isinstance(one, Fault)), faults
+    sound = tuple(one for one in in_order if not isinstance(one, Fault))
+    return sound, faults_of(groups, in_order)
 
 
 def _unit(
     policy: Policy, groups: Sequence[TrainingGroup], unit: Sequence[int], job: TrainingJob
 ) -> dict[int, TrainingGroup | Fault]:
-    """Compute groups that begin alike, or one group: together if possible, else each alone."""
-    found: dict[int, TrainingGroup | Fault] = {}
-    if len(unit) > 1:
-        found |= _together(policy, groups, unit, job)
-    for number in unit:
-        if number not in found:
-            group = groups[number]
-            found[number] = attempt(group.group_id, job, partial(_start, policy, group, job))
-    return found
+    """Compute groups that share a pack, or one group: together if possible, else each alone."""
+
+    def values(pack: Pack) -> list[float] | Fault:
+        found = _values(policy, [pack], job)
+        finite = all(map(math.isfinite, found))
+        return found if finite else Fault(NON_FINITE, "a value is not finite")
+
+    members = [groups[number] for number in unit]
+    if len(unit) > 1 and (found := together(members, job, values, by_token=True)) is not None:
+        done = zip(unit, members, found, strict=True)
+        return {number: _with_values(group, iter(part)) for number, group, part in done}
+    alone = [attempt(one.group_id, job, partial(_start, policy, one, job)) for one in members]
+    return dict(zip(unit, alone, strict=True))
 
 
-def _together(
-    policy: Policy, groups: Sequence[TrainingGroup], together: Sequence[int], job: TrainingJob
-) -> dict[int, TrainingGroup]:
-    """Compute groups in one pack. Returns: none of them where it fails (logged)."""
-    members = [groups[number] for number in together]
+def together(
+    groups: Sequence[TrainingGroup],
+    job: TrainingJob,
+    compute: Callable[[Pack], list[float] | Fault],
+    *,
+    by_token: bool = False,
+) -> list[list[float]] | None:
+    """Compute groups in one pack. Nobody is named meanwhile: none of them is to blame if the
+    process dies.
 
-    def compute() -> list[float]:
-        with torch.no_grad():
-            found: list[float] = policy.logprobs(joint_pack(members))[0].tolist()
-        return found
-
-    # Nobody is named while they are computed: none of them is to blame if the process dies.
-    values = attempt("", replace(job, watch=Silent()), compute)
-    if isinstance(values, Fault) or not all(map(math.isfinite, values)):
-        why = values.text if isinstance(values, Fault) else "a value is not finite"
-        log.info("joint_pack_failed", groups=len(members), why=why)
-        return {}
-    rest = iter(values)
-    done: dict[int, TrainingGroup] = {}
-    for number, group, part in zip(together, members, parts(members), strict=True):
-        done[number] = _with_values(group, islice(rest, part))
+    by_token: `compute` finds a number for each kept token, not for each trainable row.
+    Returns: what it finds, by group; None where it fails (logged): each is computed alone then.
+    """
+    found = attempt("", replace(job, watch=Silent()), lambda: compute(joint_pack(groups)))
+    if isinstance(found, Fault):
+        log.info("joint_pack_failed", groups=len(groups), why=found.text)
+        return None
+    rest = iter(found)
+    parts: list[list[float]] = []
+    for group in groups:
+        rows = [row for row in group.rows if row.trainable]
+        number = sum(row.kept_tokens for row in rows) if by_token else len(rows)
+        parts.append(list(islice(rest, number)))
         job.watch.done(group.group_id)
-    return done
+    return parts
 
 
 def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGroup:
+    packs = packs_of(policy, group, job.settings.pack_tokens)
+    return _with_values(group, iter(_values(policy, packs, job)))
+
+
+def _values(policy: Policy, packs: Sequence[Pack], job: TrainingJob) -> list[float]:
     values: list[float] = []
-    for pack in packs_of(policy, group, job.settings.pack_tokens):
+    for pack in packs:
         job.check_stop()
         with torch.no_grad():
             values += policy.logprobs(pack)[0].tolist()
-    return _with_values(group, iter(values))
+    return values
 
 
 def _with_values(group: TrainingGroup, values: Iterator[float]) -> TrainingGroup:

@@ -325,12 +325,15 @@ class Objective:
             r_N = ratio(tokens.logprobs_N, tokens.recorded_N)
             moved_N = tokens.logprobs_N - tokens.recorded_N
             kl_N = r_N - 1 - moved_N
+            cut_N = found.cut_N | (weights_N == 0)
+            told = (r_N.sum(), cut_N.sum(), kl_N.sum(), moved_N.abs().sum())
+            r, cut, kl, drift = torch.stack(told).tolist()  # a card is waited for once
         return PackSums(
             loss=(weights_N * shares_N * found.loss_N).sum(),
-            ratio=float(r_N.sum()),
-            clipped=int((found.cut_N | (weights_N == 0)).sum()),
-            kl=float(kl_N.sum()),
-            drift=float(moved_N.abs().sum()),
+            ratio=r,
+            clipped=int(cut),
+            kl=kl,
+            drift=drift,
             stale=stale_answers(tokens, self.correction.stale_limit),
         )
 

@@ -136,20 +136,26 @@ class SignalAdamW:
         Raises: NonFiniteError, before anything is changed.
         """
         gradient = self.gradient
-        norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in gradient.values()))
+        norm = _norm(list(gradient.values()))
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient's norm is {norm}")
-        for one in gradient.values():
-            one *= min(1.0, MAX_GRAD_NORM / norm) if norm else 1.0
+        if norm > MAX_GRAD_NORM:
+            torch._foreach_mul_(list(gradient.values()), MAX_GRAD_NORM / norm)
         rate = self._rate * self._full / self._counted if self._counted else 0.0
         self._adam.param_groups[0]["lr"] = rate
-        before = [one.detach().clone() for one in self._parameters.values()]
+        now = [one.detach() for one in self._parameters.values()]
+        before = [one.clone() for one in now]
         self._adam.step()
-        moved = zip(self._parameters.values(), before, strict=True)
-        square = math.fsum(float(((now.detach() - was).double() ** 2).sum()) for now, was in moved)
         self._steps += 1
         self.forget()
-        return Update(grad_norm=norm, update_norm=math.sqrt(square), rate=rate)
+        moved = _norm(torch._foreach_sub(now, before))
+        return Update(grad_norm=norm, update_norm=moved, rate=rate)
+
+
+def _norm(tensors: list[Tensor] | tuple[Tensor, ...]) -> float:
+    """Return the L2 norm of all of them, summed in fp64; on a card it waits once."""
+    norms = torch._foreach_norm(tensors, 2.0, torch.float64)
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 # How much a group has to tell: its advantages, less what cancels between answers alike. Pure.

@@ -11,6 +11,7 @@ on from it, and ends with the weights that it would have had.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -18,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import structlog
 import torch
@@ -42,19 +42,20 @@ from learner.grpo.checks import (
     log_faults,
     moved,
     refuse_most,
+    together,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
 from learner.policy.adapter_io import ADAPTER, load_policy
-from learner.policy.logprobs import Policy, packs_of
+from learner.policy.logprobs import Policy, joint_groups, packs_of
 from learner.policy.memory import prepare
-from learner.policy.packing import Pack, bundles, joined, keys_of
+from learner.policy.packing import Pack, keys_of
+from learner.policy.self_test import compile_blocks
 from learner.progress.watch import stage
 from learner.ranks import Ranks
 from learner.records import (
     CheckedAnswers,
     Fault,
-    Silent,
     Stage,
     StageName,
     StepMetrics,
@@ -229,20 +230,23 @@ class GrpoTrainer:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         _require_same(policy, job)
-        longest, gathered = _longest(policy, job)
+        lengths, gathered = _sizes(policy, job)
         prepared = prepare(
             policy,
             job.settings.checkpointing,
-            longest=longest,
+            longest=max(lengths, default=0),
             gathered=gathered,
             share=job.settings.memory_fraction,
+            some=job.ranks.size == 1,
         )
         job.check_stop()
         if job.ranks.size == 1:
             policy = replace(policy, joint=prepared.joint)
+        # Processes would compile each for itself; blocks that gather their shares, not at all.
+        compiled = job.ranks.size == 1 and compile_blocks(policy, lengths)
         outcome, moments = run_steps(policy, job)
-        saving = {"checkpointing": prepared.checkpointing}
-        outcome = replace(outcome, algorithm={**outcome.algorithm, **saving})
+        how = {"checkpointing": prepared.checkpointing, "compiled": compiled}
+        outcome = replace(outcome, algorithm={**outcome.algorithm, **how})
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
@@ -260,13 +264,11 @@ def _require_same(policy: Policy, job: TrainingJob, moments: Moments | None = No
     job.ranks.require_same(tensors)
 
 
-def _longest(policy: Policy, job: TrainingJob) -> tuple[int, int]:
-    """Return the most tokens of a pack, and the most keys on the paths of its segments."""
+def _sizes(policy: Policy, job: TrainingJob) -> tuple[list[int], int]:
+    """Return the tokens of each pack, and the most keys on the paths of a pack's segments."""
     groups = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
-    packs = [pack for of_group in groups for pack in of_group]
-    return max((len(pack.input_ids) for pack in packs), default=0), max(
-        map(keys_of, packs), default=0
-    )
+    found = [(len(pack.input_ids), keys_of(pack)) for of_group in groups for pack in of_group]
+    return [tokens for tokens, _ in found], max((keys for _, keys in found), default=0)
 
 
 def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moments]:
@@ -430,22 +432,18 @@ def accumulate(
     first: the run has learned nothing yet that sessions could agree with.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
-    packed = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
-    all_packs = [pack for of_group in packed for pack in of_group]
     # By object: two groups may have one id.
-    packs = {id(group): of_group for group, of_group in zip(groups, packed, strict=True)}
+    packs = {id(group): packs_of(policy, group, job.settings.pack_tokens) for group in groups}
+    all_packs = [pack for group in groups for pack in packs[id(group)]]
     sums = StepSums(
         tokens=sum(len(pack.targets) for pack in all_packs),
         denominator=aim.denominator(all_packs),
         kl_coef=kl_coef,
     )
-    parameters = _trainable(policy)
 
     def add(group: TrainingGroup) -> list[float] | Fault:
         of_group = packs[id(group)]
         found = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
-        if not isinstance(found, Fault) and not _finite(parameters):
-            found = Fault(NON_FINITE, "its gradient is not finite")
         if isinstance(found, Fault):
             optimizer.forget()  # the step is discarded; the next group is looked at alone
         else:
@@ -453,13 +451,12 @@ def accumulate(
         return found
 
     before = replace(sums)
-    together = _add_joint(policy, groups, packed, job, aim, optimizer, sums)
-    if together is None:
-        sums, together = replace(before, joint_failed=True), {}
-    alone = [number for number in range(len(groups)) if number not in together]
-    computed = job.ranks.each([groups[number] for number in alone], add)
-    every: dict[int, list[float] | Fault] = {**together, **dict(zip(alone, computed, strict=True))}
-    found = [every[number] for number in range(len(groups))]
+    joint = _add_joint(policy, groups, job, aim, optimizer, sums)
+    if joint is None:
+        sums, joint = replace(before, joint_failed=True), {}
+    alone = [group for number, group in enumerate(groups) if number not in joint]
+    rest = iter(job.ranks.each(alone, add))
+    found = [joint[n] if n in joint else next(rest) for n in range(len(groups))]
     job.report("")
     # With one fault the step is discarded; the others were only looked for.
     if faults := faults_of(groups, found):
@@ -477,7 +474,6 @@ def accumulate(
 def _add_joint(
     policy: Policy,
     groups: Sequence[TrainingGroup],
-    packed: Sequence[Sequence[Pack]],
     job: TrainingJob,
     aim: Objective,
     optimizer: SignalAdamW,
@@ -485,27 +481,20 @@ def _add_joint(
 ) -> dict[int, list[float]] | None:
     """Give the optimiser the groups that share packs, as the first ones of a step.
 
-    Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails
-        (logged): each group is computed alone then, so that a fault is that of one.
+    Returns: number of each -> as `_add_group`. None, without any gradient left, when a pack fails.
     """
     done: dict[int, list[float]] = {}
-    parameters = _trainable(policy)
-    for bundle in bundles(packed, *policy.joint):
-        pack = joined([packed[number][0] for number in bundle])
-        # Nobody is named meanwhile: none of them is to blame if the process dies.
-        compute = partial(_add_group, policy, [pack], job, aim, sums)
-        moved_A = attempt("", replace(job, watch=Silent()), compute)
-        if isinstance(moved_A, Fault) or not _finite(parameters):
-            why = moved_A.text if isinstance(moved_A, Fault) else "a gradient is not finite"
-            log.info("joint_pack_failed", groups=len(bundle), why=why)
+    for unit in joint_groups(groups, room=policy.joint):
+        if len(unit) == 1:
+            continue
+        members = [groups[number] for number in unit]
+        found = together(members, job, lambda one: _add_group(policy, [one], job, aim, sums))
+        if found is None:
             optimizer.forget()
             return None
-        rest = iter(moved_A)
-        for number in bundle:
-            group = groups[number]
-            done[number] = list(islice(rest, sum(row.trainable for row in group.rows)))
+        done |= zip(unit, found, strict=True)
+        for group in members:
             optimizer.add_group(signal(unweighted(group)))
-            job.watch.done(group.group_id)
     return done
 
 
@@ -532,6 +521,8 @@ def _add_group(
             return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
         sums.add(found, entropy, pack)
         moved_A += tokens.since_start
+    if not _finite(_trainable(policy)):
+        return Fault(NON_FINITE, "its gradient is not finite")
     return moved_A
 
 
@@ -559,4 +550,5 @@ def _finite(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
     """Return True when all gradients are finite, and their squares: beside one that is larger the
     other groups of the step would vanish."""
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    return all(bool(torch.isfinite(gradient.square()).all()) for gradient in gradients)
+    largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # of numbers, not of squares
+    return bool(torch.isfinite(largest.square()))

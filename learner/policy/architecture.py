@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Form = Literal["segments", "varlen", "paths", "dense"]
@@ -187,6 +187,12 @@ def adapted_layers(model_type: str, linear: Iterable[str]) -> str | list[str]:
     if model_type not in EXPERTS_AS_PARAMETERS:
         return "all-linear"
     return sorted({name.rpartition(".")[2] for name in linear} - OF_EXPERTS)
+
+
+def blocks_of(decoder: Any) -> list[nn.Module]:  # Any: a decoder of transformers, not typed
+    """Return the decoder's blocks: the longest list of modules that it has itself."""
+    lists = [list(module) for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 # Give a model the rotary frequencies that its server uses, the same for every pass.

@@ -134,6 +134,15 @@ def segment_attention(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return own
+    # torch's kernel is one operation to the compiler. The other forms, and layers that differ in
+    # their window, would be compiled again for each pack and layer.
+    traced = trie.gathered is not None and len(trie.windows) == 1
+    return (_attend if traced else _untraced)(module, query, key, value, scaling, trie)
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, trie: Plan
+) -> tuple[Tensor, None]:
     query, key, value = _in_one_type(query, key, value)
     window = trie.window_of(module)
     if trie.gathered is not None:
@@ -148,6 +157,8 @@ def segment_attention(
         out = by_segments(query, key, value, trie.segments, scaling)
     return out.transpose(1, 2).contiguous(), None
 
+
+_untraced = torch.compiler.disable(_attend)
 
 AttentionInterface.register(NAME, segment_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -9,16 +9,18 @@ Measured on SmolLM2-135M, packs of 1,024 tokens on a CPU (docs/log.md, 2026-11-2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.policy.architecture import Form, architecture
-from learner.policy.packing import Pack, Segment, fed, fold, in_bins, pack_rows, pairs
-from learner.records import TrainableRow, TrainingGroup
+from learner.policy.packing import Pack, Segment, fold, in_bins, packs_of_sizes, pairs
+from learner.records import TrainingGroup
 
 FP32_BYTES, MIXED_BYTES, BF16_BYTES = 4.0, 2.7, 2.0
 """Bytes of a kept number in fp32; of one with bf16 products beside an fp32 residual stream
@@ -205,6 +207,8 @@ PER_SEGMENT = 1.0
 ATTENTION_FLOPS, LINEAR_FLOPS = 14, 4
 """Operations, forwards and backwards: of a pair for each number of a query (4 and 2.5 times that),
 and of a token for each weight, which is frozen (2 and 2)."""
+Row = tuple[int, ...]
+"""Token ids."""
 SHARED = 16
 """Tokens that answers must have in common for a trie with fewer segments."""
 
@@ -235,32 +239,39 @@ def cheapest(group: TrainingGroup, *, max_tokens: int, of: Prices, form: Form) -
 
     max_tokens: longest pack; an answer that does not fit alone gets a pack of its own.
     """
-    best: tuple[float, list[list[TrainableRow]], int] | None = None
-    prompt = len(group.prompt_token_ids)
-    for least in sorted({1, SHARED, prompt}):  # prompt: nothing but the prompt is shared
-        for bins in _ways(group, max_tokens, least):
-            tries = [fold([fed(group, row) for row in rows], least=least) for rows in bins]
+    answers = tuple(row.token_ids for row in group.rows if row.trainable)
+    sizes, least = _chosen(group.prompt_token_ids, answers, max_tokens, of, form)
+    return packs_of_sizes(group, sizes, least)
+
+
+@lru_cache(maxsize=1_024)  # a run packs each group several times: to check it, and for its step
+def _chosen(
+    prompt: Row, answers: tuple[Row, ...], max_tokens: int, of: Prices, form: Form
+) -> tuple[list[int], int]:
+    """Return how many answers each pack has, and the fewest tokens of a shared segment."""
+    fed = [(*prompt, *one[:-1]) for one in answers]
+    best: tuple[float, list[int], int] = (math.inf, [], 1)
+    for least in sorted({1, SHARED, len(prompt)}):  # prompt: nothing but the prompt is shared
+        for bins in _ways(fed, max_tokens, least):
+            tries = [fold(rows, least=least) for rows in bins]
             total = sum(cost(trie.segments, of, form) for trie in tries)
-            if best is None or total < best[0]:
-                best = total, bins, least
-    if best is None:
-        return []
-    _, bins, least = best
-    return [pack_rows(group, rows, least=least) for rows in bins]
+            if total < best[0]:
+                best = total, [len(rows) for rows in bins], least
+    return best[1:]
 
 
-def _ways(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[list[TrainableRow]]]:
+def _ways(rows: Sequence[Row], max_tokens: int, least: int) -> Iterator[list[list[Row]]]:
     """Yield the fewest packs that fit, and each of these in halves, quarters, ... down to rows."""
-    fewest = list(in_bins(group, max_tokens, least))
-    parts, longest = 1, max((len(rows) for rows in fewest), default=0)
+    fewest = list(in_bins(rows, max_tokens, least))
+    parts, longest = 1, max(map(len, fewest), default=0)
     while longest:
-        yield [part for rows in fewest for part in _split(rows, parts)]
+        yield [part for of_pack in fewest for part in _split(of_pack, parts)]
         if parts >= longest:
             return
         parts = min(2 * parts, longest)
 
 
-def _split(rows: Sequence[TrainableRow], parts: int) -> list[list[TrainableRow]]:
+def _split(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     size = -(-len(rows) // parts)
     return [list(rows[at : at + size]) for at in range(0, len(rows), size)]
 

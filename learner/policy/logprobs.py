@@ -17,8 +17,8 @@ from torch import Tensor
 
 from learner.policy.architecture import Architecture, Form
 from learner.policy.attention import added_mask, dense_mask, plan
-from learner.policy.costs import CHUNK_BYTES, Prices, cheapest
-from learner.policy.packing import Pack, fed, pack_group, pack_members, shared, unique_tokens
+from learner.policy.costs import CHUNK_BYTES, SHARED, Prices, cheapest
+from learner.policy.packing import Pack, fed, fold, pack_group, pack_members, shared, unique_tokens
 from learner.records import TrainableRow, TrainingGroup
 
 # Log-probabilities of targets behind a frozen head, without logits of all tokens at once.
@@ -264,43 +264,51 @@ def wants_autocast(precision: Precision, device: torch.device) -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
 
 
-# Packs of groups that begin alike, for passes without a gradient. Pure index arithmetic.
+# Groups that are computed in one pack. Pure index arithmetic.
 
 LEAST_SHARED = 0.25
 """Part of a prompt that must be shared with the group before it, to join it."""
 
 
-def joint_groups(groups: Sequence[TrainingGroup], *, max_tokens: int) -> list[list[int]]:
+def joint_groups(
+    groups: Sequence[TrainingGroup], *, max_tokens: int = 0, room: tuple[int, int] = (0, 0)
+) -> list[list[int]]:
     """Sort groups into those that are computed together, as indices; each is in one list.
 
-    max_tokens: longest pack; a group that is longer stays alone.
+    max_tokens: longest pack of groups that begin alike. room: tokens, and keys that attention
+    copies, up to which any groups share a pack. A group that is longer stays alone.
     """
     order = sorted(range(len(groups)), key=lambda number: groups[number].prompt_token_ids)
     found: list[list[int]] = []
+    left = room
     for number in order:
-        together = found[-1] if found else []
-        if together and _joins(groups, together, number, max_tokens):
-            together.append(number)
+        tokens, keys = _needed(groups[number]) if room[0] else (1, 1)
+        fits = bool(found) and tokens <= left[0] and keys <= left[1]
+        if fits or (found and max_tokens and _alike(groups, found[-1], number, max_tokens)):
+            found[-1].append(number)
         else:
             found.append([number])
+            left = room
+        left = (left[0] - tokens, left[1] - keys)
     return found
 
 
 def joint_pack(groups: Sequence[TrainingGroup]) -> Pack:
-    """Pack the trainable answers of these groups into one, in order."""
-    return pack_members(_members(groups))
-
-
-def parts(groups: Sequence[TrainingGroup]) -> list[int]:
-    """Return how many of the pack's targets are each group's."""
-    return [sum(row.kept_tokens for row in group.rows if row.trainable) for group in groups]
+    """Pack the trainable answers of these groups into one, in order; what they share, once."""
+    return pack_members(_members(groups), least=SHARED)
 
 
 def _members(groups: Sequence[TrainingGroup]) -> list[tuple[TrainingGroup, TrainableRow]]:
     return [(group, row) for group in groups for row in group.rows if row.trainable]
 
 
-def _joins(
+def _needed(group: TrainingGroup) -> tuple[int, int]:
+    """Return a group's tokens, and the keys on the paths of its segments."""
+    trie = fold([fed(group, row) for _, row in _members([group])], least=SHARED)
+    return len(trie.tokens), sum(one.position + one.length for one in trie.segments)
+
+
+def _alike(
     groups: Sequence[TrainingGroup], together: Sequence[int], number: int, max_tokens: int
 ) -> bool:
     prompt = groups[number].prompt_token_ids
@@ -308,4 +316,4 @@ def _joins(
     if common < LEAST_SHARED * len(prompt):
         return False
     members = _members([groups[one] for one in (*together, number)])
-    return unique_tokens([fed(group, row) for group, row in members]) <= max_tokens
+    return unique_tokens([fed(*one) for one in members], least=SHARED) <= max_tokens

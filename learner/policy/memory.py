@@ -4,7 +4,7 @@ The learner may stand beside vLLM on one card. It never asks vLLM for room: a ru
 is refused in words before it takes a group or loads a weight (`check_room`), and tried again later.
 On a GPU torch is limited to the share, so a run that grows fails by itself and not by taking what
 vLLM needs. On a CPU nothing can hold it; the estimate of a pack stays within the share. Once the
-packs are known, `prepare` has the layers computed twice where that is needed. `reach` says how long
+packs are known, `prepare` has as many layers computed twice as are needed. `reach` says how long
 an input can be, for `learner.pack_tokens = "auto"`. The bytes of a pack are in
 `learner.policy.costs`.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from learner.base_weights import BaseSize
 from learner.errors import NoRoomError
-from learner.policy.architecture import positions
+from learner.policy.architecture import blocks_of, positions
 from learner.policy.attention import takes_grouped_heads
 from learner.policy.costs import (
     BF16_BYTES,
@@ -103,7 +104,8 @@ ms of products on an H100, and 8,400 starts of a kernel (counted); on a CPU shar
 class Prepared:
     """How the packs of a run are computed."""
 
-    checkpointing: bool
+    checkpointing: int = 0
+    """Layers that are computed twice."""
     joint: tuple[int, int] = (0, 0)
     """Most tokens, and keys that attention copies, of a pack that several groups share."""
 
@@ -115,33 +117,41 @@ def prepare(
     longest: int,
     gathered: int = 0,
     share: float = 1.0,
+    some: bool = True,
 ) -> Prepared:
-    """Switch checkpointing on if the setting says so, or if the longest pack needs it; find how
-    long the pack of several groups may be without it.
+    """Have as many layers computed twice as the setting says, or the longest pack needs; find how
+    long the pack of several groups may be without that.
 
     longest: tokens. gathered: most keys that the forms `varlen` and `paths` copy for a pack. share:
-    of the card, that this process may take.
+    of the card, that this process may take. some: False: all layers or none, for processes that
+    must decide alike.
     """
     free = within_share(policy.device, free_bytes(policy.device), share)
     plain, saving = estimate(policy, longest, gathered)
-    tight = plain is not None and free is not None and plain > SHARE * free
-    on = setting == "on" or (setting == "auto" and tight)
-    needed = saving if on else plain
-    said = {"tokens": longest, "needed_mb": _mb(needed), "free_mb": _mb(free), "checkpointing": on}
+    layers = len(blocks_of(policy.model.get_base_model().get_decoder()))
+    twice, needed = layers if setting == "on" else 0, saving if setting == "on" else plain
+    if setting == "auto" and plain is not None and saving is not None and free is not None:
+        # A layer's part of what all of them save; the last of them saves nothing.
+        part = max(1, plain - saving) / max(1, layers)
+        twice = min(layers, max(0, math.ceil((plain - SHARE * free) / part)))
+        twice = layers if twice and not some else twice
+        needed = int(plain - twice * part)
+    said = {"tokens": longest, "needed_mb": _mb(needed), "free_mb": _mb(free)}
+    said |= {"checkpointing": twice, "layers": layers}
     if needed is not None and free is not None and needed > free:
         log.warning("memory_may_not_do", **said, to_do="lower learner.pack_tokens, or free memory")
     else:
         log.info("memory_estimated", **said)
-    if on:
-        recompute_layers(policy)
-        return Prepared(checkpointing=True)
+    if twice:
+        recompute_layers(policy, twice)
+        return Prepared(checkpointing=twice)
     most = JOINT_TOKENS.get(policy.device.type, 0)
     if plain is None or free is None or not longest or policy.form == "dense":
-        return Prepared(checkpointing=False)
+        return Prepared()
     # A pack's bytes grow no faster than its tokens and keys do.
     times = max(1.0, SHARE * free / plain)
     tokens, keys = min(most, int(times * longest)), int(times * gathered)
-    return Prepared(checkpointing=False, joint=(tokens, keys))
+    return Prepared(joint=(tokens, keys))
 
 
 def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | None, int | None]:
@@ -186,17 +196,15 @@ def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, 
     )
 
 
-def recompute_layers(policy: Policy) -> None:
-    """Keep the inputs of the layers alone; the backward pass computes the layers once more."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
+def recompute_layers(policy: Policy, number: int | None = None) -> None:
+    """Keep the inputs of the first layers alone, of all without a number; the backward pass, which
+    has given back what the others kept by then, computes them once more."""
     base = policy.model.get_base_model()
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in base.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            # transformers checkpoints layers in training alone. The flag of the modules inside,
-            # which would switch dropout on, stays as it is.
-            module.training = True
+    for block in blocks_of(base.get_decoder())[:number]:
+        # transformers checkpoints layers in training alone. The flag of the modules inside,
+        # which would switch dropout on, stays as it is.
+        block.training = True
     if policy.device.type == "cpu":
         _return_freed_blocks()
 

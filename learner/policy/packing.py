@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from learner.records import TrainableRow, TrainingGroup
 
@@ -249,62 +250,6 @@ def keys_of(pack: Pack) -> int:
     return sum(one.position + one.length for one in pack.segments)
 
 
-def joined(packs: Sequence[Pack]) -> Pack:
-    """Lay packs one after the other in one; its names are those of the first. None sees another."""
-    tokens, numbers, answers = [0], [0], [0]  # before each pack
-    for pack in packs:
-        tokens.append(tokens[-1] + len(pack.input_ids))
-        numbers.append(numbers[-1] + len(pack.segments))
-        answers.append(answers[-1] + pack.answers[-1] + 1)
-    return Pack(
-        group_id=packs[0].group_id,
-        adapter=packs[0].adapter,
-        segments=tuple(
-            replace(
-                one,
-                start=one.start + at,
-                stop=one.stop + at,
-                last=one.last + at,
-                parent=one.parent if one.parent < 0 else one.parent + number,
-            )
-            for pack, at, number in zip(packs, tokens, numbers, strict=False)
-            for one in pack.segments
-        ),
-        sources=tuple(
-            place + at for pack, at in zip(packs, tokens, strict=False) for place in pack.sources
-        ),
-        answers=tuple(
-            one + at for pack, at in zip(packs, answers, strict=False) for one in pack.answers
-        ),
-        **{
-            name: tuple(value for pack in packs for value in getattr(pack, name))
-            for name in (
-                "input_ids", "positions", "targets", "recorded", "advantages", "temperatures",
-                "start",
-            )
-        },
-    )  # fmt: skip
-
-
-def bundles(packs: Sequence[Sequence[Pack]], tokens: int, keys: int) -> list[list[int]]:
-    """Return which groups are computed in one pack, as indices: two or more, in order, each.
-
-    packs: of each group; groups of several packs stay alone. tokens, keys: most of one pack.
-    """
-    found: list[list[int]] = [[]]
-    room = (tokens, keys)
-    for number, of_group in enumerate(packs):
-        if len(of_group) != 1:
-            continue
-        needed = (len(of_group[0].input_ids), keys_of(of_group[0]))
-        if needed[0] > room[0] or needed[1] > room[1]:
-            found.append([])
-            room = (tokens, keys)
-        found[-1].append(number)
-        room = (room[0] - needed[0], room[1] - needed[1])
-    return [one for one in found if len(one) > 1]
-
-
 def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
     """Return the number of input tokens of a pack: these answers behind one prompt."""
     return prompt_length + sum(length - 1 for length in answer_lengths)
@@ -321,21 +266,26 @@ def pack_group(
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
     """
-    bins = in_bins(group, 0 if alone else max_tokens, least)
-    return [pack_rows(group, rows, least=least) for rows in bins]
+    rows = [fed(group, row) for row in group.rows if row.trainable]
+    sizes = [len(one) for one in in_bins(rows, 0 if alone else max_tokens, least)]
+    return packs_of_sizes(group, sizes, least)
 
 
-def in_bins(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[TrainableRow]]:
-    """Yield the trainable rows of each pack of `pack_group`."""
-    taken: list[TrainableRow] = []
-    for row in group.rows:
-        if not row.trainable:
-            continue
-        if taken:
-            rows = [fed(group, one) for one in (*taken, row)]
-            if max_tokens <= 0 or unique_tokens(rows, least=least) > max_tokens:
-                yield taken
-                taken = []
+def packs_of_sizes(group: TrainingGroup, sizes: Sequence[int], least: int) -> list[Pack]:
+    """Pack the trainable answers of a group, in order, so many in each pack."""
+    rest = iter([row for row in group.rows if row.trainable])
+    return [pack_rows(group, list(islice(rest, size)), least=least) for size in sizes]
+
+
+def in_bins(
+    rows: Sequence[tuple[int, ...]], max_tokens: int, least: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Yield the rows of each pack of `pack_group`. rows: the tokens that are fed."""
+    taken: list[tuple[int, ...]] = []
+    for row in rows:
+        if taken and (max_tokens <= 0 or unique_tokens([*taken, row], least=least) > max_tokens):
+            yield taken
+            taken = []
         taken.append(row)
     if taken:
         yield taken

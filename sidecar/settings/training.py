@@ -211,8 +211,8 @@ class Learner(ObjectiveSection):
     finds that its memory holds, which it tells ingest through the store. A group is split over
     several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Whether the layers are computed twice to save memory. `auto`: if the longest input is
-    estimated to need more than 0.8 of the free memory."""
+    """Whether the layers are computed twice to save memory. `auto`: as many of them as the longest
+    input needs, by an estimate, to take at most 0.8 of the free memory."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"

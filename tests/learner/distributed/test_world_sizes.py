@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from learner.distributed.sharded import Sharded, blocks_of
+from learner.distributed.sharded import Sharded
 from learner.errors import FaultyGroupsError, RankLostError, RunStoppedError
 from learner.grpo.answers import OUT_OF_VOCABULARY
 from learner.grpo.checks import NON_FINITE
+from learner.policy.architecture import blocks_of
 from learner.records import StepMetrics, TrainingGroup
 from sidecar.settings import Learner
 

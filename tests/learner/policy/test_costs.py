@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.policy import costs
 from learner.policy.architecture import Form
 from learner.policy.costs import Prices, Sizes, cheapest, cost, prices
 from learner.policy.packing import chain, fold, pack_group
@@ -108,3 +109,21 @@ def test_it_is_never_dearer_than_rows_and_keeps_the_order(
     assert [t for pack in found for t in pack.targets] == [t for r in rows for t in r.token_ids]
     longest = max(len(pack.input_ids) for pack in alone)
     assert all(len(pack.input_ids) <= max(max_tokens, longest) for pack in found)
+
+
+def test_the_choice_for_the_same_answers_is_made_once(group: MakeGroup, row: MakeRow) -> None:
+    """With other advantages and kept tokens; not for fewer answers."""
+    costs._chosen.cache_clear()
+    answers = [[7, 8, 9], [7, 4], [5, 6]]
+    one = group(range(3, 9), [row(each) for each in answers])
+    kept = [False, True, True]
+    other = group(range(3, 9), [row(each, 0.1, kept=kept[: len(each)]) for each in answers])
+    less = group(range(3, 9), [*(row(each) for each in answers[:2]), row([5, 6], trainable=False)])
+
+    packs = [
+        cheapest(each, max_tokens=100, of=Prices(), form="segments") for each in (one, other, less)
+    ]
+
+    assert (costs._chosen.cache_info().hits, costs._chosen.cache_info().misses) == (1, 2)
+    assert [len(pack.targets) for of_group in packs for pack in of_group] == [7, 4, 5]
+    assert packs[1][0].advantages == (0.1,) * 4

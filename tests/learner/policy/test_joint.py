@@ -14,8 +14,8 @@ from learner.errors import FaultyGroupsError
 from learner.grpo.checks import attempt, with_start
 from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import Policy, joint_groups, joint_pack, parts
-from learner.policy.packing import Pack, bundles, joined, pack_group, pairs
+from learner.policy.logprobs import Policy, joint_groups, joint_pack
+from learner.policy.packing import Pack
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Advanced, Learner
 from tests.learner.conftest import job_of
@@ -23,7 +23,7 @@ from tests.learner.conftest import job_of
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
 
-SYSTEM = [3, 4, 5, 6, 7, 8]
+SYSTEM = [3, 4, 5, 6, 7, 8] * 3
 WITHOUT_EFFECT = 40
 
 
@@ -43,15 +43,28 @@ def groups(group: MakeGroup, row: MakeRow) -> list[TrainingGroup]:
 
 def test_groups_that_begin_alike_are_computed_together(groups: list[TrainingGroup]) -> None:
     assert joint_groups(groups, max_tokens=100) == [[0, 2], [1]]
-    # 7 + 2 + 1 and behind 9 10: 11 21, 16, 18 19: 15 tokens
-    assert joint_groups(groups, max_tokens=15) == [[0, 2], [1]]
-    assert joint_groups(groups, max_tokens=14) == [[0], [2], [1]]
+    # 19 for all, 12, 9 10, and behind them 11 21 16 and 11 21 18 19: what is short is not shared
+    assert joint_groups(groups, max_tokens=29) == [[0, 2], [1]]
+    assert joint_groups(groups, max_tokens=28) == joint_groups(groups) == [[0], [2], [1]]
 
     pack = joint_pack([groups[0], groups[2]])
 
-    assert len(pack.input_ids) == 15
-    assert parts([groups[0], groups[2]]) == [5, 4]
+    assert len(pack.input_ids) == 29
     assert pack.targets == (9, 10, 11, 12, 13, 16, 17, 18, 20)
+    assert pack.answers == (0, 0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_packs_are_filled_with_groups_up_to_their_tokens_and_keys(
+    group: MakeGroup, row: MakeRow
+) -> None:
+    """Of 5 tokens, with 5 keys on their paths; the last of 12: it shares too little."""
+    short = [group((number, 2, 3), [row((4, 5, 6))]) for number in range(1, 6)]
+    groups = [*short, group((6, 2, 3, 4), [row((4, 5, 6)), row((5, 6, 7))])]
+
+    assert joint_groups(groups, room=(10, 100)) == [[0, 1], [2, 3], [4], [5]]
+    assert joint_groups(groups, room=(22, 100)) == [[0, 1, 2, 3], [4, 5]]
+    assert joint_groups(groups, room=(15, 11)) == [[0, 1], [2, 3], [4], [5]], "keys"
+    assert joint_groups(groups, room=(4, 100)) == [[0], [1], [2], [3], [4], [5]]
 
 
 def test_each_group_gets_the_values_that_it_has_alone(
@@ -114,56 +127,28 @@ def test_models_that_do_not_pack_are_computed_one_by_one(
             assert row.start == pytest.approx(same.start, abs=1e-5)
 
 
-def test_packs_in_one_attend_to_nothing_of_each_other(group: MakeGroup, row: MakeRow) -> None:
-    (pack,) = pack_group(group(range(5), [row((6, 7, 8)), row((9, 6, 7))]), max_tokens=100)
-
-    whole = joined([pack, pack])
-
-    assert whole.input_ids == pack.input_ids * 2
-    assert whole.positions == pack.positions * 2
-    assert whole.sources[len(pack.sources) :] == tuple(one + 9 for one in pack.sources)
-    assert whole.answers == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
-    spans = [(one.start, one.stop, one.last, one.parent) for one in whole.segments]
-    assert spans == [
-        *((0, 5, 9, -1), (5, 7, 7, 0), (7, 9, 9, 0)),
-        *((9, 14, 18, -1), (14, 16, 16, 3), (16, 18, 18, 3)),
-    ]
-    assert pairs(whole.segments) == 2 * pairs(pack.segments)
-
-
-def test_packs_are_filled_in_order_with_groups_of_one_pack(group: MakeGroup, row: MakeRow) -> None:
-    """Of 5, 5, two packs of 4, 5 and 5 tokens; each has 5 keys on its path."""
-    one = pack_group(group((1, 2, 3), [row((4, 5, 6))]), max_tokens=100)
-    two = pack_group(group((1, 2, 3), [row((4, 5)), row((6, 7))]), max_tokens=4)
-    packs = [one, one, two, one, one]
-
-    assert [len(of_group) for of_group in packs] == [1, 1, 2, 1, 1]
-    assert bundles(packs, 10, 100) == [[0, 1], [3, 4]]
-    assert bundles(packs, 19, 100) == [[0, 1, 3]]
-    assert bundles(packs, 19, 12) == [[0, 1], [3, 4]], "keys"
-    assert bundles(packs, 9, 100) == bundles(packs, 0, 0) == []
-
-
 @pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
 def test_groups_that_share_a_pack_take_the_steps_that_they_take_alone(
     tiny_base: Path, learner_settings: Learner, groups: list[TrainingGroup], loss: str
 ) -> None:
-    """Three groups, the first two in one pack; with the divergence from the base in the loss."""
+    """Three groups, the last two in one pack; with the divergence from the base in the loss."""
     advanced = Advanced(kl_budget=0.0, kl_coef=0.1)
     settings = learner_settings.model_copy(update={"loss": loss, "advanced": advanced})
     settings = settings.model_copy(update={"max_drift": 100.0, "learning_rate": 0.005})
-    found = []
-    for joint in ((0, 0), (17, 100)):
+    found, computed = [], []
+    for joint in ((0, 0), (30, 100)):
         policy = replace(load_policy(str(tiny_base), Parent(name="base"), settings), joint=joint)
         pushed = [_pushed(one) for one in groups]
         outcome, _ = run_steps(policy, job_of(pushed * 2, settings))
         trained = [p.detach().flatten() for p in policy.model.parameters() if p.requires_grad]
         step = replace(outcome.metrics[0], seconds=0.0, tokens_per_s=0.0, peak_memory_bytes=0)
-        figures = replace(step, left_out={}).flat
+        computed.append(step.computed_tokens)
+        figures = replace(step, left_out={}, computed_tokens=0).flat
         known = {name: value for name, value in figures.items() if value is not None}
         found.append((known, torch.cat(trained)))
     (alone, weights), (together, same) = found
 
+    assert computed[1] < computed[0], "what groups share is computed once"
     assert together == pytest.approx(alone, rel=1e-5, abs=1e-7)
     torch.testing.assert_close(same, weights, atol=2e-6, rtol=1e-4)
 
@@ -179,7 +164,7 @@ def test_a_group_that_fails_in_a_common_pack_is_left_out_alone(
 
     with capture_logs() as logs:
         outcome, _ = run_steps(
-            replace(policy, joint=(100, 100)), job_of([first, other, last], settings)
+            replace(policy, joint=(100, 200)), job_of([first, other, last], settings)
         )
 
     failed = [one["groups"] for one in logs if one["event"] == "joint_pack_failed"]

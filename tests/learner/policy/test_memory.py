@@ -283,11 +283,40 @@ def test_it_is_switched_on_by_setting_or_when_memory_is_short(
     monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
 
     with capture_logs() as logs:
-        assert prepare(policy, setting, longest=100).checkpointing is on
+        assert prepare(policy, setting, longest=100).checkpointing == 2 * on
 
     short = free is not None and free < 2**30
     assert [one["event"] for one in logs] == ["memory_may_not_do" if short else "memory_estimated"]
-    assert logs[0]["checkpointing"] is on
+    assert logs[0]["checkpointing"] == 2 * on
+
+
+@pytest.mark.parametrize(
+    ("saved", "some", "twice"),
+    [(0, True, 0), (0.2, True, 1), (0.5, True, 1), (0.6, True, 2), (0.2, False, 2)],
+)
+def test_as_many_layers_are_computed_twice_as_memory_asks_for(
+    policy: Policy,
+    answers: TrainingGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: float,
+    some: bool,
+    twice: int,
+) -> None:
+    """saved: part of what both layers save that has to be saved."""
+    monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
+    values, gradients, kept = backward(policy, answers)
+    plain, saving = estimate(policy, 1_000)
+    assert plain is not None
+    assert saving is not None
+    limit = (plain - saved * (plain - saving)) / of_sizes.SHARE + 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(limit))
+
+    assert prepare(policy, "auto", longest=1_000, some=some).checkpointing == twice
+
+    again, same, kept_again = backward(policy, answers)
+    assert torch.equal(values, again)
+    torch.testing.assert_close(same, gradients, atol=1e-6, rtol=1e-6)
+    assert kept_again / kept == pytest.approx({0: 1, 1: 0.6, 2: 0.2}[twice], abs=0.15)
 
 
 def test_a_config_that_says_too_little_switches_nothing_on(
@@ -299,7 +328,7 @@ def test_a_config_that_says_too_little_switches_nothing_on(
     monkeypatch.setattr(memory, "sizes", unreadable)
 
     assert estimate(policy, 100) == (None, None)
-    assert prepare(policy, "auto", longest=100) == Prepared(checkpointing=False)
+    assert prepare(policy, "auto", longest=100) == Prepared()
 
 
 def test_several_groups_share_a_pack_as_far_as_memory_goes(
