@@ -2,9 +2,10 @@
 
 A list of measures, the targets first. Each gives a row, which is in a file before the next begins:
 a machine that is taken away loses one row. An error, memory that does not suffice among them, is a
-row as well. After an error that spoils the card for its process, the rest runs in a new process. A
-measure that the minutes left do not hold is left out, and its row says so. Weights are drawn on the
-card, in the product's own loader; nothing is downloaded. On a CPU the same path runs small.
+row as well. After an error that spoils the card for its process, or ends it, the script runs the
+rest in a new one. A measure that the minutes left do not hold is left out, and its row says so.
+Weights are drawn on the card, in the product's own loader; nothing is downloaded. On a CPU the same
+path runs small.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
@@ -36,7 +35,7 @@ from learner.policy.attention import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, d
 from learner.policy.logprobs import Policy, joint_pack, packs_of
 from learner.policy.memory import Checkpointing, is_out_of_memory, pack_estimate, prepare
 from learner.policy.packing import keys_of, pack_group
-from learner.policy.self_test import BF16_TOLERANCE, COMPILED_TOKENS, compile_blocks
+from learner.policy.self_test import BF16_TOLERANCE
 from learner.policy.self_test import TOLERANCE as FP32_TOLERANCE
 from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
@@ -44,11 +43,12 @@ from sidecar.settings import Learner
 ABOUT = """\
 Measure the learner on a GPU. Rows go to gpu-check.jsonl one by one, and at the end with the targets
 to gpu-check.json. In this order:
-  - the card's own speed; attention over segments against a mask; packed bf16 against fp32 rows;
   - a whole run of the trainer at 1.7B (prompt 3,000, 8 answers of 500), with a profile of a step;
-  - passes alone, small groups, 8B, prompts of 16,000, TRL's step, the drift of bf16.
+  - small groups, 8B, prompts of 16,000, the drift of bf16, TRL's step;
+  - the card's own speed, attention and gradients against references, passes alone.
 Weights are drawn on the card: nothing is downloaded.
-Exit code: 0 all targets hold, 1 one does not, 2 there is no such device."""
+Exit code: 0 all targets hold, 1 one does not, 2 there is no such device, 3 an error has spoiled the
+card for this process."""
 WIDTHS = (64, 128)
 TIMES = (1, 31)
 """Lengths of the drawn segments, in those of the learner's own check: all stay odd."""
@@ -71,7 +71,6 @@ PACK_TOKENS = 32_768
 KERNELS, HOST = 25, 15
 """Entries of a profile that a row keeps."""
 KINDS = {
-    "compiled": ("triton",),
     "attention": ("flash", "fmha"),
     "products": ("nvjet", "gemm", "cutlass", "splitK"),
     "copies and casts": ("copy_kernel", "Memcpy", "Memset", "CatArray"),
@@ -221,7 +220,8 @@ class Bench:
     def train(
         self, size: str, cell: Cell, groups: int, per_step: int, *, profiled: bool = False
     ) -> results.Row:
-        """A whole run of the trainer; figures of all steps but the last, which may be profiled."""
+        """A whole run of the trainer; figures of the steps between the first, which warms up, and
+        the last, which may be profiled."""
         self.release()
         settings = Learner.model_validate(
             {
@@ -249,7 +249,7 @@ class Bench:
             with sides.drawn_base(Path(base), shape, str(self.device)):
                 outcome = GrpoTrainer().train(job)
         watch.phase("")
-        timed = watch.steps[:-1]
+        timed = watch.steps[1:-1]
         seconds = sum(one.seconds for one in timed)
         tokens = sum(one.computed_tokens for one in timed)
         policy = self.policy(size)
@@ -273,23 +273,18 @@ class Bench:
         cell: Cell,
         *,
         checkpointing: Checkpointing = "auto",
-        casts: bool = False,
         alone: bool = False,
         groups: int = 1,
         together: bool = False,
-        compiled: bool = False,
         profiled: bool = False,
         repeats: int = 3,
     ) -> results.Row:
         """Forward and backward passes of groups one by one: the least of some repeats.
 
-        casts: with peft's copies of LoRA's inputs in fp32. alone: a row for each answer.
-        together: in one pack, which gives the sum of their gradients alone. compiled: the blocks.
+        alone: a row for each answer. together: in one pack, which gives the sum of their gradients
+        alone.
         """
-        policy = self.policy(size, checkpointing, casts, alone, compiled)
-        for module in policy.model.modules():
-            if isinstance(module, BaseTunerLayer):
-                module.cast_input_dtype_enabled = casts
+        policy = self.policy(size, checkpointing, alone)
         group = cells.drawn(cell, policy.vocabulary)
         once = (
             pack_group(group, max_tokens=run.LONGEST, alone=True)
@@ -304,12 +299,6 @@ class Bench:
         weights = sum(one.numel() * one.element_size() for one in policy.model.parameters())
         said = pack_estimate(policy, longest, gathered)
         prepared = prepare(policy, checkpointing, longest=longest, gathered=gathered)
-        started = time.perf_counter()
-        torch._dynamo.utils.counters.clear()
-        if compiled:
-            with mock.patch.dict(COMPILED_TOKENS, {self.device.type: 0}):
-                compiled = compile_blocks(policy, [longest])
-        compile_s = time.perf_counter() - started
         again = prepared.checkpointing
         part = (said[0] - said[1]) / policy.model.config.get_text_config().num_hidden_layers
         timed = [
@@ -323,9 +312,6 @@ class Bench:
             with self.profiler() as found:
                 wall, *_ = run.timed_step(self.device, lambda: sides.ours(policy, packs))
             profile = {"profile": _profile(found, wall)}
-        if compiled:
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            profile |= {"graphs": graphs, "compile_s": round(compile_s, 1)}
         return {
             **profile,
             "seconds": seconds,
@@ -371,8 +357,7 @@ class Bench:
         limit = BF16_TOLERANCE if "bfloat16" in (one[0], other[0]) else FP32_TOLERANCE
         return {
             "value": float(apart.abs().mean()),
-            # The rows with rounded frequencies show a fault that this check once had.
-            **({} if "rounded" in (one[1], other[1]) else {"limit": limit}),
+            "limit": limit,
             "largest": float(apart.abs().max()),
             "signed": float(apart.mean()),
             "spread": float(expected.std()),
@@ -381,8 +366,7 @@ class Bench:
 
     def _ways(self, precision: str) -> dict[str, torch.Tensor]:
         """Log-probabilities of a group: packed; each answer a row of its own behind a dense mask;
-        rows by transformers' own forward pass (plain); the same with its rotary frequencies in bf16
-        (rounded)."""
+        rows by transformers' own forward pass (plain)."""
         self.release()
         shape = {**self.shape("1.7B"), "num_hidden_layers": 8 if self.cuda else 2}
         cell = Cell(axis="half", group=4, prompt=512, answer=32) if self.cuda else TINY
@@ -401,9 +385,6 @@ class Bench:
             base = policy.model.get_base_model()
             base.set_attn_implementation("sdpa")
             found["plain"] = _plain(policy, group)
-            rotary = base.get_decoder().rotary_emb
-            rotary.inv_freq = rotary.inv_freq.bfloat16()
-            found["rounded"] = _plain(policy, group)
         return {**found, **{name: one.detach().cpu() for name, one in adapter.items()}}
 
     def _time(self, work: Callable[[], object]) -> float:
@@ -477,7 +458,11 @@ class Measure:
     what: str
     work: Callable[[], results.Row]
     minutes: float = 0.1
-    """What it takes on an H100, as estimated before one was at hand."""
+    """What it may take: what it took on an H100, and about half as much again."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.check}: {self.what}"
 
 
 COMPUTED: Mapping[str, Checkpointing] = {"twice": "on", "once": "off"}
@@ -487,71 +472,42 @@ COMPUTED: Mapping[str, Checkpointing] = {"twice": "on", "once": "off"}
 def measures(at: Bench) -> list[Measure]:
     """Return what is measured, the most wanted first."""
     target, small, long = (TARGET, SMALL, LONG) if at.cuda else (TINY, TINY, TINY)
-    some, many, few = (16, 24, 8) if at.cuda else (2, 4, 2)
+    some, many = (16, 24) if at.cuda else (2, 4)
     forms = FORMS[at.device.type]
     # The kernel of `varlen` takes half precision alone.
     types = [(f, d) for f in forms for d in (torch.bfloat16, torch.float32)]
     kernels = [(f, d) for f, d in types if not (f == "varlen" and d == torch.float32)]
     return [
-        Measure(check="device", what="copy and product", work=at.ceilings),
-        Measure(check="product", what="bf16 into fp32 against fp64", work=at.product),
-        *(
-            Measure(
-                check="kernel",
-                what=f"{form}, {dtype}, segments x {times}: largest difference to a mask",
-                work=partial(at.kernel, form, dtype, times),
-            )
-            for form, dtype in kernels
-            for times in (TIMES if at.cuda else (1, 3))
-        ),
-        *(
-            Measure(
-                check="arithmetic",
-                what=f"135M, {precision} {'rows' if alone else 'packed'}: gradient against fp32 "
-                "rows on the CPU",
-                work=partial(at.arithmetic, precision, alone=alone),
-                minutes=0.3,
-            )
-            for precision, alone in (("bfloat16", False), ("float32", False), ("bfloat16", True))
-        ),
         Measure(
             check="step",
             what="1.7B, 3,000 + 8 x 500: whole run of 4 groups in 4 steps",
             work=partial(at.train, "1.7B", target, 4, 1, profiled=True),
-            minutes=1,
-        ),
-        *(
-            Measure(
-                check="pass",
-                what=f"1.7B, 3,000 + 8 x 500: {name}",
-                work=partial(at.passes, "1.7B", target, **how),
-                minutes=0.4,
-            )
-            for name, how in PASSES.items()
-        ),
-        Measure(
-            check="small",
-            what="1.7B, 16 groups of 512 + 8 x 128, one by one: passes",
-            work=partial(at.passes, "1.7B", small, groups=some),
-            minutes=0.4,
-        ),
-        Measure(
-            check="small",
-            what="1.7B, 16 groups of 512 + 8 x 128 in one pack: pass",
-            work=partial(at.passes, "1.7B", small, groups=some, together=True),
+            minutes=0.7,
         ),
         Measure(
             check="small",
             what="1.7B, 24 groups of 512 + 8 x 128: whole run in 3 steps",
             work=partial(at.train, "1.7B", small, many, many // 3),
-            minutes=0.8,
+            minutes=0.6,
+        ),
+        Measure(
+            check="small",
+            what="1.7B, 16 groups of 512 + 8 x 128, one by one: passes",
+            work=partial(at.passes, "1.7B", small, groups=some),
+            minutes=0.5,
+        ),
+        Measure(
+            check="small",
+            what="1.7B, 16 groups of 512 + 8 x 128 in one pack: pass",
+            work=partial(at.passes, "1.7B", small, groups=some, together=True, profiled=True),
+            minutes=0.4,
         ),
         *(
             Measure(
                 check="8B",
                 what=f"8B, 3,000 + 8 x 500: {name}",
                 work=partial(at.passes, "8B", target, repeats=2, **how),
-                minutes=0.5,
+                minutes=0.3,
             )
             for name, how in PASSES_8B.items()
         ),
@@ -560,18 +516,9 @@ def measures(at: Bench) -> list[Measure]:
                 check="long",
                 what=f"{size}, 16,000 + 8 x 1,000: as the learner decides",
                 work=partial(at.passes, size, long, repeats=1),
-                minutes=0.6,
+                minutes=0.4,
             )
             for size in ("1.7B", "8B")
-        ),
-        *(
-            Measure(
-                check="trl",
-                what=f"1.7B, 3,000 + 8 x 500: TRL's step, layers computed {times}",
-                work=partial(at.trl, checkpointing=how),
-                minutes=0.5,
-            )
-            for times, how in COMPUTED.items()
         ),
         *(
             Measure(
@@ -583,42 +530,43 @@ def measures(at: Bench) -> list[Measure]:
         ),
         *(
             Measure(
-                check="profile",
-                what=f"1.7B: pass of {name}",
-                work=partial(at.passes, "1.7B", cell, profiled=True, repeats=1),
+                check="trl",
+                what=f"1.7B, 3,000 + 8 x 500: TRL's step, layers computed {times}",
+                work=partial(at.trl, checkpointing=how),
+                minutes=0.3,
+            )
+            for times, how in COMPUTED.items()
+        ),
+        Measure(check="device", what="copy and product", work=at.ceilings),
+        Measure(check="product", what="bf16 into fp32 against fp64", work=at.product),
+        *(
+            Measure(
+                check="kernel",
+                what=f"{form}, {dtype}, segments x {times}: largest difference to a mask",
+                work=partial(at.kernel, form, dtype, times),
+                minutes=0.3,
+            )
+            for form, dtype in kernels
+            for times in (TIMES if at.cuda else (1, 3))
+        ),
+        *(
+            Measure(
+                check="arithmetic",
+                what=f"135M, {precision} {'rows' if alone else 'packed'}: gradient against fp32 "
+                "rows on the CPU",
+                work=partial(at.arithmetic, precision, alone=alone),
                 minutes=0.4,
             )
-            for name, cell in (("3,000 + 8 x 500", target), ("512 + 8 x 128", small))
-        ),
-        Measure(
-            check="compiled",
-            what="1.7B, 3,000 + 8 x 500: packed, blocks compiled",
-            work=partial(at.passes, "1.7B", target, compiled=True, profiled=True),
-            minutes=1.7,
+            for precision, alone in (("bfloat16", False), ("float32", False), ("bfloat16", True))
         ),
         *(
             Measure(
-                check=check,
-                what=f"1.7B, 8 groups of 512 + 8 x 128 together in a pack, {name}",
-                work=partial(at.passes, "1.7B", small, groups=few, together=True, **how),
-                minutes=0.5,
+                check="pass",
+                what=f"1.7B, 3,000 + 8 x 500: {name}",
+                work=partial(at.passes, "1.7B", target, **how),
+                minutes=0.2,
             )
-            for check, name, how in (
-                ("compiled", "blocks compiled", COMPILED),
-                ("small", "as the learner computes", {}),
-            )
-        ),
-        *(
-            Measure(
-                check="compiled",
-                what=f"{size}, {name}: packed, blocks compiled, layers computed once",
-                work=partial(at.passes, size, cell, checkpointing="off", profiled=True, **COMPILED),
-                minutes=1.7,
-            )
-            for size, name, cell in (
-                ("8B", "3,000 + 8 x 500", target),
-                ("1.7B", "16,000 + 8 x 1,000", long),
-            )
+            for name, how in PASSES.items()
         ),
     ]
 
@@ -630,16 +578,9 @@ HALVES = (
     ("plain transformers, bf16 against fp32", ("bfloat16", "plain"), ("float32", "plain")),
     ("packed bf16 against plain transformers", ("bfloat16", "packed"), ("bfloat16", "plain")),
     ("packed fp32 against plain transformers", ("float32", "packed"), ("float32", "plain")),
-    (
-        "plain transformers, bf16 with frequencies in bf16 against fp32",
-        ("bfloat16", "rounded"),
-        ("float32", "plain"),
-    ),
 )
-COMPILED: dict[str, Any] = {"compiled": True}
 PASSES: Mapping[str, dict[str, Any]] = {
     "packed": {},
-    "packed, with peft's casts": {"casts": True},
     "rows": {"alone": True},
 }
 PASSES_8B: Mapping[str, dict[str, Any]] = {
@@ -718,7 +659,7 @@ def facts(device: torch.device, commit: str) -> dict[str, object]:
     if device.type == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    about = run.about(str(device), torch.get_num_threads())
+    about = run.about(str(device), 1)  # on a CPU all is tiny: a second thread only waits
     return {
         "card": about["device"],
         "driver": driver,
@@ -737,7 +678,7 @@ def _commit() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write both files. Returns: 1 when a target does not hold, 2 without the device."""
+    """Write both files. Returns: the exit code."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
         description=ABOUT,
@@ -767,24 +708,30 @@ def main(argv: Sequence[str]) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device; --device cpu runs the same path small")
         return 2
-    # A new process after an error of the card goes on with the same minutes.
-    started = float(os.environ.setdefault("GPU_CHECK_STARTED", str(time.time())))
+    # Where a process ends in a measure, scripts/gpu_check goes on in a new one.
+    started = float(os.environ.get("GPU_CHECK_STARTED", time.time()))
     folder = options.out or (results.FOLDER if device.type == "cuda" else Path(".bench"))
     folder.mkdir(parents=True, exist_ok=True)
     told = facts(device, options.commit or _commit())
     sheet = Sheet(folder / "gpu-check.jsonl", told)
     with tempfile.TemporaryDirectory() as work:
+        begun = Path(os.environ.get("GPU_CHECK_BEGUN", f"{work}/begun"))
         for one in measures(Bench(device, Path(work))):
             if sheet.has(one) or (options.only and one.check not in options.only):
                 continue
+            if one.name == os.environ.get("GPU_CHECK_ENDED_IN"):
+                sheet.add(one, {"why": "its process ended: killed, or no memory even to say why"})
+                continue
             left = options.minutes - (time.time() - started) / 60
-            if device.type == "cuda" and one.minutes > left:
+            if one.minutes > left:
                 sheet.add(one, {"why": f"left out: {left:.1f} minutes are left"})
                 continue
+            begun.write_text(one.name)
             row, usable = attempt(one)
             sheet.add(one, row)
             if not usable:
-                os.execv(sys.executable, sys.orig_argv)
+                return 3
+            begun.write_text("")
     found = targets(sheet.rows)
     print(f"\n{results.targets_table(found)}")
     machine = {**results.machine(), **told}

@@ -66,8 +66,9 @@ def k3(logprobs_N: Tensor, base_N: Tensor, cut: float = MEASURED_TO) -> Tensor:
     draws a policy back where it lost what the base does. Above the cut it stays 1 - exp(cut).
     """
     log_ratio_N = base_N - logprobs_N
-    near_N = log_ratio_N.clamp(max=cut)
-    # At the cut itself clamp has the slope 1 and relu 0, so that one of the two counts.
+    # At the cut itself this has the slope 1 and relu 0, so that one of the two counts. The slope of
+    # clamp is 1 there up to torch 2.14, and 0 from 2.15 on.
+    near_N = torch.where(log_ratio_N > cut, cut, log_ratio_N)
     return near_N.exp() - 1 - near_N + math.expm1(cut) * torch.relu(log_ratio_N - cut)
 
 

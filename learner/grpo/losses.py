@@ -120,7 +120,7 @@ def dppo_tv(tokens: Tokens, rule: LossRule) -> TokenLoss:
     moved_N = (tokens.logprobs_N.exp() - tokens.recorded_N.exp()).detach()
     a_N = tokens.advantages_N
     over_N = torch.where(a_N > 0, moved_N > rule.tv_limit, (a_N < 0) & (moved_N < -rule.tv_limit))
-    bounded_N = torch.where(a_N < 0, r_N.clamp(max=rule.negative_bound), r_N)
+    bounded_N = torch.where(_beyond(r_N, a_N, rule.negative_bound), rule.negative_bound, r_N)
     pull_N = (tokens.logprobs_N - tokens.recorded_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2
     loss_N = torch.where(over_N, 0.0, -bounded_N * a_N) + rule.tv_kl * pull_N
     return TokenLoss(loss_N=loss_N, cut_N=over_N | _beyond(r_N, a_N, rule.negative_bound))
@@ -199,7 +199,7 @@ def _clipped(r_N: Tensor, a_N: Tensor, rule: LossRule) -> TokenLoss:
 
 def _clip(r_N: Tensor, a_N: Tensor, *, low: float, high: float, rule: LossRule) -> TokenLoss:
     clipped_N = r_N.clamp(1 - low, 1 + high)
-    bounded_N = torch.where(a_N < 0, r_N.clamp(max=rule.negative_bound), r_N)
+    bounded_N = torch.where(_beyond(r_N, a_N, rule.negative_bound), rule.negative_bound, r_N)
     loss_N = -torch.minimum(bounded_N * a_N, clipped_N * a_N)
     cut_N = (clipped_N * a_N < r_N * a_N).detach()
     # A bad token has the larger of both ratios, so a bound within the clip works from there on.
@@ -208,6 +208,7 @@ def _clip(r_N: Tensor, a_N: Tensor, *, low: float, high: float, rule: LossRule) 
 
 
 def _beyond(r_N: Tensor, a_N: Tensor, bound: float) -> Tensor:
+    # At the bound itself the gradient is whole: clamp has none there from torch 2.15 on.
     return (a_N < 0) & (r_N.detach() > bound)
 
 

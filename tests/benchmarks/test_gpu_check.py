@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,39 @@ def fails(error: Exception) -> Any:
         raise error
 
     return work
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_measure_in_which_a_process_ended_is_a_row_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_CHECK_ENDED_IN", "device: copy and product")
+
+    gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", "device", "product"])
+
+    rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
+    assert [row["check"] for row in rows] == ["device", "product"]
+    assert rows[0]["why"].startswith("its process ended")
+    assert "why" not in rows[1]
+
+
+@pytest.mark.parametrize("ends", ["kill -9 $$", "exit 3"])
+def test_the_script_starts_again_where_a_process_ended_in_a_measure(
+    tmp_path: Path, ends: str
+) -> None:
+    told, python = tmp_path / "told", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$GPU_CHECK_ENDED_IN" >> {told}\n[ -n "$GPU_CHECK_ENDED_IN" ] && exit 1\n'
+        f'echo "8B: one" > "$GPU_CHECK_BEGUN"\n{ends}\n'
+    )
+    python.chmod(0o755)
+
+    done = subprocess.run(
+        ["scripts/gpu_check"], env={**os.environ, "PYTHON": str(python)}, check=False, timeout=60
+    )
+
+    assert done.returncode == 1
+    assert told.read_text() == "\n8B: one\n"
 
 
 def test_what_the_minutes_do_not_hold_is_left_out_and_said(

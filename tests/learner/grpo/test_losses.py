@@ -57,11 +57,13 @@ def cut(name: str, tokens: Tokens, rule: LossRule = RULE) -> list[bool]:
 CLIPPED = ("grpo", "dr_grpo", "dapo")
 
 
+@pytest.mark.parametrize("bound", [3.0, 1.0])  # 1 is the least that may be set
 @pytest.mark.parametrize("name", LOSSES)
-def test_at_ratio_one_the_gradient_is_reinforce(name: str) -> None:
+def test_at_ratio_one_the_gradient_is_reinforce(name: str, bound: float) -> None:
     # d/dlogp of -A logp is -A. gspo shares it among the tokens of an answer: here one each.
     tokens = tokens_of([1.0, 1.0, 1.0], [0.5, -0.5, 0.25], answers=[0, 1, 2])
-    assert gradient(name, tokens) == pytest.approx([-0.5, 0.5, -0.25])
+    rule = LossRule(negative_bound=bound)
+    assert gradient(name, tokens, rule) == pytest.approx([-0.5, 0.5, -0.25])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
@@ -264,6 +265,8 @@ def test_a_parent_that_would_be_saved_with_more_than_its_matrices_is_refused_bef
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever its config says: a feature of a later peft may not be known by its name."""
+    if not hasattr(LoraConfig, "velora_config"):
+        pytest.skip("this peft has no feature that saves more and is asked for by the config alone")
     save_adapter(policy, tmp_path)
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({**config, "velora_config": {}}))

@@ -5,6 +5,7 @@ The models are tiny and random, with windows shorter than the answers.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +242,8 @@ def test_a_state_that_leaks_between_answers_is_found_out_without_the_config(
     policy = load_policy(str(saved(tmp_path, name, changes)), Parent(name="base"), learner_settings)
 
     assert not policy.shape.packs
-    assert "packed answers differ by" in policy.shape.why
+    # The attention of Jamba in transformers 5.5 refuses the pack's mask.
+    assert re.search("packed answers (differ by|cannot be computed)", policy.shape.why)
 
 
 def test_a_model_that_neither_way_computes_is_refused_in_words(
