@@ -137,7 +137,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
 
     It is told to ingest, which then draws no group for a longer prompt.
     """
-    if settings.learner.pack_tokens:
+    if settings.learner.pack_tokens or settings.learner.backend == "tinker":
         return settings
     prepare_torch()
     from learner.policy.adapter_io import open_device
@@ -198,6 +198,8 @@ def shown(stream: TextIO) -> Callable[[str], None]:
 
 def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
+    if settings.learner.backend == "tinker":
+        return
     prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import check_room
@@ -241,7 +243,8 @@ def lead(
     run: does it with a trainer of this kind; None: in this process alone. Returns: the exit code.
     """
     if place is None:
-        return run(partial(trainer_of, settings, config) if settings.processes > 1 else None)
+        alone = settings.processes == 1 and settings.backend == "local"
+        return run(None if alone else partial(trainer_of, settings, config))
     asked = False
 
     def joining() -> Trainer:
@@ -296,7 +299,13 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
 
 
 def trainer_of(settings: Learner, config: Path | None) -> Trainer:
-    """Return the trainer with as many processes, on this machine, as the settings say."""
+    """Return the trainer with as many processes, on this machine, as the settings say; or that of
+    a Tinker server."""
+    if settings.backend == "tinker":
+        prepare_torch()
+        from learner.tinker import TinkerTrainer
+
+        return TinkerTrainer()
     if settings.processes == 1:
         return torch_trainer()
     prepare_torch()
