@@ -45,6 +45,7 @@ from learner.records import Candidate
 from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
+from sidecar.errors import SettingsError
 from sidecar.lines import flag_of
 from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database, get_flag, set_flag
@@ -294,6 +295,8 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
     """
     if place is None:
         return settings
+    if settings.learner.backend == "tinker":
+        raise SettingsError('learner.backend is "tinker": start one process, without a launcher')
     learner = settings.learner.model_copy(update={"processes": place.size})
     return settings.model_copy(update={"learner": learner})
 

@@ -74,6 +74,10 @@ EPSILON = 1e-12
 """Of Adam: the API's default. A mean over 64 sequences of 2,000 tokens divides gradients by 1e5."""
 NO_KEY = "tml-none"
 """The client takes no other form; servers of one's own ask for no key."""
+NO_TINKER = (
+    "it is \"tinker\", and the client is not installed; run `pip install '.[tinker]'` in the "
+    "folder that the sidecar was installed from"
+)
 POLL_S = 0.5
 
 
@@ -171,9 +175,9 @@ def _checked(opened: Open, lora: Lora, job: TrainingJob) -> Snapshot:
         members = [one for one in job.groups if one.adapter == name]
         sampler, of_sampler = True, lora
         if name != job.parent.name:
-            known = Parent(name=BASE) if name == BASE else job.samplers.get(name)
+            gave = {BASE: Parent(name=BASE), **job.samplers}.get(name)
             try:
-                of_sampler = opened(known or Parent(name=name, path=Path(os.devnull)))
+                of_sampler = opened(gave or Parent(name=name, path=Path(os.devnull)))
             except ParentError as error:
                 sampler, gone = False, Fault(checks.UNCHECKED, one_line(error))
                 found |= {one.group_id: gone for one in members}
@@ -291,10 +295,10 @@ def pushes(
         tokens_N = tokens_of(pack, logprobs_N.requires_grad_())
         found = aim.sums(tokens_N)
         (slopes_N,) = torch.autograd.grad(found.loss / sums.denominator, logprobs_N)
-        if not bool(torch.isfinite(slopes_N).all()):
+        if not bool(torch.isfinite(slopes_N.sum() + found.loss)):
             fault = Fault(checks.NON_FINITE, f"group {group.group_id} has no finite gradient")
             raise NonFiniteError(fault.text, {group.group_id: fault})
-        sums.add(found, -float(logprobs_N.sum()), pack)
+        sums.add(found, -float(logprobs_N.detach().sum()), pack)
         if group.sessions and not first:
             t, v = chance.of_group(group, tokens_N.since_start)
             sums.alignment += t
@@ -317,10 +321,7 @@ class TinkerServer:
         try:
             self.sdk: Any = importlib.import_module("tinker")  # Any: an optional package
         except ImportError as error:
-            raise TinkerServerError(
-                f'learner.backend is "tinker", and its client cannot be imported ({error}); run '
-                "`pip install '.[tinker]'` in the folder that the sidecar was installed from"
-            ) from error
+            raise TinkerServerError(f"learner.backend: {NO_TINKER} ({error})") from error
         known = any(map(os.environ.get, ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD")))
         address = {"base_url": self._url, "api_key": None if known else NO_KEY}
         self.service = self.call("connecting", lambda: self.sdk.ServiceClient(**address))
@@ -454,7 +455,8 @@ class TinkerLora:
 def unpack(archive: tarfile.TarFile, folder: Path) -> None:
     """Write the two files of an adapter, and nothing else. Raises: ValueError for a huge one."""
     for member in archive:
-        name, source = Path(member.name).name, archive.extractfile(member)
+        name = Path(member.name).name
+        source = archive.extractfile(member) if member.isfile() else None
         if name in (CONFIG, WEIGHTS) and source is not None:
             if member.size > MAX_FILE_BYTES:
                 raise ValueError(f"{name} has more than {MAX_FILE_BYTES} bytes")
