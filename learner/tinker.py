@@ -48,7 +48,7 @@ from learner.errors import (
 from learner.explain import one_line
 from learner.grpo import chance, checks, optimizer, trainer
 from learner.grpo.answers import Judged
-from learner.grpo.checkpoint import Snapshot
+from learner.grpo.checkpoint import Snapshot, draw_curves
 from learner.grpo.losses import Objective, objective, tokens_of
 from learner.policy.adapter_io import ADAPTER, load_shapes, take_adapter
 from learner.policy.packing import pack_rows
@@ -144,7 +144,7 @@ class TinkerTrainer:
             with tempfile.TemporaryDirectory(prefix="tinker-", dir=job.folder.parent) as given:
                 algorithm[STATE] = lora.save(Path(given))
                 take_adapter(shapes, Path(given), job.folder)
-        return TrainingOutcome(
+        outcome = TrainingOutcome(
             metrics=metrics,
             drift=kept.checked.drift,
             algorithm=algorithm,
@@ -152,6 +152,9 @@ class TinkerTrainer:
             answers=kept.checked.answers,
             signal=found,
         )
+        if metrics:
+            draw_curves(outcome, job.folder)
+        return outcome
 
 
 def _at_one(group: TrainingGroup) -> TrainingGroup:
@@ -173,19 +176,17 @@ def _checked(opened: Open, lora: Lora, job: TrainingJob) -> Snapshot:
     found: dict[str, Judged | Fault] = {}
     for name in dict.fromkeys(group.adapter for group in job.groups):
         members = [one for one in job.groups if one.adapter == name]
-        sampler, of_sampler = True, lora
-        if name != job.parent.name:
-            gave = {BASE: Parent(name=BASE), **job.samplers}.get(name)
-            try:
-                of_sampler = opened(gave or Parent(name=name, path=Path(os.devnull)))
-            except ParentError as error:
-                sampler, gone = False, Fault(checks.UNCHECKED, one_line(error))
-                found |= {one.group_id: gone for one in members}
-                members = [one for one in members if checks.without_sampler(one, job)]
+        gave = {BASE: Parent(name=BASE), **job.samplers}.get(name)
+        try:
+            of_sampler = lora if name == job.parent.name else opened(gave or Parent(name=name))
+        except ParentError as error:
+            gone = Fault(checks.UNCHECKED, one_line(error))
+            found |= {one.group_id: gone for one in members}
+            continue
         for group, values in zip(members, logprobs(of_sampler, job, members), strict=True):
             places = [place for place, row in enumerate(group.rows) if row.trainable]
             of_rows = dict(zip(places, values, strict=True))
-            found[group.group_id] = checks.decide(group, of_rows, job, sampler=sampler)
+            found[group.group_id] = checks.decide(group, of_rows, job, sampler=True)
     checked = checks.gathered(found, job)
     groups = []
     for group, values in zip(checked.groups, logprobs(lora, job, checked.groups), strict=True):
@@ -210,9 +211,8 @@ def logprobs(
     size = job.settings.groups_per_step
     for part in (groups[at : at + size] for at in range(0, len(groups), size)):
         job.check_stop()
-        longest = length(part)
-        data = [datum(one, row, longest) for one in part for row in _trainable(one)]
-        values = iter(lora.forward(data))
+        data = [datum(one, row) for one in part for row in _trainable(one)]
+        values = iter(lora.forward(filled(data)))
         for one in part:
             job.watch.done(one.group_id)
             first = len(one.prompt_token_ids) - 1
@@ -221,34 +221,27 @@ def logprobs(
     return found
 
 
-def length(groups: Sequence[TrainingGroup]) -> int:
-    """Return the most tokens that are fed to predict an answer of these groups."""
-    return max(
-        len(one.prompt_token_ids) + len(row.token_ids) - 1
-        for one in groups
-        for row in _trainable(one)
-    )
-
-
 def datum(
     group: TrainingGroup,
     row: TrainableRow,
-    size: int,
     logprobs_S: Sequence[float] = (),
     advantages_S: Sequence[float] = (),
 ) -> Datum:
-    """Lay an answer behind its prompt, filled up to a size. The values are of its tokens."""
-    whole, before = (
-        (*group.prompt_token_ids, *row.token_ids),
-        (0.0,) * (len(group.prompt_token_ids) - 1),
-    )
-    values = {
-        "tokens": whole[:-1],
-        "target_tokens": whole[1:],
-        "logprobs": (*before, *logprobs_S),
-        "advantages": (*before, *advantages_S),
+    """Lay an answer behind its prompt. The values are of its tokens."""
+    whole = (*group.prompt_token_ids, *row.token_ids)
+    before = (0.0,) * (len(group.prompt_token_ids) - 1)
+    return {
+        "tokens": [*whole[:-1]],
+        "target_tokens": [*whole[1:]],
+        "logprobs": [*before, *logprobs_S],
+        "advantages": [*before, *advantages_S],
     }
-    return {name: [*of, *[0] * (size - len(of))] for name, of in values.items()}
+
+
+def filled(data: Sequence[Datum]) -> list[Datum]:
+    """Return the data of a step with one length."""
+    size = max(len(one["tokens"]) for one in data)
+    return [{name: [*of, *[0] * (size - len(of))] for name, of in one.items()} for one in data]
 
 
 def _steps(lora: Lora, job: TrainingJob, kept: Snapshot, rate: float) -> tuple[StepMetrics, ...]:
@@ -285,7 +278,7 @@ def pushes(
     logprobs: [S] nats of each trainable row of each group, before the step. first: as of
     `accumulate`. In the place of the entropy stands -log p. Raises: NonFiniteError.
     """
-    packs, size = [pack_rows(group, _trainable(group)) for group in groups], length(groups)
+    packs = [pack_rows(group, _trainable(group)) for group in groups]
     tokens = sum(len(pack.targets) for pack in packs)
     sums = trainer.StepSums(tokens=tokens, denominator=aim.denominator(packs))
     data: list[Datum] = []
@@ -306,8 +299,9 @@ def pushes(
         pushed = iter((-slopes_N).tolist())
         for row, of in rows:
             kept = [next(pushed) if keep else 0.0 for keep in row.kept or (True,) * len(of)]
-            data.append(datum(group, row, size, of, kept))
-    sums.computed_tokens = size * len(data)
+            data.append(datum(group, row, of, kept))
+    data = filled(data)
+    sums.computed_tokens = sum(len(one["tokens"]) for one in data)
     return sums, data
 
 
@@ -329,7 +323,7 @@ class TinkerServer:
     def open(self, start: Parent) -> Lora:
         """As `Open`."""
         settings, service = self._job.settings, self.service
-        if start.path is not None:
+        if start.name != BASE:
             state, load = state_of(start), service.create_training_client_from_state
             doing = f"loading {start.name} from {state}"
             return TinkerLora(self, self.call(doing, lambda: load(state), refused=ParentError))
@@ -438,14 +432,14 @@ class TinkerLora:
                 unpack(archive, folder)
 
     def _sent(self, data: Sequence[Datum]) -> list[Any]:  # Any: an optional package
-        of, kinds = self._types, {"target_tokens": "int64"}
-        names = ("target_tokens", "logprobs", "advantages")
+        made, kinds = self._types, {"target_tokens": "int64"}
+        kinds |= dict.fromkeys(("logprobs", "advantages"), "float32")
         return [
-            of.Datum(
-                model_input=of.ModelInput.from_ints(one["tokens"]),
+            made.Datum(
+                model_input=made.ModelInput.from_ints(one["tokens"]),
                 loss_fn_inputs={
-                    name: of.TensorData(data=one[name], dtype=kinds.get(name, "float32"))
-                    for name in names
+                    name: made.TensorData(data=one[name], dtype=kind)
+                    for name, kind in kinds.items()
                 },
             )
             for one in data

@@ -288,16 +288,10 @@ def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManage
 def _without_sampler(
     policy: Policy, group: TrainingGroup, job: TrainingJob, gone: Fault
 ) -> Judged | Fault:
-    """Check a group whose sampler is gone."""
-    return _check(policy, group, job, sampler=False) if without_sampler(group, job) else gone
-
-
-def without_sampler(group: TrainingGroup, job: TrainingJob) -> bool:
-    """Return True when a group whose sampler is gone can be trained on by the parent's values.
-
-    What a mask touched can then not be told.
-    """
-    return job.settings.doubtful_logprobs == "positives" and group.masked_by is None
+    """Check a group whose sampler is gone. What a mask touched can then not be told."""
+    if job.settings.doubtful_logprobs != "positives" or group.masked_by is not None:
+        return gone
+    return _check(policy, group, job, sampler=False)
 
 
 def _check(
@@ -312,9 +306,9 @@ def decide(
     found: Mapping[int, list[float] | Fault],
     job: TrainingJob,
     *,
-    sampler: bool = True,
+    sampler: bool,
 ) -> Judged | Fault:
-    """Decide about a group and log what is left out. found, sampler: as for `judge_answers`."""
+    """As `judge_answers`, which it logs."""
     least = job.least_spread.get(group.group_id, 0.0)
     judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
     if isinstance(judged, Judged):

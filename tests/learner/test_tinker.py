@@ -38,7 +38,6 @@ from learner.tinker import (
     TinkerServer,
     TinkerTrainer,
     datum,
-    length,
     pushes,
     state_of,
     unpack,
@@ -55,13 +54,13 @@ def test_a_datum_has_the_next_token_as_target_and_values_at_the_answer_alone(
 ) -> None:
     answer = row([8, 9])
 
-    found = datum(group([5, 6, 7], [answer]), answer, 6, [-0.5, -0.25], [2.0, 3.0])
+    found = datum(group([5, 6, 7], [answer]), answer, [-0.5, -0.25], [2.0, 3.0])
 
     assert found == {
-        "tokens": [5, 6, 7, 8, 0, 0],
-        "target_tokens": [6, 7, 8, 9, 0, 0],
-        "logprobs": [0.0, 0.0, -0.5, -0.25, 0, 0],
-        "advantages": [0.0, 0.0, 2.0, 3.0, 0, 0],
+        "tokens": [5, 6, 7, 8],
+        "target_tokens": [6, 7, 8, 9],
+        "logprobs": [0.0, 0.0, -0.5, -0.25],
+        "advantages": [0.0, 0.0, 2.0, 3.0],
     }
 
 
@@ -70,7 +69,7 @@ def test_all_data_of_a_step_are_as_long_as_the_longest(group: MakeGroup, row: Ma
 
     _, data = pushes(groups, [[[-1.0], [-1.0] * 3], [[-1.0], [-1.0]]], objective(Learner()), True)
 
-    assert length(groups) == 5
+    assert data[2]["tokens"] == [5, 0, 0, 0, 0]
     assert [len(of) for one in data for of in one.values()] == [5] * 16
 
 
@@ -132,7 +131,9 @@ class PeftLora:
         self.means = means
         self.steps = 0
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
-        self.adam = torch.optim.AdamW(trained, betas=(0.9, 0.99), eps=1e-12, weight_decay=0.0)
+        # As ours beside the gradient: 4 sequences of 5 tokens.
+        eps = 1e-8 / 20 if means else 1e-8
+        self.adam = torch.optim.AdamW(trained, betas=(0.9, 0.99), eps=eps, weight_decay=0.0)
         self.trained = trained
 
     def _logprobs(self, data: Sequence[Datum]) -> torch.Tensor:
@@ -175,7 +176,7 @@ def opening(loras: list[PeftLora], *, means: bool = False) -> Any:
 
     def connect(job: TrainingJob) -> Callable[[Parent], PeftLora]:
         def opened(start: Parent) -> PeftLora:
-            if start.path is not None:
+            if start.name != "base":
                 state_of(start)
             loras.append(PeftLora(job, start, means=means))
             return loras[-1]
@@ -219,8 +220,10 @@ def recorded(policy: Any, group: TrainingGroup) -> TrainingGroup:
     return replace(group, rows=tuple(rows))
 
 
-@pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize(
+    ("loss", "means"),
+    [*((loss, False) for loss in sorted(LOSSES)), ("dppo_tv", True), ("grpo", True)],
+)
 def test_each_loss_gives_the_adapter_of_our_own_trainer(
     loss: str, means: bool, job: TrainingJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,8 +239,7 @@ def test_each_loss_gives_the_adapter_of_our_own_trainer(
     start = load_policy(job.base_model_path, job.parent, job.settings).model
     for name, one in get_peft_model_state_dict(start, save_embedding_layers=False).items():
         a, b = (found[name].double() - one.double() for found in (here, there))
-        # Where a gradient is near Adam's epsilon, of which the server's is smaller, they differ.
-        assert float((a - b).norm() / a.norm()) < 0.03, name
+        assert float((a - b).norm() / a.norm()) < 0.01, name
     assert (job.folder / CONFIG).read_text() == (tmp_path / "ours" / CONFIG).read_text()
     for a, b in zip(ours.metrics, theirs.metrics, strict=True):
         for name in ("loss", "ratio_mean", "approx_kl", "learning_rate", "tokens", "reward_mean"):
