@@ -322,6 +322,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.logprobs",
             "policy.memory",
             "policy.self_test",
+            "tinker",
         )
     }
     without = sorted(modules - with_torch)

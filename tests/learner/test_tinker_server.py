@@ -170,6 +170,7 @@ def test_a_run_equals_that_of_our_own_trainer_and_its_adapter_passes_the_gate_an
         a, b = (one[name].double() - first.double() for one in (here, there))
         off.append(float((a - b).norm() / a.norm()))
         cosines.append(float((a * b).sum() / (a.norm() * b.norm())))
+    print(sorted(zip(off, cosines, before, strict=True))[-12:])  # noqa: T201
     print(f"{len(off)} matrices: at most {max(off)} off, cosines from {min(cosines)}")  # noqa: T201
     assert max(off) < FARTHEST
     assert min(cosines) > NEAREST
@@ -194,7 +195,9 @@ def test_a_run_equals_that_of_our_own_trainer_and_its_adapter_passes_the_gate_an
 def _on_server(job: TrainingJob, folder: Path) -> Found:
     """Do all that needs the server, in another process."""
     settings = job.settings.model_dump(mode="json")
-    given = Given(settings=settings, groups=job.groups, base=job.base_model_path)
+    # As large beside SkyRL's means over 4 sequences of 6 tokens as ours is beside the gradient.
+    epsilon = 1e-8 / (4 * 6)
+    given = Given(settings=settings, groups=job.groups, base=job.base_model_path, epsilon=epsilon)
     (folder / "given.pickle").write_bytes(pickle.dumps(given))
     script = str(Path(__file__).with_name("tinker_side.py"))
     path = os.pathsep.join([str(ROOT), *sys.path])

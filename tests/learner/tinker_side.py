@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner import tinker
 from learner.adapter_folder import LINEAGE
 from learner.errors import ParentError
 from learner.policy.adapter_io import load_shapes, take_adapter
@@ -30,6 +31,8 @@ class Given:
     settings: dict[str, Any]
     groups: tuple[TrainingGroup, ...]
     base: str
+    epsilon: float
+    """Of the server's Adam."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class Found:
 
 def main(folder: Path) -> None:
     given: Given = pickle.loads((folder / "given.pickle").read_bytes())
+    tinker.EPSILON = given.epsilon
     (folder / "adapter").mkdir()
     job = TrainingJob(
         base_model_path=given.base,
