@@ -77,6 +77,10 @@ class RankLostError(FaultyGroupsError, OSError):
     """
 
 
+class TinkerServerError(LearnerError, OSError):
+    """The server of `learner.tinker_url` is away, too slow, or cannot do what a run needs."""
+
+
 class SharedFolderError(LearnerError, OSError):
     """The folders at `adapters.url` cannot be reached, or are not what they should be."""
 

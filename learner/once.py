@@ -47,6 +47,7 @@ from learner.records import Candidate
 from learner.resume import resumed_words
 from learner.runs.interrupted import GOES_ON
 from learner.runs.train import Run, Trainer
+from sidecar.errors import SettingsError
 from sidecar.lines import flag_of
 from sidecar.settings import Learner, Settings, Telemetry, load_settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -139,7 +140,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
 
     It is told to ingest, which then draws no group for a longer prompt.
     """
-    if settings.learner.pack_tokens:
+    if settings.learner.pack_tokens or settings.learner.backend == "tinker":
         return settings
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import reach
@@ -199,6 +200,8 @@ def shown(stream: TextIO) -> Callable[[str], None]:
 
 def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
+    if settings.learner.backend == "tinker":
+        return
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import check_room
 
@@ -281,7 +284,8 @@ def lead(
     run: does it with a trainer of this kind; None: in this process alone. Returns: the exit code.
     """
     if place is None:
-        return run(partial(trainer_of, settings, config) if settings.processes > 1 else None)
+        alone = settings.processes == 1 and settings.backend == "local"
+        return run(None if alone else partial(trainer_of, settings, config))
     asked = False
 
     def joining() -> Trainer:
@@ -330,12 +334,19 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
     """
     if place is None:
         return settings
+    if settings.learner.backend == "tinker":
+        raise SettingsError('learner.backend is "tinker": start one process, without a launcher')
     learner = settings.learner.model_copy(update={"processes": place.size})
     return settings.model_copy(update={"learner": learner})
 
 
 def trainer_of(settings: Learner, config: Path | None) -> Trainer:
-    """Return the trainer with as many processes, on this machine, as the settings say."""
+    """Return the trainer with as many processes, on this machine, as the settings say; or that of
+    a Tinker server."""
+    if settings.backend == "tinker":
+        from learner.tinker import TinkerTrainer
+
+        return TinkerTrainer()
     if settings.processes == 1:
         return torch_trainer()
     from learner.distributed.trainer import RankedTrainer, started

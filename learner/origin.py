@@ -120,6 +120,7 @@ NOT_OF_THE_RESULT = frozenset(
         "export",
         "idle_below",
         "memory_fraction",
+        "tinker_url",
     }
 )
 """Settings that decide when a run starts, which groups it takes and where its files go. All others

@@ -38,13 +38,21 @@ def why_not_ready(settings: Settings) -> Iterator[Missing]:
         return
     if why := why_no_export(settings.learner.export):
         yield Missing("learner.export", f"{why}; runs go on without it", "warning")
-    no_base = _why_no_base(settings.serving.base_model_path)
+    tinker = settings.learner.backend == "tinker"
+    no_base = _why_no_base(settings.serving.base_model_path, weights=not tinker)
     if no_base:
         yield Missing("serving.base_model_path", no_base)
+    if tinker:
+        if find_spec("tinker") is None:
+            from learner.tinker import NO_TINKER  # here, because torch takes seconds to load
+
+            yield Missing("learner.backend", NO_TINKER)
+        return
     yield from _of_device(settings, base_is_there=not no_base)
 
 
-def _why_no_base(path: str) -> str:
+def _why_no_base(path: str, *, weights: bool) -> str:
+    """weights: False: the config is enough."""
     if not path:
         return EMPTY
     folder = Path(path)
@@ -52,7 +60,7 @@ def _why_no_base(path: str) -> str:
         return "" if base_folder(path) else _neither(path)
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json; name the folder of the weights that vLLM serves"
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+    if weights and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         return f"{folder} has no *.safetensors; name the folder of the weights that vLLM serves"
     # Imported here: torch and peft take seconds to load, and the checks above need neither.
     from learner.errors import LearnerError

@@ -294,11 +294,11 @@ def _sha256(text: str) -> str:
 def save(policy: Policy, job: TrainingJob, outcome: TrainingOutcome) -> str | None:
     """Write the adapter's folder. Returns: the digest of its probe, as `write_probe`."""
     save_adapter(policy, job.folder)
-    _draw_curves(outcome, job.folder)
+    draw_curves(outcome, job.folder)
     return write_probe(policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift)
 
 
-def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
+def draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
     """Draw the steps. Without matplotlib, and where it fails, there is no plot (logged)."""
     try:
         export.draw(

@@ -110,6 +110,11 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
     for name in dict.fromkeys(group.adapter for group in job.groups):
         members = [group for group in job.groups if group.adapter == name]
         found |= _check_members(policy, job, name, members)
+    return gathered(found, job)
+
+
+def gathered(found: Mapping[str, Judged | Fault], job: TrainingJob) -> Checked:
+    """Return the result of checking every group. found: by group. Raises: as `check_groups`."""
     job.report("")
     faults = {group_id: one for group_id, one in found.items() if isinstance(one, Fault)}
     log_faults(faults)
@@ -293,8 +298,17 @@ def _check(
     policy: Policy, group: TrainingGroup, job: TrainingJob, *, sampler: bool = True
 ) -> Judged | Fault:
     found = attempt(group.group_id, job, lambda: _recompute(policy, group, job))
-    if isinstance(found, Fault):
-        return found
+    return found if isinstance(found, Fault) else decide(group, found, job, sampler=sampler)
+
+
+def decide(
+    group: TrainingGroup,
+    found: Mapping[int, list[float] | Fault],
+    job: TrainingJob,
+    *,
+    sampler: bool,
+) -> Judged | Fault:
+    """As `judge_answers`, which it logs."""
     least = job.least_spread.get(group.group_id, 0.0)
     judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
     if isinstance(judged, Judged):
@@ -392,16 +406,20 @@ def moved(group: TrainingGroup, job: TrainingJob) -> bool:
 
 
 def from_start(
-    policy: Policy, checked: Checked, job: TrainingJob, asked: Sequence[TrainingGroup]
+    policy: Policy | None, checked: Checked, job: TrainingJob, asked: Sequence[TrainingGroup]
 ) -> tuple[Checked, dict[str, Fault]]:
     """Compute checked groups at the start of the run, and leave out the answers too far off.
 
+    policy: None: the groups have it already.
     asked: the groups that are computed; the others stay as they are.
 
     Returns: the groups that are left, with `TrainableRow.start`, and the faults of the others.
     Raises: RunStoppedError between packs.
     """
-    groups, faults = with_start(policy, asked, job)
+    groups: Sequence[TrainingGroup] = asked
+    faults: dict[str, Fault] = {}
+    if policy is not None:
+        groups, faults = with_start(policy, asked, job)
     answers = dict(checked.answers)
     near: dict[str, TrainingGroup] = {}
     for group in groups:

@@ -298,14 +298,13 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
         groups = kept.checked.groups
         optimizer = SignalAdamW(parameters, rate, kept.moments)
         try:
-            job.watch.plan(_stages(job, groups, ["training"]))
+            job.watch.plan(stages(job, groups, ["training"]))
             job.watch.begin_steps(kept.metrics)
             steps = _steps(policy, job, kept, aim, optimizer)
-            sessions = [one.group_id for one in groups if one.sessions]
-            if sessions and job.signals is not None:
-                found = chance.score([(one.alignment, one.alignment_variance) for one in steps])
-                if (why := chance.why_not(found, job.signals)) is not None:
-                    raise _GroupsFailed(dict.fromkeys(sessions, Fault(chance.BY_CHANCE, why)))
+            if job.signals is not None and any(one.sessions for one in groups):
+                found, by_chance = shuffle_gate(steps, groups, job.signals)
+                if by_chance:
+                    raise _GroupsFailed(by_chance)
             metrics = steps
         except _GroupsFailed as failed:
             log_faults(failed.faults)
@@ -331,7 +330,7 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
-        "quiet_groups": _quiet(job, kept),
+        "quiet_groups": quiet_groups(job, kept),
         "packs": policy.shape.packs,
     }
     outcome = TrainingOutcome(
@@ -348,20 +347,20 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
     """Find out which groups can be trained on, before the first step. Raises: as `run_steps`."""
     before: list[StageName] = ["anchoring"] if aim.uses_start else []
-    job.watch.plan(_stages(job, job.groups, ["checking", *before, "training"]))
+    job.watch.plan(stages(job, job.groups, ["checking", *before, "training"]))
     checked = check_groups(policy, job)
     faults = dict(checked.faults)
     asked = [group for group in checked.groups if aim.uses_start or moved(group, job)]
     if asked:
-        stages = _stages(job, asked, ["anchoring"])
-        job.watch.plan([*stages, *_stages(job, checked.groups, ["training"])])
+        anchoring = stages(job, asked, ["anchoring"])
+        job.watch.plan([*anchoring, *stages(job, checked.groups, ["training"])])
         checked, failed_at_start = from_start(policy, checked, job, asked)
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
     return Snapshot(checked=checked, faults=faults)
 
 
-def _stages(
+def stages(
     job: TrainingJob, groups: Sequence[TrainingGroup], names: Sequence[StageName]
 ) -> list[Stage]:
     """Return the passes over these groups that are still to come."""
@@ -375,6 +374,21 @@ def _stages(
         else:
             found.append(stage(name, groups))
     return found
+
+
+def shuffle_gate(
+    steps: Sequence[StepMetrics], groups: Sequence[TrainingGroup], signals: Sequence[float]
+) -> tuple[float | None, dict[str, Fault]]:
+    """Return z of a run with sessions, and those of its groups that it must not learn from.
+
+    signals: as `TrainingJob.signals`.
+    """
+    found = chance.score([(one.alignment, one.alignment_variance) for one in steps])
+    why = chance.why_not(found, signals)
+    if why is None:
+        return found, {}
+    fault = Fault(chance.BY_CHANCE, why)
+    return found, {one.group_id: fault for one in groups if one.sessions}
 
 
 def rate_of(settings: Learner, hidden: int) -> float:
@@ -398,7 +412,7 @@ def _steps(
             sums = accumulate(policy, dealt, job, aim, optimizer, weight, first=number == 1)
             if sums.joint_failed:
                 policy = replace(policy, joint=(0, 0))
-            optimizer.add_quiet(_quiet(job, kept) * len(dealt) / len(groups))
+            optimizer.add_quiet(quiet_groups(job, kept) * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
             except NonFiniteError as error:
@@ -537,7 +551,7 @@ def accelerator(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def _quiet(job: TrainingJob, kept: Snapshot) -> int:
+def quiet_groups(job: TrainingJob, kept: Snapshot) -> int:
     """Number of groups that the run or its check left out for their spread."""
     return job.quiet + sum(fault.reason in QUIET for fault in kept.faults.values())
 

@@ -12,13 +12,20 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
@@ -128,6 +135,39 @@ def load_policy(
             parent.name if parent.path is not None else "",
             most=settings.pack_tokens or UNTOLD_TOKENS,
         )
+
+
+def load_shapes(base_model_path: str, parent: Parent, settings: Learner) -> Any:  # Any: peft
+    """Return the base with its adapter, as `load_policy` has them, without weights: on torch's
+    device `meta`, for an adapter that is trained elsewhere. Raises: ParentError.
+    """
+    _require_folder(base_model_path)
+    with _loading(f"base {base_model_path}", BASE_CURE), torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(plain_config(base_model_path))
+    with _loading(f"parent {parent.name}", PARENT_CURE):
+        model = _with_adapter(base, parent, settings, torch.device("meta"))
+        model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
+        return model
+
+
+def take_adapter(model: Any, given: Path, folder: Path) -> None:  # Any: as above
+    """Write the adapter of another trainer as this one would have, and check the written files.
+
+    model: of `load_shapes`. given: a PEFT folder, of which only rank, alpha and the matrices count.
+    Raises: ParentError, NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
+    """
+    config = model.peft_config[ADAPTER]
+    with _loading(f"the adapter in {given}", "it is not what learner.rank and the base ask for"):
+        alpha = _read_object("the adapter", given / CONFIG).get("lora_alpha")
+        if alpha != config.lora_alpha:
+            raise ParentError(f"its lora_alpha is {alpha}; learner.alpha is {config.lora_alpha}")
+        # On `meta` it changes no weight, and says which shapes are wrong.
+        set_peft_model_state_dict(model, load_file(given / WEIGHTS))
+    shutil.copyfile(given / WEIGHTS, folder / WEIGHTS)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    _write_canonical(folder / CONFIG)
+    check_folder(model, folder)
 
 
 def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed

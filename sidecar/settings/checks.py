@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sidecar.settings.judge import Judge
     from sidecar.settings.kinds import Fallback, Price
     from sidecar.settings.sections import Settings
+    from sidecar.settings.training import Learner
 
 
 # What a check yields, and the check that a table can be sent as JSON. Pure.
@@ -271,6 +272,32 @@ def learner(settings: Settings) -> Iterator[Problem]:
             f"{groups.max_pending_groups} may wait, so no run would ever start; lower the one or "
             "raise the other",
         )
+    if rules.backend == "tinker":
+        yield from _tinker(rules)
+
+
+TINKER_ALPHA = 32
+"""LoRA alpha of the Tinker API's servers; a client cannot ask for another."""
+
+
+def _tinker(rules: Learner) -> Iterator[Problem]:
+    """Yield what a server of the Tinker API cannot do."""
+    if not rules.tinker_url:
+        yield (
+            ("learner", "tinker_url"),
+            'is empty and learner.backend is "tinker"; give the URL of the server',
+        )
+    of_server = 'and learner.backend is "tinker", whose server'
+    for name, value, wanted, why in (
+        ("alpha", rules.alpha, TINKER_ALPHA, "has this alpha for every adapter"),
+        ("processes", rules.processes, 1, "has its own processes"),
+        ("advanced.kl_coef", rules.advanced.kl_coef, 0.0, "computes no divergence from the base"),
+    ):
+        if value != wanted:
+            yield (
+                ("learner", *name.split(".")),
+                f'is {value:g} {of_server} {why}; give {wanted:g}, or backend = "local"',
+            )
 
 
 def canary(settings: Settings) -> Iterator[Problem]:
@@ -791,7 +818,13 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
             'are not sampled, and their groups are left out (too_long); give "auto"',
         )
     # With `manual` a launcher may start the processes (docs/several-processes.md).
-    if rules.processes == 1 and rules.schedule != "manual":
+    if rules.tinker_url and rules.backend != "tinker":
+        yield (
+            ("learner", "tinker_url"),
+            f'is set and learner.backend is "{rules.backend}", so nothing asks it; set that to '
+            '"tinker", or leave this out',
+        )
+    if rules.processes == 1 and rules.schedule != "manual" and rules.backend == "local":
         for name in OF_SEVERAL:
             if is_given(rules, name) and getattr(rules, name) is not False:
                 yield (

@@ -130,6 +130,12 @@ def _export(value: str) -> str:
     return value
 
 
+def _http(value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^\s@]{1,500}", value):
+        raise ValueError("is not a URL such as http://trainer:8000, without a user or password")
+    return value
+
+
 def _zone(value: str) -> str:
     try:
         # A machine without the zones' files has UTC all the same.
@@ -217,6 +223,11 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on CPUs, and was run once on an H100."""
+    backend: Literal["local", "tinker"] = "local"
+    """What computes: this machine, or a server of the Tinker API, which has the base on its GPUs
+    (docs/several-processes.md)."""
+    tinker_url: Annotated[str, AfterValidator(_http)] = ""
+    """Its URL, such as http://trainer:8000. A key is read from TINKER_API_KEY."""
     processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
     """Processes that compute a run together on this machine; each has the base, and a card where
     there are cards."""
@@ -225,7 +236,8 @@ class Learner(ObjectiveSection):
     processes_timeout_s: Annotated[
         float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
     ] = 1800.0
-    """How long the processes of a run wait for one of them."""
+    """How long the processes of a run wait for one of them, and a run for each answer of a Tinker
+    server."""
     memory_fraction: Annotated[
         float, Between(0, 1, "it is a share of the device's memory", above_low=True)
     ] = 1.0

@@ -18,13 +18,15 @@ from sqlalchemy import select
 from learner import once
 from learner.__main__ import main
 from learner.command import NO_ROOM_FLAG, STOPPED
-from learner.errors import RunInProgressError
-from learner.once import run_once, start_when_free
+from learner.distributed.place import Place
+from learner.errors import RunInProgressError, TinkerServerError
+from learner.once import as_launched, lead, run_once, start_when_free, trainer_of
 from learner.policy import memory
 from learner.records import Candidate, Part, Stage
 from learner.resume import how_released
 from learner.runs.interrupted import GOES_ON
-from sidecar.settings import Settings
+from sidecar.errors import SettingsError
+from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow, RunRow
 from support.clock import Clock
@@ -69,6 +71,43 @@ def test_a_trained_run_says_the_name_and_exits_0(
     assert first == "2 groups used; left out: none"
     assert last.startswith("trained m--v1-")
     assert last.endswith(" from base")
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_tinker_server_that_is_away_fails_the_run_in_one_line_and_costs_no_group(
+    run: Callable[[], int],
+    fake_trainer: FakeTrainer,
+    database: Database,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_trainer.error = TinkerServerError("the Tinker server at http://t failed at connecting")
+
+    assert run() == 1
+
+    said = capsys.readouterr().err
+    assert said == "learner: the Tinker server at http://t failed at connecting\n"
+    with database.read() as session:
+        groups = session.execute(select(GroupRow.status, GroupRow.attempts)).all()
+    assert [tuple(one) for one in groups] == [("scored", 0), ("scored", 0)]
+
+
+def test_the_settings_name_the_trainer(learner_settings: Learner) -> None:
+    tinker = learner_settings.model_copy(update={"backend": "tinker"})
+
+    assert type(trainer_of(tinker, None)).__name__ == "TinkerTrainer"
+    assert type(trainer_of(learner_settings, None)).__name__ == "GrpoTrainer"
+    made: list[bool] = []
+    for settings in (tinker, learner_settings):
+        lead(settings, None, None, lambda trainer: made.append(trainer is not None) or 0)
+    assert made == [True, False]
+
+
+def test_a_launcher_beside_a_tinker_server_is_refused(settings: Settings) -> None:
+    tinker = settings.learner.model_copy(update={"backend": "tinker"})
+    settings = settings.model_copy(update={"learner": tinker})
+
+    with pytest.raises(SettingsError, match="start one process"):
+        as_launched(settings, Place(0, 2, 0, 2))
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -284,6 +323,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.logprobs",
             "policy.memory",
             "policy.self_test",
+            "tinker",
         )
     }
     without = sorted(modules - with_torch)

@@ -29,6 +29,7 @@ TIER_2 = (
     "tests/learner/resume/",
     "tests/learner/runs/test_bad_groups.py/",
     "tests/learner/runs/test_blame.py/",
+    "tests/learner/test_tinker_server.py/",
     "tests/rooms/test_query_plans.py/",
     "tests/rooms/test_store_opening.py/",
     "tests/rooms/test_two_projects.py/",

@@ -103,6 +103,11 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "does not read it",
         ),
         ("[learner]\nshard_base = true", "learner.shard_base", "learner.processes is 1"),
+        (
+            '[learner]\ntinker_url = "http://trainer:8000"',
+            "learner.tinker_url",
+            'learner.backend is "local", so nothing asks it',
+        ),
         ("[learner]\nkl_budget = 0.1", "learner.advanced.kl_budget", "kl_coef is 0"),
         ("[best_of]\nenabled = true", "best_of.enabled", "each user gets the first; name a judge"),
         ("[best_of]\nmax_n = 2", "best_of.max_n", "best_of.enabled is false"),
@@ -136,6 +141,7 @@ def test_a_setting_that_does_nothing_is_warned_of(
         'loss = "dr_grpo"\nclip_low = 0.1\nclip_high = 0.3',
         "tv_limit = 0.1",
         "processes = 2\nshard_base = true\nprocesses_timeout_s = 60",
+        'backend = "tinker"\ntinker_url = "http://trainer:8000"\nprocesses_timeout_s = 60',
         'schedule = "manual"\nshard_base = true',  # torchrun starts the processes
         "shard_base = false",
         "kl_coef = 0.1\nkl_budget = 2",

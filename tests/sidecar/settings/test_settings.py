@@ -52,6 +52,36 @@ def test_what_is_wrong_is_named_with_the_nearest_known_name(
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("alpha = 16", "alpha", "whose server has this alpha for every adapter; give 32"),
+        ("processes = 2", "processes", "whose server has its own processes; give 1"),
+        ("[learner.advanced]\nkl_coef = 0.5", "advanced.kl_coef", "no divergence from the base"),
+        ('tinker_url = ""', "tinker_url", "give the URL of the server"),
+        ('tinker_url = "trainer:8000"', "tinker_url", "is not a URL such as http://trainer:8000"),
+        ('tinker_url = "http://me:secret@t"', "tinker_url", "without a user or password"),
+    ],
+)
+def test_what_a_tinker_server_cannot_do_is_refused(
+    tmp_path: Path, text: str, key: str, message: str
+) -> None:
+    url = "" if "tinker_url" in text else 'tinker_url = "http://trainer:8000"\n'
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, f'[learner]\nbackend = "tinker"\n{url}{text}\n'))
+
+    assert f"learner.{key}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
+def test_a_tinker_server_takes_every_loss(tmp_path: Path, loss: str) -> None:
+    text = f'backend = "tinker"\ntinker_url = "http://trainer:8000"\nloss = "{loss}"\n'
+
+    assert load_settings(write(tmp_path, f"[learner]\n{text}")).learner.loss == loss
+
+
 def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDECAR_PROXY__PROT", "1")
 
