@@ -148,7 +148,7 @@ NICENESS = 10
 STOP_TIMEOUT_S = 20.0
 IDLE_S = 900.0
 """How long a process that keeps a base waits for its next run: longer than `HELD_S`, after which
-what was held asks again. It saves a run 16 s of CPU (docs/log.md), and holds the base's memory."""
+what was held asks again. It saves a run 15 s of CPU (docs/log.md), and holds the base's memory."""
 STATUS_S = 60.0
 """Longest time between two writes of the same decision."""
 
