@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,8 +80,6 @@ STATUS: dict[End, str] = {"ok": "FINISHED", "failed": "FAILED", "killed": "KILLE
 """Our end -> MLflow's status of a run."""
 EXIT_CODE: dict[End, int] = {"ok": 0, "failed": 1, "killed": 1}
 """Our end -> W&B's exit code: any but 0 shows the run as failed."""
-MOST_LEFT = 100
-"""Runs of others that are looked at, and ended, when a run of MLflow is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +96,6 @@ class Opening:
 
 class Tracker(Protocol):
     """One run in a tracker. It may raise anything."""
-
-    def end_left(self, how_ended: Callable[[str], End | None]) -> None:
-        """End what the tracker shows as running of runs that are over: a process that was killed
-        told it nothing.
-
-        how_ended: id of a run -> how it ended; None: it did not, or is not known.
-        """
-        ...
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write a step's figures, by name."""
@@ -127,9 +116,6 @@ class _TensorBoard:
         self._writer = summary.SummaryWriter(log_dir=f"{folder}/{opening.name}")
         if not opening.goes_on:
             self._writer.add_text("run", _table(opening.facts), 0)
-
-    def end_left(self, how_ended: Callable[[str], End | None]) -> None:
-        """It has no status of a run."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -154,23 +140,12 @@ class _Mlflow:
         client: Any = import_module("mlflow").MlflowClient(tracking_uri=uri)
         self._experiment = mlflow_experiment(client)
         self._client = client
-        self._run_id = opening.run_id
         known = self._newest(opening.run_id) if opening.goes_on else None
         if known is None:
             self._run = self._create(opening)
         else:
             self._run = known
             client.update_run(known, status="RUNNING")
-
-    def end_left(self, how_ended: Callable[[str], End | None]) -> None:
-        for one in self._found("attributes.status = 'RUNNING'", MOST_LEFT):
-            if one.info.run_id == self._run:
-                continue
-            run_id = one.data.tags.get(RUN_TAG) or one.info.run_name
-            # Of our own, it is of steps that were given up, or lost with their process.
-            how = "killed" if run_id == self._run_id else how_ended(run_id or "")
-            if how is not None:
-                self._client.set_terminated(one.info.run_id, status=STATUS[how])
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -193,16 +168,13 @@ class _Mlflow:
         return made
 
     def _newest(self, run_id: str) -> str | None:
-        found = self._found(f"tags.`{RUN_TAG}` = '{run_id}'", 1)
-        return found[0].info.run_id if found else None
-
-    def _found(self, which: str, most: int) -> Any:  # Any: mlflow's list of its own runs
-        return self._client.search_runs(
+        found = self._client.search_runs(
             [self._experiment],
-            filter_string=which,
-            max_results=most,
+            filter_string=f"tags.`{RUN_TAG}` = '{run_id}'",
+            max_results=1,
             order_by=["attributes.start_time DESC"],
         )
+        return found[0].info.run_id if found else None
 
 
 class _Wandb:
@@ -216,9 +188,6 @@ class _Wandb:
             resume="allow",
             config=dict(opening.facts),
         )
-
-    def end_left(self, how_ended: Callable[[str], End | None]) -> None:
-        """Its server finds by itself that a process is gone."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
@@ -252,11 +221,6 @@ PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 PREFIX = "learner/"
 
 
-def nothing_known(run_id: str) -> End | None:
-    """Know of no run how it ended."""
-    return None
-
-
 class ExportedRun:
     """Implements `learner.progress.watch.Keeper` over a tracker."""
 
@@ -266,17 +230,15 @@ class ExportedRun:
         run_id: str,
         *,
         facts: Mapping[str, Fact] | None = None,
-        how_ended: Callable[[str], End | None] = nothing_known,
     ) -> None:
         """make: opens a run. An attempt of the steps that begins anew gets a run and a name of its
         own, because a tracker keeps what it has.
 
-        facts: what the run is made with. how_ended: as `Tracker.end_left` has it.
+        facts: what the run is made with.
         """
         self._make = make
         self._run_id = run_id
         self._facts = facts or {}
-        self._how_ended = how_ended
         self._attempts = 0
         self._tracker: Tracker | None = None
         self._failed = False
@@ -300,12 +262,10 @@ class ExportedRun:
     def _open(self, *, goes_on: bool) -> Tracker:
         again = f"-{self._attempts}" if self._attempts > 1 else ""
         name = f"{self._run_id}{again}"
-        tracker = self._make(
+        self._tracker = self._make(
             Opening(run_id=self._run_id, name=name, facts=self._facts, goes_on=goes_on)
         )
-        self._tracker = tracker
-        tracker.end_left(self._how_ended)
-        return tracker
+        return self._tracker
 
     def _write(self, metrics: StepMetrics) -> None:
         tracker = self._tracker or self._open(goes_on=False)
@@ -351,12 +311,10 @@ def exported_run(
     run_id: str,
     *,
     facts: Callable[[], Mapping[str, Fact]] = dict,
-    how_ended: Callable[[str], End | None] = nothing_known,
 ) -> ExportedRun | None:
     """Return the export that `learner.export` names; None when it names none, or cannot (logged).
 
-    setting: `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT`, or "". facts, how_ended: as
-    `ExportedRun` has them.
+    setting: `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT`, or "". facts: as `ExportedRun`.
     """
     if not setting:
         return None
@@ -364,12 +322,7 @@ def exported_run(
         log.warning("export_unavailable", run_id=run_id, export=setting, why=why)
         return None
     kind, _, place = setting.partition(":")
-    return ExportedRun(
-        lambda opening: TRACKERS[kind](place, opening),
-        run_id,
-        facts=facts(),
-        how_ended=how_ended,
-    )
+    return ExportedRun(lambda opening: TRACKERS[kind](place, opening), run_id, facts=facts())
 
 
 # Draw the steps of a run.
@@ -462,7 +415,6 @@ class Observed:
             self._settings.learner.export,
             run_id,
             facts=lambda: facts_of(self._settings, parent),
-            how_ended=partial(how_ended, self._database),
         )
         if exported is not None:
             keepers.append(exported)

@@ -52,8 +52,6 @@ class Kept:
         self.seen: list[tuple[int, float]] = []
         self.closed: list[tuple[End | None, str]] = []
 
-    def end_left(self, how_ended: Any) -> None: ...
-
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         if self.breaks:
             raise ZeroDivisionError("the server is away")
@@ -264,26 +262,6 @@ def test_a_run_of_mlflow_that_goes_on_after_a_kill_is_the_same_run(server: Serve
     assert kept.info.status == "FINISHED"
 
 
-def test_what_mlflow_shows_as_running_of_runs_that_are_over_is_ended(server: Server) -> None:
-    for run_id in ("failed", "elsewhere", "r1"):
-        killed = mlflow_run(run_id)
-        killed.begin_steps(())
-        killed.keep_step(a_step(1))
-
-    ends: dict[str, End] = {"failed": "failed"}
-    begun_anew = mlflow_run("r1", how_ended=ends.get)
-    begun_anew.begin_steps(())
-    begun_anew.keep_step(a_step(1))
-
-    states = [(one.info.run_name, one.info.status) for one in server.runs]
-    assert states == [
-        ("failed", "FAILED"),
-        ("elsewhere", "RUNNING"),  # of another sidecar, or still at work
-        ("r1", "KILLED"),
-        ("r1", "RUNNING"),
-    ]
-
-
 def test_a_run_that_another_process_goes_on_with_is_not_ended(server: Server) -> None:
     run = mlflow_run("r1")
     run.begin_steps(())
@@ -408,13 +386,11 @@ def test_the_real_tensorboard_has_every_step(tmp_path: Path) -> None:
 def test_the_real_mlflow_has_one_run_with_every_step_after_a_kill(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    for run_id in ("over", "r1"):
-        killed = mlflow_run(run_id, uri)
-        killed.begin_steps(())
-        killed.keep_step(a_step(1, loss=0.75))
-    ends: dict[str, End] = {"over": "failed"}
+    killed = mlflow_run("r1", uri)
+    killed.begin_steps(())
+    killed.keep_step(a_step(1, loss=0.75))
 
-    again = mlflow_run("r1", uri, how_ended=ends.get)
+    again = mlflow_run("r1", uri)
     with capture_logs() as logs:
         again.begin_steps([a_step(1)])
         again.keep_step(a_step(2, loss=1.0))
@@ -423,14 +399,12 @@ def test_the_real_mlflow_has_one_run_with_every_step_after_a_kill(tmp_path: Path
     assert logs == []
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
-    run, over = client.search_runs([experiment], order_by=["attributes.start_time DESC"])
+    (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == ("r1", "FINISHED")
     assert run.data.params == {"base": "b", "learner.rank": "8"}
     assert run.data.tags["sidecar.adapter"] == "m--v1"
     steps = client.get_metric_history(run.info.run_id, "learner/loss")
     assert [(one.step, one.value) for one in steps] == [(1, 0.75), (2, 1.0)]
-    assert (over.info.run_name, over.info.status) == ("over", "FAILED")
-    assert over.info.end_time
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages, whose versions are not pinned

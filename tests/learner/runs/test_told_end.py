@@ -45,7 +45,7 @@ class Tracker:
 def tracker(database: Database, monkeypatch: pytest.MonkeyPatch) -> Tracker:
     made = Tracker(database)
 
-    def exported(setting: str, run_id: str, *, facts: Callable[[], Any], how_ended: Any) -> Tracker:
+    def exported(setting: str, run_id: str, *, facts: Callable[[], Any]) -> Tracker:
         made.facts = dict(facts())
         return made
 
