@@ -138,14 +138,14 @@ def load_policy(
 
 
 def load_shapes(base_model_path: str, parent: Parent, settings: Learner) -> Any:  # Any: peft
-    """Return the base with its adapter, as `load_policy` has them, without weights: on torch's
-    device `meta`, for an adapter that is trained elsewhere. Raises: ParentError.
+    """Return the base without weights, on torch's device `meta`, and its adapter, as `load_policy`
+    has them, for one that is trained elsewhere. Raises: ParentError.
     """
     _require_folder(base_model_path)
     with _loading(f"base {base_model_path}", BASE_CURE), torch.device("meta"):
         base = AutoModelForCausalLM.from_config(plain_config(base_model_path))
     with _loading(f"parent {parent.name}", PARENT_CURE):
-        model = _with_adapter(base, parent, settings, torch.device("meta"))
+        model = _with_adapter(base, parent, settings, torch.device("cpu"))
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
         return model
 
@@ -161,7 +161,7 @@ def take_adapter(model: Any, given: Path, folder: Path) -> None:  # Any: as abov
         alpha = _read_object("the adapter", given / CONFIG).get("lora_alpha")
         if alpha != config.lora_alpha:
             raise ParentError(f"its lora_alpha is {alpha}; learner.alpha is {config.lora_alpha}")
-        # On `meta` it changes no weight, and says which shapes are wrong.
+        # It says which shapes are wrong.
         set_peft_model_state_dict(model, load_file(given / WEIGHTS))
     shutil.copyfile(given / WEIGHTS, folder / WEIGHTS)
     config.inference_mode = True

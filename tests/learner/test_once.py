@@ -97,8 +97,13 @@ def test_the_settings_name_the_trainer(learner_settings: Learner) -> None:
     assert type(trainer_of(tinker, None)).__name__ == "TinkerTrainer"
     assert type(trainer_of(learner_settings, None)).__name__ == "GrpoTrainer"
     made: list[bool] = []
+
+    def run(trainer: object) -> int:
+        made.append(trainer is not None)
+        return 0
+
     for settings in (tinker, learner_settings):
-        lead(settings, None, None, lambda trainer: made.append(trainer is not None) or 0)
+        lead(settings, None, None, run)
     assert made == [True, False]
 
 

@@ -18,7 +18,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from learner.adapter_folder import CONFIG, LINEAGE, WEIGHTS
+from learner.adapter_folder import CARD, CONFIG, CURVES, LINEAGE, WEIGHTS
 from learner.errors import (
     FaultyGroupsError,
     NonFiniteError,
@@ -32,6 +32,7 @@ from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import packs_of
 from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.runs.train import Run
 from learner.tinker import (
     STATE,
     Datum,
@@ -42,7 +43,9 @@ from learner.tinker import (
     state_of,
     unpack,
 )
-from sidecar.settings import Learner
+from sidecar.settings import Learner, Settings
+from sidecar.store.database import Database
+from support.clock import Clock
 from tests.learner.conftest import job_of
 
 if TYPE_CHECKING:
@@ -247,6 +250,45 @@ def test_each_loss_gives_the_adapter_of_our_own_trainer(
     assert theirs.algorithm[STATE] == "tinker://run/weights/x"
     assert theirs.drift is not None
     assert theirs.drift.mean == pytest.approx(0.01, abs=1e-4)
+
+
+def test_a_run_goes_on_from_the_adapter_of_the_one_before(job: TrainingJob, tmp_path: Path) -> None:
+    first = TinkerTrainer(opening([])).train(job)
+    (job.folder / LINEAGE).write_text(json.dumps({"algorithm": dict(first.algorithm)}))
+    parent = Parent(name="m--v1", path=job.folder)
+    policy = load_policy(job.base_model_path, parent, job.settings)
+    told = [recorded(policy, replace(one, adapter=parent.name)) for one in job.groups]
+    again = replace(job, parent=parent, groups=(*told, replace(job.groups[0], group_id="old")))
+    ours, theirs = made(tmp_path / "ours"), made(tmp_path / "theirs")
+    GrpoTrainer().train(replace(again, folder=ours))
+
+    outcome = TinkerTrainer(opening([])).train(replace(again, folder=theirs))
+
+    assert outcome.faults == {}  # the base, which gave the group `old`, is at hand too
+    before, here, there = (load_file(one / WEIGHTS) for one in (job.folder, ours, theirs))
+    for name, one in before.items():
+        a, b = (found[name].double() - one.double() for found in (here, there))
+        assert float((a - b).norm() / a.norm()) < 0.01, name
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_registers_the_adapter_with_its_state_in_the_lineage(
+    settings: Settings, database: Database, clock: Clock
+) -> None:
+    wide = settings.learner.model_copy(update={"max_drift": 10.0})  # nobody gave these answers
+    settings = settings.model_copy(update={"learner": wide})
+    trainer = TinkerTrainer(opening([]))
+
+    candidate = Run(settings, database, lambda: trainer, run_id="r1", clock=clock).start()
+
+    lineage = json.loads((candidate.path / LINEAGE).read_text())
+    assert (
+        state_of(Parent(name=candidate.adapter, path=candidate.path)) == lineage["algorithm"][STATE]
+    )
+    assert [one["step"] for one in lineage["metrics"]] == [1]
+    assert sorted(one.name for one in candidate.path.iterdir()) == sorted(
+        [CARD, CONFIG, CURVES, LINEAGE, WEIGHTS]
+    )
 
 
 def test_answers_of_another_temperature_count_as_not_recorded(job: TrainingJob) -> None:
