@@ -49,6 +49,17 @@ def test_the_tested_set_is_inside_the_ranges(constraints: str, extras: tuple[str
     assert outside == []
 
 
+def test_the_learner_is_tested_with_the_low_ends_together_and_with_newer_ones() -> None:
+    allowed = {one.name: one.specifier for one in map(Requirement, EXTRAS["learner"])}
+    low, new = pinned("learner-low"), pinned("learner-new")
+
+    assert low.keys() == new.keys() == {"torch", "transformers", "peft"}
+    for name, version in low.items():
+        assert allowed[name].contains(version)
+        assert f">={'.'.join(version.split('.')[:2])}" in {str(one) for one in allowed[name]}
+        assert allowed[name].contains(new[name])
+
+
 @pytest.mark.parametrize(
     ("name", "release"),
     [("litellm", "1.82.7"), ("litellm", "1.82.8"), ("litellm", "1.83.6"), ("starlette", "1.3.0")],
