@@ -45,10 +45,11 @@ MODEL = ROOT / ".models" / "smollm2-135m"
 ENVIRONMENT = Path(os.environ.get("SIDECAR_TINKER_ENV", ROOT / ".venv-tinker"))
 START_S = 300.0
 RANK = 4
-FARTHEST, NEAREST = 0.03, 0.95
+FARTHEST, NEAREST = 0.01, 0.95
 """Of the two updates of a matrix: the median distance, as a part of ours, and the least cosine.
 Both trainers compute in float32, and Adam moves a weight by the sign of a gradient that is near 0:
-single matrices `lora_A`, whose gradient comes through a `lora_B` of one step, had 0.97."""
+the median was 0.001, and single matrices `lora_A`, whose gradient comes through a `lora_B` of one
+step, had 0.97."""
 
 pytestmark = [
     pytest.mark.timeout(1500),
