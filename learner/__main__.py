@@ -52,10 +52,10 @@ def parser() -> argparse.ArgumentParser:
 def _main(argv: list[str] | None) -> int:
     args = parser().parse_args(argv)
 
-    from learner.command import STOPPED
     from learner.distributed.place import given_place
     from learner.once import (
         as_launched,
+        end_without_run,
         follow,
         lead,
         run_once,
@@ -84,12 +84,8 @@ def _main(argv: list[str] | None) -> int:
     os.nice(args.nice)
     stopping = threading.Event()
 
-    def stop(*_: object) -> None:
-        stopping.set()
-        if args.worker is not None:  # no run has begun
-            sys.exit(STOPPED)
-
     for number in (signal.SIGTERM, signal.SIGINT):
+        stop = end_without_run if args.worker is not None else lambda *_: stopping.set()
         signal.signal(number, stop)
     try:
         settings = load_settings(args.config)

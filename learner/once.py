@@ -7,6 +7,7 @@ but 0 for a failure of the job, a run that had nothing to do ends with 0.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -222,6 +223,14 @@ def torch_trainer() -> Trainer:
 # The runs of a schedule, one after the other, in a process that keeps torch and the base.
 
 
+def end_without_run(*_: object) -> None:
+    """End this process at a signal, before a run has begun: there is nothing to leave to the next.
+
+    An exception would be raised anywhere, in an import or in a destructor that only prints it.
+    """
+    os._exit(STOPPED)
+
+
 def serve(
     schedule: Connection,
     settings: Settings,
@@ -235,7 +244,7 @@ def serve(
     schedule: a run's id and project come in; its exit code goes out, if the process goes on. It
     ends with that code after a run that failed, was stopped or found no room, and where a fresh
     process is safer; with RENEW before a run that would not begin as it did.
-    settings: as `config` has them. stopping: set at a signal. Raises: SettingsError.
+    settings: as `config` has them. stopping: set at a signal in a run. Raises: SettingsError.
     """
     from learner.policy.kept import KEPT  # torch takes seconds to load
 
@@ -246,10 +255,11 @@ def serve(
     KEPT.keeps, began = True, present(settings)
     while True:
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Until a run sets its own there is nothing to leave to the next start.
-            signal.signal(number, lambda *_: sys.exit(STOPPED))
+            signal.signal(number, end_without_run)  # until a run sets its own
+        if stopping.is_set():
+            return STOPPED
         try:
-            run_id, project = schedule.recv() if not stopping.is_set() else sys.exit(STOPPED)
+            run_id, project = schedule.recv()
         except EOFError:
             return STOPPED
         now = load_settings(config)
