@@ -224,10 +224,8 @@ def torch_trainer() -> Trainer:
 
 
 def end_without_run(*_: object) -> None:
-    """End this process at a signal, before a run has begun: there is nothing to leave to the next.
-
-    An exception would be raised anywhere, in an import or in a destructor that only prints it.
-    """
+    """End this process at a signal, before a run. An exception would be raised anywhere: in an
+    import, or in a destructor that only prints it."""
     os._exit(STOPPED)
 
 
