@@ -10,9 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import httpx
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,8 +19,8 @@ from starlette.types import ASGIApp
 from deploy.adapters.prune import KEEP_CHAMPIONS, FolderRule, Pruner
 from deploy.admin.context import AdminContext
 from deploy.admin.wire import MOST, AdminConnection
-from deploy.engine.reconcile import Fleet, Reconciler
-from deploy.engine.vllm_control import AdapterControl, VllmControl, in_folder_thread
+from deploy.engine.engines import Engines
+from deploy.engine.vllm_control import in_folder_thread
 from deploy.examiner import examiner_of
 from deploy.line_loops import LineLoops, make_folder_of
 from deploy.outside import telling
@@ -41,19 +40,14 @@ from sidecar.settings import Settings
 from sidecar.settings.checks import LOADED_OF_A_LINE
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database
+from sidecar.upstreams import LOOKUP_S
 
 log = structlog.get_logger()
 
-RECONCILE_S = 2.0
-"""Interval of reconciling a reachable vLLM's adapters with the store."""
-RECONCILE_AWAY_S = 0.25
-"""Interval while vLLM is unreachable: until the champion is loaded again, its users get errors."""
 STREAMS_END_S = 2
 """Longest time that a stop waits for replies: a stream of events may go on for an hour."""
 PRUNE_S = 3_600.0
 """Interval of looking for adapter folders that nothing needs any more."""
-KEEPALIVE_S = 2.0
-"""Idle time after which we close a connection, before vLLM does (5 s)."""
 
 
 class _Server(uvicorn.Server):
@@ -109,16 +103,11 @@ async def serve(settings: Settings, database: Database) -> int:
     )
     judges = ProcessJudges(settings.judge_of_gate, database)
     _say_examiner(settings)
-    async with contextlib.AsyncExitStack() as clients:
-        replicas = {
-            url: VllmControl(await clients.enter_async_context(_vllm_client(settings, url)))
-            for url in (*settings.serving.upstreams, *settings.only_sampling)
-        }
-        try:
-            await _run(settings, database, replicas, sampler, judges.patient, listener, stop)
-        finally:
-            await sampler.aclose()
-            await judges.aclose()
+    try:
+        await _run(settings, database, sampler, judges.patient, listener, stop)
+    finally:
+        await sampler.aclose()
+        await judges.aclose()
     return 0
 
 
@@ -153,47 +142,23 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _run(
     settings: Settings,
     database: Database,
-    replicas: Mapping[str, AdapterControl],
     sampler: ReplicaSampler,
     judge: Judge,
     listener: socket.socket,
     stop: asyncio.Event,
 ) -> None:
-    changed = {url: asyncio.Event() for url in replicas}
-    loop = asyncio.get_running_loop()
-
-    def on_change() -> None:
-        # Also called from the threads that answer the admin API.
-        for event in changed.values():
-            loop.call_soon_threadsafe(event.set)
-
     model = settings.serving.model
     lease = Lease(database, own_id(settings.state_dir))
     folder_of = make_folder_of(settings)
-    reconcilers = {
-        url: Reconciler(
-            database=database,
-            control=control,
-            model=model,
-            max_loras=settings.serving.max_loras,
-            replica=url,
-            own=[line.name for line in settings.lines[1:]],
-            acts=lambda: lease.acts,
-            folder_of=folder_of,
-            changed=changed[url],
-        )
-        for url, control in replicas.items()
-    }
-    # No user waits for a vLLM that only samples: it gets its adapters, and decides nothing.
-    serving = settings.serving.upstreams
-    fleet = Fleet({url: reconcilers[url] for url in serving})
-    controls = {url: replicas[url] for url in serving}
+    engines = Engines(settings, database, acts=lambda: lease.acts, folder_of=folder_of)
+    await engines.follow()
+    fleet, on_change = engines.fleet, engines.wake
     outside = Caller()
     tended = [
         LineLoops(
             settings.of_line(line),
             database,
-            controls,
+            engines.controls,
             sampler,
             judge,
             fleet,
@@ -203,12 +168,6 @@ async def _run(
         )
         for line in settings.lines
     ]
-
-    def keep(url: str, reconciler: Reconciler) -> Loop:
-        def every_s() -> float:
-            return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
-
-        return Loop(f"reconcile {url}", reconciler.reconcile, every_s, changed[url])
 
     async def beat() -> None:
         acted = lease.acts
@@ -220,8 +179,7 @@ async def _run(
     pruner = make_pruner(settings, database)
 
     async def prune() -> None:
-        loaded = frozenset[str]().union(*(one.view.loaded for one in reconcilers.values()))
-        now = time.time()
+        now, loaded = time.time(), engines.loaded()
         done = await in_folder_thread(pruner.prune, now=now, actor=audit.CONTROL, loaded=loaded)
         for one in done.fates:
             if one.goes:
@@ -234,8 +192,9 @@ async def _run(
         *(loop for one in tended for loop in one.loops(lease)),
         Loop("hooks", lease.only_acting(hooks.tick), lambda: telling.EVERY_S),
         Loop("prune", lease.only_acting(prune), lambda: PRUNE_S),
-        *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
+    if engines.follows_dns:
+        loops.append(Loop("vLLMs", engines.follow, lambda: LOOKUP_S))
     context = AdminContext(
         database=database,
         model=model,
@@ -252,7 +211,7 @@ async def _run(
         on_change=on_change,
         learner=settings.learner,
         examiner=examiner_of(settings),
-        loops=lambda: {loop.name: loop.view for loop in loops},
+        loops=lambda: {loop.name: loop.view for loop in (*loops, *engines.loops)},
         lease=lambda: (lease.acts, lease.other),
     )
     AdminConnection.most = connections_that_fit(MOST, files_each=1)
@@ -277,6 +236,7 @@ async def _run(
     await outside.aclose()
     for one in tended:
         await one.controller.settle()
+    await engines.aclose()
     try:
         await asyncio.to_thread(lease.give_back)
     except StoreError as error:  # the next one waits LEASE_S
@@ -291,13 +251,3 @@ def make_pruner(settings: Settings, database: Database) -> Pruner:
     folders = settings.learner.adapters_dir
     shared = shared_folders(settings)
     return Pruner(database=database, adapters_dir=folders, rule=rule, shared=shared)
-
-
-def _vllm_client(settings: Settings, url: str) -> httpx.AsyncClient:
-    key = settings.serving.api_key
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
-        limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-        trust_env=False,  # a web proxy must not be used for the operator's own vLLM
-    )

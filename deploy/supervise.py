@@ -43,6 +43,7 @@ from sidecar.parent_death import guarded_command
 from sidecar.processes import VARIABLE as READY_VARIABLE
 from sidecar.processes import holder, only_one, own_environment, read_report
 from sidecar.settings import Settings
+from sidecar.upstreams import Upstreams
 from sidecar.workers.worker import BALANCER_S, bind_listeners, cannot_listen
 
 # One process under `sidecar up`: start it, read its reports, notice its end, restart it.
@@ -454,7 +455,7 @@ class Supervisor:
         With several upstreams it is unknown which one is ours, and none is refused.
         Raises: StartError.
         """
-        upstreams = self._settings.serving.upstreams
+        upstreams = Upstreams(self._settings.serving.upstreams).now()
         if not self._settings.engine.command or len(upstreams) > 1:
             return
         deadline = time.monotonic() + LEFTOVER_ENGINE_S
@@ -474,7 +475,8 @@ class Supervisor:
         # Our own processes first: they need no vLLM, and a fault of theirs must not look like its
         # absence.
         told = self._wait_for_children()
-        if told is None or not self._wait_for_engine(self._settings.serving.upstreams):
+        upstreams = Upstreams(self._settings.serving.upstreams)
+        if told is None or not self._wait_for_engine(upstreams):
             return
         for child in self.children:
             if child.spec.name == ENGINE:
@@ -509,11 +511,14 @@ class Supervisor:
             if self.stopping.wait(TICK_S):
                 return None
 
-    def _wait_for_engine(self, urls: Sequence[str]) -> bool:
+    def _wait_for_engine(self, upstreams: Upstreams) -> bool:
         """Wait until one vLLM answers, and say what to check. Returns False when stopping."""
         said_at: float | None = None
         owned = bool(self._settings.engine.command)
-        while not {200, 401} & (statuses := {status_of(f"{url}/v1/models") for url in urls}):
+        while urls := upstreams.now():
+            statuses = {status_of(f"{url}/v1/models") for url in urls}
+            if {200, 401} & statuses:
+                break
             status = next((one for one in statuses if one is not None), None)
             now = time.monotonic()
             # While a child fails, its error must stand out: say nothing about vLLM.

@@ -35,6 +35,7 @@ from sidecar.settings import Settings, open_keyring
 from sidecar.tracing.spans import Propagation, request_spans
 from sidecar.tracing.telemetry import Tracing
 from sidecar.unix_socket import bind
+from sidecar.upstreams import Upstreams
 from sidecar.workers.worker import ORPHAN_DRAIN_S, PROBED, READY, Handover, ParentLine
 
 log = structlog.get_logger()
@@ -70,7 +71,8 @@ class Proxy:
             self.metrics_table, others, breakers = handover.table()
             row = handover.slot - 1
         self.metrics = Metrics(self.metrics_table, others)
-        endpoints = [endpoint(url) for url in settings.serving.upstreams]
+        upstreams = Upstreams(settings.serving.upstreams)
+        endpoints = [endpoint(url) for url in upstreams.now()]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
         if handover is not None:
             name = f"proxy-{handover.port}-{handover.slot}.sock"
@@ -114,6 +116,7 @@ class Proxy:
             self.metrics,
             interval_s=HEALTH_INTERVAL_S,
             api_key=api_key.get_secret_value() if api_key is not None else None,
+            upstreams=upstreams,
         )
         limits = handover.limits if handover is not None else None
         limiter, self._limits_file = open_limits(settings, self.metrics, limits, clock)

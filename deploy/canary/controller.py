@@ -526,7 +526,7 @@ class Controller:
             await in_folder_thread(validate_folder, Path(version.path), registered, self._limits)
 
         evidence, facts = await load_everywhere(
-            self._replicas,
+            dict(self._replicas),  # replicas may come and go meanwhile
             version,
             model=self._line.model,
             failures=failures,

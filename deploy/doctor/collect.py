@@ -47,6 +47,7 @@ from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database, newest_revision
 from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, FeedbackRow, GroupRow
+from sidecar.upstreams import Upstreams
 
 # What the doctor looks at, as records. `collect` fills them, `rules` judges them.
 
@@ -285,7 +286,7 @@ def collect(
             "vLLM": lambda: asyncio.run(_replicas(settings)),
             "clocks": lambda: {
                 url: seconds
-                for url in settings.serving.upstreams
+                for url in Upstreams(settings.serving.upstreams).now()
                 if (seconds := _date(url)) is not None
             },
             "loads": refused,

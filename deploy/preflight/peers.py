@@ -29,6 +29,7 @@ from ingest.verifiers.records import Failure
 from ingest.verifiers.rewarding import BECOMES, close_checkers, kind_of, open_checkers
 from ingest.verifiers.state import said_of
 from sidecar.settings import HttpVerifier, Judge, Serving, Settings, VerifierSection
+from sidecar.upstreams import Upstreams
 
 # The record that every check of a preflight yields.
 
@@ -201,7 +202,7 @@ async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
 
 async def _check_serving(settings: Settings) -> AsyncIterator[Finding]:
     serving = settings.serving
-    for url in serving.upstreams:
+    for url in Upstreams(serving.upstreams).now():
         async with _client(serving, url) as client:
             try:
                 async for finding in _check(client, url, serving):
@@ -225,7 +226,7 @@ async def _check_serving(settings: Settings) -> AsyncIterator[Finding]:
 
 async def _check_sampling(settings: Settings) -> AsyncIterator[Finding]:
     serving = settings.serving
-    for url in settings.only_sampling:
+    for url in Upstreams(settings.only_sampling).now():
         async with _client(serving, url) as client:
             try:
                 names = _names(await client.get("/v1/models"))

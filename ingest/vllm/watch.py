@@ -25,6 +25,7 @@ from ingest.vllm.probe import PROBED, probe
 from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
 from sidecar.settings import Groups, Serving, Settings
+from sidecar.upstreams import Upstreams
 
 SOON_S = 1.0
 """Wait before the next probe of a vLLM that refuses connections: it may be starting."""
@@ -116,7 +117,7 @@ class EngineWatch:
         key = serving.api_key.get_secret_value() if serving.api_key is not None else None
         found = []
         try:
-            for url in serving.upstreams:
+            for url in Upstreams(serving.upstreams).now():
                 try:
                     found.append(self._ask(url, serving.model, key))
                 except SamplingError as error:
@@ -190,12 +191,22 @@ class ReplicaSampler:
         limits: LoadLimits,
         *,
         interval_s: float = PROBE_INTERVAL_S,
+        upstreams: Upstreams | None = None,
+        opened: Callable[[str], Replica] | None = None,
     ) -> None:
-        """replicas: by base URL, at least one; of equals the first is asked first."""
-        self._replicas = [
-            _Guarded(one, Throttle(one, limits, interval_s=interval_s, replica=url))
-            for url, one in replicas.items()
-        ]
+        """replicas: by base URL, at least one; of equals the first is asked first.
+        upstreams: names those that come and go, which `opened` opens; None: `replicas` stay."""
+        self._limits = limits
+        self._interval_s = interval_s
+        self._upstreams = upstreams
+        self._opened = opened
+        self._following = False
+        self._gone = list[_Guarded]()
+        self._replicas = {url: self._guarded(url, one) for url, one in replicas.items()}
+
+    def _guarded(self, url: str, replica: Replica) -> _Guarded:
+        throttle = Throttle(replica, self._limits, interval_s=self._interval_s, replica=url)
+        return _Guarded(replica, throttle)
 
     async def is_open(self) -> bool:
         """Return True when a replica has room. Raises: SamplingError when no load is known."""
@@ -221,7 +232,7 @@ class ReplicaSampler:
                         return await one.replica.sample(request)
                 except AWAY as error:  # any other error concerns this one answer
                     errors.append(error)
-            limited = any(one.throttle.is_gate_open for one in self._replicas)
+            limited = any(one.throttle.is_gate_open for one in self._replicas.values())
             if errors or not limited or monotonic() > deadline:
                 break
             await asyncio.sleep(WAIT_S)
@@ -229,23 +240,48 @@ class ReplicaSampler:
 
     async def _with_room(self) -> list[_Guarded]:
         """Return the replicas with room, the least busy first. Raises: as `is_open`."""
+        await self._follow()
+        guarded = [*self._replicas.values()]
         found = await asyncio.gather(
-            *(one.throttle.is_open() for one in self._replicas), return_exceptions=True
+            *(one.throttle.is_open() for one in guarded), return_exceptions=True
         )
         unknown = [one for one in found if isinstance(one, BaseException)]
         for error in unknown:
             if not isinstance(error, SamplingError) or len(unknown) == len(found):
                 raise error
-        pairs = zip(self._replicas, found, strict=True)
+        pairs = zip(guarded, found, strict=True)
         return sorted(
             (one for one, is_open in pairs if is_open is True),
             key=lambda one: one.throttle.in_flight,
         )
 
+    async def _follow(self) -> None:
+        """Take in the vLLMs that have come, and leave out those that have gone."""
+        if self._following or self._upstreams is None or not self._upstreams.follows_dns:
+            return
+        self._following = True
+        try:
+            urls = await asyncio.to_thread(self._upstreams.now)
+        finally:
+            self._following = False
+        if self._opened is not None and list(urls) != list(self._replicas):
+            known = self._replicas
+            self._gone += [one for url, one in known.items() if url not in urls]
+            self._replicas = {
+                url: known.get(url) or self._guarded(url, self._opened(url)) for url in urls
+            }
+        for one in [one for one in self._gone if not one.throttle.in_flight]:
+            self._gone.remove(one)
+            await _close(one.replica)
+
     async def aclose(self) -> None:
-        for one in self._replicas:
-            if isinstance(one.replica, VllmSampler):
-                await one.replica.aclose()
+        for one in (*self._replicas.values(), *self._gone):
+            await _close(one.replica)
+
+
+async def _close(replica: Replica) -> None:
+    if isinstance(replica, VllmSampler):
+        await replica.aclose()
 
 
 MAX_RUNNING_REQUESTS = 48
@@ -266,11 +302,18 @@ def open_replicas(
     urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = 120.0
 ) -> ReplicaSampler:
     """Open a sampler over the vLLMs at these base URLs, with the limits of `[groups]`."""
+    upstreams = Upstreams(urls)
+
+    def opened(url: str) -> VllmSampler:
+        return VllmSampler(url, api_key, timeout_s, priority="auto")
+
     return ReplicaSampler(
-        {url: VllmSampler(url, api_key, timeout_s, priority="auto") for url in urls},
+        {url: opened(url) for url in upstreams.now()},
         LoadLimits(
             requests=MAX_RUNNING_REQUESTS,
             kv_cache_usage=MAX_KV_CACHE_USAGE,
             max_slowdown=groups.max_slowdown,
         ),
+        upstreams=upstreams,
+        opened=opened,
     )

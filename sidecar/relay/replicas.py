@@ -98,6 +98,10 @@ class Replicas:
     """All of them."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.become(replicas)
+
+    def become(self, replicas: Sequence[Replica]) -> None:
+        """Choose among these from now on. replicas: at least one."""
         self.all = tuple(replicas)
         self.many = len(self.all) > 1
 

@@ -204,7 +204,7 @@ class UpstreamPool:
 
     def __init__(self, where: Endpoint, *, connect_timeout_s: float) -> None:
         self.endpoint = where
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._idle: deque[UpstreamConnection] = deque()
         self._closed = False
         self._tls = ssl.create_default_context() if where.tls else None
@@ -223,7 +223,7 @@ class UpstreamPool:
         loop = asyncio.get_running_loop()
         where = self.endpoint
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 if where.unix_path is not None:
                     with kernel_path(where.unix_path) as name:
                         _, connection = await loop.create_unix_connection(
@@ -234,7 +234,7 @@ class UpstreamPool:
                         lambda: UpstreamConnection(self), where.host, where.port, ssl=self._tls
                     )
         except TimeoutError as error:
-            raise UpstreamError(f"no connection within {self._connect_timeout_s:g} s") from error
+            raise UpstreamError(f"no connection within {self.connect_timeout_s:g} s") from error
         except OSError as error:
             why = error.strerror or str(error)
             if error.errno in OUT_OF_FILES:

@@ -1,4 +1,4 @@
-"""Poll the vLLM replicas: which are healthy, and which models each of them lists.
+"""Poll the vLLM replicas: which are there, which are healthy, and which models each of them lists.
 
 Each replica has its own task, so a replica that hangs delays no other. A replica is down after two
 failed polls and up again after the first good one. Between polls the relay itself notices failed
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from sidecar.errors import UpstreamError
+from sidecar.metrics.hot import Gauge
 from sidecar.metrics.proxy import Metrics
 from sidecar.relay.heads import request_lines
 from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.reply_parser import ReplyHead, ReplyReader
 from sidecar.relay.upstream import KINDS, UpstreamPool, endpoint
+from sidecar.upstreams import LOOKUP_S, Upstreams
 
 # The few requests that the sidecar itself sends to vLLM.
 
@@ -153,41 +156,102 @@ SHORTEST_PAUSE_S = 0.1
 """Least interval between two polls outside the schedule."""
 
 
+class _Watched:
+    """A replica, what asks it, and when to ask it early."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.status = VllmStatus(replica.url)
+        self.early = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
 class ReplicaWatch:
-    """`start` it, `stop` it. api_key: vLLM's own, for its list of models."""
+    """`start` it, `stop` it."""
 
     def __init__(
-        self, replicas: Replicas, metrics: Metrics, *, interval_s: float, api_key: str | None
+        self,
+        replicas: Replicas,
+        metrics: Metrics,
+        *,
+        interval_s: float,
+        api_key: str | None,
+        upstreams: Upstreams | None = None,
     ) -> None:
-        self.statuses = tuple(VllmStatus(replica.url) for replica in replicas.all)
-        self._replicas = replicas.all
+        """api_key: vLLM's own, for its list of models.
+        upstreams: names the replicas that come and go; None: these stay."""
+        self._replicas = replicas
+        self._watched = [_Watched(replica) for replica in replicas.all]
         self._metrics = metrics
         self._interval_s = interval_s
         self._authorization = f"Bearer {api_key}" if api_key else None
-        self._early = [asyncio.Event() for _ in self._replicas]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._upstreams = upstreams
+        self._discovery: asyncio.Task[None] | None = None
+
+    @property
+    def statuses(self) -> Sequence[VllmStatus]:
+        return [one.status for one in self._watched]
 
     def start(self) -> None:
-        for replica, status, early in zip(self._replicas, self.statuses, self._early, strict=True):
-            task = asyncio.create_task(self._follow(replica, status, early))
-            self._tasks.append(task)
+        for one in self._watched:
+            one.task = asyncio.create_task(self._follow(one))
+        if self._upstreams is not None and self._upstreams.follows_dns:
+            self._discovery = asyncio.create_task(self._discover(self._upstreams))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for status in self.statuses:
-            await status.close()
+        tasks = [self._discovery, *(one.task for one in self._watched)]
+        await asyncio.gather(*map(_cancelled, tasks))
+        for one in self._watched:
+            await one.status.close()
 
     def poll_soon(self) -> None:
         """Poll now instead of at the next interval: a replica may list other models."""
-        for early in self._early:
-            early.set()
+        for one in self._watched:
+            one.early.set()
 
     def healthiest(self) -> VllmStatus:
         """A replica to ask; a healthy one if there is one."""
-        pairs = zip(self._replicas, self.statuses, strict=True)
-        return next((status for replica, status in pairs if replica.healthy), self.statuses[0])
+        first = self._watched[0]
+        return next((one for one in self._watched if one.replica.healthy), first).status
+
+    async def _discover(self, upstreams: Upstreams) -> None:
+        while True:
+            await asyncio.sleep(LOOKUP_S)
+            await self.become(await asyncio.to_thread(upstreams.now))
+
+    async def become(self, urls: Sequence[str]) -> None:
+        """Begin with the replicas that have come, and end with those that have gone: what they have
+        in flight ends as it would have. urls: of all, at least one."""
+        gone = [one for one in self._watched if one.replica.url not in urls]
+        known = {one.replica.url for one in self._watched}
+        come = [_Watched(self._new(url)) for url in urls if url not in known]
+        if not gone and not come:
+            return
+        self._watched = [one for one in self._watched if one not in gone] + come
+        self._replicas.become([one.replica for one in self._watched])
+        for one in come:
+            log.info("upstream_found", url=one.replica.url)
+            one.task = asyncio.create_task(self._follow(one))
+        for one in gone:
+            log.info("upstream_gone", url=one.replica.url)
+            await _cancelled(one.task)
+            for gauge in self._gauges(one.replica):
+                gauge.forget()
+            one.replica.pool.close()
+            await one.status.close()
+
+    def _new(self, url: str) -> Replica:
+        timeout_s = self._watched[0].replica.pool.connect_timeout_s
+        replica = Replica(endpoint(url), connect_timeout_s=timeout_s)
+        replica.healthy = False  # until its first poll: it may not have the adapters yet
+        return replica
+
+    def _gauges(self, replica: Replica) -> Sequence[Gauge]:
+        """Return the gauges of a replica: is it up, its requests in flight, and for each of `KINDS`
+        whether it takes these fields."""
+        metrics, url = self._metrics, replica.url
+        takes = (metrics.replica_takes_fields.labels(url, name) for name in KINDS.values())
+        return metrics.replica_up.labels(url), metrics.replica_in_flight.labels(url), *takes
 
     async def status_of_key(self, authorization: bytes | None) -> int | None:
         """Ask vLLM whether it knows this `Authorization`. Returns: the status of its reply; None:
@@ -196,22 +260,18 @@ class ReplicaWatch:
         reply = await self.healthiest().models(sent)
         return None if reply is None else reply.status
 
-    async def _follow(self, replica: Replica, status: VllmStatus, early: asyncio.Event) -> None:
+    async def _follow(self, watched: _Watched) -> None:
+        replica, status, early = watched.replica, watched.status, watched.early
         failed = 0
-        up = self._metrics.replica_up.labels(replica.url)
-        in_flight = self._metrics.replica_in_flight.labels(replica.url)
-        takes = {
-            kind: self._metrics.replica_takes_fields.labels(replica.url, name)
-            for kind, name in KINDS.items()
-        }
+        up, in_flight, *takes = self._gauges(replica)
         said: bool | None = None
         while True:
             if await status.reachable():
                 failed = 0
                 if said is False:
                     replica.came_back()
-                replica.healthy = True
                 replica.models = await self._models(status, replica.models)
+                replica.healthy = True
             else:
                 failed += 1
                 # At the start one failed poll is enough: no poll has succeeded yet.
@@ -223,7 +283,7 @@ class ReplicaWatch:
                 _say(replica)
             up.set(float(replica.healthy))
             in_flight.set(replica.in_flight)
-            for kind, gauge in takes.items():
+            for kind, gauge in zip(KINDS, takes, strict=True):
                 gauge.set(float(not replica.fields.refused & kind))
             early.clear()
             try:
@@ -244,6 +304,12 @@ class ReplicaWatch:
         if not isinstance(cards, list):  # another server answered
             return known
         return frozenset(str(card.get("id")) for card in cards if isinstance(card, dict))
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _say(replica: Replica) -> None:

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from sidecar.bounds import PROJECT
+from sidecar.upstreams import DNS
 
 # The base class of all sections of the settings.
 
@@ -144,7 +145,7 @@ def _web_url_or_none(url: str) -> str:
 
 
 def _upstream(url: str) -> str:
-    parts = _split(url)
+    parts = _split(url.removeprefix("dns+") if url.startswith(f"{DNS}:") else url)
     if parts.username is not None or parts.password is not None:
         raise ValueError("holds a user name or a password; set serving.api_key instead")
     if parts.query or parts.fragment:

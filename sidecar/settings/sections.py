@@ -62,7 +62,8 @@ class Serving(Section):
     """The vLLM that answers, and how it was started."""
 
     upstreams: tuple[Upstream, ...] = ("http://127.0.0.1:8000",)
-    """Base URLs of vLLM, without `/v1`: one, or several replicas that serve the same model."""
+    """Base URLs of vLLM, without `/v1`: one, or several replicas that serve the same model.
+    `dns+http://NAME:PORT`: every address of a DNS name, as replicas come and go."""
     model: Name = "smollm2-135m"
     """The public model name; must be vLLM's `--served-model-name`."""
     api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from deploy.process import _vllm_client
+from deploy.engine.engines import vllm_client
 from deploy.supervise import status_of
 from ingest.errors import IngestError
 from ingest.ruler.judge import LiteLlmJudge
@@ -71,7 +71,7 @@ async def test_our_clients_of_vllm_ask_it_directly(
 ) -> None:
     server, proxy = server_and_proxy
     sampler = VllmSampler(server.url)
-    async with _vllm_client(Settings(), server.url) as client:
+    async with vllm_client(Settings(), server.url) as client:
         await client.get("/from-control")
     try:
         await sampler.load()

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from deploy.supervise import Child, Supervisor, _waiting_line
 from deploy.supervisor_rules import ProcessSpec
 from sidecar.settings import Serving, Settings
+from sidecar.upstreams import Upstreams
 from support.processes import is_alive, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
@@ -319,7 +320,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(supervisor.stopping, "wait", lambda _: False)
 
-    assert supervisor._wait_for_engine(serving.upstreams) is True
+    assert supervisor._wait_for_engine(Upstreams(serving.upstreams)) is True
 
     assert len(said) == 1
     assert said[0].startswith("waiting for vLLM at http://a or http://b: nothing answers; check")

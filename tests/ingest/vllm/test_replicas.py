@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -17,6 +19,7 @@ from ingest.errors import (
 from ingest.vllm.load import EngineLoad
 from ingest.vllm.sampler import SampleRequest
 from ingest.vllm.watch import ReplicaSampler
+from sidecar.upstreams import Upstreams
 from support.fake_load import LIMITS, LoadedSampler, ScriptedLoad
 from support.fake_sampler import FakeSampler
 
@@ -154,3 +157,37 @@ async def test_when_all_fail_the_first_ones_error_is_raised(world: World) -> Non
 
     with pytest.raises(EngineDownError, match=r"^a$"):
         await world.said()
+
+
+class Names:
+    """What the settings' DNS names stand for now."""
+
+    follows_dns = True
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
+
+    def now(self) -> tuple[str, ...]:
+        return self.urls
+
+
+async def test_replicas_that_come_are_asked_and_those_that_went_are_not(world: World) -> None:
+    names = Names("a")
+
+    def opened(url: str) -> LoadedSampler:
+        return LoadedSampler(world.samplers[url], world.loads[url])
+
+    engine = ReplicaSampler(
+        {"a": opened("a")},
+        LIMITS,
+        interval_s=0.0,
+        upstreams=cast(Upstreams, names),
+        opened=opened,
+    )
+    said = []
+    for urls in (("a",), ("b", "a"), ("c",)):
+        names.urls = urls
+        said.append(json.loads((await engine.sample(ASK)).message)["content"])
+
+    assert said == ["by a", "by b", "by c"]
+    await engine.aclose()

@@ -227,7 +227,7 @@ async def test_an_operator_names_versions_of_the_own_line(
     put(database, RoutingTable(model=OWN, champion=OWN_CHAMPION, generation=1))
     running = await start()
     async with asyncio.timeout(60):
-        while not any(replica.models for replica in running.proxy._watch._replicas):
+        while not any(replica.models for replica in running.proxy._watch._replicas.all):
             await asyncio.sleep(0.01)
 
     async def named(project: str, name: str) -> tuple[str, str]:

@@ -351,3 +351,48 @@ async def test_in_flight_of_every_replica_is_zero_when_all_has_ended(
         while [replica.in_flight for replica in replicas] != [0, 0]:
             await asyncio.sleep(0.01)
     assert fleet.running.metric("sidecar_requests_in_flight") == 0
+
+
+async def test_replicas_come_and_go_and_no_request_meets_one_that_is_not_ready(
+    fleet: Fleet,
+) -> None:
+    """One that comes is asked for what it has, from its first poll on; one that goes ends what it
+    has in flight and leaves the metrics."""
+    await fleet.start([BASE, CHAMPION], proxy={"health_interval_s": 0.05})
+    fleet.route(champion=CHAMPION)
+    watch = fleet.running.proxy._watch
+    fleet.fakes.append(await fleet._more_vllms(fleet._answers([BASE]), [BASE]))
+    first, second = fleet.url(0), fleet.url(1)
+    fleet.fakes[1].healthy = False
+
+    await watch.become([first, second])
+    assert {await fleet.who_answers(f"s{number}") for number in range(16)} == {0}
+
+    fleet.fakes[1].healthy = True
+    await fleet.up(1, 1)
+    # It does not have the champion yet.
+    assert {await fleet.who_answers(f"s{number}") for number in range(16)} == {0}
+    fleet.fakes[1].script, fleet.fakes[1].models = (
+        fleet._answers([BASE, CHAMPION]),
+        [BASE, CHAMPION],
+    )
+    async with asyncio.timeout(60):
+        while {await fleet.who_answers(f"s{number}") for number in range(16)} != {0, 1}:
+            await asyncio.sleep(0.02)
+
+    [session] = await fleet.sessions_of(0, 1)
+    held, answer, before = asyncio.Event(), fleet.fakes[0].script, fleet.counts()[0]
+    fleet.fakes[0].script = lambda seen: [held, *answer(seen)]
+    asked = asyncio.create_task(fleet.ask(session))
+    async with asyncio.timeout(60):
+        while fleet.counts()[0] == before:
+            await asyncio.sleep(0.005)
+    await watch.become([second])
+    assert await fleet.who_answers(session) == 1
+    held.set()
+    line, headers, _ = await asked
+    assert (line, headers["x-sidecar-adapter"]) == ("HTTP/1.1 200 OK", CHAMPION)
+    registry = fleet.running.proxy.metrics.registry
+    assert registry.get_sample_value("sidecar_replica_up", {"replica": first}) is None
+    assert registry.get_sample_value("sidecar_replica_up", {"replica": second}) == 1
+    assert fleet.running.metric("sidecar_exchanges_total", outcome="upstream_error") == 0
