@@ -18,7 +18,7 @@ import httpx
 from deploy.errors import DeployError
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
-from sidecar.settings.kinds import base_url, is_loopback
+from sidecar.settings.kinds import from_file, is_loopback
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
@@ -31,6 +31,7 @@ LISTED_OF_A_LINE = frozenset({"canaries", "runs", "groups"})
 PROBLEM = "urn:learning-sidecar:problem:"
 """How the type of each error of the admin API begins (`deploy.admin.problems`, which loads
 slowly)."""
+CHECK = "check admin.url, or admin.host and admin.port"
 SHOWN = 100
 """Characters of another service's reply that an error repeats."""
 
@@ -48,8 +49,11 @@ class AdminClient:
         Raises: SettingsError when the token cannot be a header value, or the project has no line.
         """
         self._project = settings.line_named(project).project
-        self._url = f"{base_url(settings.admin.host, settings.admin.port)}/admin/v1"
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        self._url = f"{settings.admin.base_url}/admin/v1"
+        try:
+            token = str(from_file(os.environ.get(TOKEN_VARIABLE, "").strip()))
+        except ValueError as error:
+            raise SettingsError(f"{TOKEN_VARIABLE} {error}") from None
         if not (token.isascii() and token.isprintable()):
             raise SettingsError(
                 f"{TOKEN_VARIABLE} holds characters that a header cannot; set it to the token alone"
@@ -150,7 +154,7 @@ def _read(reply: httpx.Response) -> Any:  # Any: JSON
 
 
 def _not_it(reply: httpx.Response, kind: str) -> str:
-    return f"{reply.url} did not answer with {kind}; check admin.host and admin.port"
+    return f"{reply.url} did not answer with {kind}; {CHECK}"
 
 
 def _text(reply: httpx.Response) -> str:
@@ -161,7 +165,7 @@ def _text(reply: httpx.Response) -> str:
 
 def _problem(reply: httpx.Response, *, has_token: bool) -> str:
     if reply.is_redirect:
-        return f"{reply.status_code}, a redirect: not followed; check admin.host and admin.port"
+        return f"{reply.status_code}, a redirect: not followed; {CHECK}"
     try:
         problem = dict(reply.json())
     except (ValueError, TypeError):
@@ -169,8 +173,8 @@ def _problem(reply: httpx.Response, *, has_token: bool) -> str:
     if not str(problem.get("type", "")).startswith(PROBLEM):
         said = f"{reply.status_code} {reply.text[:SHOWN]}".rstrip()
         return (
-            f"what answers at {reply.url} is not it ({said}); check admin.host and admin.port: "
-            "they must be those of control"
+            f"what answers at {reply.url} is not it ({said}); {CHECK}: they "
+            "must be those of control"
         )
     if reply.status_code == 401:
         return _token_problem(has_token)

@@ -276,7 +276,7 @@ def collect(
         "store": lambda: _store(settings, now),
         "schedule": lambda: _schedule(settings, now),
         "proxy": lambda: _date(base_url(settings.proxy.host, settings.proxy.port)),
-        "control": lambda: _date(base_url(settings.admin.host, settings.admin.port)),
+        "control": lambda: _date(settings.admin.base_url),
     }
     if online:
         checks |= {

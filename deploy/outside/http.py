@@ -15,6 +15,7 @@ import httpx
 
 from deploy.errors import DeployError
 from sidecar.settings import Metric
+from sidecar.settings.kinds import from_file
 
 # Short calls to services that an operator named: bounded in time and size, never redirected.
 
@@ -143,7 +144,7 @@ async def _read(reply: httpx.Response) -> Reply:
 def secret_of(name: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the value of an environment variable that holds a secret; empty for no name.
 
-    Raises: OutsideError when it is not set.
+    Raises: OutsideError when it is not set, or names a file that cannot be read.
     """
     if not name:
         return ""
@@ -153,7 +154,10 @@ def secret_of(name: str, environment: Mapping[str, str] | None = None) -> str:
             f"environment variable {name} is not set here; set it to the secret for the process "
             "that sends this, control or a command"
         )
-    return value
+    try:
+        return str(from_file(value))
+    except ValueError as error:
+        raise OutsideError(f"environment variable {name} {error}") from None
 
 
 # Calls of services outside that are being made, each a task of its own: one that hangs delays no

@@ -25,7 +25,7 @@ from sidecar.settings.kinds import (
     Timeout,
     WebUrl,
     Word,
-    no_empty_key,
+    read_secret,
 )
 from sidecar.settings.store import PROGRAM_BYTES
 
@@ -65,7 +65,7 @@ class Judge(Section):
     """A LiteLLM model name, such as `openai/gpt-...` or `hosted_vllm/...`."""
     api_base: WebUrl | None = None
     """Base URL, for a judge of your own."""
-    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
     """What makes an answer better, in plain words."""
@@ -129,7 +129,7 @@ class GateJudge(Section):
     """A LiteLLM model name. Empty: `judge.model`, with its address, key and parameters."""
     api_base: WebUrl | None = None
     """Base URL, for a judge of your own; needs `model`."""
-    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of that judge's API; needs `model`. `judge.api_key` is never sent to it."""
     rubric: Word = ""
     """What makes an answer better, in the gate. Empty: `judge.rubric`."""
@@ -310,7 +310,7 @@ class HttpVerifier(VerifierSection):
 
     kind: Literal["http"]
     url: WebUrl
-    token: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    token: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Sent as `Authorization: Bearer`."""
     version: Line = "1"
     """Change it when the service begins to answer otherwise: kept findings are then not used."""

@@ -230,9 +230,36 @@ def _key(secret: SecretStr) -> SecretStr:
     return secret
 
 
-def no_empty_key(value: object) -> object:
-    """Treat an empty environment variable as not set, as containers do."""
-    return None if value == "" else value
+FILE = "file:"
+"""How a value that stands in a file begins, as containers mount secrets: `file:/run/secrets/judge`.
+"""
+MAX_SECRET_BYTES = 64 * 1024
+
+
+def from_file(value: object) -> object:
+    """Return the text of the file that a secret names, without white space around it; another value
+    as it is. Raises: ValueError, without the text."""
+    if not isinstance(value, str) or not value.startswith(FILE):
+        return value
+    path = Path(value.removeprefix(FILE))
+    if not path.is_absolute():
+        raise ValueError("names a file by a relative path; give file: and an absolute one")
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_SECRET_BYTES + 1).decode().strip()
+    except OSError as error:
+        raise ValueError(f"names a file that cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError("names a file that is not UTF-8; save the secret as plain text") from None
+    if not text or len(text) > MAX_SECRET_BYTES:
+        raise ValueError(f"names a file that is empty, or has over {MAX_SECRET_BYTES} bytes")
+    return text
+
+
+def read_secret(value: object) -> object:
+    """Read a secret: the text of a file, if it names one (`from_file`). An empty environment
+    variable is none, as containers set them."""
+    return None if value == "" else from_file(value)
 
 
 def _text(text: str) -> str:
@@ -311,7 +338,7 @@ class Fallback(Section):
     """A LiteLLM model name."""
     api_base: WebUrl | None = None
     """Base URL, for a judge of your own."""
-    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of its API. Without it LiteLLM reads the provider's own environment variable."""
     json_schema: Literal["auto", "on", "off"] = "auto"
     """As `judge.json_schema`."""
@@ -485,7 +512,7 @@ def _checked(url: str) -> str:
     return url
 
 
-BusUrl = Annotated[str, AfterValidator(_checked)]
+BusUrl = Annotated[str, BeforeValidator(from_file), AfterValidator(_checked)]
 
 
 # Send requests to this machine directly, not through the proxy of the environment (`HTTP_PROXY`).

@@ -35,7 +35,8 @@ from sidecar.settings.kinds import (
     Upstream,
     WebUrlOrNone,
     Word,
-    no_empty_key,
+    base_url,
+    read_secret,
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Rehearsals, Tasks, Watch
 from sidecar.settings.outside import Approval, Notify
@@ -66,7 +67,7 @@ class Serving(Section):
     `dns+http://NAME:PORT`: every address of a DNS name, as replicas come and go."""
     model: Name = "smollm2-135m"
     """The public model name; must be vLLM's `--served-model-name`."""
-    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """vLLM's own `--api-key`, for the calls that the sidecar makes on its own account, and for
     every call when `access.mode` is `keys`."""
     base_model_path: Word = ""
@@ -211,9 +212,17 @@ class Admin(Section):
     """Address to listen on, plain HTTP. Not loopback: needs `tokens`."""
     port: Port = 8081
     """Port to listen on; 0 takes a free one, which `sidecar up` and the log print."""
+    url: WebUrlOrNone = ""
+    """Where the `sidecar` command asks for it, from another host or through TLS; empty: at `host`
+    and `port`."""
     tokens: tuple[AdminToken, ...] = ()
     """SHA-256 hex digests of the accepted bearer tokens, each with its scopes after a colon
     (`<digest>:read+content`) or with every scope. None: only a loopback host is allowed."""
+
+    @property
+    def base_url(self) -> str:
+        """Where commands ask."""
+        return self.url.rstrip("/") or base_url(self.host, self.port)
 
 
 class Telemetry(Section):

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from sidecar.errors import SettingsError
-from sidecar.settings.kinds import Between, Key, Line, Name, Section, Word, no_empty_key
+from sidecar.settings.kinds import Between, Key, Line, Name, Section, Word, from_file, read_secret
 from sidecar.store.keyring import Keyring, read_keys
 
 # The section of the store, and the keys that encrypt what it holds.
@@ -30,12 +30,12 @@ MAX_FILE_BYTES = 64 * 1024
 class Store(Section):
     """Where exchanges are kept, and whether they are encrypted there."""
 
-    url: Name = "sqlite:///.sidecar/store.db"
+    url: Annotated[Name, BeforeValidator(from_file)] = "sqlite:///.sidecar/store.db"
     """Any SQLAlchemy URL: SQLite or PostgreSQL."""
     encryption_key_file: Word = ""
     """File of keys, `ID:BASE64` on each line; the first encrypts, all decrypt. Empty: contents are
     not encrypted."""
-    encryption_keys: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    encryption_keys: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """The same from the environment, with commas between; the file's keys come behind it."""
 
 
@@ -91,7 +91,7 @@ def _password(secret: SecretStr) -> SecretStr:
 
 
 Password = Annotated[
-    Annotated[SecretStr, AfterValidator(_password)] | None, BeforeValidator(no_empty_key)
+    Annotated[SecretStr, AfterValidator(_password)] | None, BeforeValidator(read_secret)
 ]
 """An empty environment variable counts as not set."""
 
