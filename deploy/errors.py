@@ -7,6 +7,7 @@ DeployError
 ├── DamagedRecordError                   a value of the record is not what its column holds
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
+├── BackupError (RuntimeError)          no backup, or not a whole one: the message says what to do
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
 ├── LostLeaseError (ConnectionError)    another control acts: leave the work to it
 ├── EngineError (ConnectionError)       vLLM refused or did not answer: try again later
@@ -32,6 +33,10 @@ class UnknownCanaryError(DeployError, LookupError):
 
 class UnknownRecordError(DeployError, LookupError):
     """No group, run or exchange has this id."""
+
+
+class BackupError(DeployError, RuntimeError):
+    """A backup cannot be made, or is not whole."""
 
 
 class DamagedRecordError(DeployError):

@@ -137,6 +137,8 @@ EXAMPLES: dict[str, str] = {
     "exchanges export": "sidecar exchanges export --help",
     "store new-key": "sidecar store new-key --file keys",
     "store rotate-key": "sidecar store rotate-key",
+    "store backup": "sidecar store backup /backup/2026-11-29",
+    "store restore": "sidecar store restore /backup/2026-11-29",
 }
 """Words of a command -> a line that can be typed."""
 

@@ -1,4 +1,4 @@
-"""`sidecar store`: make encryption keys, and encrypt a store anew."""
+"""`sidecar audit`; `sidecar store`: its encryption keys, backup and restore."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def audit_verify(context: typer.Context, output: Output = "text") -> None:
 
 
 store_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Encryption of what the store holds."
+    no_args_is_help=True, rich_markup_mode=None, help="Encrypt, back up and restore the store."
 )
 
 
@@ -145,3 +145,48 @@ def rotate_key(
         )
     if left or not done.log_emptied or done.not_rewritten_mb:
         raise typer.Exit(1)
+
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="of the backup")]
+
+
+@store_app.command("backup")
+def store_backup(context: typer.Context, folder: Folder, output: Output = "text") -> None:
+    """Copy the store (SQLite) and the adapters that it names into a new folder; the processes may
+    run meanwhile. Exit 1 when an adapter is not as it was registered."""
+    from deploy.backup import back_up, store_file
+    from deploy.errors import BackupError
+
+    try:
+        made = back_up(store_file(settings_of(context).store.url), folder)
+    except BackupError as error:
+        note(str(error))
+        raise typer.Exit(1) from None
+    print_found({"adapters": len(made.adapters), "store_sha256": made.store_sha256}, output)
+    for path, why in made.missing.items():
+        note(f"not in the backup: {path}: {why}")
+    if made.missing:
+        raise typer.Exit(1)
+
+
+@store_app.command("restore")
+def store_restore(context: typer.Context, folder: Folder, output: Output = "text") -> None:
+    """Put a backup in the place of the store, and its adapters where they were. Stop everything
+    before, proxies of other hosts too: a running one keeps the newer routing table. What was there
+    is kept beside it."""
+    from deploy.backup import restore, store_file
+    from deploy.errors import BackupError
+    from deploy.preflight.settings import LOCKS
+    from sidecar.processes import holder
+
+    settings = settings_of(context)
+    running = [name for name in (*LOCKS, "learn") if holder(settings.state_dir, name)]
+    if running:
+        note(f"{', '.join(running)} still runs with this state_dir; stop all processes first")
+        raise typer.Exit(1)
+    try:
+        made = restore(folder, store_file(settings.store.url))
+    except BackupError as error:
+        note(str(error))
+        raise typer.Exit(1) from None
+    print_found({"adapters": len(made.adapters), "made_at": made.made_at}, output)

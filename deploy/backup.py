@@ -1,0 +1,203 @@
+"""Back up a SQLite store with the adapters that it names, and restore both.
+
+The copy of the store is one consistent moment; the processes may run meanwhile. A folder never
+changes and exists before its row, so the copy names none that comes later. A backup is a folder:
+`store.db`, `adapters/<digest>` and, written last, `backup.json` with what they hash to. Encrypted
+contents stay encrypted; keys, the settings file and records that ingest has not stored yet (the
+outbox) are not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy.engine import make_url
+
+from deploy.errors import BackupError
+from learner.adapter_folder import folder_digest
+from sidecar.store.engines import with_driver
+
+STORE: Final = "store.db"
+MANIFEST: Final = "backup.json"
+VERSION: Final = 1
+_LOGS: Final = ("-wal", "-shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What a backup holds."""
+
+    made_at: float
+    """Unix seconds."""
+    store_sha256: str
+    adapters: Mapping[str, str]
+    """Absolute path of each folder as the store names it -> its digest, which is its name here."""
+    missing: Mapping[str, str]
+    """Path of each folder that could not be copied as it was registered -> why."""
+    version: int = VERSION
+
+
+def store_file(store_url: str) -> Path:
+    """Return the file of a SQLite store. Raises: BackupError for another store."""
+    url = make_url(with_driver(store_url))
+    if url.get_backend_name() != "sqlite" or not url.database or url.database.startswith("file:"):
+        raise BackupError(
+            "store.url names no file of SQLite; back PostgreSQL up with pg_dump --format custom, "
+            "then copy learner.adapters_dir"
+        )
+    return Path(url.database)
+
+
+def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) -> Backup:
+    """Write a backup into a folder, which is made. Raises: BackupError; nothing in it counts then,
+    because `backup.json` is missing."""
+    if folder.exists() and any(folder.iterdir()):
+        raise BackupError(f"{folder} is not empty; give a new folder for each backup")
+    if not store.exists():
+        raise BackupError(f"{store} is not there; check store.url")
+    made_at = now()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy = folder / STORE
+        with closing(sqlite3.connect(store)) as connection:
+            connection.execute("VACUUM INTO ?", (str(copy),))
+        copy.chmod(0o600)
+        adapters, missing = dict[str, str](), dict[str, str]()
+        for path, digest in _named_by(copy):
+            try:
+                target = folder / "adapters" / digest
+                if not target.exists():
+                    shutil.copytree(path, target)
+                _check(target, digest)
+                adapters[path] = digest
+            except (OSError, BackupError) as error:
+                missing[path] = str(error)
+                shutil.rmtree(target, ignore_errors=True)
+        made = Backup(made_at, _hash(copy), adapters, missing)
+        _sync(folder)
+        (folder / MANIFEST).write_text(json.dumps(asdict(made), indent=1))
+    except (OSError, sqlite3.Error) as error:
+        raise BackupError(f"{folder}: the backup failed: {error}") from error
+    return made
+
+
+def read_backup(folder: Path) -> Backup:
+    """Read a backup and check all that it holds. Raises: BackupError."""
+    try:
+        made = Backup(**json.loads((folder / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
+    if made.version != VERSION:
+        raise BackupError(f"{folder} is of another release; restore it with that one")
+    try:
+        if _hash(folder / STORE) != made.store_sha256:
+            raise BackupError(f"{folder / STORE} was changed after it was written; take another")
+        for digest in set(made.adapters.values()):
+            _check(folder / "adapters" / digest, digest)
+    except OSError as error:
+        raise BackupError(f"{folder}: {error}") from error
+    return made
+
+
+def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) -> Backup:
+    """Put a backup in the place of the store, and its folders where they are not as registered.
+
+    What was there is kept beside it under a name that ends in `.before-<unix seconds>`. The
+    processes must have ended. Raises: BackupError, before anything is changed if the backup is
+    not whole or the store is open.
+    """
+    made = read_backup(folder)
+    _refuse_open(store)
+    end = f".before-{now():.0f}"
+    try:
+        for path, digest in made.adapters.items():
+            _put_back(folder / "adapters" / digest, Path(path), digest, end)
+        store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = store.with_name(f"{store.name}.restored")
+        shutil.copyfile(folder / STORE, fresh)
+        fresh.chmod(0o600)
+        for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
+            if (old := store.with_name(store.name + log)).exists():
+                old.rename(store.with_name(f"{store.name}{end}{log}"))
+        if store.exists():
+            os.link(store, store.with_name(store.name + end))
+        fresh.replace(store)  # at no moment is there no store: a process would begin a new one
+        _sync(store.parent)
+    except OSError as error:
+        raise BackupError(f"{store}: not restored: {error}") from error
+    return made
+
+
+def _named_by(store: Path) -> list[tuple[str, str]]:
+    """Return path and digest of each version whose folder was not removed; check the file too."""
+    with closing(sqlite3.connect(store)) as connection:
+        [(sound,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
+        if sound != "ok":
+            raise BackupError(f"the store is damaged: {sound}; docs/runbook.md says how to save it")
+        rows = connection.execute(
+            "SELECT DISTINCT path, digest FROM adapter_version WHERE removed_at IS NULL"
+        )
+        return [(str(path), str(digest)) for path, digest in rows]
+
+
+def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
+    if target.exists():
+        try:
+            return _check(target, digest)
+        except BackupError:
+            target.rename(target.with_name(target.name + end))
+    fresh = target.with_name(f".{target.name}.restored")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    fresh.rename(target)
+    return None
+
+
+def _refuse_open(store: Path) -> None:
+    """Raises: BackupError while another process has the file open."""
+    if not store.exists():
+        return
+    try:
+        with closing(sqlite3.connect(store, timeout=1.0)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")  # only the last one may leave WAL
+    except sqlite3.DatabaseError as error:
+        if "locked" in str(error):
+            raise BackupError(
+                f"{store} is open in another process; stop all of them, proxies too"
+            ) from error
+        # A damaged store is what a backup is for.
+
+
+def _check(folder: Path, digest: str) -> None:
+    try:
+        found = folder_digest(folder)
+    except OSError as error:
+        raise BackupError(f"{folder} cannot be read: {error}") from error
+    if found != digest:
+        raise BackupError(f"{folder} has other bytes than were registered")
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Write all files below a folder, and the folder itself, through to the disk."""
+    for path in (folder, *folder.iterdir()):
+        if path.is_file() or path == folder:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,194 @@
+"""A backup is made while the store is written, and restores what it held, or says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy import backup
+from deploy.backup import back_up, read_backup, restore, store_file
+from deploy.cli.app import app
+from deploy.errors import BackupError
+from deploy.registry import versions
+from learner.adapter_folder import WEIGHTS, folder_digest
+from sidecar.store.database import Database
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
+
+@pytest.fixture
+def store(world: World) -> Path:
+    """A store with a champion and another version; the world's own is on SQLite here."""
+    world.promote(world.register(1))
+    world.register(2)
+    return store_file(world.database.url)
+
+
+def champion(store: Path) -> str:
+    with closing(Database(f"sqlite:///{store}")) as database, database.read() as session:
+        return versions.aliases_of(session, "m")["champion"]
+
+
+def folders(store: Path) -> list[Path]:
+    with closing(sqlite3.connect(store)) as connection:
+        rows = connection.execute("SELECT path FROM adapter_version ORDER BY version").fetchall()
+    return [Path(path) for (path,) in rows]
+
+
+def test_what_was_lost_and_altered_comes_back(world: World, store: Path, tmp_path: Path) -> None:
+    kept, before = tmp_path / "kept", champion(store)
+    made = back_up(store, kept)
+    assert (len(made.adapters), made.missing) == (2, {})
+    first, second = folders(store)
+    digests = [folder_digest(first), folder_digest(second)]
+    world.promote(world.register(3))
+    assert champion(store) != before
+    shutil.rmtree(first)
+    (second / WEIGHTS).chmod(0o600)
+    (second / WEIGHTS).write_bytes(b"other")
+    world.database.close()
+
+    restore(kept, store, now=lambda: 7.0)
+
+    assert champion(store) == before
+    assert [folder_digest(first), folder_digest(second)] == digests
+    assert len(folders(store)) == 2
+    assert len(folders(store.with_name(f"{store.name}.before-7"))) == 3
+    assert second.with_name(f"{second.name}.before-7").exists()
+
+
+def test_a_backup_is_one_moment_of_a_store_that_is_written(store: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(store)) as connection:
+        connection.execute("CREATE TABLE pair (a INTEGER, b INTEGER)")
+        connection.execute("INSERT INTO pair VALUES (0, 0)")
+        connection.commit()
+    stop = threading.Event()
+
+    def write() -> None:
+        with closing(sqlite3.connect(store, timeout=30)) as writer:
+            while not stop.is_set():
+                writer.execute("UPDATE pair SET a = a + 1")
+                writer.execute("UPDATE pair SET b = b + 1")
+                writer.commit()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(5):
+            back_up(store, tmp_path / str(number))
+            with closing(sqlite3.connect(tmp_path / str(number) / "store.db")) as copy:
+                [(a, b)] = copy.execute("SELECT a, b FROM pair").fetchall()
+            assert a == b
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_an_altered_adapter_is_left_out_and_named(store: Path, tmp_path: Path) -> None:
+    first, second = folders(store)
+    (first / WEIGHTS).chmod(0o600)
+    (first / WEIGHTS).write_bytes(b"other")
+    shutil.rmtree(second)
+
+    made = back_up(store, tmp_path / "kept")
+
+    assert made.adapters == {}
+    assert "other bytes" in made.missing[str(first)]
+    assert str(second) in made.missing
+    assert read_backup(tmp_path / "kept") == made
+
+
+@pytest.fixture
+def kept(store: Path, tmp_path: Path) -> Path:
+    back_up(store, tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def test_a_backup_that_is_not_whole_changes_nothing(world: World, store: Path, kept: Path) -> None:
+    world.database.close()
+    before = store.read_bytes()
+
+    def refused(why: str) -> None:
+        with pytest.raises(BackupError, match=why):
+            restore(kept, store)
+        assert store.read_bytes() == before
+
+    manifest = (kept / backup.MANIFEST).read_text()
+    for text in ("{", "[]", json.dumps({"made_at": 1})):
+        (kept / backup.MANIFEST).write_text(text)
+        refused("no whole backup")
+    (kept / backup.MANIFEST).write_text(manifest.replace('"version": 1', '"version": 2'))
+    refused("another release")
+    (kept / backup.MANIFEST).write_text(manifest)
+    whole = (kept / "store.db").read_bytes()
+    (kept / "store.db").write_bytes(whole + b"x")
+    refused("was changed")
+    (kept / "store.db").write_bytes(whole)
+    weights = next((kept / "adapters").iterdir()) / WEIGHTS
+    weights.chmod(0o600)
+    weights.write_bytes(b"x")
+    refused("other bytes")
+    shutil.rmtree(kept / "adapters")
+    refused("cannot be read")
+
+
+def test_a_store_that_is_open_elsewhere_is_not_replaced(
+    world: World, store: Path, kept: Path
+) -> None:
+    world.database.close()
+    with closing(sqlite3.connect(store)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("BEGIN")
+        other.execute("SELECT COUNT(*) FROM adapter_version").fetchall()
+        with pytest.raises(BackupError, match="open in another process"):
+            restore(kept, store)
+    restore(kept, store)
+
+
+def test_a_damaged_store_is_replaced_and_never_backed_up(
+    world: World, store: Path, kept: Path, tmp_path: Path
+) -> None:
+    before = champion(store)
+    world.database.close()
+    store.write_bytes(b"\0" * 4096)
+
+    with pytest.raises(BackupError):
+        back_up(store, tmp_path / "other")
+    restore(kept, store)
+
+    assert champion(store) == before
+
+
+@pytest.mark.parametrize("url", ["postgresql://u@h/d", "sqlite://", "sqlite:///file:x?uri=true"])
+def test_another_store_is_refused_with_what_to_do(url: str) -> None:
+    with pytest.raises(BackupError, match="pg_dump"):
+        store_file(url)
+
+
+def test_the_commands(world: World, store: Path, tmp_path: Path) -> None:
+    world.database.close()
+    config = tmp_path / "sidecar.toml"
+    state = tmp_path / "state"
+    config.write_text(f'state_dir = "{state}"\n[store]\nurl = "sqlite:///{store}"\n')
+    kept = tmp_path / "kept"
+
+    def run(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["--config", str(config), "store", *words])
+        return done.exit_code, done.output
+
+    assert run("backup", str(kept))[0] == 0
+    code, said = run("backup", str(kept))
+    assert code == 1
+    assert said.endswith(f"{kept} is not empty; give a new folder for each backup\n")
+    code, said = run("restore", str(kept), "-o", "json")
+    assert (code, json.loads(said)["adapters"]) == (0, 2)
+    assert run("restore", str(tmp_path / "none"))[0] == 1
