@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-.PHONY: demo demo-tasks test test-all check bench setup clean
+.PHONY: demo demo-tasks test test-all check bench setup site clean
 BENCH ?= all
 
 setup:
@@ -32,6 +32,10 @@ check: setup
 bench: setup
 	@$(if $(and $(filter all,$(BENCH)),$(ARGS)),$(error ARGS are options of one benchmark; name it by BENCH=))for name in $(or $(filter-out all,$(BENCH)),relay ingest sessions ruler groups learning tasks learner rollback canary sabotage); do benchmarks/$$name/setup || exit 1; done
 	@.venv/bin/python -m benchmarks $(BENCH) $(ARGS)
+
+# The documentation site, in .cache/site/html.
+site:
+	@scripts/site
 
 clean:
 	rm -rf .venv .venv-engine .venv-clients .models .cache .demo .sidecar .bench

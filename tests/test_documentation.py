@@ -115,7 +115,11 @@ def leads(page: Path, link: str) -> bool:
 def test_the_index_has_every_page() -> None:
     named = set(re.findall(r"\]\(([\w.-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
 
-    assert named == {one.name for one in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages = {one.name for one in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert named == pages
+    assert (
+        set(re.findall(r": docs/([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)) == pages
+    )
 
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
