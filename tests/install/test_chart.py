@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.settings.load import load_settings
 from support.install_tools import OWN, ROOT, output, tool
 
 CHART = ROOT / "install" / "helm" / "learning-sidecar"
@@ -155,6 +156,24 @@ def test_prometheus_finds_the_ports(rendered: list[Manifest]) -> None:
         wanted = monitor["selector"]["matchLabels"]
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+def test_the_settings_are_sound(
+    rendered: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    (text,) = (one["data"]["sidecar.toml"] for one in rendered if one["kind"] == "ConfigMap")
+    path.write_text(text)
+    (container,) = pod_specs(rendered)["s-proxy"]["containers"]
+    for one in container["env"]:
+        monkeypatch.setenv(one["name"], one["value"])
+    monkeypatch.setenv("SIDECAR_ADMIN__TOKENS", json.dumps(["0" * 64]))  # of the Secret
+
+    settings = load_settings(path)
+
+    assert (settings.proxy.host, settings.proxy.port) == ("0.0.0.0", 8080)
+    assert str(settings.learner.adapters_dir) == "/adapters"
+    assert str(settings.state_dir) == "/state"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from support.install_tools import ROOT, SECRETS, compose_config, output, tool
+from sidecar.settings.load import load_settings
+from support.install_tools import COMPOSE, ROOT, SECRETS, compose_config, output, tool
 
 CONTAINERFILE = ROOT / "install" / "Containerfile"
 OURS = {"proxy-1", "proxy-2", "ingest", "score", "control", "learner"}
@@ -61,3 +62,17 @@ def test_a_secret_that_is_missing_is_named(missing: str) -> None:
 
     assert made["code"] != 0
     assert missing in made["said"]
+
+
+def test_its_settings_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compose_config(**{**dict.fromkeys(SECRETS, "/x"), "ADMIN_TOKEN_SHA256": "0" * 64})[
+        "made"
+    ]
+    for name, value in made["services"]["control"]["environment"].items():
+        monkeypatch.setenv(name, value)
+
+    settings = load_settings(COMPOSE / "sidecar.toml")
+
+    assert str(settings.learner.adapters_dir) == "/adapters"
+    assert made["services"]["learner"]["volumes"][2] == "adapters:/adapters"
+    assert made["services"]["vllm"]["volumes"][1] == "adapters:/adapters:ro"
