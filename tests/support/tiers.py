@@ -23,6 +23,7 @@ TIER_2 = (
     "tests/ingest/ruler/test_judging_poison.py/",
     "tests/ingest/test_score.py/",
     "tests/ingest/vllm/test_slowdown.py/",
+    "tests/install/test_images.py/",
     "tests/learner/distributed/",
     "tests/learner/grpo/test_drift.py/",
     "tests/learner/grpo/test_losses_against_trl.py/",
