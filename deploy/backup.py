@@ -4,7 +4,7 @@ The copy of the store is one consistent moment; the processes may run meanwhile.
 changes and exists before its row, so the copy names none that comes later. A backup is a folder:
 `store.db`, `adapters/<digest>` and, written last, `backup.json` with what they hash to. Encrypted
 contents stay encrypted; keys, the settings file and records that ingest has not stored yet (the
-outbox) are not in it.
+outbox) are not in it. Backups in one folder share the files of adapters.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) 
             try:
                 target = folder / "adapters" / digest
                 if not target.exists():
-                    shutil.copytree(path, target)
-                _check(target, digest)
+                    _copy(Path(path), target)
                 adapters[path] = digest
             except (OSError, BackupError) as error:
                 missing[path] = str(error)
@@ -148,6 +147,21 @@ def _named_by(store: Path) -> list[tuple[str, str]]:
             "SELECT DISTINCT path, digest FROM adapter_version WHERE removed_at IS NULL"
         )
         return [(str(path), str(digest)) for path, digest in rows]
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """Copy an adapter's folder, by links to the files of a whole copy in a backup beside this one.
+    Raises: OSError; BackupError when it has other bytes than its digest, the target's name."""
+    for other in target.parents[1].parent.glob(f"*/adapters/{target.name}"):
+        if other != target:
+            try:
+                _check(other, target.name)
+                shutil.copytree(other, target, copy_function=os.link)
+                return
+            except (OSError, BackupError):
+                shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    _check(target, target.name)
 
 
 def _put_back(source: Path, target: Path, digest: str, end: str) -> None:

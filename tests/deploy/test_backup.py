@@ -93,6 +93,21 @@ def test_a_backup_is_one_moment_of_a_store_that_is_written(store: Path, tmp_path
         thread.join()
 
 
+def test_backups_beside_each_other_share_the_files_of_adapters(store: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        back_up(store, tmp_path / "all" / name)
+
+    weights = [*(tmp_path / "all").glob(f"*/adapters/*/{WEIGHTS}")]
+    assert [one.stat().st_nlink for one in weights] == [2, 2]
+    assert read_backup(tmp_path / "all" / "two").missing == {}
+
+    weights[0].chmod(0o600)
+    weights[0].write_bytes(b"other")  # of both: they are one file
+    made = back_up(store, tmp_path / "all" / "three")
+    assert (len(made.adapters), made.missing) == (2, {})
+    assert read_backup(tmp_path / "all" / "three") == made
+
+
 def test_an_altered_adapter_is_left_out_and_named(store: Path, tmp_path: Path) -> None:
     first, second = folders(store)
     (first / WEIGHTS).chmod(0o600)
