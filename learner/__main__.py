@@ -100,7 +100,7 @@ def _main(argv: list[str] | None) -> int:
         configure_logging(telemetry_of(settings.telemetry, place), "learn")
         settings = as_launched(settings, place)
         if place is not None and place.rank > 0:
-            return follow(settings.learner, place)
+            return follow(settings.learner, place, stopping)
         tracing = configure_tracing(settings.telemetry, "learn")
         database = Database(settings.store.url, open_keyring(settings.store))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from sidecar.parent_death import guarded_command
@@ -20,3 +21,14 @@ def learner_command(config: Path | None, *words: str) -> list[str]:
     thread, that starts it."""
     command = [*guarded_command(), *own_python("learner", *words)]
     return command if config is None else [*command, "--config", str(config)]
+
+
+def ended_words(code: int) -> str:
+    """Say how a process failed. code: its exit code; negative: killed by that signal."""
+    if code >= 0:
+        return f"failed (exit code {code})"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"was killed ({name})"

@@ -278,45 +278,37 @@ def serve(
 
 # One run over several processes: what the first one and the others do.
 
-NewTrainer = Callable[[], Trainer]
-
 
 def lead(
     settings: Learner,
     config: Path | None,
     place: Place | None,
-    run: Callable[[NewTrainer | None], int],
+    run: Callable[[Callable[[], Trainer]], int],
 ) -> int:
     """Do a run as its first process, or as its only one.
 
-    run: does it with a trainer of this kind; None: in this process alone. Returns: the exit code.
+    run: does it with a trainer of this kind. Returns: the exit code.
     """
     if place is None:
-        alone = settings.processes == 1 and settings.backend == "local"
-        return run(None if alone else partial(trainer_of, settings, config))
-    asked = False
+        return run(partial(trainer_of, settings, config))
+    from learner.distributed.trainer import RankedTrainer, joined
 
-    def joining() -> Trainer:
-        nonlocal asked
-        asked = True
-        return _joining(settings, place)
-
-    code = run(joining)
-    if not asked:
-        from learner.distributed.trainer import dismiss, joined
-
-        dismiss(lambda: joined(place, settings))
+    trainer = RankedTrainer(partial(joined, place, settings))
+    code = run(lambda: trainer)
+    trainer.dismiss()
     return 0 if code in (NOTHING_TO_LEARN, HELD, NO_ROOM) else code
 
 
-def follow(settings: Learner, place: Place) -> int:
+def follow(settings: Learner, place: Place, stopping: threading.Event) -> int:
     """Do the work of another process than the first. Returns: the exit code."""
     structlog.contextvars.bind_contextvars(rank=place.rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may wait inside of an exchange
+    if stopping.is_set():  # before this call: the first process may be gone
+        return STOPPED
     from learner.distributed.trainer import joined, work
 
     try:
-        work(lambda: joined(place, settings), place)
+        work(partial(joined, place, settings))
     except Exception as error:  # noqa: BLE001  the first process records it; this is the exit
         why = explain(error, adapters_dir=settings.adapters_dir)
         sys.stderr.write(f"learner, process {place.rank}: {why}\n")
@@ -359,11 +351,4 @@ def trainer_of(settings: Learner, config: Path | None) -> Trainer:
         return torch_trainer()
     from learner.distributed.trainer import RankedTrainer, started
 
-    place = Place(0, settings.processes, 0, settings.processes)
-    return RankedTrainer(lambda: started(settings, config), place)
-
-
-def _joining(settings: Learner, place: Place) -> Trainer:
-    from learner.distributed.trainer import RankedTrainer, joined
-
-    return RankedTrainer(lambda: joined(place, settings), place)
+    return RankedTrainer(partial(started, settings, config))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its list of exports
 
+from learner.distributed.place import Place
 from learner.errors import FaultyGroupsError, RankFailedError, RankLostError, RanksDisagreeError
 from learner.explain import one_line
 from learner.policy.packing import packed_length
@@ -44,31 +46,42 @@ class Exchange:
     def __init__(
         self,
         *,
-        rank: int,
-        size: int,
+        place: Place,
         store: Store,
         cards: bool,
         timeout_s: float,
-        killed: Callable[[], Mapping[int, str]] = dict,
+        killed: Callable[[float], Mapping[int, str]] = lambda _: {},
     ) -> None:
         """Connect with the other processes.
 
         store: where they find each other; kept by the first process, or by its launcher.
-        cards: tensors are on GPUs. killed: rank -> how it ended, of ended processes, if known.
-        Raises: RankLostError when not all came within the timeout.
+        cards: tensors are on GPUs. killed(seconds to wait for each): rank -> how it failed.
+        Raises: RankLostError when one is known to have ended, or not all came within the timeout.
         """
-        self.rank, self.size = rank, size
+        self.place, self.rank, self.size = place, place.rank, place.size
         self._store = store
         self._timeout_s = timeout_s
         self._killed = killed
         with self._bounded():
+            self._wait_for_all()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cards else "gloo",
                 store=store,
-                rank=rank,
-                world_size=size,
+                rank=self.rank,
+                world_size=self.size,
                 timeout=timedelta(seconds=timeout_s),
             )
+
+    def _wait_for_all(self) -> None:
+        """Wait until each process has come: torch would not see that one has ended before."""
+        self.note_place("")
+        until = time.monotonic() + self._timeout_s
+        while not self._store.check([f"place/{rank}" for rank in range(self.size)]):
+            if self._killed(0.0):
+                raise RuntimeError("a process ended before all had come")
+            if time.monotonic() > until:
+                raise TimeoutError("timed out before all had come")
+            time.sleep(0.05)
 
     def close(self) -> None:
         """Close the connections; the others then stop waiting for this process."""
@@ -175,7 +188,7 @@ class Exchange:
             rank, group_id, reason, text = json.loads(word)
             faults = {group_id: Fault(reason, text)} if group_id else {}
             return f" (process {rank}: {text})", faults
-        killed = self._killed()
+        killed = self._killed(0.5)  # a connection may be gone before its process
         faults = {
             place: Fault(KILLED, f"process {rank} of the run {how} while it computed it")
             for rank, how in killed.items()

@@ -9,10 +9,12 @@ process has the store, claims and publishes; the others wait for its work, compu
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its list
     rendezvous,
 )
 
-from learner.command import learner_command
+from learner.command import ended_words, learner_command
 from learner.distributed.exchange import DataParallel, Exchange, attention_share
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.distributed.sharded import Sharded
@@ -42,9 +44,8 @@ from sidecar.settings import Learner
 log = structlog.get_logger()
 
 LOOPBACK = "127.0.0.1"
-PREFIX = "learner"
 END_S = 20.0
-"""How long a process has to end after the run."""
+"""How long the other processes have to end after the run."""
 
 
 def device_of(name: str, local_rank: int) -> str:
@@ -70,7 +71,7 @@ def joined(place: Place, settings: Learner) -> Iterator[Exchange]:
             f"{settings.processes_timeout_s:g} s (learner.processes_timeout_s): is it started, and "
             f"may this machine connect to that port? ({one_line(error)})"
         ) from error
-    with _open(place, settings, store, dict) as exchange:
+    with _open(place, settings, store) as exchange:
         yield exchange
 
 
@@ -80,9 +81,14 @@ def started(settings: Learner, config: Path | None) -> Iterator[Exchange]:
 
     Raises: RankLostError when they do not come.
     """
-    size = settings.processes
+    size, listening = settings.processes, socket.create_server((LOOPBACK, 0))
     store = TCPStore(
-        LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_timeout(settings)
+        LOOPBACK,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_timeout(settings),
+        master_listen_fd=listening.detach(),  # else it would listen on all addresses
     )
     children = _Children([_launch(rank, size, store.port, config) for rank in range(1, size)])
     log.info("ranks_started", processes=size, pids=[one.pid for one in children.processes])
@@ -98,12 +104,11 @@ def _open(
     place: Place,
     settings: Learner,
     store: Store,
-    killed: Callable[[], Mapping[int, str]],
+    killed: Callable[[float], Mapping[int, str]] = lambda _: {},
 ) -> Iterator[Exchange]:
     exchange = Exchange(
-        rank=place.rank,
-        size=place.size,
-        store=PrefixStore(PREFIX, store),
+        place=place,
+        store=PrefixStore("learner", store),
         cards=settings.device.startswith("cuda"),
         timeout_s=settings.processes_timeout_s,
         killed=killed,
@@ -134,22 +139,20 @@ class _Children:
 
     processes: Sequence[subprocess.Popen[bytes]]
 
-    def ended(self) -> Mapping[int, str]:
-        """Return how those that are gone ended, by rank."""
+    def ended(self, wait_s: float) -> Mapping[int, str]:
+        """Return how those that are gone failed, by rank. wait_s: for each of the others."""
         found: dict[int, str] = {}
         for rank, process in enumerate(self.processes, start=1):
-            try:
-                code = process.wait(0.5)  # a connection may be gone before its process
-            except subprocess.TimeoutExpired:
-                continue
-            if code:
-                found[rank] = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+            with suppress(subprocess.TimeoutExpired):
+                if code := process.wait(wait_s):
+                    found[rank] = ended_words(code)
         return found
 
     def end(self) -> None:
+        until = time.monotonic() + END_S
         for process in self.processes:
             try:
-                process.wait(END_S)
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.warning("rank_killed", pid=process.pid, after_s=END_S)
                 process.kill()
@@ -169,48 +172,45 @@ SENT = (
 class RankedTrainer:
     """Implements `Trainer` in the first process."""
 
-    def __init__(self, connect: Callable[[], AbstractContextManager[Exchange]], place: Place):
+    def __init__(self, connect: Callable[[], AbstractContextManager[Exchange]]):
         """connect: opens the connections to the other processes."""
         self._connect = connect
-        self._place = place
+        self._connected = False
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Train with the others. Raises: what `GrpoTrainer.train` raises, RankFailedError,
         RankLostError, RanksDisagreeError."""
+        self._connected = True
         with self._connect() as exchange:
             exchange.from_first({name: getattr(job, name) for name in SENT})
-            outcome = _train(job, exchange, self._place)
+            outcome = _train(job, exchange)
         return replace(outcome, algorithm={**outcome.algorithm, "processes": exchange.size})
 
+    def dismiss(self) -> None:
+        """Tell the processes that there is no work, if they still wait for it."""
+        if not self._connected:
+            with self._connect() as exchange:
+                exchange.from_first(None)
 
-def dismiss(connect: Callable[[], AbstractContextManager[Exchange]]) -> None:
-    """Tell the processes that wait for work that there is none."""
-    with connect() as exchange:
-        exchange.from_first(None)
 
-
-def work(connect: Callable[[], AbstractContextManager[Exchange]], place: Place) -> bool:
-    """Compute what the first process sends, as another one.
-
-    Returns: False when there was nothing to do. Raises: as `RankedTrainer.train`.
-    """
+def work(connect: Callable[[], AbstractContextManager[Exchange]]) -> None:
+    """Compute what the first process sends, if it does. Raises: as `RankedTrainer.train`."""
     with connect() as exchange, TemporaryDirectory(prefix="learner-") as folder:
         found: dict[str, Any] | None = exchange.from_first(None)
         if found is None:
-            return False
+            return
         job = TrainingJob(**found, folder=Path(folder), check_stop=lambda: None)
-        _train(job, exchange, place)
-    log.info("rank_done", rank=place.rank)
-    return True
+        _train(job, exchange)
+    log.info("rank_done", rank=exchange.rank)
 
 
-def _train(job: TrainingJob, exchange: Exchange, place: Place) -> TrainingOutcome:
+def _train(job: TrainingJob, exchange: Exchange) -> TrainingOutcome:
     kind = Sharded if job.settings.shard_base else DataParallel
     ranks = kind(exchange, job.settings.pack_tokens, _attention_share(job.base_model_path))
     settings = job.settings.model_copy(
         update={
-            "device": device_of(job.settings.device, place.local_rank),
-            "threads": threads_of(job.settings, place.local_size),
+            "device": device_of(job.settings.device, exchange.place.local_rank),
+            "threads": threads_of(job.settings, exchange.place.local_size),
         }
     )
     return GrpoTrainer().train(replace(job, ranks=ranks, settings=settings))

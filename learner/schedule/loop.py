@@ -10,7 +10,6 @@ wait; it is due again when that run failed or found no room (`hold`).
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -38,6 +37,7 @@ from learner.command import (
     RENEW,
     STOPPED,
     TRAINED,
+    ended_words,
     learner_command,
 )
 from learner.errors import ParentError
@@ -122,17 +122,6 @@ class Hold:
         if self.code == NO_ROOM:
             return True
         return 0 < self.failures < TRIES and not goes_on
-
-
-def ended_words(code: int) -> str:
-    """Say how a process failed. code: its exit code; negative: killed by that signal."""
-    if code >= 0:
-        return f"failed (exit code {code})"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
-    return f"was killed ({name})"
 
 
 SCHEDULE = "schedule"

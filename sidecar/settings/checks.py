@@ -291,12 +291,14 @@ def _tinker(rules: Learner) -> Iterator[Problem]:
     for name, value, wanted, why in (
         ("alpha", rules.alpha, TINKER_ALPHA, "has this alpha for every adapter"),
         ("processes", rules.processes, 1, "has its own processes"),
-        ("advanced.kl_coef", rules.advanced.kl_coef, 0.0, "computes no divergence from the base"),
+        ("shard_base", rules.shard_base, False, "has the base"),
+        ("advanced.kl_coef", rules.advanced.kl_coef, 0, "computes no divergence from the base"),
     ):
         if value != wanted:
             yield (
                 ("learner", *name.split(".")),
-                f'is {value:g} {of_server} {why}; give {wanted:g}, or backend = "local"',
+                f"is {json.dumps(value)} {of_server} {why}; give {json.dumps(wanted)}, "
+                'or backend = "local"',
             )
 
 

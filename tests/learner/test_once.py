@@ -20,7 +20,7 @@ from learner.__main__ import main
 from learner.command import NO_ROOM_FLAG, STOPPED
 from learner.distributed.place import Place
 from learner.errors import RunInProgressError, TinkerServerError
-from learner.once import as_launched, lead, run_once, start_when_free, trainer_of
+from learner.once import as_launched, run_once, start_when_free, trainer_of
 from learner.policy import memory
 from learner.records import Candidate, Part, Stage
 from learner.resume import how_released
@@ -96,15 +96,8 @@ def test_the_settings_name_the_trainer(learner_settings: Learner) -> None:
 
     assert type(trainer_of(tinker, None)).__name__ == "TinkerTrainer"
     assert type(trainer_of(learner_settings, None)).__name__ == "GrpoTrainer"
-    made: list[bool] = []
-
-    def run(trainer: object) -> int:
-        made.append(trainer is not None)
-        return 0
-
-    for settings in (tinker, learner_settings):
-        lead(settings, None, None, run)
-    assert made == [True, False]
+    several = learner_settings.model_copy(update={"processes": 2})
+    assert type(trainer_of(several, None)).__name__ == "RankedTrainer"
 
 
 def test_a_launcher_beside_a_tinker_server_is_refused(settings: Settings) -> None:

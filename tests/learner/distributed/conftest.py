@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from learner.adapter_folder import WEIGHTS
 from learner.distributed import trainer
-from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
+from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE
 from learner.distributed.trainer import RankedTrainer, started
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
@@ -169,8 +170,7 @@ def train(job: Callable[..., TrainingJob], config: Path) -> Train:
         if settings.processes == 1:
             outcome = GrpoTrainer().train(made)
         else:
-            place = Place(0, settings.processes, 0, settings.processes)
-            outcome = RankedTrainer(lambda: started(settings, config), place).train(made)
+            outcome = RankedTrainer(partial(started, settings, config)).train(made)
         if not outcome.metrics:
             return Trained(outcome, {})
         return Trained(outcome, load_file(made.folder / WEIGHTS))

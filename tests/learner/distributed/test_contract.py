@@ -13,6 +13,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its exports
 
 from learner.distributed.exchange import Exchange
+from learner.distributed.place import Place
 from learner.ranks import Alone, Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,7 +164,7 @@ def test_two_processes_of_torchrun_keep_the_contract(tmp_path: Path) -> None:
     ],
 )
 def test_a_lost_process_is_told_without_the_words_of_gloo(said: str, words: str) -> None:
-    exchange = Exchange(rank=0, size=1, store=HashStore(), cards=False, timeout_s=2.0)
+    exchange = Exchange(place=Place(0, 1, 0, 1), store=HashStore(), cards=False, timeout_s=2.0)
     try:
         error = exchange.lost(said)
     finally:

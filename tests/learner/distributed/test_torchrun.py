@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from sqlalchemy import select
 
 from demo.ports import free_port
 from learner.adapter_folder import CURVES, WEIGHTS
+from learner.command import STOPPED
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
 from learner.once import follow, telemetry_of
 from learner.records import TrainingGroup
@@ -141,6 +143,15 @@ def test_the_setting_starts_the_processes_and_they_may_share_the_base(
     assert (Path(version.path) / CURVES).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    """Give the process its handler and its log back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    structlog.contextvars.unbind_contextvars("rank")
+
+
 @pytest.mark.parametrize(
     ("level", "rank", "its"),
     [("info", 0, "info"), ("info", 1, "warning"), ("error", 1, "error"), ("debug", 1, "debug")],
@@ -153,22 +164,30 @@ def test_other_processes_than_the_first_log_what_is_wrong_alone(
     assert found.log_level == its
 
 
+@pytest.mark.usefixtures("_own_signals")
 def test_a_warning_of_another_process_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[dict[str, Any]] = []
 
-    def work(*_: object) -> bool:
+    def work(*_: object) -> None:
         bound.append(structlog.contextvars.get_contextvars())
-        return True
 
     monkeypatch.setattr("learner.distributed.trainer.work", work)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert follow(Learner(), Place(1, 2, 1, 2)) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        structlog.contextvars.unbind_contextvars("rank")
+
+    assert follow(Learner(), Place(1, 2, 1, 2), threading.Event()) == 0
 
     assert bound[0]["rank"] == 1
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_process_whose_parent_ended_while_it_started_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel's TERM came when the handler of a first process was set."""
+    monkeypatch.setattr("learner.distributed.trainer.work", lambda _: pytest.fail("it waits"))
+    stopping = threading.Event()
+    stopping.set()
+
+    assert follow(Learner(), Place(1, 2, 1, 2), stopping) == STOPPED
 
 
 def test_nothing_to_learn_is_no_failure_of_a_job(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from learner.distributed import trainer
 from learner.distributed.sharded import Sharded
 from learner.errors import FaultyGroupsError, RankLostError, RunStoppedError
 from learner.grpo.answers import OUT_OF_VOCABULARY
@@ -158,12 +161,40 @@ def test_a_process_that_is_killed_ends_the_run_with_words(
 
     _, two = settings_of(several, shared=shared)
 
-    with pytest.raises(RankLostError, match="process 1 was killed by signal 9") as lost:
+    with pytest.raises(RankLostError, match=r"process 1 was killed \(SIGKILL\)") as lost:
         train(groups, two, check_stop=kill)
 
     # What it computed is suspected; it may have been between two groups.
     assert set(lost.value.faults) <= {group.group_id for group in groups}
     assert forked[0].returncode == -9
+
+
+def test_a_process_that_ends_before_it_has_come_is_not_waited_for(
+    train: Train, groups: tuple[TrainingGroup, ...], several: Learner, config: Path
+) -> None:
+    """It cannot read its settings. Waiting for it would take this test's time."""
+    config.write_text("[learner]\nno_such_setting = 1\n")
+    patient = several.model_copy(update={"processes_timeout_s": 604_800.0})
+
+    with pytest.raises(RankLostError, match=r"process 1 failed \(exit code 2\)") as lost:
+        train(groups, patient)
+
+    assert not lost.value.faults
+
+
+def test_the_processes_of_a_machine_find_each_other_on_loopback_alone(
+    several: Learner, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket on all addresses would take the second connection too."""
+
+    def launch(_rank: int, _size: int, port: int, _config: Path) -> None:
+        socket.create_connection((trainer.LOOPBACK, port)).close()
+        socket.create_connection(("127.0.0.2", port)).close()
+
+    monkeypatch.setattr(trainer, "_launch", launch)
+
+    with pytest.raises(ConnectionRefusedError), trainer.started(several, config):
+        pytest.fail("it listens on other addresses")
 
 
 def test_a_pass_that_fails_in_its_middle_ends_a_run_that_shares_the_base(

@@ -121,7 +121,7 @@ def run(asked: dict[str, Any], events: Path, rank: int) -> int:
         os.environ.update({ADDRESS: "127.0.0.1", PORT: str(asked["port"]), RANK: str(rank)})
         os.environ[SIZE] = str(place.size)
     if rank > 0 and place is not None:
-        return follow(settings.learner, place)
+        return follow(settings.learner, place, threading.Event())
     database = Database(settings.store.url)
     return lead(
         settings.learner,

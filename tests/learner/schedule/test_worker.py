@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,25 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterat
     worker = Worker(None, clock=clock)
     yield Kit(worker, tmp_path / "told")
     worker.stop()
+
+
+PARENT = """
+import os, signal, subprocess, sys
+from learner import command
+
+command.own_python = lambda *_: (sys.executable, "-S", "-c", "import time; time.sleep(600)")
+child = subprocess.Popen(command.learner_command(None), stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_of_the_learner_ends_with_the_one_that_started_it() -> None:
+    """The worker with its schedule, and the other processes of a run with the first."""
+    killed = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, check=False)
+
+    assert killed.returncode == -signal.SIGKILL
+    until(lambda: not is_alive(int(killed.stdout)))
 
 
 def test_one_process_does_the_runs_of_all_lines(kit: Kit) -> None:

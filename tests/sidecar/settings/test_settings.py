@@ -57,6 +57,7 @@ def test_what_is_wrong_is_named_with_the_nearest_known_name(
     [
         ("alpha = 16", "alpha", "whose server has this alpha for every adapter; give 32"),
         ("processes = 2", "processes", "whose server has its own processes; give 1"),
+        ("shard_base = true", "shard_base", "is true and learner.backend"),
         ("[learner.advanced]\nkl_coef = 0.5", "advanced.kl_coef", "no divergence from the base"),
         ('tinker_url = ""', "tinker_url", "give the URL of the server"),
         ('tinker_url = "trainer:8000"', "tinker_url", "is not a URL such as http://trainer:8000"),
