@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sidecar.settings.load import load_settings
-from support.install_tools import OWN, ROOT, output, tool
+from support.install_tools import ROOT, output, own_python, tool
 
 CHART = ROOT / "install" / "helm" / "learning-sidecar"
 MINORS = ("1.33", "1.35", "1.37")
@@ -38,8 +38,7 @@ Manifest = dict[str, Any]
 
 def helm(values: dict[str, Any]) -> tuple[int, str]:
     """What Helm makes of the chart with these values, or why it refuses them."""
-    tool("kubernetes-validate")  # of the same environment
-    return output(OWN / "python", "-c", HELM, CHART, json.dumps(values))
+    return output(own_python(), "-c", HELM, CHART, json.dumps(values))
 
 
 @pytest.fixture(scope="module")

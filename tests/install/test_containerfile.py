@@ -76,3 +76,10 @@ def test_its_settings_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(settings.learner.adapters_dir) == "/adapters"
     assert made["services"]["learner"]["volumes"][2] == "adapters:/adapters"
     assert made["services"]["vllm"]["volumes"][1] == "adapters:/adapters:ro"
+
+
+def test_prometheus_takes_its_scrape_jobs() -> None:
+    command = (tool("promtool"), "check", "config", "--syntax-only", COMPOSE / "prometheus.yaml")
+    code, said = output(*command)
+
+    assert code == 0, said

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +26,9 @@ from sqlalchemy import func, select
 
 from demo.ports import free_port
 from sidecar.store.database import Database
-from sidecar.store.models import ExchangeRow
-from support.adapter_endpoints import MODEL, vllm_in_thread
-from support.install_tools import COMPOSE, SECRETS, compose_config, output, tool
+from sidecar.store.models import ExchangeRow, GroupRow
+from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from support.install_tools import COMPOSE, ROOT, SECRETS, compose_config, output, tool
 from support.kafka_broker import Broker
 from support.postgres import NoPostgresError, Server
 
@@ -35,6 +37,7 @@ PROXIES = ("proxy-1", "proxy-2")
 OURS = (*PROXIES, "ingest", "score", "control")
 TOKEN = "t"
 WITHIN_S = 150.0
+WORDS = ("Yes,", " it", " comes", " tomorrow,", " thank", " you", " for", " asking", " us.")
 
 
 def wait_for(what: Callable[[], bool], why: str) -> None:
@@ -43,6 +46,23 @@ def wait_for(what: Callable[[], bool], why: str) -> None:
     while not what():
         assert time.monotonic() < deadline, why
         time.sleep(0.2)
+
+
+class Talking(AdapterEndpoints):
+    """Answers in more and fewer words, so that a judge has a choice."""
+
+    def _chat(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        words = WORDS[: 3 + len(self.seen) % (len(WORDS) - 2)]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(words)},
+            "finish_reason": "stop",
+            "token_ids": [*range(len(words))],
+            "logprobs": {"content": [{"token": one, "logprob": -0.5} for one in words]},
+        }
+        usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 9}
+        reply = {"model": body["model"], "choices": [choice], "usage": usage}
+        return 200, json.dumps({**reply, "prompt_token_ids": [5]}).encode()
 
 
 @dataclass
@@ -113,6 +133,12 @@ class Stack:
         with self.database.read() as session:
             return session.scalar(select(func.count()).select_from(ExchangeRow)) or 0
 
+    def scored(self) -> int:
+        """Groups of which a judge has scored the answers."""
+        scored = select(func.count()).where(GroupRow.status == "scored")
+        with self.database.read() as session:
+            return session.scalar(scored.select_from(GroupRow)) or 0
+
 
 def ours(services: dict[str, Any], environment: dict[str, str], stack: Stack) -> dict[str, Any]:
     """The services that are ours, on the host's network. Any: YAML."""
@@ -140,7 +166,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         pytest.skip("SIDECAR_TEST_IMAGES names no images (docs/install.md)")
     tool("podman", "apt-get install podman")
     broker: Broker = request.getfixturevalue("broker")  # it starts a server
-    with ExitStack() as ended, vllm_in_thread() as (vllm, _):
+    with ExitStack() as ended, vllm_in_thread(Talking()) as (vllm, _):
         folder = Path(tempfile.mkdtemp(prefix="images-", dir="/tmp"))
         ended.callback(shutil.rmtree, folder)
         folder.chmod(0o755)
@@ -157,12 +183,21 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         ended.callback(database.close)
         ports = {one: free_port() for one in (*PROXIES, "control")}
         stack = Stack(folder.name, folder, ports, database)
+        judge_port = free_port()
+        command = [sys.executable, "-m", "demo.stand_in_judge", "--port", str(judge_port)]
+        judge = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        ended.callback(judge.wait)
+        ended.callback(judge.terminate)
         environment = {
             "SIDECAR_STORE__URL": "postgresql://sidecar@/postgres?host=/pg",
             "SIDECAR_BUS__URL": broker.new_url(),
             "SIDECAR_SERVING__UPSTREAMS": json.dumps([vllm]),
             "SIDECAR_SERVING__MODEL": MODEL,
-            "SIDECAR_JUDGE__API_BASE": "http://127.0.0.1:9/v1",
+            "SIDECAR_SERVING__SAMPLING_DEFAULTS": "{}",
+            "SIDECAR_SERVING__GRAMMAR": "as_asked",
+            "SIDECAR_JUDGE__API_BASE": f"http://127.0.0.1:{judge_port}/v1",
+            "SIDECAR_GROUPS__SETTLE_S": "0",
+            "SIDECAR_GROUPS__HELD_OUT_RATE": "0",
             "SIDECAR_PROXY__HOST": "127.0.0.1",
             "SIDECAR_ADMIN__HOST": "127.0.0.1",
             "SIDECAR_ADMIN__PORT": str(ports["control"]),
@@ -201,6 +236,7 @@ def test_any_container_may_be_killed_and_nothing_is_lost(stack: Stack) -> None:
 
     wait_for(lambda: stack.stored() >= sent, f"{stack.stored()} of {sent} are stored")
     assert stack.stored() == sent == 20 * len(OURS)
+    wait_for(lambda: stack.scored() >= sent // 2, f"{stack.scored()} groups are scored")
     code, said = stack.inside("control", "sidecar", "status")
     assert code == 0, said
     for service in OURS:

@@ -120,9 +120,11 @@ def _error(code: int, message: str) -> tuple[int, bytes]:
 
 
 @contextlib.contextmanager
-def vllm_in_thread() -> Iterator[tuple[str, AdapterEndpoints]]:
+def vllm_in_thread(
+    endpoints: AdapterEndpoints | None = None,
+) -> Iterator[tuple[str, AdapterEndpoints]]:
     """A fake vLLM for tests without an event loop. Gives: its URL, and its endpoints."""
-    endpoints = AdapterEndpoints()
+    endpoints = endpoints or AdapterEndpoints()
     fake = FakeVllm(script=endpoints)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
