@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from importlib.metadata import Distribution, distribution
 from itertools import chain
 from pathlib import Path
 
@@ -68,6 +69,41 @@ def test_releases_that_were_compromised_or_exploited_are_refused(name: str, rele
     (found,) = (one for one in ALL if one.name == name)
 
     assert not found.specifier.contains(release)
+
+
+def installed_closure(requirements: list[str]) -> dict[str, Distribution]:
+    """Name -> distribution, of requirements and all that they require, as installed here."""
+    found: dict[str, Distribution] = {}
+    unread = [(Requirement(one), "") for one in requirements]
+    while unread:
+        wanted, extra = unread.pop()
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(wanted.name)
+        if name not in found or wanted.extras:
+            found[name] = distribution(name)
+            for extra in wanted.extras or {""}:
+                unread += ((Requirement(one), extra) for one in found[name].requires or [])
+    return found
+
+
+def test_nothing_that_is_required_is_under_the_gpl_or_the_lgpl() -> None:
+    """What `kafka` and `postgres` bring is under the LGPL, so nothing requires these two."""
+    required = [*PROJECT["dependencies"], *EXTRAS["learner"], *EXTRAS["tinker"]]
+    licences = {
+        name: " ".join(
+            [
+                one.metadata.get("License-Expression", ""),
+                one.metadata.get("License", "").strip().split("\n")[0],  # some give all of it
+                *one.metadata.get_all("Classifier", []),
+            ]
+        )
+        for name, one in installed_closure(required).items()
+    }
+
+    copyleft = re.compile("GPL|GNU (Lesser |Affero )?General Public")
+    assert {"fastapi", "torch", "certifi"} <= licences.keys()
+    assert [name for name, words in licences.items() if copyleft.search(words)] == []
 
 
 def test_the_learners_matplotlib_is_that_of_the_tests() -> None:
