@@ -11,12 +11,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sidecar.processes import one_line_at_interrupt, raise_open_files
+from sidecar.processes import ends_in_one_line, raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run control. Returns: 0 after a stop by signal, 1 when it cannot start, 2 for bad use."""
-    with one_line_at_interrupt("sidecar control"):
+    with ends_in_one_line("sidecar control"):
         return _main(argv)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes import one_line_at_interrupt, raise_open_files
+from sidecar.processes import ends_in_one_line, raise_open_files
 
 if TYPE_CHECKING:
     from ingest.intake.loop import Intake
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns: 0 after a signal, 1 when another ingest runs or the store cannot be opened, 2 when the
         settings are wrong.
     """
-    with one_line_at_interrupt("sidecar ingest"):
+    with ends_in_one_line("sidecar ingest"):
         return _main(argv)
 
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes import one_line_at_interrupt, raise_open_files
+from sidecar.processes import ends_in_one_line, missing_packages, raise_open_files
 
 if TYPE_CHECKING:
     from sidecar.settings import Settings
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns: 0 after a signal, 1 when the store cannot be opened, 2 when the settings are wrong.
     """
-    with one_line_at_interrupt("sidecar score"):
+    with ends_in_one_line("sidecar score"):
         return _main(argv)
 
 
@@ -48,6 +48,9 @@ def _main(argv: list[str] | None) -> int:
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if settings.judge.model and (lacks := missing_packages("judge")):
+        sys.stderr.write(f"sidecar score: {lacks}\n")
+        return 1
     configure_logging(settings.telemetry, PROCESS)
     tracing = configure_tracing(settings.telemetry, PROCESS)
     try:

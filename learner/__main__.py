@@ -13,13 +13,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from sidecar.processes import one_line_at_interrupt
+from sidecar.processes import ends_in_one_line
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the learner. Returns: 0 after a stop by signal or a run that trained; 1 when it cannot
     start; 2 for bad use; with `--once` also what `run_once` returns."""
-    with one_line_at_interrupt("sidecar learn"):
+    with ends_in_one_line("sidecar learn"):
         return _main(argv)
 
 

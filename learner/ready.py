@@ -9,9 +9,8 @@ from pathlib import Path
 from learner.base_weights import base_folder
 from learner.progress.export import why_no_export
 from learner.progress.watch import Missing
+from sidecar.processes import missing_packages
 from sidecar.settings import Settings
-
-PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 EMPTY = "it is empty; name the folder or hub name of the weights that vLLM serves"
 
@@ -19,16 +18,11 @@ EMPTY = "it is empty; name the folder or hub name of the weights that vLLM serve
 def why_no_packages(*, scheduled: bool = True) -> str:
     """Say which packages of a run are not installed, and what to do; "" when all are there.
 
-    Imports nothing. scheduled: the schedule wants them, not a person who asks for one run.
+    scheduled: the schedule wants them, not a person who asks for one run.
     """
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if not missing:
-        return ""
+    lacks = missing_packages("learner")
     elsewhere = ', or set learner.schedule = "manual" where another machine learns'
-    return (
-        f"{', '.join(missing)} cannot be imported; run `pip install '.[learner]'` in the folder "
-        f"that the sidecar was installed from{elsewhere if scheduled else ''}"
-    )
+    return lacks and f"{lacks}{elsewhere if scheduled else ''}"
 
 
 def why_not_ready(settings: Settings) -> Iterator[Missing]:

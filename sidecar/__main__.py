@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes import one_line_at_interrupt, raise_open_files
+from sidecar.processes import ends_in_one_line, raise_open_files
 
 if TYPE_CHECKING:
     from sidecar.proxy import Proxy
@@ -34,7 +34,7 @@ LARGEST_KEPT_BYTES = 4 * 2**20
 
 def main(argv: list[str] | None = None) -> int:
     """Run the proxy. Returns: 0 after a stop by signal, 1 when it cannot start, 2 for bad use."""
-    with one_line_at_interrupt("sidecar proxy"):
+    with ends_in_one_line("sidecar proxy"):
         return _main(argv)
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
@@ -40,18 +41,50 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**safe, "PYTHONPATH": os.pathsep.join(entries)} if entries else safe
 
 
-# Ctrl-C while a process starts or ends: one line and exit code 130, in place of a traceback.
+PACKAGE = "learning-sidecar"
+
+# Packages of an extra that is not installed.
+
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "control": (
+        "alembic", "apscheduler", "detect_secrets", "fsspec", "huggingface_hub", "jinja2",
+        "jsonschema", "phonenumbers", "referencing", "tokenizers",
+    ),
+    "judge": ("litellm",),
+    "learner": ("torch", "transformers", "peft", "safetensors"),
+}  # fmt: skip
+"""Extra of pyproject.toml -> the packages without which its processes do not work."""
+
+
+def missing_packages(extra: str) -> str:
+    """Say which packages of an extra are not installed, and what to do; "" when all are there.
+
+    Imports nothing.
+    """
+    missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
+    return _to_install(extra, *missing) if missing else ""
+
+
+def _to_install(extra: str, *packages: str) -> str:
+    return (
+        f"{', '.join(packages)} cannot be imported; run `pip install '{PACKAGE}[{extra}]'`, or "
+        f"`pip install '.[{extra}]'` in a clone"
+    )
+
+
+# Ctrl-C, or a package that is not installed: one line, in place of a traceback.
 
 INTERRUPTED = 130
 """The exit code that shells give a program which SIGINT ended: 128 + 2."""
 
 
 @contextmanager
-def one_line_at_interrupt(name: str) -> Iterator[None]:
+def ends_in_one_line(name: str) -> Iterator[None]:
     """Run the body of a process's `main`.
 
     name: the command, as the line shows it.
-    Raises: SystemExit with code 130 at Ctrl-C, unless the body has set a handler of its own.
+    Raises: SystemExit with code 130 at Ctrl-C, unless the body has set a handler of its own; with
+        code 1 where a package of `EXTRAS` is not installed.
     """
 
     def end(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:
@@ -65,6 +98,13 @@ def one_line_at_interrupt(name: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:  # an event loop that ended restored Python's own handler
         end()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((one for one, packages in EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        sys.stderr.write(f"{name}: {_to_install(extra, package)}\n")
+        raise SystemExit(1) from None
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before or signal.SIG_DFL)
@@ -284,8 +324,6 @@ def _note_holder(descriptor: int) -> None:
 
 
 # The version of the installed package.
-
-PACKAGE = "learning-sidecar"
 
 
 def installed_version() -> str:

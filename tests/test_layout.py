@@ -13,6 +13,7 @@ import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
+from sidecar.processes import EXTRAS
 from sidecar.store.database import MIGRATIONS, Database
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,20 @@ def test_an_import_stays_light(imported: str, forbidden: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
 
     assert done.returncode == 0, f"{imported} imports {forbidden}"
+
+
+def test_a_proxy_and_the_command_line_load_no_package_of_an_extra() -> None:
+    """An install without extras has none of them."""
+    modules = "sidecar.__main__, sidecar.proxy, sidecar.forwarding.sender, deploy.cli.app"
+    packages = {one for extra in EXTRAS.values() for one in extra}
+    code = f"import sys, {modules}; print(sorted({packages} & set(sys.modules)))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert len(packages) > 10
+    assert done.stdout == "[]\n"
 
 
 OFFLINE_ROLLBACK = """

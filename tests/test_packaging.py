@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution, packages_distributions
 from itertools import chain
 from pathlib import Path
 
@@ -12,9 +14,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import sidecar.processes
+from sidecar.processes import PACKAGE
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+EXTRAS = {
+    extra: [one for one in requirements if not one.startswith(f"{PACKAGE}[")]
+    for extra, requirements in PROJECT["optional-dependencies"].items()
+}
+"""Extra -> what it requires itself, without the extras that it includes."""
+PROCESSES = ("control", "judge", "learner")
 ALL = [Requirement(one) for one in chain(PROJECT["dependencies"], *EXTRAS.values())]
 
 
@@ -32,7 +42,7 @@ def test_every_dependency_has_an_upper_bound(requirement: Requirement) -> None:
 
 @pytest.mark.parametrize(
     ("constraints", "extras"),
-    [("sidecar", ("learner", "dev")), ("engine-cpu", ("engine-cpu",))],
+    [("sidecar", (*PROCESSES, "dev")), ("engine-cpu", ("engine-cpu",))],
 )
 def test_the_tested_set_is_inside_the_ranges(constraints: str, extras: tuple[str, ...]) -> None:
     own = PROJECT["dependencies"] if "learner" in extras else []
@@ -68,6 +78,53 @@ def test_releases_that_were_compromised_or_exploited_are_refused(name: str, rele
     (found,) = (one for one in ALL if one.name == name)
 
     assert not found.specifier.contains(release)
+
+
+def installed_closure(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """Name -> distribution, of requirements and all that they require, as installed here."""
+    found: dict[str, Distribution] = {}
+    unread = [(Requirement(one), "") for one in requirements]
+    while unread:
+        wanted, extra = unread.pop()
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(wanted.name)
+        if name not in found or wanted.extras:
+            found[name] = distribution(name)
+            for extra in wanted.extras or {""}:
+                unread += ((Requirement(one), extra) for one in found[name].requires or [])
+    return found
+
+
+def test_nothing_that_is_required_is_under_the_gpl_or_the_lgpl() -> None:
+    """What `kafka` and `postgres` bring is under the LGPL, so nothing requires these two."""
+    extras = (EXTRAS[extra] for extra in (*PROCESSES, "tinker"))
+    required = chain(PROJECT["dependencies"], *extras)
+    licences = {
+        name: " ".join(
+            line.strip().split("\n")[0]  # some give the whole text
+            for key in ("License-Expression", "License", "Classifier")
+            for line in one.metadata.get_all(key, [])
+        )
+        for name, one in installed_closure(required).items()
+    }
+
+    copyleft = re.compile("GPL|GNU (Lesser |Affero )?General Public")
+    assert {"fastapi", "torch", "certifi"} <= licences.keys()
+    assert [name for name, words in licences.items() if copyleft.search(words)] == []
+
+
+def test_a_process_names_what_its_extra_installs() -> None:
+    installs = packages_distributions()
+    named = {
+        extra: {canonicalize_name(installs[package][0]) for package in packages}
+        for extra, packages in sidecar.processes.EXTRAS.items()
+    }
+    required = {extra: {Requirement(one).name for one in EXTRAS[extra]} for extra in PROCESSES}
+
+    required["learner"].remove("matplotlib")  # runs go on without curves
+    assert named == required
+    assert PROJECT["name"] == PACKAGE
 
 
 def test_the_learners_matplotlib_is_that_of_the_tests() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from shutil import copyfile
 from typing import Annotated, Any
 
 import typer
@@ -46,6 +47,8 @@ from deploy.cli.rehearsals import rehearsals_app
 from deploy.cli.store import audit_app, store_app
 from deploy.supervisor_rules import MODULES
 from deploy.text import paused_words
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 # The help of a command, without parsing the command line.
 
@@ -87,6 +90,8 @@ EXAMPLES: dict[str, str] = {
     "rollback": 'sidecar rollback --to v7 --reason "replies got worse"',
     "lineage": "sidecar lineage v7",
     "forget": "sidecar forget --user 4711 --yes",
+    "dashboards": "sidecar dashboards /etc/sidecar/monitoring",
+    "docs": "sidecar docs",
     "canary get": "sidecar canary get -o json",
     "canary start": 'sidecar canary start v7 --reason "the judge was away"',
     "canary pause": 'sidecar canary pause --reason "a sale begins"',
@@ -276,28 +281,35 @@ def configure(
 @app.command()
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
+    from deploy.errors import StartError
     from deploy.preflight.settings import advice, checked_settings
     from deploy.supervise import Supervisor
     from deploy.supervisor_rules import plan
     from learner.ready import why_no_packages
     from sidecar.logs import configure_logging
-    from sidecar.processes import raise_open_files
+    from sidecar.processes import missing_packages, raise_open_files
 
     raise_open_files()
     settings = checked_settings(context.obj)
+    if lacking := missing_packages("control"):
+        raise StartError(lacking)
     for one in advice(settings):
         note(f"warning: {one}")
-    # It would end at once, five times, and take the proxy with it: users' traffic needs no learner.
-    lacks = why_no_packages() if settings.learner.schedule != "manual" else ""
-    if lacks:
-        note(f"warning: `sidecar learn` is not started, all others are: {lacks}")
+    # They would end at once, five times, and take the proxy with them, which needs neither.
+    lacks = {
+        "learn": why_no_packages() if settings.learner.schedule != "manual" else "",
+        "score": missing_packages("judge") if settings.judge.model else "",
+    }
+    for name, why in lacks.items():
+        if why:
+            note(f"warning: `sidecar {name}` is not started: {why}")
     configure_logging(settings.telemetry, "up")
     config = context.obj.resolve() if context.obj is not None else None
     supervisor = Supervisor(
         settings,
         config,
         announce=lambda line: say(f"sidecar {line}"),
-        specs=plan(settings, config, without={"learn"} if lacks else ()),
+        specs=plan(settings, config, without=[name for name, why in lacks.items() if why]),
     )
     raise typer.Exit(supervisor.run())
 
@@ -459,6 +471,20 @@ def lineage(
     with open_store(settings, upgrade=False) as database, database.read() as session:
         traced = trace_lineage(session, settings.line.name, adapter)
     say_either(output, asdict(traced), render_lineage(traced).split("\n"))
+
+
+@app.command()
+def dashboards(folder: Path) -> None:
+    """Write the dashboard for Grafana and the alert rules for Prometheus to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted((DOCS / "monitoring").iterdir()):
+        say(str(copyfile(file, folder / file.name)))
+
+
+@app.command()
+def docs() -> None:
+    """Print the folder of the pages that messages name, such as docs/runbook.md."""
+    say(str(DOCS))
 
 
 app.command()(doctor)

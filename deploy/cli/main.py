@@ -1,4 +1,4 @@
-"""The entry of the `sidecar` command: what a run of it prints and returns when it fails.
+"""The `sidecar` command: what a run of it prints and returns when it fails.
 
 Exit codes: 0 done, 1 failed, 2 bad use, 130 interrupted; `canary wait` and `watch`: 0 promoted,
 1 rolled back, 3 inconclusive, 4 not answered, 124 timed out. An error is one line on stderr: what,
@@ -7,7 +7,7 @@ why, what to do. The commands are in `deploy.cli.app`.
 
 from __future__ import annotations
 
-import deploy.cli.own_path  # noqa: F401 - first: it decides where the other imports come from
+import learning_sidecar  # noqa: F401 - first: it decides where the other imports come from
 
 # isort: split
 import logging
@@ -21,14 +21,14 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import Any
 
-from sidecar.processes import one_line_at_interrupt
+from sidecar.processes import ends_in_one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns: its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with one_line_at_interrupt("sidecar"):
+        with ends_in_one_line("sidecar"):
             code = _run(arguments)
     except SystemExit as done:  # how the CLI library ends, also after bad use (2)
         code = done.code if isinstance(done.code, int) else 1

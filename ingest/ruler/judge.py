@@ -44,6 +44,7 @@ from sidecar.hiding import (
     hide_in_text,
     hide_values,
 )
+from sidecar.processes import missing_packages
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings.kinds import ask_loopback_directly
 
@@ -592,7 +593,12 @@ class LiteLlmJudge:
 
 
 def import_litellm() -> Any:
-    """Import LiteLLM, which takes seconds, so that it sends nothing but the judge's prompts."""
+    """Import LiteLLM, which takes seconds, so that it sends nothing but the judge's prompts.
+
+    Raises: JudgeUnavailableError when it is not installed.
+    """
+    if lacks := missing_packages("judge"):
+        raise JudgeUnavailableError(lacks)
     # LiteLLM reads this at import: without it, the import downloads a price list.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm

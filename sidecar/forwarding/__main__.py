@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.processes import one_line_at_interrupt
+from sidecar.processes import ends_in_one_line
 
 if TYPE_CHECKING:
     from sidecar.forwarding.process import Forwarder, Tally
@@ -31,7 +31,7 @@ DRAIN_S = 5.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT. Returns: 0 after a signal, 2 when the settings are wrong."""
-    with one_line_at_interrupt("sidecar forward"):
+    with ends_in_one_line("sidecar forward"):
         return _main(argv)
 
 

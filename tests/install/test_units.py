@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -71,57 +70,36 @@ def test_a_unit_is_hardened(units: Path, instance: str) -> None:
     assert float(score) < MOST_EXPOSED
 
 
-needs_sqlite3 = pytest.mark.skipif(
-    shutil.which("sqlite3") is None, reason="no sqlite3 (apt-get install sqlite3)"
-)
+def back_up(folder: Path, sidecar: str) -> subprocess.CompletedProcess[str]:
+    """Run the unit's script; sidecar: what the command `sidecar store backup FOLDER` does, in sh."""
+    command = folder / "sidecar"
+    command.write_text(f'#!/bin/sh\n[ "$1 $2" = "store backup" ] && {sidecar}\n')
+    command.chmod(0o755)
+    script = [UNITS / "learning-sidecar-backup", command, folder / "to"]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
 
 
-def back_up(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [UNITS / "learning-sidecar-backup", *(folder / one for one in ("state", "adapters", "to"))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_newest_seven_whole_backups_are_kept(tmp_path: Path) -> None:
+    for day in range(1, 10):
+        made = tmp_path / "to" / f"2026010{day}T000000Z"
+        (made / "adapters" / "d1").mkdir(parents=True)
+        (made / "adapters" / "d1" / "weights").touch()
+        if day != 5:  # that one was killed
+            (made / "backup.json").touch()
+        (made / "adapters" / "d1").chmod(0o555)
 
-
-@needs_sqlite3
-def test_a_backup_has_the_store_as_it_is_and_every_adapter_once(tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    store = sqlite3.connect(tmp_path / "state" / "store.db", isolation_level=None)
-    store.execute("PRAGMA journal_mode = WAL")
-    store.execute("CREATE TABLE alias (name TEXT) STRICT")
-    store.execute("INSERT INTO alias VALUES ('champion')")  # in the WAL, with the store open
-    adapter = tmp_path / "adapters" / "d1"
-    adapter.mkdir(parents=True)
-    (adapter / "weights").write_text("1")
-    adapter.chmod(0o555)
-    (tmp_path / "adapters" / ".run-1").mkdir()
-    (tmp_path / "to" / "adapters" / "d1.part").mkdir(parents=True)  # of a backup that was killed
-    for day in range(1, 9):
-        (tmp_path / "to" / f"store-2026010{day}T000000Z.db").touch()
-
-    done = back_up(tmp_path)
+    done = back_up(tmp_path, 'mkdir "$3" && touch "$3/backup.json"')
 
     assert (done.returncode, done.stderr) == (0, "")
-    kept = sorted((tmp_path / "to").glob("store-*"))
+    kept = sorted(one.name for one in (tmp_path / "to").iterdir())
+    assert [name[6:8] for name in kept[:6]] == ["03", "04", "06", "07", "08", "09"]
     assert len(kept) == 7
-    assert "20260101" not in kept[0].name
-    with sqlite3.connect(kept[-1]) as copy:
-        assert copy.execute("SELECT name FROM alias").fetchall() == [("champion",)]
-    assert kept[-1].stat().st_mode & 0o777 == 0o600
-    assert [one.name for one in (tmp_path / "to" / "adapters").iterdir()] == ["d1"]
-    assert (tmp_path / "to" / "adapters" / "d1" / "weights").read_text() == "1"
-    store.close()
 
 
-@needs_sqlite3
-def test_a_backup_without_a_store_fails_and_makes_none(tmp_path: Path) -> None:
-    done = back_up(tmp_path)
+def test_a_backup_that_fails_makes_the_unit_fail(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
 
-    assert done.returncode == 1
-    assert "no store" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert back_up(tmp_path, "exit 1").returncode == 1
 
 
 def test_the_log_files_of_up_are_rotated() -> None:

@@ -11,12 +11,13 @@ from structlog.testing import capture_logs
 from learner import ready
 from learner.__main__ import main
 from learner.schedule import loop
+from sidecar import processes
 from sidecar.conditions import read_all
 from sidecar.store.database import Database
 
 WHAT = (
-    "learner: torch, peft cannot be imported; run `pip install '.[learner]'` in the folder that "
-    "the sidecar was installed from"
+    "learner: torch, peft cannot be imported; run `pip install 'learning-sidecar[learner]'`, or "
+    "`pip install '.[learner]'` in a clone"
 )
 ELSEWHERE = ', or set learner.schedule = "manual" where another machine learns'
 
@@ -31,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return 0
 
     monkeypatch.setattr(
-        ready, "find_spec", lambda name: None if name in ("torch", "peft") else name
+        processes, "find_spec", lambda name: None if name in ("torch", "peft") else name
     )
     monkeypatch.setattr(loop, "run_schedule", schedule)
     monkeypatch.setattr("sidecar.logs.configure_logging", lambda *_: None)

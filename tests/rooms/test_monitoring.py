@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.admin.metrics import StoreCollector
+from deploy.cli.main import main
 from deploy.engine.reconcile import EngineView
 from sidecar.metrics.proxy import Metrics
 from sidecar.store.database import Database
@@ -51,6 +52,14 @@ def expressions(path: Path) -> list[str]:
         return [target["expr"] for panel in panels for target in panel.get("targets", ())]
     found = re.findall(r"^ +expr: (?:>-\n)?((?:.+)(?:\n +>.+)?)", text, flags=re.MULTILINE)
     return [one.strip() for one in found]
+
+
+def test_the_command_writes_the_dashboard_and_the_rules(tmp_path: Path) -> None:
+    assert main(["dashboards", str(tmp_path / "new")]) == 0
+
+    written = {one.name: one.read_bytes() for one in (tmp_path / "new").iterdir()}
+    assert written == {one.name: one.read_bytes() for one in FILES}
+    assert {"alerts.yml", "grafana.json"} <= written.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -31,6 +31,7 @@ PROCESSES = frozenset({"up", "proxy", "ingest", "score", "control"})
 codes."""
 ALONE = frozenset(
     {"config init", "config show", "config check", "keys create", "keys ls", "store new-key"}
+    | {"dashboards", "docs"}
 )
 """They need nothing that runs, and no store that exists."""
 DONE: dict[str, tuple[str, ...]] = {
@@ -78,6 +79,8 @@ DONE: dict[str, tuple[str, ...]] = {
     "exchanges export": ("--out", "{folder}/out.jsonl"),
     "forget": ("--user", "4711", "--yes"),
     "store new-key": ("--file", "{folder}/keys"),
+    "dashboards": ("{folder}/monitoring",),
+    "docs": (),
 }
 """Command -> what ends with 0 over the history, in an order in which each can."""
 ELSEWHERE = {

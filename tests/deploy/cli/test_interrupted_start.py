@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.processes import one_line_at_interrupt
+from sidecar.processes import ends_in_one_line
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def _writer_once_it_is_read(pipe: Path) -> int:
 def test_pythons_own_interrupt_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
 
-    with pytest.raises(SystemExit) as ended, one_line_at_interrupt("sidecar x"):
+    with pytest.raises(SystemExit) as ended, ends_in_one_line("sidecar x"):
         raise KeyboardInterrupt
 
     assert ended.value.code == 130
@@ -71,7 +71,7 @@ def test_a_main_that_runs_in_another_thread_sets_no_handler() -> None:
     done = []
 
     def run() -> None:
-        with one_line_at_interrupt("sidecar x"):
+        with ends_in_one_line("sidecar x"):
             done.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)
@@ -80,3 +80,17 @@ def test_a_main_that_runs_in_another_thread_sets_no_handler() -> None:
     thread.join()
 
     assert done == [before]
+
+
+def test_a_package_of_an_extra_that_is_not_installed_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended, ends_in_one_line("sidecar x"):
+        raise ModuleNotFoundError(name="alembic.config")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "sidecar x: alembic cannot be imported; run `pip install 'learning-sidecar[control]'`, or "
+        "`pip install '.[control]'` in a clone\n"
+    )
+    with pytest.raises(ModuleNotFoundError), ends_in_one_line("sidecar x"):  # no extra has it
+        raise ModuleNotFoundError(name="settings")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,8 +24,8 @@ import pytest
 from pydantic import BaseModel
 
 from demo.ports import free_port
-from deploy.cli.own_path import without_working_folder
 from learner.schedule.loop import REQUESTED_FLAG
+from learning_sidecar import hidden_by, without_working_folder
 from sidecar.settings import Learner, Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
@@ -271,7 +270,6 @@ def test_an_empty_entry_of_the_python_path_runs_nothing_of_a_users_in_the_comman
 ) -> None:
     write_settings(tmp_path, vllm)
     note = hide_modules(tmp_path)
-    shutil.rmtree(tmp_path / "deploy")  # Python takes this one before any code of ours runs
 
     up = run("config", "check", PYTHONPATH=f":{ROOT}:")
 
@@ -299,6 +297,24 @@ def test_the_working_folder_stays_on_the_path_only_where_it_was_named(
     path = ["/bin", "/here", "/x", "", "/lib"]
 
     assert without_working_folder(path, python_path, "/here", own) == left
+
+
+@pytest.mark.parametrize("room", ["sidecar", "ingest", "learner", "deploy"])
+def test_a_package_of_a_users_that_hides_one_of_ours_is_one_line(
+    tmp_path: Path, run: Callable[..., Up], room: str
+) -> None:
+    (tmp_path / room).mkdir()
+    assert hidden_by([str(tmp_path), str(ROOT)]) == ""  # without modules it hides nothing
+    (tmp_path / room / "__init__.py").touch()
+    assert hidden_by([str(ROOT), str(tmp_path)]) == ""
+
+    up = run("status", PYTHONPATH=f"{tmp_path}:{OWN_PATH}")
+
+    assert up.ended() == 1
+    assert up.lines == [
+        f"sidecar: {tmp_path}/{room} hides the sidecar's own package `{room}`; take {tmp_path} out "
+        "of PYTHONPATH for this command"
+    ]
 
 
 def test_no_request_to_this_machine_goes_through_the_environments_proxy(
@@ -366,13 +382,10 @@ def test_without_the_learners_packages_it_says_so_once_and_the_others_work(
     code = alone.ended()
     up.process.send_signal(signal.SIGTERM)
 
-    what = "peft cannot be imported; run `pip install '.[learner]'`"
+    what = "peft cannot be imported; run `pip install 'learning-sidecar[learner]'`"
     assert up.ended() == 0
     assert served == 200
-    assert (
-        up.text.count(f"sidecar: warning: `sidecar learn` is not started, all others are: {what}")
-        == 1
-    )
+    assert up.text.count(f"sidecar: warning: `sidecar learn` is not started: {what}") == 1
     assert re.findall(r"process_started\s+name=(\w+)", up.text) == [
         "proxy",
         "ingest",

@@ -128,6 +128,8 @@ def test_an_underscore_that_joins_a_token_or_an_address_to_a_word_does_not_hide_
         "550e8400-e29b-41d4-a716-446655440000",
         "2024-05-15T15:00:00, $1,234,567.89, 0000000000000000",
         "DE89 3704 0044 0532 0130 01",  # a wrong checksum
+        # Right checksums: no such country, digits in place of a bank's letters, too short.
+        "US88370400440532013000, GB46123456987654321234, DE863704004405320130",
         "000-12-3456 and 123-45-67890",
         "call 999-999-9999",  # no such number
         "version 1.2.3.4 at http://127.0.0.1:8000/v1",

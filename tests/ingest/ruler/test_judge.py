@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import traceback
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ingest import score
 from ingest.errors import JudgeRejectedError, JudgeTooLongError, JudgeUnavailableError
 from ingest.ruler.judge import LiteLlmJudge, context_tokens_of
 from ingest.ruler.prompt import reply_schema
@@ -291,6 +293,19 @@ def test_litellm_is_not_loaded_before_it_is_needed() -> None:
         "sys.exit('litellm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_without_litellm_the_judge_is_unavailable_and_scoring_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sidecar.processes.find_spec", lambda name: name != "litellm" or None)
+    monkeypatch.setenv("SIDECAR_JUDGE__MODEL", "openai/x")
+    install = "litellm cannot be imported; run `pip install 'learning-sidecar[judge]'`"
+
+    with pytest.raises(JudgeUnavailableError, match=re.escape(install)):
+        await LiteLlmJudge(JudgeSettings(model="openai/x")).complete(MESSAGES, SCHEMA)
+    assert score.main([]) == 1
+    assert capsys.readouterr().err.startswith(f"sidecar score: {install}")
 
 
 @pytest.mark.parametrize(
