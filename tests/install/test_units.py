@@ -71,7 +71,7 @@ def test_a_unit_is_hardened(units: Path, instance: str) -> None:
 
 
 def back_up(folder: Path, sidecar: str) -> subprocess.CompletedProcess[str]:
-    """Run the unit's script; sidecar: what the command `sidecar store backup FOLDER` does, in sh."""
+    """Run the unit's script. sidecar: what `sidecar store backup FOLDER` does, in sh."""
     command = folder / "sidecar"
     command.write_text(f'#!/bin/sh\n[ "$1 $2" = "store backup" ] && {sidecar}\n')
     command.chmod(0o755)
