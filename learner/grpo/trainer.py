@@ -289,7 +289,7 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
         kept = _checked(policy, job, aim)
         keep(kept, job)
     else:  # it died or was stopped: if it does again, the group that it computes is named
-        policy = replace(policy, joint=(0, 0))
+        policy = replace(policy, joint=0)
         if kept.weights is not None:
             set_weights(parameters, kept.weights)
     metrics: tuple[StepMetrics, ...] | None = None
@@ -411,7 +411,7 @@ def _steps(
             weight = kl_weight(away, job.settings)
             sums = accumulate(policy, dealt, job, aim, optimizer, weight, first=number == 1)
             if sums.joint_failed:
-                policy = replace(policy, joint=(0, 0))
+                policy = replace(policy, joint=0)
             optimizer.add_quiet(quiet_groups(job, kept) * len(dealt) / len(groups))
             try:
                 update = optimizer.step()

@@ -2,34 +2,36 @@
 
 A pack is a trie of segments in pre-order (`learner.policy.packing`). Four forms compute it:
 
-`segments`, on a CPU: each segment's own tokens attend to themselves, causally, and all tokens below
-    it attend to it without a mask: one call of torch's flash kernel each. The parts of a token's
-    attention are joined by their log-sum-exp, and the backward pass calls the kernel's own backward
-    for each part with the joined values: nothing is masked, copied or computed for nothing.
-`varlen`, on CUDA: each segment's queries attend to the gathered keys above them and to their own,
-    causally, aligned at the end, in one call of `torch.nn.attention.varlen.varlen_attn`.
+`segments`, on a CPU, and `varlen`, on CUDA: each segment's own tokens attend to themselves,
+    causally, in one call of a flash kernel, and for each level of the trie all tokens below its
+    segments attend to these without a mask, in one call. The parts of a token's attention are
+    joined by their log-sum-exp, and the backward pass calls the kernel's own backward for each part
+    with the joined values: nothing is masked, copied or computed for nothing.
 `paths`, on CUDA where `varlen` refuses, which takes half precision and heads of one width alone:
-    one call of `scaled_dot_product_attention` for each segment, with the same keys, and causal as
-    `causal_lower_right` says it, which torch's kernel without a mask takes in fp32 too.
+    one call of `scaled_dot_product_attention` for each segment with the gathered keys above it and
+    its own, and causal as `causal_lower_right` says it, which torch's kernel without a mask takes
+    in fp32 too.
 `dense`: one [T, T] mask that is added to the scores, for every other device and for models whose
     attention is not torch's (`learner.policy.logprobs`).
 
-Layers with a window that is shorter than the pack get, in the forms `segments` and `paths`, blocks
-of queries with the keys in their reach and a mask of that size.
+Layers with a window that is shorter than the pack get, in the form `varlen`, one call with the
+gathered keys in each segment's reach, and in the forms `segments` and `paths` blocks of queries
+with the keys in their reach and a mask of that size.
 Sources: the trick of gathered keys is TRL's (`trl/experimental/async_grpo/packing.py`, Apache-2.0);
 joining by log-sum-exp: FlashAttention-2, arXiv:2307.08691.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
@@ -44,20 +46,6 @@ NAME = "segments"
 """Name of this attention in transformers."""
 BLOCK = 256
 """Queries of a layer with a window that share one mask."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """Keys of each segment's path, for `varlen_attn`; int32 but for the index."""
-
-    index_K: Tensor
-    """The paths one after the other: indices into T."""
-    queries: Tensor
-    """[S + 1] boundaries of the segments in T."""
-    keys: Tensor
-    """[S + 1] boundaries of the paths in K."""
-    longest_queries: int
-    longest_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +66,8 @@ class Plan:
     segments: tuple[Segment, ...]
     windows: Mapping[str, int | None]
     """By type of layer; None: the layer sees all, or its window is not shorter than the pack."""
-    gathered: Gathered | None = None
+    calls: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By window, as `_calls` makes them; in the form `segments` for layers without one alone."""
     paths: tuple[Tensor, ...] = ()
     """In the form `paths`: of each segment, the indices into T of the tokens above it and its own.
     """
@@ -101,16 +90,18 @@ def plan(
     """Prepare a pack. dtype: of the queries."""
     longest = max(one.position + one.length for one in segments)
     short = {kind: w if w is not None and w < longest else None for kind, w in windows.items()}
+    used = set(short.values())
     if form == "varlen":
-        return Plan(segments=segments, windows=short, gathered=_gather(segments, device))
-    used = {window for window in short.values() if window is not None}
-    blocks = {window: _blocks(segments, window, device, dtype) for window in used}
+        calls = {window: _calls(segments, device, window) for window in used}
+        return Plan(segments=segments, windows=short, calls=calls)
+    calls = {None: _calls(segments, device)} if form == "segments" and None in used else {}
+    blocks = {window: _blocks(segments, window, device, dtype) for window in used if window}
     paths: tuple[Tensor, ...] = ()
     if form == "paths":
         paths = tuple(
             torch.tensor(_path(segments, number), device=device) for number in range(len(segments))
         )
-    return Plan(segments=segments, windows=short, paths=paths, blocks=blocks)
+    return Plan(segments=segments, windows=short, calls=calls, paths=paths, blocks=blocks)
 
 
 def segment_attention(
@@ -134,9 +125,9 @@ def segment_attention(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return own
-    # torch's kernel is one operation to the compiler. The other forms, and layers that differ in
+    # The joined calls are one operation to the compiler. The other forms, and layers that differ in
     # their window, would be compiled again for each pack and layer.
-    traced = trie.gathered is not None and len(trie.windows) == 1
+    traced = len(trie.windows) == len(trie.calls) == 1
     return (_attend if traced else _untraced)(module, query, key, value, scaling, trie)
 
 
@@ -145,16 +136,14 @@ def _attend(
 ) -> tuple[Tensor, None]:
     query, key, value = _in_one_type(query, key, value)
     window = trie.window_of(module)
-    if trie.gathered is not None:
-        return varlen(query, key, value, trie.gathered, scaling, window)[None], None
+    if window in trie.calls:
+        return by_calls(query, key, value, trie.calls[window], scaling)[None], None
     if trie.paths:
         key, value = (_for_each_query(one, query.shape[1]) for one in (key, value))
     if window is not None:
         out = _windowed(query, key, value, trie.blocks[window], scaling)
-    elif trie.paths:
-        out = by_paths(query, key, value, trie.segments, trie.paths, scaling)
     else:
-        out = by_segments(query, key, value, trie.segments, scaling)
+        out = by_paths(query, key, value, trie.segments, trie.paths, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -164,12 +153,14 @@ AttentionInterface.register(NAME, segment_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def by_segments(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
+def by_calls(
+    query: Tensor, key: Tensor, value: Tensor, calls: tuple[Tensor, Tensor], scaling: float | None
 ) -> Tensor:
-    """[1, heads, T, width]: the form `segments`, on a CPU."""
+    """[T, heads, width]: the forms `segments` and `varlen`, the latter in half precision."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    found: Tensor = _BySegments.apply(query, key, value, tuple(segments), scale)  # type: ignore[no-untyped-call]
+    found: Tensor = _joined(
+        *(one[0].transpose(0, 1).contiguous() for one in (query, key, value)), *calls, scale
+    )[0]
     return found
 
 
@@ -203,49 +194,6 @@ def by_paths(
     return torch.cat(parts, dim=2)
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gathered: Gathered,
-    scaling: float | None,
-    window: int | None = None,
-) -> Tensor:
-    """[T, heads, width]: the form `varlen`, on CUDA, in half precision."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    query_THD, key_THD, value_THD = (one[0].transpose(0, 1) for one in (query, key, value))
-    grouped: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1] and takes_grouped_heads():
-        grouped["enable_gqa"] = True
-    elif query.shape[1] != key.shape[1]:  # the kernel takes as many heads of keys as of queries
-        times = query.shape[1] // key.shape[1]
-        key_THD, value_THD = (one.repeat_interleave(times, 1) for one in (key_THD, value_THD))
-    found = varlen_attn(
-        query_THD.contiguous(),
-        key_THD[gathered.index_K],
-        value_THD[gathered.index_K],
-        gathered.queries,
-        gathered.keys,
-        gathered.longest_queries,
-        gathered.longest_keys,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
-    return found[0] if isinstance(found, tuple) else found
-
-
-def takes_grouped_heads() -> bool:
-    """Return True when torch's kernel of the form `varlen` takes fewer heads of keys than of
-    queries: not yet in torch 2.11, where the keys are repeated."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # an older torch, which has no such form
-        return True
-    return "enable_gqa" in signature(varlen_attn).parameters
-
-
 def dense_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:
     """[T, T] bool, row = query, column = key, True = may attend."""
     length = max(one.last for one in segments)
@@ -277,72 +225,149 @@ def _in_one_type(*tensors: Tensor) -> list[Tensor]:
     return [one.to(tensors[-1].dtype) for one in tensors]
 
 
-class _BySegments(torch.autograd.Function):
-    """Joins a token's attention to its own segment and to those above it."""
+class _Call(NamedTuple):
+    """A call of a kernel, for sequences of queries and of the keys that these attend to."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: tuple[Segment, ...],
-        scale: float,
-    ) -> Tensor:
-        length, heads = query.shape[2], query.shape[1]
-        out = torch.zeros(query.shape, dtype=torch.float32)
-        # In the order in memory that the kernel's backward expects.
-        sums = torch.full((1, length, heads), -torch.inf).transpose(1, 2)
-        for rows, keys, causal in _calls(segments):
-            part, part_sums = _flash(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale
-            )
-            before = sums[:, :, rows]
-            joined = torch.logaddexp(before, part_sums)
-            kept, added = (before - joined).exp_(), (part_sums - joined).exp_()
-            out[:, :, rows] *= kept[..., None]
-            out[:, :, rows].addcmul_(part.float(), added[..., None])
-            sums[:, :, rows] = joined
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, sums)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sums = ctx.saved_tensors
-        of_out = gradients[0].contiguous()
-        found = [torch.zeros(one.shape, dtype=torch.float32) for one in (query, key, value)]
-        for rows, keys, causal in _calls(ctx.segments):
-            parts = _flash_backward(
-                of_out[:, :, rows],
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                out[:, :, rows],
-                sums[:, :, rows],
-                0.0,
-                causal,
-                scale=ctx.scale,
-            )
-            for total, part, place in zip(found, parts, (rows, keys, keys), strict=True):
-                total[:, :, place] += part
-        return (*(one.to(query.dtype) for one in found), None, None)
+    rows: slice
+    seen: Any
+    """Slice of the keys in T; with a window an index, which copies them."""
+    sequences: tuple[Tensor, Tensor, int, int]
+    """Boundaries of the queries and of the keys, and the most of a sequence."""
+    causal: bool
+    """A sequence's last query stands at its last key."""
+    window: int
+    """0: none."""
+    scale: float
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+def _each(table: Tensor, bounds: Tensor, scale: float) -> Iterator[_Call]:
+    for number, row in enumerate(table.view(-1, 9).tolist()):
+        first, last, start, stop, at, count, *most, window = row
+        ends = (bounds[at : at + count], bounds[at + count : at + 2 * count])
+        seen = bounds[start:stop].long() if window else slice(start, stop)
+        yield _Call(slice(first, last), seen, (*ends, *most), number == 0, window, scale)
 
 
-def _calls(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
-    """Return (queries, keys, whether causal) of each call of the kernel."""
-    found = []
-    for one in segments:
-        own = slice(one.start, one.stop)
-        found.append((own, own, True))
-        if one.last > one.stop:
-            found.append((slice(one.stop, one.last), own, False))
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, bounds: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[T, heads, width], and the log-sum-exp of the scores, [heads, T]."""
+    kernel, _ = KERNELS[query.device.type]
+    first, *others = _each(table, bounds, scale)
+    out, sums = kernel(first, query, key[first.seen], value[first.seen])
+    for one in others:
+        part, of_part = kernel(one, query[one.rows], key[one.seen], value[one.seen])
+        # Without a key the sum is infinite, above zero in FlashAttention 2 and below it in 3.
+        of_part = of_part.masked_fill(of_part == math.inf, -math.inf)
+        joined = torch.logaddexp(sums[:, one.rows], of_part)
+        weight_HT = (of_part - joined).exp_()
+        out[one.rows].lerp_(part, weight_HT.t()[..., None].to(out.dtype))
+        sums[:, one.rows] = joined
+    return out, sums
+
+
+def _backward(
+    of_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    table: Tensor,
+    bounds: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, kernel = KERNELS[query.device.type]
+    first, *others = _each(table, bounds, scale)
+    found = kernel(first, of_out, query, key[first.seen], value[first.seen], out, sums)
+    if first.window:
+        of_keys = (torch.zeros_like(key).index_add_(0, first.seen, one) for one in found[1:])
+        found = (found[0], *of_keys)
+    for one in others:
+        rows, seen = one.rows, one.seen
+        kept = (query[rows], key[seen], value[seen], out[rows], sums[:, rows].contiguous())
+        parts = kernel(one, of_out[rows], *kept)
+        for total, part, place in zip(found, parts, (rows, seen, seen), strict=True):
+            total[place] += part
+    return found[0], found[1], found[2]
+
+
+def _card(one: _Call, *tensors: Tensor) -> Any:
+    given = (*tensors, *one.sequences, 0.0, one.causal and not one.window, False)
+    return torch.ops.aten._flash_attention_forward(*given, **_keywords(one))[:2]
+
+
+def _card_backward(one: _Call, *tensors: Tensor) -> Any:
+    unread = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)  # there is no dropout
+    given = (*tensors, *one.sequences, 0.0, one.causal and not one.window, unread, unread)
+    return torch.ops.aten._flash_attention_backward(*given, **_keywords(one))
+
+
+def _keywords(one: _Call) -> dict[str, float]:
+    sides = {"window_size_left": one.window - 1, "window_size_right": 0 if one.causal else -1}
+    return {"scale": one.scale, **sides}
+
+
+def _cpu(one: _Call, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    out, sums_TH = torch.zeros_like(query), torch.full(query.shape[:2], -math.inf)
+    for rows, seen in _sequences(one):
+        part, of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_heads_first(query[rows], key[seen], value[seen]), 0.0, one.causal, scale=one.scale
+        )
+        out[rows], sums_TH[rows] = part[0].transpose(0, 1), of_part[0].t()
+    return out, sums_TH.t().contiguous()
+
+
+def _cpu_backward(one: _Call, *tensors: Tensor) -> Any:
+    of_out, query, key, value, out, sums = tensors
+    found = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+    for rows, seen in _sequences(one):
+        given = _heads_first(of_out[rows], query[rows], key[seen], value[seen], out[rows])
+        # In the order in memory that the kernel expects.
+        of_rows = sums[:, rows].t().contiguous().t()[None]
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, of_rows, 0.0, one.causal, scale=one.scale
+        )
+        for total, part, place in zip(found, parts, (rows, seen, seen), strict=True):
+            total[place] = part[0].transpose(0, 1)
     return found
+
+
+def _sequences(one: _Call) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries and the keys of each sequence that has both."""
+    for rows, seen in zip(*(pairwise(ends.tolist()) for ends in one.sequences[:2]), strict=True):
+        if rows[0] < rows[1] and seen[0] < seen[1]:
+            yield slice(*rows), slice(*seen)
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [one.transpose(0, 1)[None] for one in tensors]
+
+
+KERNELS: dict[str, Any] = {"cpu": (_cpu, _cpu_backward), "cuda": (_card, _card_backward)}
+"""Forwards and backwards, by type of device."""
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+
+
+def _gradients(ctx: Any, of_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _joined_backward(of_out.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return (*found, None, None, None)
+
+
+# One operation to the compiler, for packs of all shapes.
+_joined = torch.library.custom_op("learner::joined", _forward, mutates_args=())
+_joined.register_autograd(_gradients, setup_context=_keep)
+_joined_backward = torch.library.custom_op("learner::joined_backward", _backward, mutates_args=())
+_joined_backward.register_fake(lambda _, *given: tuple(map(torch.empty_like, given[:3])))
+
+
+@_joined.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty(query.shape[1::-1], device=query.device)
 
 
 def _windowed(
@@ -397,20 +422,35 @@ def _blocks(
     return tuple(found)
 
 
-def _gather(segments: Sequence[Segment], device: torch.device) -> Gathered:
-    paths = [_path(segments, number) for number in range(len(segments))]
-    keys = [0]
-    for path in paths:
-        keys.append(keys[-1] + len(path))
-    return Gathered(
-        index_K=torch.tensor([place for path in paths for place in path], device=device),
-        queries=torch.tensor(
-            [0, *(one.stop for one in segments)], dtype=torch.int32, device=device
-        ),
-        keys=torch.tensor(keys, dtype=torch.int32, device=device),
-        longest_queries=max(one.length for one in segments),
-        longest_keys=max(map(len, paths)),
-    )
+def _calls(
+    segments: Sequence[Segment], device: torch.device, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plan the calls of `_each`: the causal one, and without a window one a level of the trie.
+
+    Returns: a table on the CPU with nine numbers a call: where its queries start and stop in T, and
+        its keys, with a window in the boundaries; where its boundaries begin, how many there are,
+        the most queries and keys of a sequence, and its window or 0. And the boundaries, in int32:
+        of each call those of its queries, then of its keys; with a window also these keys in T.
+    """
+    ends = [(0, 0), *((one.stop, one.stop) for one in segments)]
+    levels = {-1: ends}
+    table: list[int] = []
+    bounds: list[int] = []
+    if window is not None:
+        for number, one in enumerate(segments):
+            bounds += _path(segments, number)[1 - one.length - window :]
+            ends[number + 1] = (one.stop, len(bounds))
+    for number, one in enumerate(segments):
+        if window is None and one.last > one.stop:
+            ends = levels.setdefault(len(ancestors(segments, number)), [(one.stop, one.start)])
+            # Before it stand queries without keys, then keys without queries.
+            ends += [(one.stop, ends[-1][1]), (one.stop, one.start), (one.last, one.stop)]
+    for ends in levels.values():
+        both = list(zip(*dict.fromkeys(ends), strict=True))
+        table += [at for of in both for at in (of[0], of[-1])] + [len(bounds), len(both[0])]
+        table += [max(end - start for start, end in pairwise(of)) for of in both] + [window or 0]
+        bounds += [at - of[0] for of in both for at in of]
+    return torch.tensor(table), torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 # Choose how attention over packs is computed on a device: the fastest form that is right there.
@@ -458,6 +498,8 @@ def choose_form(device: torch.device, dtype: torch.dtype, width: int) -> tuple[F
     forms = FORMS.get(device.type, ())
     if not forms:
         return "dense", f"there is no other form for {device.type}"
+    if device.type == "cuda" and dtype != torch.float32:
+        _take_faster_kernels(device, dtype, width)
     refused: list[str] = []
     for form in forms:
         if not (why := _fault(form, device, dtype, width)):
@@ -466,13 +508,28 @@ def choose_form(device: torch.device, dtype: torch.dtype, width: int) -> tuple[F
     return "dense", "; ".join(refused)
 
 
+def _take_faster_kernels(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Have torch use FlashAttention 3 or 4 where it is installed and right here, else its own 2."""
+    for name in ("FA3", "FA4"):  # 3 is made for Hopper, 4 for Blackwell
+        try:
+            nn.attention.activate_flash_attention_impl(name)
+        except Exception as error:  # noqa: BLE001  no switch, no package, or not for this card
+            why = f"{type(error).__name__}: {one_line(error)}"
+        else:
+            if not (why := _fault("varlen", device, dtype, width)):
+                log.info("flash_attention_chosen", name=name)
+                return
+            nn.attention.restore_flash_attention_impl()
+        log.info("flash_attention_not_taken", name=name, why=why)
+
+
 def _fault(form: Form, device: torch.device, dtype: torch.dtype, width: int) -> str:
     """Return what is wrong with a form on this device; empty when it is right."""
     limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
     for window in (None, WINDOW):
         try:
             found = difference(form, device, dtype, width, window)
-        except (RuntimeError, TypeError, ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  compiled kernels raise errors of any class
             return f"{form} cannot be computed here: {one_line(error)}"
         if not found <= limit:
             return f"{form} differs by {found:.2g} from torch's own attention"
@@ -495,7 +552,7 @@ def difference(
     draw = torch.Generator().manual_seed(3)
 
     def tensor(heads: int) -> Tensor:
-        made = torch.randn(1, heads, segments[0].last, width, generator=draw)
+        made = torch.randn(1, heads, segments[-1].stop, width, generator=draw)
         return made.to(device, dtype).requires_grad_()
 
     query, key, value = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
@@ -528,10 +585,11 @@ def dense(
 
 
 def drawn_segments(times: int = 1) -> tuple[Segment, ...]:
-    """Return a trie with two levels of branches, `times` as long as `LENGTHS`."""
+    """Return a trie of two prompts, with three levels, `times` as long as `LENGTHS`."""
     prompt, first, second, short, long = (
         tuple(range(100 * times * number, times * (100 * number + length)))
         for number, length in enumerate(LENGTHS)
     )
-    rows = (prompt + first + short, prompt + first + long, prompt + second, prompt + long)
+    rows = [prompt + first + short, prompt + first + long, prompt + second, prompt + long, short]
+    rows += [long + first + short, long + first + second, long + short]
     return fold(rows).segments

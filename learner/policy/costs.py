@@ -41,9 +41,10 @@ MOMENTS = 7
 copies while a step is taken."""
 SHARE = 0.8
 """Share of the free memory that a pack may take: other processes grow too."""
-CHUNK_BYTES = 128 * 2**20
-"""Largest fp32 logits that exist at once; the backward pass has two such tensors. The plain form
-has four of the whole size."""
+CHUNK_BYTES, CHUNK_BYTES_ON_CUDA = 128 * 2**20, 512 * 2**20
+"""Largest fp32 logits that exist at once; a pass has two such tensors, the plain form four of the
+whole size. Each chunk reads the head, 1.2 GB at 8B: in chunks of 128 MB its products took 26 ms of
+a pass on an H100, where 21 were needed (docs/log.md, 2026-11-29)."""
 MOST_TOKENS = 1_000_000
 
 
@@ -70,9 +71,7 @@ class Sizes:
     """Numbers that a layer keeps for each pair of tokens, where the model's own code computes its
     attention; a kernel keeps none."""
     repeats: int = 1
-    """How often the forms `varlen` and `paths` copy each key: once for each query of its group
-    where the kernel takes as many heads of keys as of queries (`paths`, or `varlen` with torch
-    2.11), else once."""
+    """Queries of a group: how often the form `paths` copies each key."""
 
     @property
     def kept_in_layer(self) -> int:
@@ -98,15 +97,13 @@ def sizes(
     *,
     masks: int = 0,
     eager: bool = False,
-    grouped: bool = True,
     cuda: bool = True,
 ) -> Sizes:
     """Read the sizes from a text model's config. Raises: AttributeError when one is missing.
 
-    eager: the model's own code computes its attention. grouped: the kernel of the form in use takes
-        fewer heads of keys than of queries. cuda: no, torch keeps a number for each pair of tokens
-        where values have another width than keys (multi-head latent attention): no kernel of the
-        CPU takes these.
+    eager: the model's own code computes its attention. cuda: no, torch keeps a number for each
+        pair of tokens where values have another width than keys (multi-head latent attention): no
+        kernel of the CPU takes these.
     """
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -127,7 +124,7 @@ def sizes(
         expert=expert if chosen else 0,
         masks=masks,
         scores=KEPT_SCORES * heads if eager else heads if latent and not cuda else 0,
-        repeats=1 if grouped else heads // of_keys,
+        repeats=heads // of_keys,
     )
 
 
@@ -140,7 +137,7 @@ def _shared(config: Any, expert: int) -> int:
 def pack_bytes(
     model: Sizes, tokens: int, *, number_bytes: float, checkpointing: bool, gathered: int = 0
 ) -> int:
-    """Return the bytes that one pack needs beside the weights, forwards and backwards.
+    """Return the bytes that one pack needs beside weights and logits, forwards and backwards.
 
     number_bytes: of a kept number.
     gathered: keys that attention copies, over the pack's segments; a layer keeps them.
@@ -153,15 +150,16 @@ def pack_bytes(
     # Experts compute in the type of their weights, also in fp32 beside bf16 products.
     weight_bytes = BF16_BYTES if number_bytes <= KEPT_BF16_BYTES else FP32_BYTES
     experts = layers * tokens * model.kept_by_experts * max(number_bytes, weight_bytes)
-    return int((tokens * kept + copies + pairs) * number_bytes + experts) + 2 * CHUNK_BYTES
+    return int((tokens * kept + copies + pairs) * number_bytes + experts)
 
 
 def with_allocator(pack: int, *, cuda: bool, checkpointing: bool) -> int:
-    """Return what a process grows by for a pack of so many bytes.
+    """Return what a process grows by for a pack of so many bytes, and its logits.
 
     On a CPU the C library returns freed blocks at once while layers are recomputed
     (`learner.policy.memory.recompute_layers`).
     """
+    pack += 2 * (CHUNK_BYTES_ON_CUDA if cuda else CHUNK_BYTES)
     return int(pack * (ON_CUDA if cuda else 1.0 if checkpointing else KEPT_BY_ALLOCATOR))
 
 
@@ -177,7 +175,8 @@ def longest_pack(
     """Return the tokens of the longest pack that needs at most so many bytes; 0: none does.
 
     answers: of a group. Each has the prompt's keys on its path, so with a prompt that is nearly all
-        of the pack as many keys are copied for each of them as the pack has tokens, and once more.
+        of the pack the form `paths`, which a card takes in fp32, copies as many keys for each of
+        them as the pack has tokens, and once more.
     """
 
     def needed(tokens: int) -> int:
@@ -186,7 +185,7 @@ def longest_pack(
             tokens,
             number_bytes=number_bytes,
             checkpointing=checkpointing,
-            gathered=(answers + 1) * tokens if cuda else 0,
+            gathered=(answers + 1) * tokens if cuda and number_bytes == FP32_BYTES else 0,
         )
         return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
 
@@ -289,13 +288,11 @@ class KnownBase:
     sizes: Sizes
 
 
-def known_base(base_model_path: str, *, grouped: bool = True) -> KnownBase | None:
+def known_base(base_model_path: str) -> KnownBase | None:
     """Read the weights' shapes and the config; None where the files do not say them. What is wrong
-    with them `learner.policy.adapter_io.load_policy` says.
-
-    grouped: as for `learner.policy.costs.sizes`. Masks and scores of all pairs of tokens are
-        counted for models whose own code computes their attention; those of latent attention on a
-        CPU are not (`sizes`).
+    with them `learner.policy.adapter_io.load_policy` says. Masks and scores of all pairs of tokens
+    are counted for models whose own code computes their attention; those of latent attention on a
+    CPU are not (`sizes`).
     """
     folder = base_folder(base_model_path)
     weights = base_size(folder) if folder is not None else None
@@ -308,7 +305,7 @@ def known_base(base_model_path: str, *, grouped: bool = True) -> KnownBase | Non
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         eager = shape.eager or not getattr(model, "_supports_sdpa", True)
         masks = len(shape.windows) if eager and shape.packs else 0
-        of = sizes(config, masks=masks, eager=eager, grouped=grouped)
+        of = sizes(config, masks=masks, eager=eager)
         return KnownBase(weights=weights, config=config, sizes=of)
     except Exception:  # noqa: BLE001  a damaged config.json raises errors of many classes
         return None

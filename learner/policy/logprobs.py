@@ -17,8 +17,8 @@ from torch import Tensor
 
 from learner.policy.architecture import Architecture, Form
 from learner.policy.attention import added_mask, dense_mask, plan
-from learner.policy.costs import CHUNK_BYTES, SHARED, Prices, cheapest
-from learner.policy.packing import Pack, fed, fold, pack_group, pack_members, shared, unique_tokens
+from learner.policy.costs import CHUNK_BYTES, CHUNK_BYTES_ON_CUDA, SHARED, Prices, cheapest
+from learner.policy.packing import Pack, fed, pack_group, pack_members, shared, unique_tokens
 from learner.records import TrainableRow, TrainingGroup
 
 # Log-probabilities of targets behind a frozen head, without logits of all tokens at once.
@@ -53,13 +53,13 @@ class Head:
             logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_NV
 
-    def to_hidden(self, gradient_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    def to_hidden(self, gradient_NV: Tensor, logits_NV: Tensor, temperatures_N1: Tensor) -> Tensor:
         """[N, H] fp32: the gradient of the hidden states, from that of the logits.
 
-        gradient_NV: is overwritten. logits_NV: as `logits` returned them.
+        gradient_NV: is overwritten. logits_NV: over the temperatures; read with a `softcap` alone.
         """
         if self.softcap is not None:
-            gradient_NV *= 1 - (logits_NV / self.softcap) ** 2
+            gradient_NV *= 1 - (logits_NV * temperatures_N1 / self.softcap) ** 2
         if self.scale != 1.0:
             gradient_NV *= self.scale
         if gradient_NV.is_cuda and self.weight_VH.dtype != torch.float32:
@@ -82,52 +82,44 @@ def target_logprobs(
     return found
 
 
-def chunks(targets: int, vocabulary: int) -> list[slice]:
+def chunks(targets: int, vocabulary: int, *, cuda: bool = False) -> list[slice]:
     """Return slices of the targets whose logits are at most `CHUNK_BYTES`, or of one target."""
-    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    size = max(1, (CHUNK_BYTES_ON_CUDA if cuda else CHUNK_BYTES) // (4 * vocabulary))
     return [slice(at, min(at + size, targets)) for at in range(0, targets, size)]
 
 
 class _TargetLogprobs(torch.autograd.Function):
+    """Has the gradient while it has the logits: it only scales with what comes from the loss."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        parts = chunks(len(targets_N), head.weight_VH.shape[0])
-        kept_NV = torch.empty(0)
         logprobs_N = torch.empty(len(targets_N), device=hidden_NH.device)
         entropies_N = torch.empty_like(logprobs_N)
-        normalisers_N = torch.empty_like(logprobs_N)
-        for part in parts:
-            logits_CV = head.logits(hidden_NH[part])
-            if len(parts) == 1 and ctx.needs_input_grad[0]:
-                kept_NV = logits_CV
-                logits_CV = logits_CV / temperatures_N[part, None]
-            else:
-                logits_CV /= temperatures_N[part, None]
-            normalisers_N[part] = logits_CV.logsumexp(-1)
-            logits_CV -= normalisers_N[part, None]
-            logprobs_N[part] = logits_CV.gather(-1, targets_N[part, None])[:, 0]
-            entropies_N[part] = -(logits_CV.exp() * logits_CV).sum(-1)
-        ctx.save_for_backward(hidden_NH, targets_N, temperatures_N, normalisers_N, kept_NV)
-        ctx.head = head
+        wanted = ctx.needs_input_grad[0]
+        gradient_NH = torch.empty_like(hidden_NH if wanted else logprobs_N, dtype=torch.float32)
+        for part in chunks(len(targets_N), head.weight_VH.shape[0], cuda=targets_N.is_cuda):
+            targets_C1, temperatures_C1 = targets_N[part, None], temperatures_N[part, None]
+            logits_CV = head.logits(hidden_NH[part]).div_(temperatures_C1)
+            found_CV = torch.log_softmax(logits_CV, -1)
+            logprobs_N[part] = found_CV.gather(-1, targets_C1)[:, 0]
+            unread_CV = logits_CV if head.softcap is None else None
+            entropies_N[part] = torch.special.entr(found_CV.exp_(), out=unread_CV).sum(-1)
+            if wanted:
+                # d log p(target) / d logits = (1 at the target, else 0) - p, over the temperature
+                found_CV.scatter_add_(-1, targets_C1, torch.full_like(temperatures_C1, -1))
+                gradient_CH = head.to_hidden(found_CV, logits_CV, temperatures_C1)
+                gradient_NH[part] = gradient_CH.div_(-temperatures_C1)
+        ctx.save_for_backward(gradient_NH)
+        ctx.kind = hidden_NH.dtype
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient_N, head = gradients[0], ctx.head
-        hidden_NH, targets_N, temperatures_N, normalisers_N, kept_NV = ctx.saved_tensors
-        gradient_NH = torch.empty_like(hidden_NH)
-        for part in chunks(len(targets_N), head.weight_VH.shape[0]):
-            logits_CV = kept_NV if len(kept_NV) else head.logits(hidden_NH[part])
-            # d log p(target) / d logits = (1 at the target, else 0) - p, over the temperature
-            weights_C1 = (gradient_N[part] / temperatures_N[part])[:, None]
-            gradient_CV = logits_CV / temperatures_N[part, None]
-            gradient_CV.sub_(normalisers_N[part, None]).exp_().mul_(-weights_C1)
-            gradient_CV.scatter_add_(-1, targets_N[part, None], weights_C1)
-            gradient_NH[part] = head.to_hidden(gradient_CV, logits_CV).to(gradient_NH.dtype)
-        return gradient_NH, None, None, None
+        (gradient_NH,) = ctx.saved_tensors
+        return (gradients[0][:, None] * gradient_NH).to(ctx.kind), None, None, None
 
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -146,7 +138,7 @@ class Policy:
     """How attention over a pack is computed (`learner.policy.attention`)."""
     prices: Prices = field(default_factory=Prices)
     """What parts of a pack cost."""
-    joint: tuple[int, int] = (0, 0)
+    joint: int = 0
     """`learner.policy.memory.Prepared.joint`."""
 
     @property
@@ -271,25 +263,25 @@ LEAST_SHARED = 0.25
 
 
 def joint_groups(
-    groups: Sequence[TrainingGroup], *, max_tokens: int = 0, room: tuple[int, int] = (0, 0)
+    groups: Sequence[TrainingGroup], *, max_tokens: int = 0, room: int = 0
 ) -> list[list[int]]:
     """Sort groups into those that are computed together, as indices; each is in one list.
 
-    max_tokens: longest pack of groups that begin alike. room: tokens, and keys that attention
-    copies, up to which any groups share a pack. A group that is longer stays alone.
+    max_tokens: longest pack of groups that begin alike. room: tokens up to which any groups share a
+    pack. A group that is longer stays alone.
     """
     order = sorted(range(len(groups)), key=lambda number: groups[number].prompt_token_ids)
     found: list[list[int]] = []
     left = room
     for number in order:
-        tokens, keys = _needed(groups[number]) if room[0] else (1, 1)
-        fits = bool(found) and tokens <= left[0] and keys <= left[1]
-        if fits or (found and max_tokens and _alike(groups, found[-1], number, max_tokens)):
+        tokens = _needed(groups[number]) if room else 1
+        alike = max_tokens and found and _alike(groups, found[-1], number, max_tokens)
+        if alike or (found and tokens <= left):
             found[-1].append(number)
         else:
             found.append([number])
             left = room
-        left = (left[0] - tokens, left[1] - keys)
+        left -= tokens
     return found
 
 
@@ -302,10 +294,9 @@ def _members(groups: Sequence[TrainingGroup]) -> list[tuple[TrainingGroup, Train
     return [(group, row) for group in groups for row in group.rows if row.trainable]
 
 
-def _needed(group: TrainingGroup) -> tuple[int, int]:
-    """Return a group's tokens, and the keys on the paths of its segments."""
-    trie = fold([fed(group, row) for _, row in _members([group])], least=SHARED)
-    return len(trie.tokens), sum(one.position + one.length for one in trie.segments)
+def _needed(group: TrainingGroup) -> int:
+    """Return the tokens of a group's pack."""
+    return unique_tokens([fed(group, row) for _, row in _members([group])], least=SHARED)
 
 
 def _alike(

@@ -25,9 +25,9 @@ import torch
 from learner.base_weights import BaseSize
 from learner.errors import NoRoomError
 from learner.policy.architecture import blocks_of, positions
-from learner.policy.attention import takes_grouped_heads
 from learner.policy.costs import (
     BF16_BYTES,
+    CHUNK_BYTES,
     FP32_BYTES,
     KEPT_BF16_BYTES,
     MIXED_BYTES,
@@ -106,8 +106,8 @@ class Prepared:
 
     checkpointing: int = 0
     """Layers that are computed twice."""
-    joint: tuple[int, int] = (0, 0)
-    """Most tokens, and keys that attention copies, of a pack that several groups share."""
+    joint: int = 0
+    """Most tokens of a pack that several groups share."""
 
 
 def prepare(
@@ -122,9 +122,9 @@ def prepare(
     """Have as many layers computed twice as the setting says, or the longest pack needs; find how
     long the pack of several groups may be without that.
 
-    longest: tokens. gathered: most keys that the forms `varlen` and `paths` copy for a pack. share:
-    of the card, that this process may take. some: False: all layers or none, for processes that
-    must decide alike.
+    longest: tokens. gathered: most keys that the form `paths` copies for a pack. share: of the
+    card, that this process may take. some: False: all layers or none, for processes that must
+    decide alike.
     """
     free = within_share(policy.device, free_bytes(policy.device), share)
     plain, saving = estimate(policy, longest, gathered)
@@ -145,13 +145,11 @@ def prepare(
     if twice:
         recompute_layers(policy, twice)
         return Prepared(checkpointing=twice)
-    most = JOINT_TOKENS.get(policy.device.type, 0)
-    if plain is None or free is None or not longest or policy.form == "dense":
+    if plain is None or free is None or policy.form in ("dense", "paths"):
         return Prepared()
-    # A pack's bytes grow no faster than its tokens and keys do.
+    # A pack's bytes grow no faster than its tokens do.
     times = max(1.0, SHARE * free / plain)
-    tokens, keys = min(most, int(times * longest)), int(times * gathered)
-    return Prepared(joint=(tokens, keys))
+    return Prepared(joint=min(JOINT_TOKENS.get(policy.device.type, 0), int(times * longest)))
 
 
 def estimate(policy: Policy, longest: int, gathered: int = 0) -> tuple[int | None, int | None]:
@@ -176,16 +174,11 @@ def pack_estimate(policy: Policy, tokens: int, gathered: int = 0) -> tuple[int, 
     masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
     config = base.config.get_text_config()
     cuda = policy.device.type == "cuda"
-    model = sizes(
-        config,
-        masks=masks,
-        eager=getattr(config, "_attn_implementation", "") == "eager",
-        grouped=policy.form != "paths" and takes_grouped_heads(),
-        cuda=cuda,
-    )
+    eager = getattr(config, "_attn_implementation", "") == "eager"
+    model = sizes(config, masks=masks, eager=eager, cuda=cuda)
     halves = next(base.parameters()).dtype != torch.float32
     number = number_bytes(halves=halves, autocast=policy.autocast)
-    copied = gathered if policy.form in ("varlen", "paths") else 0
+    copied = gathered if policy.form == "paths" else 0
     plain, saving = (
         pack_bytes(model, tokens, number_bytes=number, checkpointing=twice, gathered=copied)
         for twice in (False, True)
@@ -273,7 +266,7 @@ def least_bytes(base: BaseSize, model: Sizes, *, rank: int, halves: bool, autoca
     """
     number = number_bytes(halves=halves, autocast=autocast)
     pack = pack_bytes(model, SHORT_PACK, number_bytes=number, checkpointing=True)
-    return fixed_bytes(base, rank=rank, halves=halves) + pack
+    return fixed_bytes(base, rank=rank, halves=halves) + pack + 2 * CHUNK_BYTES
 
 
 def limit_torch(device: torch.device, share: float) -> None:
@@ -431,8 +424,7 @@ def reach(
     (`learner.policy.attention`), what does not fit is left out (`out_of_memory`).
     """
     autocast = wants_autocast(settings.precision, device)
-    # In fp32 a card takes the form `paths`, which copies keys for each query of a group.
-    base = known_base(base_model_path, grouped=autocast and takes_grouped_heads())
+    base = known_base(base_model_path)
     room = room_of(device, settings.memory_fraction)
     if base is None or room is None:
         return None

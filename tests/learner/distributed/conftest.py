@@ -94,7 +94,6 @@ LOADED = (
     "learner.grpo.trainer",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "torch.nn.attention.varlen",
 )
 """What a process of a run imports."""
 

@@ -22,7 +22,7 @@ from learner.policy.self_test import compile_blocks
 from learner.records import Parent
 from sidecar.settings import Learner
 from tests.learner.conftest import job_of
-from tests.learner.policy.test_attention import reference_varlen
+from tests.learner.policy.test_attention import card
 from tests.learner.policy.test_memory import drawn
 
 if TYPE_CHECKING:
@@ -93,21 +93,18 @@ def test_compiled_blocks_give_the_same_for_all_lengths_by_one_compilation(
 def test_the_kernel_of_a_card_is_compiled_with_its_block_for_all_packs(
     tiny_base: Path, learner_settings: Learner, packs: list[Pack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = torch.compiler.disable(reference_varlen(bottom_right=True))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(torch, "compile", _with_backend("eager"))
     policy = replace(drawn(tiny_base, learner_settings), form="varlen")
-    plain = [passed(policy, pack) for pack in packs]
+    with card():
+        plain = [passed(policy, pack) for pack in packs]
 
-    assert compile_blocks(policy, LENGTHS)
+        assert compile_blocks(policy, LENGTHS)
 
-    before = graphs()
-    for pack, (values, gradients) in zip(packs, plain, strict=True):
-        found, same = passed(policy, pack)
-        torch.testing.assert_close(found, values, atol=1e-6, rtol=1e-6)
-        assert (same - gradients).norm() <= 1e-6 * gradients.norm()
-    assert before > 0
-    assert graphs() <= before + 1, "the trial's three segments have four ends, as many as heads"
+        before = graphs()
+        for pack, (values, gradients) in zip(packs, plain, strict=True):
+            found, same = passed(policy, pack)
+            torch.testing.assert_close(found, values, atol=1e-6, rtol=1e-6)
+            assert (same - gradients).norm() <= 1e-6 * gradients.norm()
+    assert 0 < graphs() == before
 
 
 def _with_backend(backend: str) -> Callable[..., Any]:

@@ -54,17 +54,14 @@ def test_groups_that_begin_alike_are_computed_together(groups: list[TrainingGrou
     assert pack.answers == (0, 0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_packs_are_filled_with_groups_up_to_their_tokens_and_keys(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    """Of 5 tokens, with 5 keys on their paths; the last of 12: it shares too little."""
+def test_packs_are_filled_with_groups_up_to_their_tokens(group: MakeGroup, row: MakeRow) -> None:
+    """Of 5 tokens; the last of 12: it shares too little."""
     short = [group((number, 2, 3), [row((4, 5, 6))]) for number in range(1, 6)]
     groups = [*short, group((6, 2, 3, 4), [row((4, 5, 6)), row((5, 6, 7))])]
 
-    assert joint_groups(groups, room=(10, 100)) == [[0, 1], [2, 3], [4], [5]]
-    assert joint_groups(groups, room=(22, 100)) == [[0, 1, 2, 3], [4, 5]]
-    assert joint_groups(groups, room=(15, 11)) == [[0, 1], [2, 3], [4], [5]], "keys"
-    assert joint_groups(groups, room=(4, 100)) == [[0], [1], [2], [3], [4], [5]]
+    assert joint_groups(groups, room=10) == [[0, 1], [2, 3], [4], [5]]
+    assert joint_groups(groups, room=22) == [[0, 1, 2, 3], [4, 5]]
+    assert joint_groups(groups, room=4) == [[0], [1], [2], [3], [4], [5]]
 
 
 def test_each_group_gets_the_values_that_it_has_alone(
@@ -136,7 +133,7 @@ def test_groups_that_share_a_pack_take_the_steps_that_they_take_alone(
     settings = learner_settings.model_copy(update={"loss": loss, "advanced": advanced})
     settings = settings.model_copy(update={"max_drift": 100.0, "learning_rate": 0.005})
     found, computed = [], []
-    for joint in ((0, 0), (30, 100)):
+    for joint in (0, 30):
         policy = replace(load_policy(str(tiny_base), Parent(name="base"), settings), joint=joint)
         pushed = [_pushed(one) for one in groups]
         outcome, _ = run_steps(policy, job_of(pushed * 2, settings))
@@ -163,9 +160,7 @@ def test_a_group_that_fails_in_a_common_pack_is_left_out_alone(
     other = replace(other, rows=(huge, *other.rows[1:]))
 
     with capture_logs() as logs:
-        outcome, _ = run_steps(
-            replace(policy, joint=(100, 200)), job_of([first, other, last], settings)
-        )
+        outcome, _ = run_steps(replace(policy, joint=100), job_of([first, other, last], settings))
 
     failed = [one["groups"] for one in logs if one["event"] == "joint_pack_failed"]
     assert failed == [3], "once: the run goes on without common packs"

@@ -16,6 +16,7 @@ from learner.policy import memory
 from learner.policy.adapter_io import load_policy
 from learner.policy.costs import (
     CHUNK_BYTES,
+    CHUNK_BYTES_ON_CUDA,
     KEPT_BF16_BYTES,
     MOMENTS,
     Sizes,
@@ -151,9 +152,8 @@ def test_the_estimate_is_within_a_factor_of_what_autograd_keeps(
 
 
 def test_what_was_measured_on_the_shipped_model_is_what_the_estimate_says() -> None:
-    head = 2 * CHUNK_BYTES
-    plain = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=False) - head
-    saving = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=True) - head
+    plain = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=False)
+    saving = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=True)
 
     assert plain / 1_024 / 1_024 == pytest.approx(1_318, rel=0.1)
     assert saving / 1_024 / 1_024 < 214
@@ -163,7 +163,6 @@ def test_8_answers_to_a_prompt_of_16k_fit_80_gb_with_checkpointing_alone() -> No
     """Qwen3-8B: 8.19 billion weights of 2 bytes, a LoRA of rank 8 with 22 million, and one pack."""
     prompt, answers = 16_384, 8
     tokens = prompt + answers * 499
-    gathered = answers * prompt + tokens
     fixed = 8_190_000_000 * 2 + 21_823_488 * 4 * (1 + MOMENTS)
 
     def needed(*, checkpointing: bool, masks: int = 0) -> int:
@@ -172,13 +171,12 @@ def test_8_answers_to_a_prompt_of_16k_fit_80_gb_with_checkpointing_alone() -> No
             tokens,
             number_bytes=KEPT_BF16_BYTES,
             checkpointing=checkpointing,
-            gathered=gathered,
         )
         return fixed + with_allocator(pack, cuda=True, checkpointing=checkpointing)
 
     # A token keeps 36 * 4,096 inputs of layers and one layer's 6 * 4,096 + 3 * 4,096 + 4 * 1,024 +
-    # 4 * 12,288 numbers of 2.125 bytes, 504,832 in all; a gathered key and its value 4,352.
-    pack = 20_376 * 504_832 + 151_448 * 4_352 + 2 * CHUNK_BYTES
+    # 4 * 12,288 numbers of 2.125 bytes, 504,832 in all.
+    pack = 20_376 * 504_832 + 2 * CHUNK_BYTES_ON_CUDA
     assert needed(checkpointing=True) == fixed + int(1.15 * pack)
     assert needed(checkpointing=True) < 33e9
     assert needed(checkpointing=False) > 80e9
@@ -208,7 +206,7 @@ def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool)
     assert needed(found) <= room < needed(found + 1)
 
 
-def test_a_kernel_without_grouped_heads_copies_each_key_for_each_of_its_queries() -> None:
+def test_paths_copy_each_key_for_each_of_its_queries() -> None:
     """Qwen3-8B: four queries to a key. A gathered key and its value take 4,352 bytes each time."""
 
     def needed(model: Sizes) -> int:
@@ -227,22 +225,6 @@ def test_a_pack_has_masks_in_the_dense_form_alone(policy: Policy) -> None:
     dense = replace(policy, form="dense")
 
     assert estimate(dense, 1_000)[1] - estimate(policy, 1_000)[1] == 1_000 * 1_000 * 4  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(("grouped", "width"), [(True, 16), (False, 32)])
-def test_the_keys_that_attention_copies_count_in_the_form_that_copies_them(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, grouped: bool, width: int
-) -> None:
-    """The tiny base has 4 heads of queries, of 8 numbers; torch 2.11 repeats the 2 of keys."""
-    monkeypatch.setattr("learner.policy.memory.takes_grouped_heads", lambda: grouped)
-    copying = replace(policy, form="varlen")
-
-    before, after = estimate(copying, 1_000), estimate(copying, 1_000, 5_000_000)
-
-    assert before == estimate(policy, 1_000, 5_000_000)
-    assert before[1] is not None
-    # A key and its value, of one layer, in fp32.
-    assert after[1] == before[1] + 2 * width * 5_000_000 * 4
 
 
 def test_paths_copy_a_key_for_each_query_of_its_group(policy: Policy) -> None:
@@ -338,17 +320,18 @@ def test_a_config_that_says_too_little_switches_nothing_on(
 def test_several_groups_share_a_pack_as_far_as_memory_goes(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the longest pack's tokens and keys, where memory is twice that; on a card alone."""
+    """Twice the longest pack's tokens, where memory is twice that; on a card alone."""
     needed, _ = estimate(policy, 100)
     assert needed is not None
     monkeypatch.setattr(memory, "free_bytes", lambda device: int(2 * needed / of_sizes.SHARE) + 1)
-    assert prepare(policy, "auto", longest=100, gathered=30).joint == (0, 60), "a CPU: no tokens"
+    assert prepare(policy, "auto", longest=100).joint == 0, "a CPU"
     for most, tokens in ((1_000, 200), (150, 150)):
         monkeypatch.setattr(memory, "JOINT_TOKENS", {"cpu": most})
         policy = replace(policy, form="segments")
-        assert prepare(policy, "auto", longest=100, gathered=30).joint == (tokens, 60)
-    assert prepare(replace(policy, form="dense"), "auto", longest=100).joint == (0, 0)
-    assert prepare(policy, "on", longest=100).joint == (0, 0)
+        assert prepare(policy, "auto", longest=100).joint == tokens
+    for form in ("dense", "paths"):
+        assert prepare(replace(policy, form=form), "auto", longest=100).joint == 0
+    assert prepare(policy, "on", longest=100).joint == 0
 
 
 def test_free_memory_is_within_the_limit_of_the_control_group(

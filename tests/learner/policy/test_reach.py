@@ -104,23 +104,17 @@ def test_such_a_model_reaches_less_far(
     assert 2_000 < found.holds < 60_000
 
 
-def test_a_card_in_fp32_counts_the_keys_that_paths_copy(
-    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`learner_settings` asks for fp32; 4 heads of queries share 2 of keys."""
-    asked: list[bool] = []
+def test_a_card_in_fp32_counts_the_keys_that_paths_copy() -> None:
+    """Of 8 answers; in bf16 a card copies none."""
 
-    def known(path: str, *, grouped: bool) -> None:
-        asked.append(grouped)
+    def found(*, autocast: bool, answers: int) -> int:
+        return longest_input(
+            BASE_8B, QWEN3_8B, int(79e9), rank=8, cuda=True, autocast=autocast, checkpointing=True,
+            answers=answers,
+        )  # fmt: skip
 
-    monkeypatch.setattr(of_reach, "takes_grouped_heads", lambda: True)
-    monkeypatch.setattr(of_reach, "known_base", known)
-    monkeypatch.setattr(of_reach, "room_of", lambda *_: None)
-    half = learner_settings.model_copy(update={"precision": "bfloat16"})
-    for settings in (learner_settings, half):
-        reach(str(tiny_base), settings, torch.device("cuda"), answers=8)
-
-    assert asked == [False, True]
+    assert found(autocast=True, answers=8) == found(autocast=True, answers=1)
+    assert found(autocast=False, answers=8) < found(autocast=False, answers=1)
 
 
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])

@@ -35,7 +35,6 @@ import learner.runs.publish
 import learner.runs.train
 from learner.distributed.place import ADDRESS, PORT, RANK, SIZE, Place
 from learner.once import as_launched, follow, lead, run_once
-from learner.policy.attention import takes_grouped_heads
 from learner.records import TrainingGroup
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -168,7 +167,6 @@ def fork(asked: dict[str, Any], rank: int) -> int:
 def prepare() -> None:
     """Do once what each process of a run would do anew: what libraries import and build at their
     first use. To search the imported libraries for garbage takes a process half a second."""
-    takes_grouped_heads()
     get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()
