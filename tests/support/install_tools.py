@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / ".venv-install" / "bin"
+MADE = ROOT / ".venv-install" / ".made"
+"""Written when all packages are installed."""
 COMPOSE = ROOT / "install" / "compose"
 SECRETS = ("POSTGRES_PASSWORD", "ADMIN_TOKEN_SHA256", "VLLM_API_KEY", "OPENAI_API_KEY", "MODELS")
 """What compose.yaml wants to be told."""
@@ -29,7 +31,7 @@ print(json.dumps({"code": done.returncode, "said": done.stderr, "made": made}))
 
 def tool(name: str, how: str = "tests/install/setup") -> str:
     """The program's path; the test is skipped, and says how to get it, where it is missing."""
-    found = shutil.which(name, path=str(OWN)) or shutil.which(name)
+    found = (MADE.exists() and shutil.which(name, path=str(OWN))) or shutil.which(name)
     if found is None:
         pytest.skip(f"no {name}: {how}")
     return found
@@ -37,7 +39,7 @@ def tool(name: str, how: str = "tests/install/setup") -> str:
 
 def own_python() -> Path:
     """The interpreter of `.venv-install`; the test is skipped where that is missing."""
-    if not (OWN / "python").exists():
+    if not MADE.exists():
         pytest.skip("no .venv-install: tests/install/setup")
     return OWN / "python"
 
