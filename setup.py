@@ -138,7 +138,7 @@ def options() -> dict[str, Any]:
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
         sys.exit(f"{SWITCH} is {asked!r}: 1 compiles the relay, 0 does not, empty where possible")
-    if asked == "0":
+    if asked == "0" or "sdist" in sys.argv:  # an sdist compiles nothing
         return {}
     if "editable_wheel" in sys.argv:
         sys.stderr.write("the relay is not compiled: an editable install runs the sources\n")

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -380,8 +381,9 @@ async def test_what_asks_for_no_key_takes_no_long_body(
 
         line, headers, body = await client.hear()
 
+        phrase = HTTPStatus(413).phrase  # other words from Python 3.13 on
         assert sent == 5 * len(PIECE)
-        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
+        assert (line, headers["connection"]) == (f"HTTP/1.1 413 {phrase}", "close")
         assert "takes no body" in json.loads(body)["error"]["message"]
 
 

@@ -38,8 +38,8 @@ def nested(depth: int, opens: bytes = b"[", closes: bytes = b"]") -> bytes:
 DEPTHS = [*range(sys.getrecursionlimit() - 150, sys.getrecursionlimit() + 10, 31), 20_000]
 """Around where one reader or another gives up, wherever it stands in the stack, and far beyond."""
 REFUSED = {
-    "arrays": (nested(5000), "nested_too_deep"),
-    "objects": (nested(5000, b'{"a":', b"}"), "nested_too_deep"),
+    "arrays": (nested(20_000), "nested_too_deep"),
+    "objects": (nested(20_000, b'{"a":', b"}"), "nested_too_deep"),
     "bytes of no text": (b'"\xff\xfe"', "not_text"),
     "integer": (b"1" * 5000, "number_too_long"),
     "negative integer": (b"-" + b"1" * 5000, "number_too_long"),
@@ -107,7 +107,7 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
     context.rate_limited_log._clock = lambda: 0.0
     bodies = [(body_with(value, size=size), reason) for value, reason in REFUSED.values()]
     # Only this one is read by msgspec alone.
-    bodies.append((body_with(nested(5000), size=size, more=b"0"), "nested_too_deep"))
+    bodies.append((body_with(nested(20_000), size=size, more=b"0"), "nested_too_deep"))
 
     with capture_logs() as logs:
         for sent_body, reason in bodies:
@@ -316,7 +316,7 @@ async def test_a_reply_nested_too_deep_reaches_its_client_and_is_recorded(
     wire: Wire,
 ) -> None:
     reply = b'{"choices":[{"index":0,"message":{"content":"a","z":%b},"token_ids":[1]}]}'
-    body = reply % nested(5000)
+    body = reply % nested(20_000)
     event = b"data: %b\n\n" % body
     whole, stream = wire.whole_reply(body), [wire.STREAM_HEAD, wire.chunk(event), wire.LAST_CHUNK]
     fake_vllm.script = lambda _: stream if streamed else [whole]
