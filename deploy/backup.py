@@ -9,28 +9,32 @@ outbox) are not in it. Backups in one folder share the files of adapters.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from sqlalchemy.engine import make_url
 
 from deploy.errors import BackupError
-from learner.adapter_folder import folder_digest
+from learner.adapter_folder import CONFIG, folder_digest
 from sidecar.store.engines import with_driver
 
 STORE: Final = "store.db"
 MANIFEST: Final = "backup.json"
 VERSION: Final = 1
 _LOGS: Final = ("-wal", "-shm")
+_OF_THE_BACKUP: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of writing: no other adapter would fare better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Backup:
     adapters: Mapping[str, str]
     """Absolute path of each folder as the store names it -> its digest, which is its name here."""
     missing: Mapping[str, str]
-    """Path of each folder that could not be copied as it was registered -> why."""
+    """Path of each folder that is not in it as it was registered -> why."""
     version: int = VERSION
 
 
@@ -61,70 +65,97 @@ def store_file(store_url: str) -> Path:
 def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) -> Backup:
     """Write a backup into a folder, which is made. Raises: BackupError; nothing in it counts then,
     because `backup.json` is missing."""
-    if folder.exists() and any(folder.iterdir()):
-        raise BackupError(f"{folder} is not empty; give a new folder for each backup")
     if not store.exists():
         raise BackupError(f"{store} is not there; check store.url")
     made_at = now()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BackupError(f"{folder} is not empty; give a new folder for each backup")
         copy = folder / STORE
         with closing(sqlite3.connect(store)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))
         copy.chmod(0o600)
+        _sync(copy)
         adapters, missing = dict[str, str](), dict[str, str]()
-        for path, digest in _named_by(copy):
+        for path, digest in _named_by(copy).items():
+            target = folder / "adapters" / digest
             try:
-                target = folder / "adapters" / digest
                 if not target.exists():
-                    _copy(Path(path), target)
+                    _copy_for_backup(Path(path), target)
                 adapters[path] = digest
             except (OSError, BackupError) as error:
+                if isinstance(error, OSError) and error.errno in _OF_THE_BACKUP:
+                    raise
                 missing[path] = str(error)
-                shutil.rmtree(target, ignore_errors=True)
+                _remove(target)
         made = Backup(made_at, _hash(copy), adapters, missing)
+        manifest = folder / MANIFEST
+        manifest.with_suffix(".part").write_text(json.dumps(asdict(made), indent=1))
+        _sync(manifest.with_suffix(".part"))
+        manifest.with_suffix(".part").rename(manifest)
         _sync(folder)
-        (folder / MANIFEST).write_text(json.dumps(asdict(made), indent=1))
     except (OSError, sqlite3.Error) as error:
-        raise BackupError(f"{folder}: the backup failed: {error}") from error
+        raise BackupError(f"{folder}: the backup failed: {error}; remove the folder") from error
     return made
 
 
 def read_backup(folder: Path) -> Backup:
-    """Read a backup and check all that it holds. Raises: BackupError."""
+    """Read a backup and check it. Raises: BackupError when its store cannot be used.
+
+    Returns: also what became of it since, in `missing`: an adapter that was damaged does not keep
+    the rest from being restored.
+    """
     try:
         made = Backup(**json.loads((folder / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        told = {**made.adapters, **made.missing}
+        if not all(isinstance(one, str) for pair in told.items() for one in pair):
+            raise ValueError("a path or a digest is no text")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
     if made.version != VERSION:
         raise BackupError(f"{folder} is of another release; restore it with that one")
     try:
         if _hash(folder / STORE) != made.store_sha256:
             raise BackupError(f"{folder / STORE} was changed after it was written; take another")
-        for digest in set(made.adapters.values()):
-            _check(folder / "adapters" / digest, digest)
-    except OSError as error:
+        named = _named_by(folder / STORE)
+    except (OSError, sqlite3.Error) as error:
         raise BackupError(f"{folder}: {error}") from error
-    return made
+    if any(named.get(path) != digest for path, digest in made.adapters.items()):
+        raise BackupError(f"{folder / MANIFEST} names folders that the store in it does not name")
+    damaged = dict[str, str]()
+    for path, digest in made.adapters.items():
+        try:
+            _check(folder / "adapters" / digest, digest)
+        except BackupError as error:
+            damaged[path] = str(error)
+    kept = {path: digest for path, digest in made.adapters.items() if path not in damaged}
+    return replace(made, adapters=kept, missing={**made.missing, **damaged})
 
 
 def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) -> Backup:
     """Put a backup in the place of the store, and its folders where they are not as registered.
 
     What was there is kept beside it under a name that ends in `.before-<unix seconds>`. The
-    processes must have ended. Raises: BackupError, before anything is changed if the backup is
-    not whole or the store is open.
+    processes must have ended. Returns: the backup; what is in its `missing` was left as it is.
+    Raises: BackupError, before anything is changed if the backup is not whole, a path of it holds
+    something else than an adapter, or the store is open.
     """
     made = read_backup(folder)
+    for there in map(Path, made.adapters):
+        if not there.is_absolute() or (there.exists() and not (there / CONFIG).is_file()):
+            raise BackupError(f"{there} is no folder of an adapter: nothing was restored")
     _refuse_open(store)
     end = f".before-{now():.0f}"
+    fresh = store.with_name(f"{store.name}.restored")
     try:
         for path, digest in made.adapters.items():
             _put_back(folder / "adapters" / digest, Path(path), digest, end)
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = store.with_name(f"{store.name}.restored")
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
+        _sync(fresh)
+        _refuse_open(store)
         for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
             if (old := store.with_name(store.name + log)).exists():
                 old.rename(store.with_name(f"{store.name}{end}{log}"))
@@ -133,11 +164,12 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         fresh.replace(store)  # at no moment is there no store: a process would begin a new one
         _sync(store.parent)
     except OSError as error:
+        fresh.unlink(missing_ok=True)
         raise BackupError(f"{store}: not restored: {error}") from error
     return made
 
 
-def _named_by(store: Path) -> list[tuple[str, str]]:
+def _named_by(store: Path) -> dict[str, str]:
     """Return path and digest of each version whose folder was not removed; check the file too."""
     with closing(sqlite3.connect(store)) as connection:
         [(sound,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
@@ -146,22 +178,33 @@ def _named_by(store: Path) -> list[tuple[str, str]]:
         rows = connection.execute(
             "SELECT DISTINCT path, digest FROM adapter_version WHERE removed_at IS NULL"
         )
-        return [(str(path), str(digest)) for path, digest in rows]
+        return {str(path): str(digest) for path, digest in rows}
 
 
-def _copy(folder: Path, target: Path) -> None:
-    """Copy an adapter's folder, by links to the files of a whole copy in a backup beside this one.
-    Raises: OSError; BackupError when it has other bytes than its digest, the target's name."""
-    for other in target.parents[1].parent.glob(f"*/adapters/{target.name}"):
-        if other != target:
-            try:
-                _check(other, target.name)
-                shutil.copytree(other, target, copy_function=os.link)
-                return
-            except (OSError, BackupError):
-                shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder, target)
+def _copy_for_backup(folder: Path, target: Path) -> None:
+    """Copy an adapter's folder, by links to the files of a whole backup beside this one if it has
+    it. Raises: OSError; BackupError when it has other bytes than its digest, the target's name."""
+    for whole in target.parents[1].parent.glob(f"*/{MANIFEST}"):
+        other = whole.parent / "adapters" / target.name
+        try:
+            _check(other, target.name)
+            _copy(other, target, os.link)
+        except (OSError, BackupError):
+            _remove(target)
+        else:
+            return
+    _copy(folder, target, shutil.copy2)
     _check(target, target.name)
+
+
+def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> None:
+    """Copy the files of an adapter's folder, which has no folders."""
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and not file.is_symlink():
+            one(file, target / file.name)
+            _sync(target / file.name)
+    _sync(target)
 
 
 def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
@@ -170,11 +213,11 @@ def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
             return _check(target, digest)
         except BackupError:
             target.rename(target.with_name(target.name + end))
-    fresh = target.with_name(f".{target.name}.restored")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    fresh.rename(target)
-    return None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
+        _copy(source, Path(fresh) / digest, shutil.copy2)
+        (Path(fresh) / digest).rename(target)
+    return _sync(target.parent)
 
 
 def _refuse_open(store: Path) -> None:
@@ -206,12 +249,16 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    """Write all files below a folder, and the folder itself, through to the disk."""
-    for path in (folder, *folder.iterdir()):
-        if path.is_file() or path == folder:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        folder.chmod(0o700)  # a copy of a read-only folder
+        shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

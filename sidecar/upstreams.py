@@ -7,8 +7,10 @@ Service. Plain HTTP alone: no certificate names a pod's address.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,14 +25,18 @@ def addresses_of(host: str, port: int) -> Sequence[str]:
     """Look a name up. Returns: its IPv4 addresses, else its IPv6 ones; empty: it has none now."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return ()
     first = socket.AF_INET if any(one[0] == socket.AF_INET for one in found) else socket.AF_INET6
     return sorted({str(address[0]) for family, *_, address in found if family == first})
 
 
 class Upstreams:
-    """What one list of base URLs in the settings stands for. For one thread at a time."""
+    """What one list of base URLs in the settings stands for. For one thread at a time.
+
+    Names are looked up in a thread of their own, which a process that ends does not wait for: a
+    DNS server may take half a minute to answer.
+    """
 
     def __init__(
         self,
@@ -43,23 +49,31 @@ class Upstreams:
         self._look_up = look_up or addresses_of
         self._clock = clock
         self._looked_up_at = -LOOKUP_S
+        self._thread: threading.Thread | None = None
         self._misses: dict[str, dict[str, int]] = {}
         """Entry of the settings -> address -> look-ups in a row that did not name it."""
         self.follows_dns = any(urlsplit(url).scheme == DNS for url in urls)
 
     def now(self) -> Sequence[str]:
-        """Return the base URLs without a slash at the end. Blocks while it looks names up, which
-        it does every `LOOKUP_S`.
+        """Return the base URLs without a slash at the end, as the last look-up found them. Every
+        `LOOKUP_S` it begins another one; it waits for the first one alone, and as long at most.
 
         A name that has no address keeps its last ones: a DNS server that is away takes no vLLM
         away. One that never had any stands for itself, so that there is something to ask.
         """
-        if self._clock() - self._looked_up_at >= LOOKUP_S:
-            self._looked_up_at = self._clock()
-            for url in self._urls:
-                if (parts := urlsplit(url)).scheme == DNS:
-                    self._follow(url, self._look_up(parts.hostname or "", parts.port or 80))
+        due = self._clock() - self._looked_up_at >= LOOKUP_S
+        if self.follows_dns and due and not (self._thread and self._thread.is_alive()):
+            self._looked_up_at, first = self._clock(), self._thread is None
+            self._thread = threading.Thread(target=self._look_all_up, daemon=True)
+            with suppress(RuntimeError):  # no thread can be started now: the next call tries
+                self._thread.start()
+                self._thread.join(LOOKUP_S if first else 0)
         return tuple(dict.fromkeys(one for url in self._urls for one in self._of(url)))
+
+    def _look_all_up(self) -> None:
+        for url in self._urls:
+            if (parts := urlsplit(url)).scheme == DNS:
+                self._follow(url, self._look_up(parts.hostname or "", parts.port or 80))
 
     def _follow(self, url: str, named: Sequence[str]) -> None:
         if not named:

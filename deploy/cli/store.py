@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+from collections.abc import Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from deploy.cli.context import (
 )
 from deploy.cli.files import alone, replace_file
 from deploy.cli.output import Output, note, print_found, require_store, say
+from sidecar.errors import StateLockError
 from sidecar.store.keyring import KEY_BYTES, read_keys
 from sidecar.visible import counted
 
@@ -163,10 +165,7 @@ def store_backup(context: typer.Context, folder: Folder, output: Output = "text"
         note(str(error))
         raise typer.Exit(1) from None
     print_found({"adapters": len(made.adapters), "store_sha256": made.store_sha256}, output)
-    for path, why in made.missing.items():
-        note(f"not in the backup: {path}: {why}")
-    if made.missing:
-        raise typer.Exit(1)
+    _say_missing(made.missing)
 
 
 @store_app.command("restore")
@@ -174,19 +173,27 @@ def store_restore(context: typer.Context, folder: Folder, output: Output = "text
     """Put a backup in the place of the store, and its adapters where they were. Stop everything
     before, proxies of other hosts too: a running one keeps the newer routing table. What was there
     is kept beside it."""
+    from contextlib import ExitStack
+
     from deploy.backup import restore, store_file
     from deploy.errors import BackupError
-    from deploy.preflight.settings import LOCKS
-    from sidecar.processes import holder
+    from sidecar.processes import only_one
 
     settings = settings_of(context)
-    running = [name for name in (*LOCKS, "learn") if holder(settings.state_dir, name)]
-    if running:
-        note(f"{', '.join(running)} still runs with this state_dir; stop all processes first")
-        raise typer.Exit(1)
     try:
-        made = restore(folder, store_file(settings.store.url))
-    except BackupError as error:
+        with ExitStack() as locks:
+            for name in ("up", "ingest", "control", "learn"):  # none of them starts meanwhile
+                locks.enter_context(only_one(settings.state_dir, name))
+            made = restore(folder, store_file(settings.store.url))
+    except (BackupError, StateLockError) as error:
         note(str(error))
         raise typer.Exit(1) from None
     print_found({"adapters": len(made.adapters), "made_at": made.made_at}, output)
+    _say_missing(made.missing)
+
+
+def _say_missing(missing: Mapping[str, str]) -> None:
+    for path, why in missing.items():
+        note(f"not in the backup: {path}: {why}")
+    if missing:
+        raise typer.Exit(1)

@@ -86,9 +86,7 @@ class Engines:
 
     async def follow(self) -> None:
         """Begin with the vLLMs that have come, and end with those that have gone."""
-        serving, sampling = await asyncio.to_thread(
-            lambda: (self._serving.now(), self._sampling.now())
-        )
+        serving, sampling = self._serving.now(), self._sampling.now()
         gone = self._engines.keys() - {*serving, *sampling}
         for url in (*serving, *sampling):
             if url not in self._engines:

@@ -200,7 +200,6 @@ class ReplicaSampler:
         self._interval_s = interval_s
         self._upstreams = upstreams
         self._opened = opened
-        self._following = False
         self._gone = list[_Guarded]()
         self._replicas = {url: self._guarded(url, one) for url, one in replicas.items()}
 
@@ -257,13 +256,9 @@ class ReplicaSampler:
 
     async def _follow(self) -> None:
         """Take in the vLLMs that have come, and leave out those that have gone."""
-        if self._following or self._upstreams is None or not self._upstreams.follows_dns:
+        if self._upstreams is None or not self._upstreams.follows_dns:
             return
-        self._following = True
-        try:
-            urls = await asyncio.to_thread(self._upstreams.now)
-        finally:
-            self._following = False
+        urls = self._upstreams.now()
         if self._opened is not None and list(urls) != list(self._replicas):
             known = self._replicas
             self._gone += [one for url, one in known.items() if url not in urls]

@@ -6,8 +6,10 @@ A message never quotes a value that may hold a secret: URLs, keys and tokens are
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
+import stat
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +147,10 @@ def _web_url_or_none(url: str) -> str:
 
 
 def _upstream(url: str) -> str:
+    if url.lower().startswith("dns+") and not url.startswith(f"{DNS}:"):
+        raise ValueError(
+            f"{_quoted(url)}is not {DNS}://NAME:PORT; no certificate names the address of a replica"
+        )
     parts = _split(url.removeprefix("dns+") if url.startswith(f"{DNS}:") else url)
     if parts.username is not None or parts.password is not None:
         raise ValueError("holds a user name or a password; set serving.api_key instead")
@@ -245,15 +251,19 @@ def from_file(value: object) -> object:
     if not path.is_absolute():
         raise ValueError("names a file by a relative path; give file: and an absolute one")
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_SECRET_BYTES + 1).decode().strip()
+        # A pipe would be waited for until somebody writes into it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("names something else than a plain file")
+            found = file.read(MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise ValueError(f"names a file that cannot be read ({error.strerror})") from None
+    if len(found) > MAX_SECRET_BYTES or not found.strip():
+        raise ValueError(f"names a file that is empty, or has over {MAX_SECRET_BYTES} bytes")
+    try:
+        return found.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         raise ValueError("names a file that is not UTF-8; save the secret as plain text") from None
-    if not text or len(text) > MAX_SECRET_BYTES:
-        raise ValueError(f"names a file that is empty, or has over {MAX_SECRET_BYTES} bytes")
-    return text
 
 
 def read_secret(value: object) -> object:

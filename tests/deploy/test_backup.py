@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sqlite3
@@ -98,7 +99,7 @@ def test_backups_beside_each_other_share_the_files_of_adapters(store: Path, tmp_
         back_up(store, tmp_path / "all" / name)
 
     weights = [*(tmp_path / "all").glob(f"*/adapters/*/{WEIGHTS}")]
-    assert [one.stat().st_nlink for one in weights] == [2, 2]
+    assert [one.stat().st_nlink for one in weights] == [2, 2]  # none is the live one
     assert read_backup(tmp_path / "all" / "two").missing == {}
 
     weights[0].chmod(0o600)
@@ -106,6 +107,22 @@ def test_backups_beside_each_other_share_the_files_of_adapters(store: Path, tmp_
     made = back_up(store, tmp_path / "all" / "three")
     assert (len(made.adapters), made.missing) == (2, {})
     assert read_backup(tmp_path / "all" / "three") == made
+
+
+def test_no_file_is_shared_with_live_adapters_or_a_backup_that_was_killed(
+    store: Path, tmp_path: Path
+) -> None:
+    live = folders(store)[0]
+    digest = folder_digest(live)
+    for beside in (tmp_path / "state", tmp_path / "killed"):
+        shutil.copytree(live, beside / "adapters" / digest)
+    (tmp_path / "killed" / "adapters" / digest / "lineage.json").unlink(missing_ok=True)
+
+    back_up(store, tmp_path / "kept")
+
+    made = tmp_path / "kept" / "adapters" / digest
+    assert {one.name for one in made.iterdir()} == {one.name for one in live.iterdir()}
+    assert all(one.stat().st_nlink == 1 for one in made.iterdir())
 
 
 def test_an_altered_adapter_is_left_out_and_named(store: Path, tmp_path: Path) -> None:
@@ -148,12 +165,55 @@ def test_a_backup_that_is_not_whole_changes_nothing(world: World, store: Path, k
     (kept / "store.db").write_bytes(whole + b"x")
     refused("was changed")
     (kept / "store.db").write_bytes(whole)
+    (kept / backup.MANIFEST).write_text(manifest.replace(str(folders(store)[0]), "/etc"))
+    refused("does not name")
+    for text in (manifest.replace('"adapters": {', '"adapters": [{'), "[" * 100_000):
+        (kept / backup.MANIFEST).write_text(text)
+        refused("no whole backup")
+
+
+def test_a_damaged_adapter_keeps_nothing_else_from_being_restored(
+    world: World, store: Path, kept: Path
+) -> None:
+    before = champion(store)
     weights = next((kept / "adapters").iterdir()) / WEIGHTS
     weights.chmod(0o600)
     weights.write_bytes(b"x")
-    refused("other bytes")
-    shutil.rmtree(kept / "adapters")
-    refused("cannot be read")
+    world.promote(world.register(3))
+    world.database.close()
+
+    made = restore(kept, store)
+
+    assert champion(store) == before
+    assert made.adapters == {}
+    assert all("other bytes" in why for why in made.missing.values())
+
+
+def test_what_is_no_adapter_is_never_moved(world: World, store: Path, kept: Path) -> None:
+    """A store that names another folder as an adapter's: a forged backup, or another machine's."""
+    first, _ = folders(store)
+    shutil.rmtree(first)
+    first.mkdir()
+    (first / "precious").touch()
+    world.database.close()
+
+    with pytest.raises(BackupError, match="no folder of an adapter"):
+        restore(kept, store)
+
+    assert (first / "precious").exists()
+
+
+def test_a_full_disk_ends_a_backup(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("deploy.backup.shutil.copy2", full)
+    with pytest.raises(BackupError, match="No space left"):
+        back_up(store, tmp_path / "kept")
+    with pytest.raises(BackupError, match="no whole backup"):
+        read_backup(tmp_path / "kept")
 
 
 def test_a_store_that_is_open_elsewhere_is_not_replaced(

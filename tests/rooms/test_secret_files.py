@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,42 @@ def test_a_file_without_a_usable_secret_is_refused_and_not_quoted(
     assert why in text
     assert "\n" not in text
     assert "top" not in text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_plain_file_is_refused_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", f"file:{path}")
+
+    with pytest.raises(SettingsError, match=r"plain file|Is a directory"):
+        load_settings()
+
+
+def test_the_mark_that_editors_begin_a_file_with_is_no_part_of_a_secret(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret.write_bytes(b"\xef\xbb\xbfs3cret\r\n")
+    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", f"file:{secret}")
+
+    key = load_settings().judge.api_key
+
+    assert key is not None
+    assert key.get_secret_value() == "s3cret"
+
+
+@pytest.mark.parametrize("url", ["dns+https://a:1", "DNS+HTTP://a:1", "dns+x"])
+def test_another_kind_of_dns_name_says_which_there_is(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_SERVING__UPSTREAMS", f'["{url}"]')
+    with pytest.raises(SettingsError, match=r"is not dns\+http://NAME:PORT"):
+        load_settings()
 
 
 def test_tokens_of_variables_may_stand_in_files(

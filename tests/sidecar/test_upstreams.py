@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -26,9 +27,14 @@ class Names:
         self.asked.append((host, port))
         return self.addresses
 
-    def later(self, *addresses: str) -> None:
+    def later(self, found: Upstreams, *addresses: str) -> Sequence[str]:
+        """What is found once these addresses were looked up."""
         self.addresses = addresses
         self.now += LOOKUP_S
+        found.now()
+        assert found._thread is not None
+        found._thread.join()
+        return found.now()
 
 
 def test_a_name_stands_for_all_its_addresses_among_urls_that_stand_for_themselves() -> None:
@@ -65,8 +71,8 @@ def test_a_name_is_looked_up_no_more_often_than_its_ttl() -> None:
     names.now += LOOKUP_S - 0.1
     assert found.now() == ("http://10.0.0.1:8000",)
 
-    names.now += 0.1
-    assert "http://10.0.0.2:8000" in found.now()
+    names.now -= LOOKUP_S - 0.1
+    assert "http://10.0.0.2:8000" in names.later(found, "10.0.0.2")
 
 
 def test_an_address_comes_at_once_and_goes_after_some_answers_without_it() -> None:
@@ -76,8 +82,7 @@ def test_an_address_comes_at_once_and_goes_after_some_answers_without_it() -> No
 
     seen = []
     for _ in range(MISSES):
-        names.later("10.0.0.2", "10.0.0.3")
-        seen.append(found.now())
+        seen.append(names.later(found, "10.0.0.2", "10.0.0.3"))
 
     both = ("http://10.0.0.2:8000", "http://10.0.0.3:8000")
     assert seen == [("http://10.0.0.1:8000", *both)] * (MISSES - 1) + [both]
@@ -89,8 +94,7 @@ def test_an_address_that_is_named_again_counts_anew() -> None:
     found.now()
 
     for number in range(3 * MISSES):
-        names.later("10.0.0.1" if number % 2 else "10.0.0.2")
-        assert len(found.now()) == 2
+        assert len(names.later(found, "10.0.0.1" if number % 2 else "10.0.0.2")) == 2
 
 
 def test_a_server_that_is_away_takes_no_address_away() -> None:
@@ -99,8 +103,7 @@ def test_a_server_that_is_away_takes_no_address_away() -> None:
     found.now()
 
     for _ in range(2 * MISSES):
-        names.later()
-        assert found.now() == ("http://10.0.0.1:8000",)
+        assert names.later(found) == ("http://10.0.0.1:8000",)
 
 
 def test_a_name_that_has_no_address_yet_stands_for_itself() -> None:
@@ -108,12 +111,45 @@ def test_a_name_that_has_no_address_yet_stands_for_itself() -> None:
     found = names.upstreams(NAME)
     assert found.now() == ("http://vllm.svc:8000",)
 
-    names.later("10.0.0.1")
+    assert names.later(found, "10.0.0.1") == ("http://10.0.0.1:8000",)
+
+
+def test_a_look_up_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, goes_on = Names("10.0.0.1"), threading.Event()
+    found = names.upstreams(NAME)
     assert found.now() == ("http://10.0.0.1:8000",)
+
+    def hang(host: str, port: int) -> Sequence[str]:
+        goes_on.wait()
+        return ("10.0.0.2",)
+
+    monkeypatch.setattr(found, "_look_up", hang)
+    for _ in range(3):
+        names.now += LOOKUP_S
+        assert found.now() == ("http://10.0.0.1:8000",)
+    assert found._thread is not None
+    assert found._thread.daemon
+    goes_on.set()
+    found._thread.join()
+    assert "http://10.0.0.2:8000" in found.now()
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("10.0.0.1")
+    found = names.upstreams(NAME)
+
+    def full(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sidecar.upstreams.threading.Thread.start", full)
+        assert found.now() == ("http://vllm.svc:8000",)
+    assert names.later(found, "10.0.0.1") == ("http://10.0.0.1:8000",)
 
 
 @pytest.mark.parametrize(
-    ("host", "addresses"), [("127.0.0.1", ["127.0.0.1"]), ("no-such-name.invalid", [])]
+    ("host", "addresses"),
+    [("127.0.0.1", ["127.0.0.1"]), ("no-such-name.invalid", []), ("a" * 64, [])],
 )
 def test_a_real_look_up(host: str, addresses: list[str]) -> None:
     assert list(addresses_of(host, 80)) == addresses
