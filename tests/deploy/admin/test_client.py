@@ -125,7 +125,8 @@ def test_another_service_on_the_port_is_named_with_the_settings(reply: bytes) ->
 
     assert str(refused.value) == (
         f"admin API: what answers at http://127.0.0.1:{port}/admin/v1/status is not it "
-        f"(404 {reply.decode()}); check admin.host and admin.port: they must be those of control"
+        f"(404 {reply.decode()}); check admin.url, or admin.host and admin.port: they must be "
+        "those of control"
     )
 
 

@@ -298,7 +298,7 @@ async def test_a_connection_that_is_to_close_does_not_wait_for_ever_for_its_clie
     reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
     fake_vllm.script = lambda _: [reply]
     running = await start_proxy(
-        proxy={"write_timeout_s": 0.3, "idle_timeout_s": 0.3}, capture={"sample_rate": 0.0}
+        proxy={"write_timeout_s": 0.3, "idle_timeout_s": 3.0}, capture={"sample_rate": 0.0}
     )
     client = await dial(running, limit=1024)
     client.pause_reading()
