@@ -79,6 +79,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "exchanges export": ("--out", "{folder}/out.jsonl"),
     "forget": ("--user", "4711", "--yes"),
     "store new-key": ("--file", "{folder}/keys"),
+    "store backup": ("{folder}/backup",),
     "dashboards": ("{folder}/monitoring",),
     "docs": (),
 }
@@ -97,6 +98,7 @@ ELSEWHERE = {
     "exchanges show": "tests/deploy/cli/test_exchanges.py",
     "tasks show": "tests/deploy/admin/test_task_groups.py",
     "store rotate-key": "tests/deploy/cli/test_store.py",
+    "store restore": "tests/deploy/test_backup.py",
 }
 """Command -> where its 0 is tested."""
 COMMANDS = sorted(set(EXAMPLES) - PROCESSES)
@@ -187,12 +189,13 @@ OTHER_CODES = {
     "canary wait": 4,
     "canary watch": 4,
     "rehearsals ls": 0,
+    "store backup": 0,
     "learn": 3,
     "judge calibrate": 2,
     "judge sessions": 2,
 }
 """`canary wait`, `watch`: 1 says rolled back. `learn --once`: nothing to learn from; it makes
-a store, in which nothing was rehearsed. `judge calibrate`: its file is not there. `judge sessions`:
+a store, in which nothing was rehearsed, and which a backup has. `judge calibrate`: its file is not there. `judge sessions`:
 the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
     "learn": ("--once",),
@@ -205,6 +208,8 @@ MISSING: dict[str, tuple[str, ...]] = {
     "tasks show": ("tg_1",),
     "learner override": ("--reason", "x"),
     "store rotate-key": (),
+    "store backup": ("{folder}/backup",),
+    "store restore": ("{folder}/none",),
 }
 
 

@@ -31,7 +31,7 @@ SHORT = {
     "deploy.engine.reconcile:MISSING_S": 0.1,
     "deploy.engine.reconcile:CHECK_S": 0.05,
     "deploy.line_loops:CHECK_S": 0.05,
-    "deploy.process:RECONCILE_S": 0.1,
+    "deploy.engine.engines:RECONCILE_S": 0.1,
 }
 END_S = 90.0
 ROUNDS = 10

@@ -14,7 +14,9 @@ from torch.distributed.run import get_args_parser
 
 from learner.__main__ import parser
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "several-processes.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "several-processes.md"
+VALUES = ROOT / "install" / "helm" / "learning-sidecar" / "values.yaml"
 
 
 def blocks(language: str) -> list[str]:
@@ -59,19 +61,14 @@ def test_the_slurm_script_is_bash_and_starts_a_run() -> None:
     assert gpus[1] == found.nproc_per_node
 
 
-def test_the_kubernetes_job_is_yaml_and_starts_a_run() -> None:
+def test_the_values_of_the_chart_have_a_process_for_each_card() -> None:
+    """What the chart makes of them: tests/install/test_chart.py."""
     (text,) = blocks("yaml")
-    job = yaml.safe_load(text)
-    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "CronJob")
-    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"
-    (container,) = pod["containers"]
+    learn = yaml.safe_load(text)["learn"]
+    chart = yaml.safe_load(VALUES.read_text())
 
-    found = require_true(container["command"])
-
-    assert int(found.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    mounts = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    assert learn["processes"] == learn["resources"]["limits"]["nvidia.com/gpu"] > 1
+    assert set(learn) <= set(chart["learn"])
 
 
 @pytest.mark.parametrize("language", ["bash", "yaml"])
