@@ -195,8 +195,8 @@ OTHER_CODES = {
     "judge sessions": 2,
 }
 """`canary wait`, `watch`: 1 says rolled back. `learn --once`: nothing to learn from; it makes
-a store, in which nothing was rehearsed, and which a backup has. `judge calibrate`: its file is not there. `judge sessions`:
-the settings name no judge."""
+a store, in which nothing was rehearsed, and which a backup has. `judge calibrate`: its file is not
+there. `judge sessions`: the settings name no judge."""
 MISSING: dict[str, tuple[str, ...]] = {
     "learn": ("--once",),
     "adapters push": ("v1", "--to", "hub:o/n", "--reason", "x"),
