@@ -165,8 +165,8 @@ NOT_RUN = {
     "sidecar/store/migrations/env.py:_create_tables": "makes the tables of a new store",
 }
 """Functions that ask the store and that `support.store_use` does not run -> why."""
-OTHER_FILES = ("sidecar/capture/outbox", "sidecar/forwarding/sender")
-"""Beginnings of modules whose connections are to other files than the store."""
+OTHER_FILES = ("sidecar/capture/outbox", "sidecar/forwarding/sender", "deploy/backup")
+"""Beginnings of modules whose connections are to other files than the store, or copy it whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
