@@ -27,6 +27,7 @@ from sqlalchemy.engine import make_url
 
 from deploy.errors import BackupError
 from learner.adapter_folder import CONFIG, folder_digest
+from learner.resume import remove_folder, sync
 from sidecar.store.engines import with_driver
 
 STORE: Final = "store.db"
@@ -76,7 +77,7 @@ def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) 
         with closing(sqlite3.connect(store)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))
         copy.chmod(0o600)
-        _sync(copy)
+        sync(copy)
         adapters, missing = dict[str, str](), dict[str, str]()
         for path, digest in _named_by(copy).items():
             target = folder / "adapters" / digest
@@ -88,13 +89,13 @@ def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) 
                 if isinstance(error, OSError) and error.errno in _OF_THE_BACKUP:
                     raise
                 missing[path] = str(error)
-                _remove(target)
+                remove_folder(target)
         made = Backup(made_at, _hash(copy), adapters, missing)
-        manifest = folder / MANIFEST
-        manifest.with_suffix(".part").write_text(json.dumps(asdict(made), indent=1))
-        _sync(manifest.with_suffix(".part"))
-        manifest.with_suffix(".part").rename(manifest)
-        _sync(folder)
+        part = folder / f"{MANIFEST}.part"
+        part.write_text(json.dumps(asdict(made), indent=1))
+        sync(part)
+        part.rename(folder / MANIFEST)
+        sync(folder)
     except (OSError, sqlite3.Error) as error:
         raise BackupError(f"{folder}: the backup failed: {error}; remove the folder") from error
     return made
@@ -154,7 +155,7 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
-        _sync(fresh)
+        sync(fresh)
         _refuse_open(store)
         for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
             if (old := store.with_name(store.name + log)).exists():
@@ -162,7 +163,7 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         if store.exists():
             os.link(store, store.with_name(store.name + end))
         fresh.replace(store)  # at no moment is there no store: a process would begin a new one
-        _sync(store.parent)
+        sync(store.parent)
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise BackupError(f"{store}: not restored: {error}") from error
@@ -190,7 +191,7 @@ def _copy_for_backup(folder: Path, target: Path) -> None:
             _check(other, target.name)
             _copy(other, target, os.link)
         except (OSError, BackupError):
-            _remove(target)
+            remove_folder(target)
         else:
             return
     _copy(folder, target, shutil.copy2)
@@ -203,8 +204,8 @@ def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> No
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink():
             one(file, target / file.name)
-            _sync(target / file.name)
-    _sync(target)
+            sync(target / file.name)
+    sync(target)
 
 
 def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
@@ -217,7 +218,7 @@ def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
         _copy(source, Path(fresh) / digest, shutil.copy2)
         (Path(fresh) / digest).rename(target)
-    return _sync(target.parent)
+    return sync(target.parent)
 
 
 def _refuse_open(store: Path) -> None:
@@ -247,18 +248,3 @@ def _check(folder: Path, digest: str) -> None:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        folder.chmod(0o700)  # a copy of a read-only folder
-        shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -515,10 +515,11 @@ class Supervisor:
         """Wait until one vLLM answers, and say what to check. Returns False when stopping."""
         said_at: float | None = None
         owned = bool(self._settings.engine.command)
-        while urls := upstreams.now():
+        while True:
+            urls = upstreams.now()
             statuses = {status_of(f"{url}/v1/models") for url in urls}
             if {200, 401} & statuses:
-                break
+                return True
             status = next((one for one in statuses if one is not None), None)
             now = time.monotonic()
             # While a child fails, its error must stand out: say nothing about vLLM.
@@ -528,7 +529,6 @@ class Supervisor:
                 self._announce(_waiting_line(" or ".join(urls), status, owned=owned))
             if self.stopping.wait(1.0):
                 return False
-        return True
 
 
 def _leftover(state_dir: Path) -> str | None:

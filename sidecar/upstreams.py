@@ -67,7 +67,8 @@ class Upstreams:
             self._thread = threading.Thread(target=self._look_all_up, daemon=True)
             with suppress(RuntimeError):  # no thread can be started now: the next call tries
                 self._thread.start()
-                self._thread.join(LOOKUP_S if first else 0)
+                if first:
+                    self._thread.join(LOOKUP_S)
         return tuple(dict.fromkeys(one for url in self._urls for one in self._of(url)))
 
     def _look_all_up(self) -> None:

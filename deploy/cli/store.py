@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,6 @@ from deploy.cli.context import (
 )
 from deploy.cli.files import alone, replace_file
 from deploy.cli.output import Output, note, print_found, require_store, say
-from sidecar.errors import StateLockError
 from sidecar.store.keyring import KEY_BYTES, read_keys
 from sidecar.visible import counted
 
@@ -157,13 +156,8 @@ def store_backup(context: typer.Context, folder: Folder, output: Output = "text"
     """Copy the store (SQLite) and the adapters that it names into a new folder; the processes may
     run meanwhile. Exit 1 when an adapter is not as it was registered."""
     from deploy.backup import back_up, store_file
-    from deploy.errors import BackupError
 
-    try:
-        made = back_up(store_file(settings_of(context).store.url), folder)
-    except BackupError as error:
-        note(str(error))
-        raise typer.Exit(1) from None
+    made = back_up(store_file(settings_of(context).store.url), folder)
     print_found({"adapters": len(made.adapters), "store_sha256": made.store_sha256}, output)
     _say_missing(made.missing)
 
@@ -173,21 +167,15 @@ def store_restore(context: typer.Context, folder: Folder, output: Output = "text
     """Put a backup in the place of the store, and its adapters where they were. Stop everything
     before, proxies of other hosts too: a running one keeps the newer routing table. What was there
     is kept beside it."""
-    from contextlib import ExitStack
-
     from deploy.backup import restore, store_file
-    from deploy.errors import BackupError
+    from deploy.supervise import LOCKED
     from sidecar.processes import only_one
 
     settings = settings_of(context)
-    try:
-        with ExitStack() as locks:
-            for name in ("up", "ingest", "control", "learn"):  # none of them starts meanwhile
-                locks.enter_context(only_one(settings.state_dir, name))
-            made = restore(folder, store_file(settings.store.url))
-    except (BackupError, StateLockError) as error:
-        note(str(error))
-        raise typer.Exit(1) from None
+    with ExitStack() as locks:
+        for name in ("up", *LOCKED):  # none of them starts meanwhile
+            locks.enter_context(only_one(settings.state_dir, name))
+        made = restore(folder, store_file(settings.store.url))
     print_found({"adapters": len(made.adapters), "made_at": made.made_at}, output)
     _say_missing(made.missing)
 

@@ -151,7 +151,7 @@ def _upstream(url: str) -> str:
         raise ValueError(
             f"{_quoted(url)}is not {DNS}://NAME:PORT; no certificate names the address of a replica"
         )
-    parts = _split(url.removeprefix("dns+") if url.startswith(f"{DNS}:") else url)
+    parts = _split(url.removeprefix("dns+"))
     if parts.username is not None or parts.password is not None:
         raise ValueError("holds a user name or a password; set serving.api_key instead")
     if parts.query or parts.fragment:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from typer.testing import CliRunner
 
 from deploy import backup
 from deploy.backup import back_up, read_backup, restore, store_file
-from deploy.cli.app import app
+from deploy.cli.main import main
 from deploy.errors import BackupError
 from deploy.registry import versions
 from learner.adapter_folder import WEIGHTS, folder_digest
@@ -249,7 +248,9 @@ def test_another_store_is_refused_with_what_to_do(url: str) -> None:
         store_file(url)
 
 
-def test_the_commands(world: World, store: Path, tmp_path: Path) -> None:
+def test_the_commands(
+    world: World, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.database.close()
     config = tmp_path / "sidecar.toml"
     state = tmp_path / "state"
@@ -257,8 +258,9 @@ def test_the_commands(world: World, store: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
 
     def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["--config", str(config), "store", *words])
-        return done.exit_code, done.output
+        code = main(["--config", str(config), "store", *words])
+        said = capsys.readouterr()
+        return code, said.out + said.err
 
     assert run("backup", str(kept))[0] == 0
     code, said = run("backup", str(kept))

@@ -14,21 +14,10 @@ from deploy.engine.reconcile import registered_path
 from deploy.registry.leases import keep_since, read_since
 from sidecar.settings import Serving, Settings
 from support.adapter_endpoints import MODEL, vllm_in_thread
+from support.dns_names import Names
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
-
-
-class Names:
-    """What the settings' DNS names stand for now."""
-
-    follows_dns = True
-
-    def __init__(self, *urls: str) -> None:
-        self.urls = urls
-
-    def now(self) -> tuple[str, ...]:
-        return self.urls
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ingest.vllm.load import EngineLoad
 from ingest.vllm.sampler import SampleRequest
 from ingest.vllm.watch import ReplicaSampler
 from sidecar.upstreams import Upstreams
+from support.dns_names import Names
 from support.fake_load import LIMITS, LoadedSampler, ScriptedLoad
 from support.fake_sampler import FakeSampler
 
@@ -157,18 +158,6 @@ async def test_when_all_fail_the_first_ones_error_is_raised(world: World) -> Non
 
     with pytest.raises(EngineDownError, match=r"^a$"):
         await world.said()
-
-
-class Names:
-    """What the settings' DNS names stand for now."""
-
-    follows_dns = True
-
-    def __init__(self, *urls: str) -> None:
-        self.urls = urls
-
-    def now(self) -> tuple[str, ...]:
-        return self.urls
 
 
 async def test_replicas_that_come_are_asked_and_those_that_went_are_not(world: World) -> None:
