@@ -246,7 +246,7 @@ def test_the_lineage_has_every_key_of_the_dictionary_and_no_other(trained: Train
 
 
 def keys_of(heading: str) -> list[str]:
-    """Return the first cells of the table below a heading of the dictionary."""
+    """Return the keys of the list below a heading of the dictionary."""
     _, _, after = DICTIONARY.read_text(encoding="utf-8").partition(f"{heading}\n")
-    table = after.partition("\n#")[0]
-    return re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    listed = after.partition("\n#")[0]
+    return re.findall(r"^- `([^`]+)`", listed, flags=re.MULTILINE)
