@@ -1,4 +1,4 @@
-"""`sidecar exchanges`: what agents asked and were answered, read from the store itself."""
+"""`sidecar exchanges`: what agents asked and were answered: read from the store, or imported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 
 
 exchanges_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Recorded exchanges: list, show, export, import.",
 )
 FORMS = ("jsonl", "trl-sft", "trl-preference", "art")
 SNIPPET = 60
@@ -281,10 +283,10 @@ def _score_range(text: str) -> tuple[str, tuple[float, float]]:
 
 
 def _champion(settings: Settings, project: str | None) -> str:
-    from ingest.grouping.selection import champion_of
+    from deploy.registry.versions import champion
 
     with open_store(settings) as database, database.read() as session:
-        return champion_of(session, settings.line_named(project).name)
+        return champion(session, settings.line_named(project).name)
 
 
 @contextmanager

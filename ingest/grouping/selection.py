@@ -654,14 +654,9 @@ def live_adapters(session: Session, model: str) -> frozenset[str]:
         table = decode_table(row.body)
     except DAMAGE as error:
         log.error("routing_table_damaged", model=model, why=f"{type(error).__name__}: {error}")
-        return frozenset({champion_of(session, model)})
+        alias = session.get(AliasRow, (model, "champion"))
+        return frozenset({alias.adapter if alias is not None else BASE})
     return frozenset({table.champion, table.canary or table.champion})
-
-
-def champion_of(session: Session, model: str) -> str:
-    """Return vLLM's name of a line's champion, or "base". model: name of the line."""
-    alias = session.get(AliasRow, (model, "champion"))
-    return alias.adapter if alias is not None else BASE
 
 
 def kept_adapters(session: Session, model: str) -> frozenset[str]:
