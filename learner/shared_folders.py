@@ -96,7 +96,8 @@ class SharedFolders:
         def write() -> None:
             if system.exists(f"{place}/{MANIFEST}"):
                 return
-            system.makedirs(place, exist_ok=True)
+            if place.startswith("/"):  # an object store has no folders, and would make a bucket
+                system.makedirs(place, exist_ok=True)
             files = []
             for path in sorted(one for one in folder.iterdir() if one.name in FILES):
                 system.put_file(str(path), f"{place}/{path.name}")

@@ -15,7 +15,7 @@ from sidecar.access.key_source import KeySource
 from sidecar.access.limits import open_limits
 from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path
-from sidecar.capture.recorder import Capture, ExchangeSink, Yielding
+from sidecar.capture.recorder import LIMITS, Capture, ExchangeSink, Yielding
 from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.feedback import LOCKED_S, FeedbackReceiver, FeedbackWriter
 from sidecar.logs import RateLimitedLog
@@ -41,6 +41,9 @@ from sidecar.workers.worker import ORPHAN_DRAIN_S, PROBED, READY, Handover, Pare
 log = structlog.get_logger()
 CONNECT_TIMEOUT_S = 5.0
 """Longest time to connect to one vLLM; then the next replica is asked."""
+ROUTING_POLL_S = 0.2
+"""How often the routing table is looked up; bounds how long a rollback and a revoked key take to be
+obeyed."""
 HEALTH_INTERVAL_S = 2.0
 """Seconds between two questions for the health and the adapters of a vLLM."""
 SLOW_FIRST_BYTE_S = 10.0
@@ -90,14 +93,14 @@ class Proxy:
         )
         spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
         traced = tracing is not None and tracing.spans is not None
-        propagation = Propagation(settings.telemetry.trace_sample_rate)
-        self.capture = Capture(settings.capture, sink, self.metrics, spans, yield_cpu)
+        propagation = Propagation()
+        self.capture = Capture(LIMITS, sink, self.metrics, spans, yield_cpu)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
         self.lines = FollowedLines(
             settings.lines,
             store_url=settings.store.url,
             state_dir=settings.state_dir,
-            poll_s=settings.proxy.routing_poll_s,
+            poll_s=ROUTING_POLL_S,
             metrics=self.metrics,
             port=settings.proxy.port if handover is None else handover.port,
             slot=None if handover is None else handover.slot,

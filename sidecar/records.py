@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -23,8 +23,11 @@ BASE = "base"
 """The adapter name for "no adapter": the base model answered."""
 
 Value = Raw | UnsetType  # JSON as the client wrote it; UNSET: absent
-Arm = Literal["champion", "canary", "rehearsal"]
-"""Why this adapter answers. `rehearsal`: an attempt at a recorded task is pinned to it."""
+Arm = Literal["champion", "canary", "rehearsal", "imported"]
+"""Why this adapter answers. `rehearsal`: an attempt at a recorded task is pinned to it. `imported`:
+another system answered, and a group of the exchange samples this adapter."""
+IMPORTED: Final = "imported"
+"""`arm`, `origin` and `untrainable_reason` of an exchange that came from another log."""
 Outcome = Literal["ok", "cut", "upstream_error"]
 """ok: the reply is complete; cut: the client left; upstream_error: vLLM failed during the reply."""
 Surface = Literal["chat", "completions", "responses", "messages", "embeddings"]
@@ -222,7 +225,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     task: str = ""
     """`x-sidecar-task`: sessions with one name are attempts at one task; empty when not sent."""
     origin: str = "user"
-    """user | rehearsal: who asked."""
+    """user | rehearsal | imported: who asked, or another log (`ingest.importing`)."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,13 +39,13 @@ def main() -> None:
             sampling_defaults={},
             grammar="as_asked",
         ),
-        bus=Bus(url=options.bus, batch=options.batch),
+        bus=Bus(url=options.bus),
         store=Store(url=options.store),
     )
     configure_logging(settings.telemetry, "ingest")
     bus, database = open_bus(settings.bus.url), Database(settings.store.url)
     database.upgrade()
-    intake = Intake(bus, database, settings)
+    intake = Intake(bus, database, settings, batch=options.batch)
     _collect_as_ingest_does()
     before = bus.lag()
     tell("ready")

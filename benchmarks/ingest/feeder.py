@@ -17,10 +17,9 @@ from pathlib import Path
 
 from benchmarks.ingest.traffic import MODEL, exchanges
 from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
-from sidecar.capture.recorder import Capture
+from sidecar.capture.recorder import LIMITS, Capture
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture
-from sidecar.settings import Capture as CaptureSettings
 
 ROUTE = Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model=MODEL)
 
@@ -33,7 +32,7 @@ def main(
     url: str, rate: float, seconds: float, log: Path, prefix: str, most: float = float("inf")
 ) -> None:
     outbox = Outbox(outbox_path(url, log.parent), max_rows=1_000_000)
-    capture = Capture(CaptureSettings(), outbox, Metrics(), None)
+    capture = Capture(LIMITS, outbox, Metrics(), None)
     capture.start()
     source = exchanges(prefix=prefix)
     reader = OutboxReader(outbox_path(url, log.parent))

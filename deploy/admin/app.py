@@ -28,10 +28,10 @@ from deploy.admin.reception import Reception
 from deploy.admin.records import record_router
 from deploy.admin.wire import AsciiJSONResponse, describe
 from sidecar.errors import StoreError
+from sidecar.processes import installed_version
 from sidecar.store.models import RoutingRow
 from sidecar.visible import counted
 
-VERSION = "0.1.0"
 NO_TABLE = (
     "the store has no routing table yet: the control that acts writes it at its start; look at its "
     "log, and whether store.url and serving.model are those of that control"
@@ -52,7 +52,7 @@ def create_routes(context: AdminContext) -> FastAPI:
     app = FastAPI(
         telemetry={"tracing": False},
         title="Learning sidecar: admin",
-        version=VERSION,
+        version=installed_version(),
         openapi_url="/admin/openapi.json",
         # Swagger's page would load scripts from another host; the schema alone is enough.
         docs_url=None,

@@ -140,6 +140,7 @@ EXAMPLES: dict[str, str] = {
     "exchanges ls": "sidecar exchanges ls --since 1h",
     "exchanges show": "sidecar exchanges show ex_1a2b3c",
     "exchanges export": "sidecar exchanges export --help",
+    "exchanges import": "sidecar exchanges import langfuse observations.jsonl",
     "store new-key": "sidecar store new-key --file keys",
     "store rotate-key": "sidecar store rotate-key",
     "store backup": "sidecar store backup /backup/2026-11-29",

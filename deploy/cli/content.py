@@ -1,15 +1,16 @@
-"""`sidecar exchanges`: what agents asked and were answered, read from the store itself."""
+"""`sidecar exchanges`: what agents asked and were answered: read from the store, or imported."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -35,6 +36,7 @@ from deploy.cli.output import (
     say_json,
 )
 from deploy.text import shown_time
+from sidecar.errors import OutboxError
 from sidecar.replies.parts import answer_text
 from sidecar.visible import counted
 
@@ -42,12 +44,17 @@ if TYPE_CHECKING:
     from deploy.forgetting import Report, Target
     from ingest.trajectories.recorded import RecordedTrajectory
     from ingest.trajectories.records import TrajectoryScore
+    from sidecar.capture.outbox import OutboxReader
+    from sidecar.feedback import Feedback
+    from sidecar.records import Exchange
     from sidecar.settings import Settings
     from sidecar.store.database import Database
 
 
 exchanges_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Recorded exchanges: list, show, export, import.",
 )
 FORMS = ("jsonl", "trl-sft", "trl-preference", "art")
 SNIPPET = 60
@@ -194,6 +201,158 @@ def exchanges_export(
     note(f"wrote {counted(written['lines'], 'line')}{left}")
     if written["locked"]:
         raise typer.Exit(1)
+
+
+LOGS = ("litellm", "langfuse", "tensorzero")
+"""Keys of `ingest.importing.FORMS`, which is loaded with the command alone."""
+RENDERED = ("messages", "tools", "chat_template_kwargs")
+"""Members of a chat request that its prompt is made of."""
+BATCH, WAITING = 50, 200
+"""Records that are written before those that wait on the bus are counted, and how many may wait: an
+import must not take the room of the proxy's."""
+UNREAD_S = 60.0
+"""How long a bus is waited for that nothing reads."""
+
+
+@exchanges_app.command("import")
+def exchanges_import(
+    context: typer.Context,
+    log: Annotated[str, typer.Argument(help=" | ".join(LOGS), autocompletion=completed_by(*LOGS))],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines, or one array of objects")],
+    project: Annotated[str, typer.Option(help="whose exchanges they become")] = "default",
+    score: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME or NAME=BAD:GOOD: a score of the log that becomes feedback, and the values "
+            "that mean -1 and 1 (0:1 if not given); repeat it for more"
+        ),
+    ] = None,
+) -> None:
+    """Import the log of another gateway: its prompts start groups, its sessions are held out.
+
+    What its models answered is shown, and never trained on. Rows that are no chat are left out and
+    counted. The same row imported again has no effect. It goes through the bus of this host, as the
+    proxy's records do: ingest must run here, or with Kafka a proxy.
+    """
+    from ingest.importing import Import, open_rows
+    from sidecar.bounds import PROJECT
+
+    settings = settings_of(context)
+    refuse_unknown("LOG", log, LOGS)
+    if not PROJECT.fullmatch(project):
+        raise typer.BadParameter(
+            "letters, digits, '.', '_' and '-', 64 at most", param_hint="--project"
+        )
+    own = project if project in settings.serving.own_adapters else None
+    with _renderer(settings) as render:
+        work = Import(
+            log,
+            public_model=settings.serving.model,
+            adapter=_champion(settings, own),
+            project=project,
+            scores=dict(map(_score_range, score or ())),
+            render=render,
+        )
+        try:
+            rows = work.read(row for path in files for row in open_rows(path))
+            imported = _to_bus(settings, map(work.record, rows))
+        except (OSError, OutboxError) as error:
+            note(f"{error}; what was imported stays, and the same command goes on")
+            raise typer.Exit(1) from None
+    exchanges, scores = imported["exchanges"], imported["scores"]
+    say(f"imported {counted(exchanges, 'exchange')}, {counted(scores, 'score')}")
+    for reason, number in sorted(work.left_out.items()):
+        say(f"left out: {number} {reason}")
+    if work.without_ids:
+        note(
+            f"vLLM could not render {counted(work.without_ids, 'prompt')} (too long, or not for "
+            "its chat template): they start no group"
+        )
+
+
+def _score_range(text: str) -> tuple[str, tuple[float, float]]:
+    name, given, values = text.partition("=")
+    low, _, high = values.partition(":")
+    try:
+        found = (float(low), float(high)) if given else (0.0, 1.0)
+    except ValueError:
+        found = (0.0, 0.0)
+    if found[0] == found[1] or not all(map(math.isfinite, found)):
+        raise typer.BadParameter(f"{text}: NAME=BAD:GOOD, two numbers", param_hint="--score")
+    return name, found
+
+
+def _champion(settings: Settings, project: str | None) -> str:
+    from deploy.registry.versions import champion
+
+    with open_store(settings) as database, database.read() as session:
+        return champion(session, settings.line_named(project).name)
+
+
+@contextmanager
+def _renderer(settings: Settings) -> Iterator[Callable[[dict[str, Any]], Sequence[int]]]:
+    """Yield a function that asks the first vLLM for the token ids of a chat request's prompt; it
+    returns none for a request that vLLM refuses. It raises OSError when no vLLM answers."""
+    import httpx
+
+    from sidecar.upstreams import Upstreams
+
+    key = settings.serving.api_key
+    headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+    url = (*Upstreams(settings.serving.upstreams).now(), "")[0]
+    with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+
+        def render(request: dict[str, Any]) -> Sequence[int]:
+            asked = {name: request[name] for name in RENDERED if name in request}
+            try:
+                reply = client.post("/tokenize", json={"model": settings.serving.model, **asked})
+                if reply.status_code in (400, 422):
+                    return ()
+                found = reply.raise_for_status().json()["tokens"]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise OSError(f"vLLM at {url} renders no prompt: {error!r}") from None
+            return tuple(found)
+
+        yield render
+
+
+def _to_bus(settings: Settings, records: Iterable[Exchange | Feedback | None]) -> Counter[str]:
+    """Write records to the bus, in batches, as fast as it is read. Raises: OutboxError."""
+    from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
+    from sidecar.feedback import Feedback, encode_feedback
+    from sidecar.records import encode_exchange
+    from sidecar.settings import open_keyring
+
+    bus = settings.bus
+    path = outbox_path(bus.url, settings.state_dir)
+    keyring = open_keyring(settings.store)
+    outbox = Outbox(path, max_rows=bus.max_rows, max_bytes=bus.max_bytes, keyring=keyring)
+    written: Counter[str] = Counter()
+    with closing(outbox), closing(OutboxReader(path)) as reader:
+        for record in records:
+            if record is None:
+                continue
+            if sum(written.values()) % BATCH == 0:
+                _wait_for_room(reader)
+            if isinstance(record, Feedback):
+                kind, name, packed = "scores", record.feedback_id, encode_feedback(record)
+            else:
+                kind, name, packed = "exchanges", record.exchange_id, encode_exchange(record)
+            if not outbox.append([(name, packed)]):
+                raise OutboxError("full", "the bus is full")
+            written[kind] += 1
+    return written
+
+
+def _wait_for_room(reader: OutboxReader) -> None:
+    """Wait until few records wait on the bus: the proxy's need the room. Raises: OutboxError."""
+    waiting, since = reader.count(), time.monotonic()
+    while (now := reader.count()) > WAITING:
+        if now < waiting:
+            waiting, since = now, time.monotonic()
+        elif time.monotonic() - since > UNREAD_S:
+            raise OutboxError("full", f"{now} records wait on the bus, and nothing reads it")
+        time.sleep(0.2)
 
 
 def _export(

@@ -1,8 +1,8 @@
 """API keys in the store: create, list and revoke. Each change adds an audit row.
 
-Only deploy writes the table; every proxy polls it, so a change takes effect within
-`proxy.routing_poll_s`. A revoked key keeps its row: its name explains old exchanges, and a client
-that still uses it is told that it was revoked.
+Only deploy writes the table; every proxy polls it, so a change takes effect within `ROUTING_POLL_S`
+of `sidecar.proxy`. A revoked key keeps its row: its name explains old exchanges, and a client that
+still uses it is told that it was revoked.
 """
 
 from __future__ import annotations

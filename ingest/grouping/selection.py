@@ -61,7 +61,7 @@ from ingest.grouping.same_prompt import (
 )
 from ingest.records import Answer, Group
 from sidecar.lines import line_name
-from sidecar.records import BASE, Exchange
+from sidecar.records import BASE, IMPORTED, Exchange
 from sidecar.routing.table import decode_table
 from sidecar.settings import SamplingField, Settings
 from sidecar.store.database import DAMAGE, get_flag
@@ -413,14 +413,14 @@ def _why_unfit(
     rules: Rules,
 ) -> str | None:
     """Return the reason why the exchange is unfit for learning, or None."""
-    if exchange.origin != "user":
+    if exchange.origin not in ("user", IMPORTED):
         return REHEARSAL
     if held_out:
         return HELD_OUT
-    left = _client_left(exchange)
-    if (exchange.outcome != "ok" and not left) or exchange.status != 200:
+    unanswered = _is_prompt_alone(exchange)
+    if (exchange.outcome != "ok" and not unanswered) or exchange.status != 200:
         return "outcome"
-    if exchange.untrainable_reason is not None and not left:
+    if exchange.untrainable_reason is not None and not unanswered:
         return f"untrainable:{exchange.untrainable_reason}"
     if exchange.surface not in CHOSEN_SURFACES:
         return "surface"
@@ -440,7 +440,7 @@ def _why_unfit(
         return "untrainable:prompt_has_media"
     if most is not None and _trained_tokens(exchange, request, rules) > most:
         return TOO_LONG
-    if not exchange.choices and not left:
+    if not exchange.choices and not unanswered:
         return "no_answer"
     return None if exchange.adapter in live_adapters else "stale_adapter"
 
@@ -455,14 +455,15 @@ def _trained_tokens(exchange: Exchange, request: Mapping[str, Any], rules: Rules
     return len(exchange.prompt_token_ids) + max(own, default=1) - 1
 
 
-def _client_left(exchange: Exchange) -> bool:
-    """Return True when the client left before the answer was complete.
+def _is_prompt_alone(exchange: Exchange) -> bool:
+    """Return True when the prompt may start a group, and what was recorded is no answer of it.
 
-    The prompt may still start a group: answers that nobody waits for are among those to learn from.
-    What was recorded is a part of an answer, cut by the client and not by the model, so it is no
-    answer of the group.
+    The client left before the answer was complete: answers that nobody waits for are among those to
+    learn from, and this one was cut by the client and not by the model. Or it was imported, and
+    another model answered.
     """
-    return exchange.outcome == CUT and exchange.untrainable_reason in (None, CUT)
+    left = exchange.outcome == CUT and exchange.untrainable_reason in (None, CUT)
+    return left or exchange.untrainable_reason == IMPORTED
 
 
 def _draw(exchange: Exchange, standing: Standing, rules: Rules) -> Draw:
@@ -549,7 +550,7 @@ def _served(
     exchange: Exchange, request: Mapping[str, Any] | None, rules: Rules
 ) -> tuple[Answer, ...]:
     """Return the first answers of an exchange's group. request: None: it is read again."""
-    if _client_left(exchange):
+    if _is_prompt_alone(exchange):
         return ()
     return served_answers(
         exchange,

@@ -33,6 +33,8 @@ from sidecar.store.database import Database, get_flag, set_flag
 
 POLL_INTERVAL_S = 0.2
 """Pause when the bus is empty."""
+BATCH = 200
+"""Records in one transaction, which other processes wait for."""
 BACKLOG_INTERVAL_S = 2.0
 ABANDONED_INTERVAL_S = 10.0
 """Seconds between two looks for abandoned sessions, once the pass has caught up."""
@@ -56,11 +58,13 @@ class Intake:
         *,
         now: Callable[[], float] = time.time,
         engine: EngineWatch | None = None,
+        batch: int = BATCH,
     ) -> None:
-        """engine: watches the facts about vLLM; None: built from the settings."""
+        """engine: watches the facts about vLLM; None: built from the settings. batch: records in
+        one transaction."""
         self._bus = bus
         self._database = database
-        self._bus_settings = settings.bus
+        self._batch = batch
         self._report = BusReport(bus, database)
         self._held_out_rate = settings.groups.held_out_rate
         self._sessions = Sessions(held_out_rate=self._held_out_rate)
@@ -130,7 +134,7 @@ class Intake:
             self._sessions.restore(self._database, now=now)
             self._restored = epoch
         self._report.report(now)
-        limit = self._bus_settings.batch
+        limit = self._batch
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:
             self._published = False

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -27,7 +28,6 @@ from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.errors import OutboxError, UnstorableError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Exchange, RawCapture
-from sidecar.settings import Capture as CaptureSettings
 from sidecar.tracing.spans import RequestSpans, trace_id
 
 # Cooperative yielding for a thread that shares a CPU core and the interpreter with the relay.
@@ -81,6 +81,23 @@ BATCH_BYTES = 2**19
 EARLY = 256
 """With this many captures in the queue, or a full queue, the thread does not wait for the flush
 interval to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may wait in memory, and for how long."""
+
+    max_pending: int = 8_000
+    """Finished requests that wait to be written; beyond, the newest is lost (`queue_full`)."""
+    max_pending_bytes: int = 64 * 2**20
+    """Bytes of requests and replies in memory; beyond, the newest is lost (`memory_full`)."""
+    max_reply_bytes: int = 8 * 2**20
+    """A longer reply is relayed and not recorded."""
+    flush_interval_s: float = 0.1
+    """SIGKILL of the proxy loses at most what came in this long."""
+
+
+LIMITS = Limits()
 STOPPED = "stopped"
 """The reason that is counted for captures not written before the time limit of `stop`."""
 
@@ -103,7 +120,7 @@ class Capture:
 
     def __init__(
         self,
-        settings: CaptureSettings,
+        limits: Limits,
         sink: ExchangeSink,
         metrics: Metrics,
         spans: RequestSpans | None,
@@ -116,7 +133,7 @@ class Capture:
         yield_cpu: the thread calls it between two captures to yield the CPU.
         queue, work: what holds captures with their sizes in bytes, and what wakes the thread; a
         caller that watches the thread gives its own."""
-        self._settings = settings
+        self._limits = limits
         self._sink = sink
         self._metrics = metrics
         self._spans = spans
@@ -124,10 +141,9 @@ class Capture:
         self._turns = Turns()
         self._queue: deque[tuple[RawCapture, int]] = deque() if queue is None else queue
         self.held = HeldBytes(
-            max_reply=settings.max_reply_bytes, max_pending=settings.max_pending_bytes
+            max_reply=limits.max_reply_bytes, max_pending=limits.max_pending_bytes
         )
-        self._max_pending = settings.max_pending
-        self._enough = min(EARLY, settings.max_pending)
+        self._enough = min(EARLY, limits.max_pending)
         self._lock = threading.Lock()  # of all below
         self._unlogged: Counter[str] = Counter()
         self._in_hand = 0
@@ -160,7 +176,7 @@ class Capture:
         if not wanted and self._spans is None:
             return
         size = raw.size
-        if len(self._queue) >= self._max_pending:
+        if len(self._queue) >= self._limits.max_pending:
             reason = "queue_full"
         elif not self.held.has_room(size):
             reason = "memory_full"
@@ -241,7 +257,7 @@ class Capture:
         self._waiting = True  # set before the queue is read, as above
         enough = self._hurry or len(self._queue) >= self._enough
         if not enough and not self._stopping.is_set():
-            self._work.wait(self._settings.flush_interval_s)
+            self._work.wait(self._limits.flush_interval_s)
         self._waiting = False
         self._hurry = False
 

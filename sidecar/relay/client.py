@@ -253,6 +253,8 @@ def _named_adapter(
 MAX_UNAUTHENTICATED_BYTES: Final = 64 * 1024
 """Body bytes accepted before an unauthorised sender is refused. A shorter body is refused when it
 is complete, and the connection stays open."""
+IDLE_TIMEOUT_S = 75.0
+"""An idle client connection is closed after this long, as nginx does by default."""
 HEAD_TIMEOUT_S = 10.0
 """From a request's first byte to the end of its headers."""
 BODY_TIMEOUT_S = 30.0
@@ -530,7 +532,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._yielded:
             return
         elif not self._parser.begun:
-            if now - self._since > self._context.proxy.idle_timeout_s:
+            if now - self._since > IDLE_TIMEOUT_S:
                 self._close()
         elif self._is_late(now):
             self._context.metrics.clients_cut.inc(("too_slow",))

@@ -104,8 +104,10 @@ class Accounts:
 # Keep request bodies in little more memory than their length, and all of them within a limit.
 
 FREE_BYTES: Final = 64 * 1024
-"""A body up to this length is always accepted and never counted: `proxy.max_connections` bounds
+"""A body up to this length is always accepted and never counted: the limit of connections bounds
 their number, and stalled uploads then keep no ordinary request out."""
+HELD_BODIES = 8
+"""Longest bodies (`proxy.max_body_bytes`) whose bytes one worker holds, incoming or in flight."""
 
 
 class BodyPieces:
@@ -258,7 +260,8 @@ class RelayContext:
             project: Answering(routing, breaker, self.models_changed)
             for project, (routing, breaker) in self.own_lines.items()
         }
-        self.bodies = BodyBudget(self.proxy.max_held_body_bytes, self.metrics.request_body_bytes)
+        held = HELD_BODIES * self.proxy.max_body_bytes
+        self.bodies = BodyBudget(held, self.metrics.request_body_bytes)
         self.traced = self.capture.traced
         self._max_in_flight = self.proxy.max_in_flight
 

@@ -24,6 +24,9 @@ LISTEN_GRACE_S = 0.05
 before connections without a request are closed."""
 LONGEST_TICK_S = 1.0
 """Longest interval between two checks of the connections' timeouts."""
+MAX_CONNECTIONS = 4096
+"""Client connections at once, per worker, if the limit of open files has room for them; for a
+further one the idlest is closed."""
 FILES_EACH = 2
 """Files that a connection needs: its own, and one to vLLM."""
 ALL_BUSY_S = 0.01
@@ -43,7 +46,7 @@ class RelayServer:
 
     def __init__(self, context: RelayContext) -> None:
         self._context = context
-        self._most = context.proxy.max_connections
+        self._most = MAX_CONNECTIONS
         self._idlest: list[tuple[float, ClientConnection]] = []
         """The idlest quarter of the connections when last looked for, with `idle_s`; the idlest is
         the last."""
@@ -53,7 +56,7 @@ class RelayServer:
         self._ticking: asyncio.TimerHandle | None = None
         shortest_s = min(
             client.HEAD_TIMEOUT_S, client.BODY_TIMEOUT_S, client.WRITE_TIMEOUT_S,
-            context.proxy.idle_timeout_s, context.proxy.upstream_timeout_s,
+            client.IDLE_TIMEOUT_S, context.proxy.upstream_timeout_s,
         )  # fmt: skip
         self._tick_s = min(max(shortest_s / 4, 0.02), LONGEST_TICK_S)
         self._servers: dict[int, list[asyncio.Server]] = {}
@@ -65,14 +68,14 @@ class RelayServer:
         Returns the port (which matters when the setting is 0). Raises OSError.
         """
         proxy = self._context.proxy
-        self._most = connections_that_fit(proxy.max_connections, files_each=FILES_EACH)
-        if self._most < proxy.max_connections:
+        self._most = connections_that_fit(MAX_CONNECTIONS, files_each=FILES_EACH)
+        if self._most < MAX_CONNECTIONS:
             log.warning(
                 "max_connections_lowered",
                 to=self._most,
-                setting=proxy.max_connections,
+                wanted=MAX_CONNECTIONS,
                 why="the hard limit of open files leaves room for no more",
-                to_do="raise it (`ulimit -Hn`, LimitNOFILE), or lower proxy.max_connections",
+                to_do="raise it (`ulimit -Hn`, LimitNOFILE)",
             )
         if sockets is not None:
             await self.accept_also(OWN, sockets)

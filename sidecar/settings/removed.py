@@ -26,6 +26,7 @@ REMOVED: Mapping[str, str] = {
     "approval.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
     "best_of.concurrency": "CONCURRENCY in sidecar.scoring is 8",
     "best_of.max_waiting": "MAX_WAITING in sidecar.scoring is 32",
+    "bus.batch": "BATCH in ingest.intake.loop is 200",
     "bus.poll_interval_s": "POLL_INTERVAL_S in ingest.intake.loop is 0.2",
     "canary.evidence_max_s": "EVIDENCE_MAX_S in deploy.registry.canary_rule is 604800.0",
     "canary.gate_timeout_s": "GATE_TIMEOUT_S in deploy.registry.canary_rule is 3600.0",
@@ -38,6 +39,10 @@ REMOVED: Mapping[str, str] = {
     "canary.max_narrow_excess": "MAX_NARROW_EXCESS in deploy.registry.proof_rule is 0.25",
     "canary.split_level": "SPLIT_LEVEL in deploy.registry.proof_rule is 0.001",
     "canary.watch_s": "WATCH_S in deploy.outside.checking is 3600.0",
+    "capture.flush_interval_s": "LIMITS.flush_interval_s in sidecar.capture.recorder is 0.1",
+    "capture.max_pending": "LIMITS.max_pending in sidecar.capture.recorder is 8000",
+    "capture.max_pending_bytes": "LIMITS.max_pending_bytes in sidecar.capture.recorder is 67108864",
+    "capture.max_reply_bytes": "LIMITS.max_reply_bytes in sidecar.capture.recorder is 8388608",
     "feedback.abandoned_after_s": "ABANDONED_AFTER_S in ingest.feedback.store is 1800.0",
     "gate_judge.context_tokens": "num_ctx in gate_judge.params, or what LiteLLM knows, holds",
     "gate_judge.json_schema": "the schema is sent unless that judge takes none",
@@ -78,6 +83,10 @@ REMOVED: Mapping[str, str] = {
     "proxy.connect_timeout_s": "CONNECT_TIMEOUT_S in sidecar.proxy is 5.0",
     "proxy.head_timeout_s": "HEAD_TIMEOUT_S in sidecar.relay.client is 10.0",
     "proxy.health_interval_s": "HEALTH_INTERVAL_S in sidecar.proxy is 2.0",
+    "proxy.idle_timeout_s": "IDLE_TIMEOUT_S in sidecar.relay.client is 75.0",
+    "proxy.max_connections": "MAX_CONNECTIONS in sidecar.relay.server is 4096",
+    "proxy.max_held_body_bytes": "a worker holds eight bodies of proxy.max_body_bytes",
+    "proxy.routing_poll_s": "ROUTING_POLL_S in sidecar.proxy is 0.2",
     "proxy.slow_first_byte_s": "SLOW_FIRST_BYTE_S in sidecar.proxy is 10.0",
     "proxy.write_timeout_s": "WRITE_TIMEOUT_S in sidecar.relay.client is 60.0",
     "retention.dead_letters_days": "DEAD_LETTERS_DAYS in sidecar.forwarding.sender is 30.0",
@@ -87,6 +96,7 @@ REMOVED: Mapping[str, str] = {
     "reward.cache_findings": "CACHE_FINDINGS in ingest.verifiers.rewarding is 10000",
     "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
     "telemetry.semantic_conventions": "the newest names are used",
+    "telemetry.trace_sample_rate": "every trace that begins at the proxy is sampled",
     **{
         f"watch.{name}": f"LIMITS.{name} in ingest.reward_watch.rules is {value}"
         for name, value in {

@@ -24,7 +24,6 @@ from sidecar.settings.kinds import (
     Count,
     Folder,
     Host,
-    Interval,
     Key,
     Name,
     Port,
@@ -113,19 +112,10 @@ class Proxy(Section):
     max_body_bytes: Annotated[
         int, Between(1, 4_000_000_000, "nothing fits into less, and a body is held in memory")
     ] = 32 * 2**20
-    """A longer request body is answered with 413."""
-    max_held_body_bytes: Annotated[
-        int, Between(1, 10**12, "one body alone is taken whatever the limit")
-    ] = 256 * 2**20
-    """Bytes of request bodies in memory, per worker: coming in, or in flight. Bodies up to 64 KiB
-    are not counted; one that does not fit is answered 503 with `Retry-After`."""
-    max_connections: Count = 4096
-    """Client connections at once, per worker, if the limit of open files has room for them; for a
-    further one the idlest is closed."""
+    """A longer request body is answered with 413. A worker holds eight such at most, coming in or
+    in flight: one that does not fit is answered 503 with `Retry-After`."""
     max_in_flight: Count = 2048
     """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
-    idle_timeout_s: Timeout = 75.0
-    """An idle client connection is closed after this long."""
     upstream_timeout_s: Timeout = 600.0
     """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
     drain_timeout_s: Annotated[
@@ -136,10 +126,6 @@ class Proxy(Section):
     """On SIGTERM, `/readyz` says 503 for this long before the drain, and requests are still
     answered: a load balancer stops sending. Not set: 5 s if one is seen to ask (two probes within
     100 s), else 0. SIGINT, which people send, never waits."""
-    routing_poll_s: Annotated[
-        float, Between(0.001, 60, "a rollback and a revoked key wait for it", "s")
-    ] = 0.2
-    """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
     allow_remote_without_keys: bool = False
     """Allows a `host` that is reachable from outside with `access.mode = "open"`: for a gateway of
     yours that authenticates agents."""
@@ -154,7 +140,7 @@ class Access(Section):
 
 
 class Capture(Section):
-    """What is recorded, and how much may wait in memory."""
+    """What is recorded."""
 
     sample_rate: Share = 1.0
     """Share of the requests on captured surfaces that are recorded."""
@@ -164,14 +150,6 @@ class Capture(Section):
         default_factory=dict
     )
     """Rates of single surfaces; multiplied with the others. Embeddings are never captured."""
-    max_pending: Count = 8_000
-    """Finished requests that wait to be written; beyond, the newest is lost (`queue_full`)."""
-    max_pending_bytes: Bytes = 64 * 2**20
-    """Bytes of requests and replies in memory; beyond, the newest is lost (`memory_full`)."""
-    max_reply_bytes: Bytes = 8 * 2**20
-    """A longer reply is relayed and not recorded."""
-    flush_interval_s: Interval = 0.1
-    """SIGKILL of the proxy loses at most what came in this long."""
 
 
 class Bus(Section):
@@ -184,10 +162,6 @@ class Bus(Section):
     """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
     """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
-    batch: Annotated[
-        int, Between(1, 10_000, "each batch is one transaction, which others wait for")
-    ] = 200
-    """Records in one transaction of ingest."""
 
 
 Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]
@@ -234,8 +208,6 @@ class Telemetry(Section):
     """Append finished spans to this file, one JSON object a line."""
     otlp_metrics_endpoint: WebUrlOrNone = ""
     """OTLP/HTTP metrics endpoint for the GenAI metrics; empty: none are made."""
-    trace_sample_rate: Share = 1.0
-    """Share of the traces beginning at the proxy that are sampled; a client decides for its own."""
     content: bool = False
     """Put what was said into the spans."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

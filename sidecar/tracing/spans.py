@@ -59,14 +59,10 @@ class Propagation:
     """Makes the `traceparent` that is sent to vLLM, in about a microsecond.
 
     A request that belongs to a trace stays in it: same trace id, same sampled flag, our span as the
-    parent. For other requests a new trace begins, and `sample_rate` of those are sampled.
+    parent. For other requests a new trace begins, which is sampled.
     """
 
-    def __init__(
-        self, sample_rate: float, randbits: Callable[[int], int] = random.getrandbits
-    ) -> None:
-        """sample_rate: share of the new traces that are sampled, 0..1."""
-        self._bound = round(sample_rate * 2**64)
+    def __init__(self, randbits: Callable[[int], int] = random.getrandbits) -> None:
         self._randbits = randbits
 
     def outgoing(self, header: bytes | None) -> bytes:
@@ -78,8 +74,7 @@ class Propagation:
             flags = int(found[4], 16) & SAMPLED
             return b"00-%b-%016x-%02x" % (found[2], span_id, flags)
         trace_id = self._randbits(128) or 1
-        flags = SAMPLED if trace_id & 0xFFFFFFFFFFFFFFFF < self._bound else 0
-        return b"00-%032x-%016x-%02x" % (trace_id, span_id, flags)
+        return b"00-%032x-%016x-%02x" % (trace_id, span_id, SAMPLED)
 
 
 def _match(header: bytes | None) -> re.Match[bytes] | None:

@@ -28,6 +28,7 @@ from demo.rollback import live_rollback
 from demo.rounds import Round, RoundWatcher
 from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, Addresses, Stack
 from demo.traffic import Traffic
+from deploy.cli.main import main
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database
 
@@ -115,6 +116,7 @@ async def play(told: Story) -> None:
         system=questions.system,
         max_tokens=MAX_TOKENS,
     )
+    await asyncio.to_thread(import_log, stack)
     told.traffic = Traffic(agent=agent, conversations=questions.traffic, wave=4, pause_s=3.0)
     stop = asyncio.Event()
     sending = asyncio.create_task(told.traffic.run(stop))
@@ -137,6 +139,31 @@ async def play(told: Story) -> None:
     told.runs = told.admin("runs")["items"]
     told.audit = told.admin("audit?limit=100")["items"]
     await agent.close()
+
+
+def import_log(stack: Stack) -> None:
+    """Import what another gateway logged: six questions, each of a session of its own."""
+    questions = load_questions()
+    rows = [
+        {
+            "id": f"logged-{number}",
+            "session_id": f"logged-{number}",
+            "call_type": "acompletion",
+            "status": "success",
+            "startTime": 1_790_000_000 + number,
+            "endTime": 1_790_000_001 + number,
+            "messages": [
+                {"role": "system", "content": questions.system},
+                {"role": "user", "content": f"{number}: where is my order?"},
+            ],
+            "model_parameters": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
+            "response": {"choices": [{"message": {"content": "It is on its way."}}]},
+        }
+        for number in range(6)
+    ]
+    log = stack.folder / "litellm.jsonl"
+    log.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["--config", str(stack.config), "exchanges", "import", "litellm", str(log)]) == 0
 
 
 async def kill_control_in_mid_canary(told: Story) -> None:
@@ -230,6 +257,19 @@ def test_groups_are_scored_by_the_judge_and_within_size(story: Story) -> None:
     assert len(sizes) >= 8
     assert all(2 <= size <= 4 for size, _, _ in sizes)
     assert all(0 <= low <= high <= 1 for _, low, high in sizes)
+
+
+def test_prompts_of_an_imported_log_get_groups_of_exact_answers(story: Story) -> None:
+    """vLLM renders a logged prompt to the ids that its candidates have."""
+    groups = story.rows(
+        "SELECT count(*), sum(a.origin = 'sampled'), sum(a.untrainable_reason IS NOT NULL)"
+        " FROM answer a JOIN answer_group g USING (group_id) JOIN exchange e USING (exchange_id)"
+        " WHERE e.origin = 'imported' GROUP BY a.group_id"
+    )
+
+    assert story.rows("SELECT count(*) FROM exchange WHERE origin = 'imported'") == [(6,)]
+    assert groups
+    assert set(groups) == {(4, 4, 0)}
 
 
 def test_held_out_sessions_are_never_trained_on(story: Story) -> None:

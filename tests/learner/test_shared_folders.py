@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
 from learner.errors import SharedFolderError
@@ -163,3 +165,49 @@ def test_a_url_without_its_plugin_says_what_to_install(
 ) -> None:
     with pytest.raises(SharedFolderError, match=words):
         SharedFolders(url=url, adapters_dir=tmp_path).local("a" * 64, "/not/here")
+
+
+class Buckets(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Paths begin with a bucket, as in s3fs (2026.9): `makedirs` makes a bucket that is missing,
+    and an object of a missing bucket is refused."""
+
+    protocol = "buckets"
+    store: ClassVar[dict[str, Any]] = {}
+    made: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("buckets://").strip("/")
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.made.add(path.partition("/")[0])
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return path in self.store
+
+    def put_file(self, here: str, path: str, **_: Any) -> None:
+        self.pipe_file(path, Path(here).read_bytes())
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        if path.partition("/")[0] not in self.made:
+            raise FileNotFoundError("The specified bucket does not exist")
+        self.store[path] = MemoryFile(self, path, value)
+
+
+@pytest.mark.parametrize("bucket_name", ["mine", "mistyped"])
+def test_a_bucket_that_does_not_exist_is_refused_and_not_made(
+    tmp_path: Path, bucket_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("buckets", Buckets, clobber=True)
+    monkeypatch.setattr(Buckets, "store", {})
+    monkeypatch.setattr(Buckets, "made", {"mine"})
+    digest = make_folder(tmp_path / "made")
+    shared = SharedFolders(url=f"buckets://{bucket_name}/pre", adapters_dir=tmp_path / "here")
+
+    if bucket_name == "mine":
+        shared.upload(tmp_path / "made", digest)
+        assert f"mine/pre/{digest}/{MANIFEST}" in Buckets.store
+    else:
+        with pytest.raises(SharedFolderError, match="bucket does not exist"):
+            shared.upload(tmp_path / "made", digest)
+    assert Buckets.made == {"mine"}

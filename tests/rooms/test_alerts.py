@@ -28,6 +28,7 @@ class Case:
     """Minutes until it is looked at."""
 
 
+DAY_M = 24 * 60
 CASES = {
     "SidecarNoVllm": Case(
         fires={"sidecar_engine_reachable": "0x10"},
@@ -35,6 +36,27 @@ CASES = {
             'sidecar_engine_reachable{instance="a"}': "0x10",
             'sidecar_engine_reachable{instance="b"}': "1x10",
         },
+    ),
+    "SidecarProxySeesNoVllm": Case(
+        fires={
+            'sidecar_replica_up{instance="a",replica="x"}': "1x10",
+            'sidecar_replica_up{instance="b",replica="x"}': "0x10",
+            'sidecar_replica_up{instance="b",replica="y"}': "0x10",
+        },
+        labels={"instance": "b"},
+        quiet={
+            'sidecar_replica_up{instance="b",replica="x"}': "0x10",
+            'sidecar_replica_up{instance="b",replica="y"}': "1x10",
+        },
+    ),
+    "SidecarNoProxy": Case(
+        fires={'sidecar_replica_up{instance="a"}': "1x2 stale"},
+        quiet={'sidecar_replica_up{instance="a"}': "0x10"},
+    ),
+    "SidecarNoControl": Case(
+        fires={"sidecar_engine_reachable": "1x2 stale"},
+        quiet={"sidecar_engine_reachable": "0x10"},
+        after_m=15,
     ),
     "SidecarReplicaDown": Case(
         fires={
@@ -91,6 +113,11 @@ CASES = {
         fires={"sidecar_canary_paused": "1x1500"},
         after_m=1500,
         quiet={"sidecar_canary_paused": "0 1x1400 0x100"},
+    ),
+    "SidecarCanaryLong": Case(
+        fires={"sidecar_canary_weight": f"0x60 0.05x{8 * DAY_M}"},
+        quiet={"sidecar_canary_weight": f"0.05x{5 * DAY_M} 0x60 0.05x{3 * DAY_M}"},
+        after_m=8 * DAY_M + 60,
     ),
     "SidecarAdapterRefused": Case(
         fires={"sidecar_adapters_refused": "1x10"},

@@ -95,7 +95,7 @@ async def test_a_promotion_and_a_rollback_reach_the_users_of_their_line_alone(
                 "own_adapters": ("support",),
             },
             access={"mode": "keys"},
-            proxy={"port": port, "drain_timeout_s": 1.0, "routing_poll_s": 60.0},
+            proxy={"port": port, "drain_timeout_s": 1.0},
             bus={"url": f"sqlite:///{tmp_path}/outbox.db"},
             store={"url": f"sqlite:///{tmp_path}/store.db"},
         ),

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import uvloop
 
 import demo.ports
+from sidecar.capture.recorder import Limits
 from sidecar.proxy import Proxy
 from sidecar.settings import Settings
 from support.fake_vllm import RECORDED, FakeVllm, SeenRequest, Step, whole_reply
@@ -104,6 +106,10 @@ TIMES = {
     "head_timeout_s": "sidecar.relay.client.HEAD_TIMEOUT_S",
     "body_timeout_s": "sidecar.relay.client.BODY_TIMEOUT_S",
     "write_timeout_s": "sidecar.relay.client.WRITE_TIMEOUT_S",
+    "idle_timeout_s": "sidecar.relay.client.IDLE_TIMEOUT_S",
+    "routing_poll_s": "sidecar.proxy.ROUTING_POLL_S",
+    "held_bodies": "sidecar.relay.context.HELD_BODIES",
+    "max_connections": "sidecar.relay.server.MAX_CONNECTIONS",
 }
 
 
@@ -112,7 +118,7 @@ async def start_proxy(
     fake_vllm: FakeVllm, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[StartProxy]:
     """Start a proxy in front of the fake; keyword arguments are sections of the settings, `proxy`
-    with the `TIMES` of the relay."""
+    with the `TIMES` of the relay, `capture` with the recorder's `Limits`."""
     running: list[Running] = []
 
     async def start(
@@ -124,6 +130,9 @@ async def start_proxy(
         proxy_section = {"port": 0, "drain_timeout_s": 1.0, **sections.get("proxy", {})}
         for name in TIMES.keys() & proxy_section.keys():
             monkeypatch.setattr(TIMES[name], proxy_section.pop(name))
+        capture = {"flush_interval_s": 0.005, **sections.get("capture", {})}
+        limits = {one.name: capture.pop(one.name) for one in fields(Limits) if one.name in capture}
+        monkeypatch.setattr("sidecar.proxy.LIMITS", Limits(**limits))
         settings = Settings(
             state_dir=state_dir,
             serving={
@@ -134,7 +143,7 @@ async def start_proxy(
             access=sections.get("access", {}),
             best_of=sections.get("best_of", {}),
             proxy=proxy_section,
-            capture={"flush_interval_s": 0.005, **sections.get("capture", {})},
+            capture=capture,
             bus={"url": f"sqlite:///{state_dir}/outbox.db", **sections.get("bus", {})},
             store={"url": f"sqlite:///{state_dir}/store.db", **sections.get("store", {})},
             telemetry=sections.get("telemetry", {}),
@@ -162,7 +171,6 @@ async def start_process(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[S
         settings: dict[str, dict[str, Any]] = {
             "serving": {"upstreams": upstreams, "model": "smollm2-135m"},
             "proxy": {"port": 0, "drain_timeout_s": 1.0},
-            "capture": {"flush_interval_s": 0.005},
             "bus": {"url": f"sqlite:///{state_dir}/outbox.db"},
             "store": {"url": f"sqlite:///{state_dir}/store.db"},
             "telemetry": {"log_json": True},

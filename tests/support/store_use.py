@@ -93,7 +93,6 @@ from sidecar.lines import Line, lines_of
 from sidecar.records import BASE, Choice, Exchange, encode_exchange
 from sidecar.scoring import Material
 from sidecar.settings import (
-    Bus,
     Groups,
     Metric,
     Notify,
@@ -153,7 +152,6 @@ class _Use:
         self.clock = Clock(NOW + 1.0)
         self.settings = Settings(
             serving=Serving(model=MODEL, sampling_defaults={}, grammar="as_asked"),
-            bus=Bus(batch=20),
             store=Store(url=self.url),
             groups=Groups(
                 size=4,
@@ -237,7 +235,7 @@ def _ingest(use: _Use) -> None:
             ask=lambda *_: EngineFacts(defaults=frozenset(), grammar="as_asked"),
             start=lambda work: work(),
         )
-        intake = Intake(bus, use.database, settings, now=use.clock, engine=watch)
+        intake = Intake(bus, use.database, settings, now=use.clock, engine=watch, batch=20)
         for _ in range(5):
             intake.step()
             use.clock.now += 30.0

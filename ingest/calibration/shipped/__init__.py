@@ -1,8 +1,4 @@
-"""The groups that `sidecar judge calibrate` takes when no file is named.
-
-`groups.jsonl` is written from hand-written texts by `tests/support/calibration_set`. A test writes
-it anew and compares.
-"""
+"""The groups that `sidecar judge calibrate` takes when no file is named."""
 
 from __future__ import annotations
 

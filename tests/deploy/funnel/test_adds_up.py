@@ -33,12 +33,11 @@ from ingest.retention.deletion import delete_exchanges
 from ingest.store.groups import append_answers, mark_sampled, mark_scored, set_aside
 from learner.runs import source
 from sidecar.capture.outbox import DurableCounts, Outbox, OutboxReader, counts_of, growth
-from sidecar.capture.recorder import Capture
+from sidecar.capture.recorder import Capture, Limits
 from sidecar.metrics.families import MetricTable
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, RawCapture, Timings
 from sidecar.relay.context import Accounts
-from sidecar.settings import Capture as CaptureSettings
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,
@@ -103,7 +102,7 @@ class System:
         metrics = Metrics(table)
         accounts = Accounts(metrics)
         outbox = Outbox(self.path, max_rows=12)
-        capture = Capture(CaptureSettings(max_pending=6), outbox, metrics, None)
+        capture = Capture(Limits(max_pending=6), outbox, metrics, None)
         for _ in range(self.rng.randrange(10)):
             self.number += 1
             if self.rng.random() < 0.1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.engine.reconcile import UNLOAD_GRACE_S, Fleet, Reconciler
+from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.registry.canary_rule import MAX_PARTLY_LOADED
 from sidecar.records import BASE
 from support.adapter_endpoints import MODEL
@@ -175,20 +175,6 @@ async def test_a_rejected_candidate_stays_on_no_replica(world: World, stage: Sta
     await reconcile(keepers(world, controls))  # a control that was killed in between
 
     assert all(one.adapters == {} for one in controls.values())
-
-
-async def test_grace_is_of_the_store_and_not_of_a_process(world: World) -> None:
-    names = [world.register(version) for version in range(1, 7)]
-    controls = {"http://r": FakeControl()}
-    for name in names:
-        world.promote(name)
-        controls["http://r"].adapters[name] = world.adapter(name).path
-    await reconcile(keepers(world, controls))
-    world.clock.now += UNLOAD_GRACE_S
-
-    await reconcile(keepers(world, controls))
-
-    assert set(controls["http://r"].adapters) == set(names[2:])
 
 
 @pytest.mark.both_stores

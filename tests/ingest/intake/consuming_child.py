@@ -16,12 +16,11 @@ from ingest.intake import consume
 from ingest.intake.bus import BusReader, open_bus
 from ingest.intake.loop import Intake
 from ingest.store.exchanges import ExchangeRows, insert_exchanges
-from sidecar.settings import Bus, Groups, Serving, Settings
+from sidecar.settings import Groups, Serving, Settings
 from sidecar.store.database import Database
 
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
-    bus=Bus(batch=5),
     groups=Groups(held_out_rate=0.0, size=4, settle_s=0.0),
 )
 
@@ -61,7 +60,7 @@ def dying_in_the_transaction() -> None:
 def consume_until_killed(folder: Path, moment: str) -> None:
     bus = open_bus(f"sqlite:///{folder}/outbox.db")
     database = Database(f"sqlite:///{folder}/store.db")
-    intake = Intake(bus, database, SETTINGS)
+    intake = Intake(bus, database, SETTINGS, batch=5)
     if moment == "in_transaction":
         dying_in_the_transaction()
     elif moment == "before_bus_commit":

@@ -23,7 +23,7 @@ from ingest.intake.loop import POLL_INTERVAL_S, Intake
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.records import encode_exchange
-from sidecar.settings import Bus, Groups, Serving, Settings
+from sidecar.settings import Groups, Serving, Settings
 from sidecar.store import engines as store
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow
@@ -31,7 +31,6 @@ from support.ingest_kit import Kit
 
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
-    bus=Bus(batch=2),
     groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4, settle_s=0.0),
 )
 
@@ -42,7 +41,8 @@ def make_intake(
     database: Database | None = None,
     now: Callable[[], float] = lambda: 10.0,
 ) -> Intake:
-    return Intake(kit.MemoryBus(payloads), database or kit.database, SETTINGS, now=now)
+    bus = kit.MemoryBus(payloads)
+    return Intake(bus, database or kit.database, SETTINGS, now=now, batch=2)
 
 
 def test_a_step_takes_a_batch_and_decides_it(kit: Kit) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 
 from ingest.intake.loop import Intake
 from sidecar.records import encode_exchange
-from sidecar.settings import Bus, Groups, Serving, Settings
+from sidecar.settings import Groups, Serving, Settings
 from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from support.ingest_kit import Kit, MemoryBus, make_exchange
@@ -22,7 +22,6 @@ from support.postgres import Databases, NoPostgresError, Server, private_server
 RECORDS, OUTAGES = 300, 4
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
-    bus=Bus(batch=5),
     groups=Groups(held_out_rate=0.0),
 )
 
@@ -45,7 +44,7 @@ def test_a_server_that_ends_while_ingest_works_costs_no_record_and_doubles_none(
     failures = 0
     with closing(Database(Databases(server.url()).new())) as database:
         kit = Kit(database)
-        intake = Intake(bus, database, SETTINGS, now=lambda: 10.0)
+        intake = Intake(bus, database, SETTINGS, now=lambda: 10.0, batch=5)
         for outage in range(OUTAGES):
             end: Callable[[], None] = server.kill if outage % 2 else server.stop
             threading.Timer(rng.uniform(0.0, 0.1), end).start()

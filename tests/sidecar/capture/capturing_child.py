@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 from sidecar.capture.outbox import Outbox
-from sidecar.capture.recorder import Capture
+from sidecar.capture.recorder import Capture, Limits
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, RawCapture, Timings
-from sidecar.settings import Capture as CaptureSettings
 
 ROUTE = Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m")
 REPLY = json.dumps(
@@ -50,9 +49,9 @@ class SayingCapture(Capture):
 
 
 def capture_until_killed(path: Path, flush_interval_s: float) -> None:
-    settings = CaptureSettings(flush_interval_s=flush_interval_s, max_pending=1_000_000)
+    limits = Limits(flush_interval_s=flush_interval_s, max_pending=1_000_000)
     outbox = Outbox(path, max_rows=1_000_000)
-    capture = SayingCapture(settings, outbox, Metrics(), None)
+    capture = SayingCapture(limits, outbox, Metrics(), None)
     capture.start()
     os.write(1, b"%d\n" % os.getpid())
     number = 0

@@ -18,11 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sidecar.capture.assemble import Turns, assemble
 from sidecar.capture.outbox import Outbox, OutboxReader
-from sidecar.capture.recorder import Capture
+from sidecar.capture.recorder import Capture, Limits
 from sidecar.errors import OutboxError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
-from sidecar.settings import Capture as CaptureSettings
 from sidecar.tracing.spans import RequestSpans
 from support.proxy_kit import MemorySink, Wire
 
@@ -63,14 +62,14 @@ def _raw(name: str = "ex_1", reply: tuple[bytes, ...] | None = (REPLY,)) -> RawC
 class Bench:
     """A capture whose thread runs only when the test says so."""
 
-    def __init__(self, sink: Any, *, traced: bool = True, **settings: Any) -> None:
+    def __init__(self, sink: Any, *, traced: bool = True, **limits: Any) -> None:
         self.metrics = Metrics()
         self.spans = InMemorySpanExporter()
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
         self.sink = sink
         spans = RequestSpans(self.provider) if traced else None
-        self.capture = Capture(CaptureSettings(**settings), sink, self.metrics, spans)
+        self.capture = Capture(Limits(**limits), sink, self.metrics, spans)
 
     def flush(self) -> None:
         self.capture.start()

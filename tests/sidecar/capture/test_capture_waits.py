@@ -18,11 +18,10 @@ from structlog.testing import capture_logs
 
 from sidecar.capture.assemble import Turns, assemble
 from sidecar.capture.outbox import ROWS_AT_ONCE, Outbox, OutboxReader
-from sidecar.capture.recorder import EARLY, Capture
+from sidecar.capture.recorder import EARLY, Capture, Limits
 from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
-from sidecar.settings import Capture as CaptureSettings
 from support.proxy_kit import Wire
 
 LONG_S = 600.0
@@ -100,15 +99,13 @@ class TrickyQueue(deque[tuple[RawCapture, int]]):
 class Waiting:
     """A capture with its thread, spied upon."""
 
-    def __init__(self, sink: Any, **settings: Any) -> None:
+    def __init__(self, sink: Any, **limits: Any) -> None:
         self.sink = sink
         self.metrics = Metrics()
         self.work = SpiedEvent()
         self.queue = TrickyQueue()
-        # Not checked: some intervals here are shorter than an operator may set.
-        unchecked = CaptureSettings().model_copy(update=settings)
         self.capture = Capture(
-            unchecked, sink, self.metrics, None, queue=self.queue, work=self.work
+            Limits(**limits), sink, self.metrics, None, queue=self.queue, work=self.work
         )
         self.started = False
 
@@ -136,8 +133,8 @@ MakeWaiting = Callable[..., Waiting]
 def make(wire: Wire) -> Iterator[MakeWaiting]:
     made: list[Waiting] = []
 
-    def start(**settings: Any) -> Waiting:
-        made.append(Waiting(wire.Sink(), **settings))
+    def start(**limits: Any) -> Waiting:
+        made.append(Waiting(wire.Sink(), **limits))
         return made[-1]
 
     yield start
@@ -436,7 +433,7 @@ def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -
     waiting_at_yield: list[int] = []
     queue: deque[tuple[RawCapture, int]] = deque()
     capture = Capture(
-        CaptureSettings(max_pending=200),
+        Limits(max_pending=200),
         wire.Sink(),
         Metrics(),
         None,

@@ -100,7 +100,7 @@ async def test_captures_in_memory_at_a_stop_are_written_and_at_a_kill_are_few(
     start_process: Any, answering: Any, faults: Any, state_dir: Path
 ) -> None:
     """TERM loses none. SIGKILL loses what came in the last flush interval, and the outbox opens."""
-    child = await start_process(capture={"flush_interval_s": 0.1})
+    child = await start_process()
     async with faults.traffic(child) as traffic:
         await traffic.more(200)
     child.process.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ async def test_captures_in_memory_at_a_stop_are_written_and_at_a_kill_are_few(
     path = state_dir / "outbox.db"
     assert len(set(faults.rows(path))) == traffic.sent
 
-    child = await start_process(capture={"flush_interval_s": 0.1})
+    child = await start_process()
     second = faults.Traffic(child.port)
     for _ in range(50):
         await second.one()

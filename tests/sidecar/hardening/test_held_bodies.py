@@ -127,7 +127,12 @@ async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_
 ) -> None:
     """They announce more than they send, as who wants to hold memory does."""
     running = await start_proxy(
-        proxy={"max_held_body_bytes": 2 * MB, "body_timeout_s": LONG_S, "write_timeout_s": LONG_S}
+        proxy={
+            "max_body_bytes": MB,
+            "held_bodies": 2,
+            "body_timeout_s": LONG_S,
+            "write_timeout_s": LONG_S,
+        }
     )
     most = 0
     clients = [await bring(running) for _ in range(12)]
@@ -155,7 +160,7 @@ async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_
         reply = await client.hear()
         assert (reply.status, reply.header(b"retry-after")) == (503, b"1")
         assert reply.header(b"connection") == b"close"
-        assert b"proxy.max_held_body_bytes" in reply.body
+        assert b"proxy.max_body_bytes" in reply.body
     for client in clients:
         client.hang_up()
     await until(lambda: not running.proxy._relay._connections)
@@ -168,7 +173,8 @@ async def test_where_the_memory_is_used_up_a_long_body_is_refused_at_its_head(
 ) -> None:
     """And an ordinary request is served as ever."""
     running = await start_proxy(
-        proxy={"max_held_body_bytes": MB, "body_timeout_s": LONG_S}, capture={"sample_rate": 0.0}
+        proxy={"max_body_bytes": MB, "held_bodies": 1, "body_timeout_s": LONG_S},
+        capture={"sample_rate": 0.0},
     )
     first = await bring(running)
     first.say(announced(MB) + bytes(900_000))
@@ -199,7 +205,9 @@ async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
-    running = await start_proxy(proxy={"max_held_body_bytes": MB}, capture={"sample_rate": 0.0})
+    running = await start_proxy(
+        proxy={"max_body_bytes": MB, "held_bodies": 1}, capture={"sample_rate": 0.0}
+    )
     body = question(400_000)
     clients = [await bring(running) for _ in range(2)]
     for number, client in enumerate(clients, 1):
@@ -221,7 +229,7 @@ async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
 async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
     start_proxy: StartProxy, bring: Bring
 ) -> None:
-    running = await start_proxy(proxy={"max_held_body_bytes": 1}, capture={"sample_rate": 0.0})
+    running = await start_proxy(proxy={"held_bodies": 0}, capture={"sample_rate": 0.0})
     client = await bring(running)
     for size in (300_000, 3_000_000):
         body = question(size)

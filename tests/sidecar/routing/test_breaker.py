@@ -617,7 +617,7 @@ async def test_all_workers_take_the_canary_out_together(
 ) -> None:
     """Three processes, each with a third of the requests: eight bad replies in all are enough."""
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
-    service = await start_process(proxy={"workers": 3, "routing_poll_s": 0.05})
+    service = await start_process(proxy={"workers": 3})
     async with asyncio.timeout(60):
         while sum('"proxy_ready"' in line for line in service.lines) < 3:
             await asyncio.sleep(0.05)

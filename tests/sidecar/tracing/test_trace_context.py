@@ -52,7 +52,7 @@ def test_a_traceparent_is_read() -> None:
 def test_a_malformed_one_is_none_and_a_new_trace_begins(header: bytes | None) -> None:
     assert parse(header) is None
 
-    made = Propagation(1.0, given(0xABC, 0xDEF)).outgoing(header)
+    made = Propagation(given(0xABC, 0xDEF)).outgoing(header)
 
     assert made == b"00-%032x-%016x-01" % (0xDEF, 0xABC)
 
@@ -61,27 +61,18 @@ def test_a_malformed_one_is_none_and_a_new_trace_begins(header: bytes | None) ->
 def test_a_trace_goes_on_with_our_span_and_the_clients_flags(flags: bytes) -> None:
     header = b"00-" + TRACE + b"-" + SPAN + b"-" + flags
 
-    made = Propagation(0.0, given(0x1234)).outgoing(header)
+    made = Propagation(given(0x1234)).outgoing(header)
 
     assert made == b"00-" + TRACE + b"-0000000000001234-" + flags
 
 
 def test_flags_that_we_do_not_know_are_not_repeated() -> None:
-    made = Propagation(1.0, given(1)).outgoing(SAMPLED[:-2] + b"ff")
+    made = Propagation(given(1)).outgoing(SAMPLED[:-2] + b"ff")
 
     assert made.endswith(b"-0000000000000001-01")
 
 
 def test_ids_are_never_zero() -> None:
-    made = Propagation(1.0, given(0, 0)).outgoing(None)
+    made = Propagation(given(0, 0)).outgoing(None)
 
     assert parse(made) == TraceParent(1, 1, 1)
-
-
-def test_of_new_traces_the_rate_is_sampled() -> None:
-    low, high = 2**64 // 4 - 1, 2**64 // 4  # below and at a quarter of the range
-
-    assert Propagation(0.25, given(1, low)).outgoing(None).endswith(b"-01")
-    assert Propagation(0.25, given(1, high)).outgoing(None).endswith(b"-00")
-    assert Propagation(1.0, given(1, 2**64 - 1)).outgoing(None).endswith(b"-01")
-    assert Propagation(0.0, given(1, 1)).outgoing(None).endswith(b"-00")

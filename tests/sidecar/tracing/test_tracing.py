@@ -278,7 +278,7 @@ async def test_metrics_have_the_names_of_the_conventions(
 def test_a_collector_that_never_answers_does_not_hold_the_end_and_what_it_missed_is_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(telemetry, "EXIT_S", 0.05)
+    monkeypatch.setattr(telemetry, "EXIT_S", 2.0)
     silent, reached = threading.Event(), threading.Event()
 
     def export(_exporter: object, _spans: object) -> SpanExportResult:
@@ -300,7 +300,7 @@ def test_a_collector_that_never_answers_does_not_hold_the_end_and_what_it_missed
 
     assert not silent.is_set()
     (event,) = [one for one in logged if one["event"] == "telemetry_not_sent"]
-    assert (event["spans"], event["given_up_after_s"]) == (3, 0.05)
+    assert (event["spans"], event["given_up_after_s"]) == (3, 2.0)
     assert len(file.read_text().splitlines()) == 3  # the file does not wait for the collector
     assert reached.wait(60)
     silent.set()

@@ -541,13 +541,13 @@ async def test_workers_whose_parent_was_killed_end_soon_and_free_the_port(
 async def test_a_worker_that_cannot_start_the_first_time_ends_all_in_one_line(
     start: StartService,
 ) -> None:
-    service = await start(2, wait=False, idle_timeout_s='"soon"')
+    service = await start(2, wait=False, drain_timeout_s='"soon"')
 
     code = await asyncio.to_thread(service.process.wait, WAIT_S)
 
     assert code == 2
     (line,) = service.log.read_text().splitlines()
-    assert "proxy.idle_timeout_s" in line
+    assert "proxy.drain_timeout_s" in line
 
 
 @pytest.mark.parametrize(

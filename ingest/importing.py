@@ -1,0 +1,552 @@
+"""Read the logs of another gateway or tracer as exchanges and feedback. Pure but for `open_rows`.
+
+A log says what was asked and answered, and by which session and user. It has no token ids, no
+log-probabilities, and an answer of another model. So an imported exchange is never trained on
+itself (`IMPORTED`): its prompt starts groups of fresh candidates, and is asked by the canary's gate
+where its session is held out. What a log does not say stays unknown, and a row that cannot be such
+an exchange is left out and counted by its reason.
+
+litellm: LiteLLM's StandardLoggingPayload, one JSON object a request, as its callbacks write it, or
+rows of its table `LiteLLM_SpendLogs`. langfuse: observations of the blob storage export, of the API
+or of the page's export, and `scores`. tensorzero: rows of `ChatInference`, `BooleanMetricFeedback`
+and `FloatMetricFeedback` as `FORMAT JSONEachRow` writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sidecar.capture.exchange_id import exchange_id
+from sidecar.feedback import ID_PREFIX, LONGEST, Feedback, TargetKind
+from sidecar.records import IMPORTED, Choice, Exchange, Sampling, Timings
+from sidecar.replies.parts import answer_text, message_json
+from sidecar.routing.opening import mark, opening
+from sidecar.routing.session_key import session_key, short_name
+
+Object = Mapping[str, Any]  # Any: JSON
+PARAMETERS: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "max_tokens", "max_completion_tokens", "stop", "tools", "tool_choice"),
+    *("parallel_tool_calls", "response_format", "chat_template_kwargs", "reasoning_effort"),
+)
+"""Members of a chat request that are kept. A seed is none: candidates must differ."""
+SAMPLED: Final = frozenset(Sampling.__struct_fields__)
+CHAT_CALLS: Final = frozenset({"", "completion", "acompletion", "chat", "chat_completion"})
+GENERATION: Final = "GENERATION"
+_CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_TRACE: Final = re.compile(r"[0-9a-f]{32}")
+_OPENAI_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class LeftOutError(Exception):
+    """A row is no exchange that can be imported. The message is the reason, a counter's label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """One chat request of a log, and its answer."""
+
+    source_id: str
+    at: float
+    """When it began, unix seconds."""
+    took_s: float = 0.0
+    messages: Sequence[Any]
+    parameters: Object = field(default_factory=dict)
+    """Of `PARAMETERS`; others are ignored."""
+    answer: Object
+    """The assistant's message, in the form of chat completions."""
+    finish_reason: str | None = None
+    session: str = ""
+    user: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A number that was given to an exchange, a session or a trace of a log."""
+
+    source_id: str
+    at: float
+    name: str
+    value: float
+    targets: tuple[str, ...]
+    """Ids of exchanges, sessions or traces in the log, the most exact first."""
+    comment: str = ""
+
+
+# Rows of a file, without having them all in memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One JSON object of a file, which stays mapped while it is used."""
+
+    file: str
+    number: int
+    """From 1: of the line, or of the object in an array."""
+    data: memoryview | msgspec.Raw
+
+    def read(self) -> Object:
+        """Raises: LeftOutError."""
+        try:
+            found = msgspec.json.decode(self.data)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise LeftOutError("not_json") from None
+        if not isinstance(found, dict):
+            raise LeftOutError("not_an_object")
+        return found
+
+
+def open_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file: one JSON object a line, or one array of objects.
+
+    Raises: OSError; LeftOutError when it begins as an array and is none.
+    """
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(data)
+    if data[:256].lstrip()[:1] == b"[":
+        try:
+            rows = msgspec.json.decode(view, type=list[msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError):
+            raise LeftOutError("not_json") from None
+        yield from (Row(str(path), number, one) for number, one in enumerate(rows, 1))
+        return
+    start = number = 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        number += 1
+        if data[start:end].strip():
+            yield Row(str(path), number, view[start:end])
+        start = end + 1
+
+
+# The three logs.
+
+
+def read_litellm(row: Object) -> Logged | Scored:
+    """Read a StandardLoggingPayload, or a row of LiteLLM_SpendLogs. Raises: LeftOutError."""
+    if row.get("status", "success") != "success":
+        raise LeftOutError("failed")
+    if str(row.get("call_type") or "") not in CHAT_CALLS:
+        raise LeftOutError("no_chat")
+    asked = _object(row.get("proxy_server_request"))
+    parameters = {**asked, **_object(row.get("model_parameters"))}
+    messages = _json(row.get("messages")) or asked.get("messages")
+    response = _object(row.get("response"))
+    choices = response.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else {}
+    at = _time(row.get("startTime"))
+    return Logged(
+        source_id=_text(row.get("id")) or _text(row.get("request_id")),
+        at=at,
+        took_s=_time(row.get("endTime"), at) - at,
+        messages=_messages(messages),
+        parameters=parameters,
+        answer=_answer(_object(choice).get("message")),
+        finish_reason=_text(_object(choice).get("finish_reason")) or None,
+        session=_text(row.get("session_id")),
+        user=_text(row.get("end_user")),
+        trace=_text(row.get("trace_id")),
+    )
+
+
+def read_langfuse(row: Object) -> Logged | Scored:
+    """Read an observation or a score; keys of the API (camelCase) are those of the export.
+
+    Raises: LeftOutError.
+    """
+    row = {_CAPITAL.sub("_", key).lower(): value for key, value in row.items()}
+    at = _time(row.get("start_time") or row.get("timestamp"))
+    if "type" not in row and "value" in row:
+        targets = (row.get("observation_id"), row.get("trace_id"), row.get("session_id"))
+        return _scored(row, row.get("name"), at, targets)
+    if row.get("type") != GENERATION:
+        raise LeftOutError("no_chat")
+    if row.get("level") == "ERROR":
+        raise LeftOutError("failed")
+    asked, answer = _json(row.get("input")), _json(row.get("output"))
+    request = asked if isinstance(asked, dict) else {"messages": asked}
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    return Logged(
+        source_id=_text(row.get("id")),
+        at=at,
+        took_s=_time(row.get("end_time"), at) - at,
+        messages=_messages(request.get("messages")),
+        parameters={**_object(row.get("model_parameters")), **request},
+        answer=_answer(answer),
+        session=_text(row.get("session_id")),
+        user=_text(row.get("user_id")),
+        trace=_text(row.get("trace_id")),
+    )
+
+
+def read_tensorzero(row: Object) -> Logged | Scored:
+    """Read a row of ChatInference, or of the feedback tables. Raises: LeftOutError."""
+    source_id = _text(row.get("id"))
+    at = _uuid_time(source_id)
+    if "target_id" in row:
+        return _scored(row, row.get("metric_name"), at, (row.get("target_id"),))
+    if "episode_id" not in row or "function_name" not in row:
+        raise LeftOutError("no_chat")
+    asked = _object(row.get("input"))
+    system = asked.get("system")
+    if system is not None and not isinstance(system, str):
+        raise LeftOutError("templated")  # its arguments are kept, and not the prompt
+    messages: list[Object] = [{"role": "system", "content": system}] if system else []
+    for one in _list(asked.get("messages")):
+        messages += _blocks(_object(one).get("role"), _object(one).get("content"))
+    answer = _blocks("assistant", _json(row.get("output")))
+    params = _object(_object(row.get("inference_params")).get("chat_completion"))
+    legacy = _object(row.get("tool_params"))
+    tools = _list(row.get("dynamic_tools")) or _list(legacy.get("tools_available"))
+    choice = _text(row.get("tool_choice")) or _text(legacy.get("tool_choice"))
+    if tools:
+        functions = [{"type": "function", "function": _function(_object(one))} for one in tools]
+        params = {**params, "tools": functions, **({"tool_choice": choice} if choice else {})}
+    return Logged(
+        source_id=source_id,
+        at=at,
+        took_s=_number(row.get("processing_time_ms"), 0.0) / 1000,
+        messages=_messages(messages),
+        parameters=params,
+        answer=_answer(answer[0] if len(answer) == 1 else None),
+        session=_text(row.get("episode_id")),
+        user=_text(_object(row.get("tags")).get("user_id")),
+    )
+
+
+FORMS: Final[Mapping[str, Callable[[Object], Logged | Scored]]] = {
+    "litellm": read_litellm,
+    "langfuse": read_langfuse,
+    "tensorzero": read_tensorzero,
+}
+
+
+def _function(tool: Object) -> Object:
+    if not isinstance(tool.get("name"), str):
+        raise LeftOutError("tools_unreadable")
+    return {
+        "name": tool["name"],
+        "description": _text(tool.get("description")),
+        "parameters": _object(tool.get("parameters")),
+    }
+
+
+def _blocks(role: Any, content: Any) -> list[Object]:
+    """TensorZero's content blocks of one message, as messages of chat completions: results of tools
+    are messages of their own."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    text, calls, results = list[str](), list[Object](), list[Object]()
+    for one in map(_object, _list(content)):
+        kind = one.get("type")
+        if kind == "text" and isinstance(said := one.get("text", one.get("value")), str):
+            text.append(said)
+        elif kind == "tool_call":
+            called = {
+                "name": _text(one.get("raw_name")) or _text(one.get("name")),
+                "arguments": _text(one.get("raw_arguments")) or _text(one.get("arguments")),
+            }
+            calls.append({"id": _text(one.get("id")), "type": "function", "function": called})
+        elif kind == "tool_result":
+            result = _text(one.get("result"))
+            results.append(
+                {"role": "tool", "tool_call_id": _text(one.get("id")), "content": result}
+            )
+        elif kind != "thought":
+            raise LeftOutError("templated" if kind in ("template", "text") else "not_text")
+    message = {"role": role, "content": "\n".join(text) if text else None}
+    if calls:
+        message["tool_calls"] = calls
+    return [*results, message] if text or calls else results
+
+
+def _scored(row: Object, name: Any, at: float, targets: Sequence[Any]) -> Scored:
+    value = row.get("value")
+    number = float(value) if isinstance(value, bool | int | float) else math.nan
+    if not math.isfinite(number) or not isinstance(name, str):
+        raise LeftOutError("no_number")
+    return Scored(
+        source_id=_text(row.get("id")),
+        at=at,
+        name=name,
+        value=number,
+        targets=tuple(one for one in targets if isinstance(one, str) and one),
+        comment=_text(row.get("comment"))[: LONGEST["comment"]],
+    )
+
+
+def _messages(found: Any) -> Sequence[Any]:
+    known = isinstance(found, list) and all(
+        isinstance(one, dict) and one.get("role") in _OPENAI_ROLES for one in found
+    )
+    if not known or not found:
+        raise LeftOutError("no_messages")
+    return found  # type: ignore[no-any-return]
+
+
+def _answer(found: Any) -> Object:
+    if not isinstance(found, dict) or not (found.get("content") or found.get("tool_calls")):
+        raise LeftOutError("no_answer")
+    return {**found, "role": "assistant"}
+
+
+def _json(value: Any) -> Any:
+    """A member that may be JSON in a text."""
+    if isinstance(value, str) and value[:1] in ("{", "[", '"'):
+        try:
+            return msgspec.json.decode(value)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return value
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    found = _json(value)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    found = _json(value)
+    return found if isinstance(found, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(value: Any, otherwise: float) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else otherwise
+
+
+def _time(value: Any, otherwise: float | None = None) -> float:
+    """Unix seconds of a number or an ISO text; without a zone it is UTC. Raises: LeftOutError."""
+    if isinstance(value, str):
+        try:
+            at = datetime.fromisoformat(value)
+            return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            value = None
+    found = _number(value, math.nan if otherwise is None else otherwise)
+    if not 0 <= found < 1e11:
+        raise LeftOutError("no_time")
+    return found
+
+
+def _uuid_time(name: str) -> float:
+    """Unix seconds of a UUIDv7. Raises: LeftOutError."""
+    digits = name.replace("-", "")
+    if len(digits) != 32 or digits[12] != "7":
+        raise LeftOutError("no_time")
+    return int(digits[:12], 16) / 1000
+
+
+# What is handed to the bus.
+
+
+def exchange_of(
+    logged: Logged,
+    form: str,
+    *,
+    public_model: str,
+    adapter: str,
+    project: str,
+    prompt_token_ids: Sequence[int] = (),
+) -> Exchange:
+    """Make the record of a logged request.
+
+    form: of `FORMS`; its part of the id keeps the ids of two logs apart. adapter: whose candidates
+    its group will have. prompt_token_ids: [P] of the prompt as vLLM renders it; empty: not known,
+    so no group begins with it. Raises: LeftOutError.
+    """
+    if not logged.source_id:
+        raise LeftOutError("no_id")
+    body = request_of(logged)
+    sampling = {name: value for name, value in body.items() if name in SAMPLED}
+    sampling.setdefault("max_tokens", body.get("max_completion_tokens"))
+    try:
+        known = msgspec.convert(sampling, Sampling)
+        request = msgspec.json.encode({"model": public_model, **body})
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise LeftOutError("unreadable_sampling") from None
+    user = short_name(logged.user)
+    trace = logged.trace.replace("-", "")
+    return Exchange(
+        exchange_id=imported_id(form, logged.source_id, logged.at),
+        surface="chat",
+        public_model=public_model,
+        adapter=adapter,
+        arm=IMPORTED,
+        propensity=1.0,
+        replica="",
+        session_key=session_key(
+            header=short_name(logged.session) or None,
+            user=user,
+            opening=opening((one["role"], mark(answer_text(one))) for one in logged.messages)[0],
+            project=project,
+        ),
+        request=request,
+        choices=(
+            Choice(
+                index=0, message=message_json(logged.answer), finish_reason=logged.finish_reason
+            ),
+        ),
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=known,
+        stream=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=logged.at, total_s=max(0.0, logged.took_s)),
+        untrainable_reason=IMPORTED,
+        trace_id=trace if _TRACE.fullmatch(trace) else "",
+        project=project,
+        user=user,
+        request_bytes=len(request),
+        origin=IMPORTED,
+    )
+
+
+def request_of(logged: Logged) -> dict[str, Any]:
+    """Return the body of the chat request, without its model."""
+    kept = {
+        name: value for name in PARAMETERS if (value := logged.parameters.get(name)) is not None
+    }
+    return {"messages": list(logged.messages), **kept}
+
+
+def imported_id(form: str, source_id: str, at: float) -> str:
+    """Return the id of an imported exchange: the same each time, so importing twice has no effect.
+
+    at: when it began, unix seconds.
+    """
+    return exchange_id(at, hashlib.sha256(f"{form}\0{source_id}".encode()).digest()[:16])
+
+
+def feedback_of(
+    scored: Scored,
+    form: str,
+    target: tuple[TargetKind, str],
+    *,
+    project: str,
+    low: float,
+    high: float,
+) -> Feedback:
+    """Make the record of a score.
+
+    target: what it is of, as `Feedback.target` names it. low, high: the values that mean -1 (bad)
+    and 1 (good). Raises: LeftOutError when the value is not between them.
+    """
+    share = (scored.value - low) / (high - low)
+    if not 0 <= share <= 1:
+        raise LeftOutError("score_out_of_range")
+    name = "\0".join((form, scored.source_id, scored.name, *scored.targets))
+    kind, target_id = target
+    return Feedback(
+        feedback_id=ID_PREFIX + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:32],
+        kind="feedback",
+        target_kind=kind,
+        target=target_id,
+        project=project,
+        source=form,
+        received_at=scored.at,
+        score=2 * share - 1,
+        label=scored.name[: LONGEST["label"]],
+        comment=scored.comment,
+    )
+
+
+class Import:
+    """Makes the records of the rows of one log, in the order of their times.
+
+    It remembers the ids of the exchanges that it made, about 200 bytes each, because a score names
+    one by an id that has no time.
+    """
+
+    def __init__(
+        self,
+        form: str,
+        *,
+        public_model: str,
+        adapter: str,
+        project: str,
+        scores: Mapping[str, tuple[float, float]],
+        render: Callable[[dict[str, Any]], Sequence[int]],
+    ) -> None:
+        """scores: name of a score -> the values that mean bad and good; other scores are left out.
+        render: returns the token ids of a request's prompt; empty: not known."""
+        self._form, self._model, self._adapter = form, public_model, adapter
+        self._project, self._scores, self._render = project, scores, render
+        self._targets: dict[str, tuple[TargetKind, str]] = {}
+        self.left_out: Counter[str] = Counter()
+        """Reason -> rows."""
+        self.without_ids = 0
+        """Exchanges that begin no group, because their prompt could not be rendered."""
+
+    def read(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows that can be read in the order of their times, exchanges before scores."""
+        found: list[tuple[bool, float, Row]] = []
+        for row in rows:
+            try:
+                one = FORMS[self._form](row.read())
+            except LeftOutError as error:
+                self.left_out[str(error)] += 1
+                continue
+            if isinstance(one, Scored) and one.name not in self._scores:
+                self.left_out["score_not_asked_for"] += 1
+                continue
+            found.append((isinstance(one, Scored), one.at, row))
+        found.sort(key=lambda one: one[:2])
+        return [row for *_, row in found]
+
+    def record(self, row: Row) -> Exchange | Feedback | None:
+        """Make the record of a row that `read` returned; None: it is left out."""
+        try:
+            one = FORMS[self._form](row.read())
+            return self._exchange(one) if isinstance(one, Logged) else self._feedback(one)
+        except LeftOutError as error:
+            self.left_out[str(error)] += 1
+            return None
+
+    def _exchange(self, logged: Logged) -> Exchange:
+        ids = self._render(request_of(logged))
+        made = exchange_of(
+            logged,
+            self._form,
+            public_model=self._model,
+            adapter=self._adapter,
+            project=self._project,
+            prompt_token_ids=ids,
+        )
+        self.without_ids += not ids
+        self._targets[logged.source_id] = "exchange", made.exchange_id
+        if logged.session:
+            self._targets.setdefault(logged.session, ("session", made.session_key))
+        if made.trace_id:
+            self._targets.setdefault(logged.trace, ("trace", made.trace_id))
+        return made
+
+    def _feedback(self, scored: Scored) -> Feedback:
+        target = next((self._targets[one] for one in scored.targets if one in self._targets), None)
+        if target is None:
+            raise LeftOutError("score_of_nothing_imported")
+        low, high = self._scores[scored.name]
+        return feedback_of(scored, self._form, target, project=self._project, low=low, high=high)

@@ -1,0 +1,184 @@
+"""`sidecar exchanges import`: the log of another gateway goes through the bus of this host."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli import content
+from deploy.cli.main import main
+from sidecar.capture.outbox import OutboxReader
+from sidecar.feedback import decode_feedback, is_feedback
+from sidecar.records import decode_exchange
+from support.ingest_kit import make_exchange
+from support.migrated_store import open_migrated
+
+ASKED = [{"role": "user", "content": "Where is it?"}]
+ROW: dict[str, Any] = {
+    "id": "obs-1",
+    "trace_id": "a" * 32,
+    "type": "GENERATION",
+    "start_time": "2026-09-21 14:13:20.500000",
+    "input": ASKED,
+    "output": "On its way.",
+    "session_id": "s1",
+}
+SCORE = {
+    "id": "1",
+    "name": "good",
+    "timestamp": "2026-09-22",
+    "observation_id": "obs-1",
+    "value": 4,
+}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Renderer(ThreadingHTTPServer):
+    """A vLLM that has `/tokenize` alone."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.status = 200
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Renderer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((self.path, body, self.headers["authorization"]))
+        data = json.dumps({"tokens": [1, 2, 3]}).encode()
+        self.send_response(self.server.status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def vllm() -> Iterator[Renderer]:
+    with Renderer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def run(tmp_path: Path, vllm: Renderer, capsys: pytest.CaptureFixture[str]) -> Run:
+    open_migrated(tmp_path / "store.db").close()
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nupstreams = ["http://127.0.0.1:{vllm.server_port}"]\nmodel = "smollm"\n'
+        f'api_key = "k"\n[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
+        f'[bus]\nurl = "sqlite:///{tmp_path}/bus.db"\n'
+    )
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["--config", str(config), "exchanges", "import", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def log_of(tmp_path: Path, *rows: dict[str, Any]) -> str:
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def on_bus(tmp_path: Path) -> list[bytes]:
+    reader = OutboxReader(tmp_path / "bus.db")
+    rows = reader.read(0, 1000)
+    reader.close()
+    return [row.payload for row in rows]
+
+
+def test_a_log_and_its_scores_go_to_the_bus(tmp_path: Path, run: Run, vllm: Renderer) -> None:
+    rows = log_of(tmp_path, SCORE, ROW, {**ROW, "type": "SPAN"})
+
+    code, out, _ = run("langfuse", rows, "--score", "good=1:5")
+
+    assert code == 0
+    assert out.splitlines() == ["imported 1 exchange, 1 score", "left out: 1 no_chat"]
+    exchange, score = on_bus(tmp_path)
+    found = decode_exchange(exchange)
+    assert (found.adapter, found.origin, found.prompt_token_ids) == ("base", "imported", (1, 2, 3))
+    assert is_feedback(score)
+    told = decode_feedback(score)
+    assert (told.target, told.score) == (found.exchange_id, 0.5)
+    assert vllm.asked == [("/tokenize", {"model": "smollm", "messages": ASKED}, "Bearer k")]
+
+
+def test_a_prompt_that_vllm_refuses_is_imported_without_a_group(
+    tmp_path: Path, run: Run, vllm: Renderer
+) -> None:
+    vllm.status = 400
+
+    code, _, err = run("langfuse", log_of(tmp_path, ROW))
+
+    assert code == 0
+    assert "could not render 1 prompt" in err
+    assert decode_exchange(on_bus(tmp_path)[0]).prompt_token_ids == ()
+
+
+def test_without_a_vllm_nothing_is_imported(tmp_path: Path, run: Run, vllm: Renderer) -> None:
+    vllm.status = 503
+
+    code, out, err = run("langfuse", log_of(tmp_path, ROW))
+
+    assert (code, out) == (1, "")
+    assert "renders no prompt" in err
+    assert on_bus(tmp_path) == []
+
+
+def test_a_bus_that_nothing_reads_is_not_filled_up(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sidecar.capture.outbox import Outbox
+
+    outbox = Outbox(tmp_path / "bus.db", max_rows=100)
+    outbox.write([make_exchange("live")])
+    outbox.close()
+    monkeypatch.setattr(content, "WAITING", 0)
+    monkeypatch.setattr(content, "UNREAD_S", 0.0)
+
+    code, _, err = run("langfuse", log_of(tmp_path, ROW))
+
+    assert code == 1
+    assert "nothing reads it" in err
+    assert len(on_bus(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("splunk", "log.jsonl"),
+        ("langfuse", "missing.jsonl"),
+        ("langfuse", "log.jsonl", "--score", "good=5"),
+        ("langfuse", "log.jsonl", "--score", "good=1:1"),
+        ("langfuse", "log.jsonl", "--project", "a/b"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, run: Run, arguments: tuple[str, ...]) -> None:
+    log_of(tmp_path, ROW)
+    files = [str(tmp_path / one) if one.endswith("jsonl") else one for one in arguments]
+
+    code, out, err = run(*files)
+
+    assert code in (1, 2)
+    assert (out, len(err.splitlines())) == ("", 1)

@@ -1,0 +1,356 @@
+"""Logs of other gateways and tracers become exchanges: `ingest.importing`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.grouping.selection import group_id_of
+from ingest.importing import (
+    FORMS,
+    Import,
+    LeftOutError,
+    Logged,
+    Row,
+    Scored,
+    exchange_of,
+    imported_id,
+    open_rows,
+)
+from ingest.intake.choose import Sessions
+from ingest.intake.consume import Consumed, consume
+from ingest.store.exchanges import load_exchange
+from ingest.store.groups import load_group
+from sidecar.bounds import bound
+from sidecar.feedback import Feedback, decode_feedback, encode_feedback
+from sidecar.records import Exchange
+from support.ingest_kit import Kit, MemoryBus, packed
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
+TOOL = {"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}
+ANSWER = {"role": "assistant", "content": "On its way."}
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a":1}'}}
+IDS = (1, 9, 9, 4)
+
+LITELLM: dict[str, Any] = {
+    "id": "chatcmpl-1",
+    "trace_id": "0190a2c1-0000-4000-8000-00000000000a",
+    "session_id": "s1",
+    "call_type": "acompletion",
+    "status": "success",
+    "startTime": 1_790_000_000.5,
+    "endTime": 1_790_000_002.0,
+    "model": "gpt-4o",
+    "end_user": "anna",
+    "messages": ASKED,
+    "model_parameters": {"temperature": 0.5, "max_tokens": 64, "seed": 3, "stream": True},
+    "response": {"choices": [{"message": ANSWER, "finish_reason": "stop"}]},
+}
+SPEND: dict[str, Any] = {
+    "request_id": "chatcmpl-2",
+    "session_id": "s1",
+    "call_type": "acompletion",
+    "startTime": "2026-09-21 14:13:20.500",
+    "endTime": "2026-09-21T14:13:22+00:00",
+    "messages": "{}",
+    "proxy_server_request": json.dumps({"messages": ASKED, "tools": [TOOL], "temperature": 0.5}),
+    "response": json.dumps({"choices": [{"message": {"content": None, "tool_calls": [CALL]}}]}),
+    "end_user": "",
+}
+LANGFUSE: dict[str, Any] = {
+    "id": "obs-1",
+    "trace_id": "a" * 32,
+    "type": "GENERATION",
+    "start_time": "2026-09-21 14:13:20.500000",
+    "end_time": "2026-09-21 14:13:22.000000",
+    "input": json.dumps({"messages": ASKED, "tools": [TOOL]}),
+    "output": json.dumps(ANSWER),
+    "model_parameters": json.dumps({"temperature": 0.5, "max_tokens": 64}),
+    "session_id": "s1",
+    "user_id": "anna",
+    "level": "DEFAULT",
+}
+LANGFUSE_API: dict[str, Any] = {
+    "id": "obs-2",
+    "traceId": "a" * 32,
+    "type": "GENERATION",
+    "startTime": "2026-09-21T14:13:20.500Z",
+    "endTime": None,
+    "input": ASKED,
+    "output": "On its way.",
+    "modelParameters": {},
+}
+TENSORZERO: dict[str, Any] = {
+    "id": "01996cba-0000-7000-8000-000000000001",
+    "function_name": "support",
+    "variant_name": "gpt",
+    "episode_id": "01996cba-0000-7000-8000-00000000000e",
+    "input": json.dumps(
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Where is it?"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_call", "id": "c1", "name": "find", "arguments": "{}"}
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "id": "c1", "name": "find", "result": "7"}],
+                },
+            ],
+        }
+    ),
+    "output": json.dumps([{"type": "text", "text": "On its way."}]),
+    "inference_params": json.dumps({"chat_completion": {"temperature": 0.5}}),
+    "dynamic_tools": [json.dumps({"name": "find", "description": "", "parameters": {}})],
+    "processing_time_ms": 1500,
+    "tags": {"user_id": "anna"},
+}
+
+
+def read(form: str, row: Mapping[str, Any]) -> Logged | Scored:
+    return FORMS[form](json.loads(json.dumps(row)))
+
+
+def made(form: str, row: Mapping[str, Any], **changes: Any) -> Exchange:
+    logged = read(form, row)
+    assert isinstance(logged, Logged)
+    plain = {"public_model": "smollm", "adapter": "base", "project": "default"}
+    return exchange_of(logged, form, **{**plain, "prompt_token_ids": IDS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("form", "row"), [("litellm", LITELLM), ("langfuse", LANGFUSE)], ids=["litellm", "langfuse"]
+)
+def test_a_row_becomes_an_exchange_that_is_never_trained_on(
+    form: str, row: Mapping[str, Any]
+) -> None:
+    found = made(form, row)
+
+    body = json.loads(found.request)
+    assert body["messages"] == ASKED
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("smollm", 0.5, 64)
+    assert not {"seed", "stream"} & set(body), "candidates are sampled anew"
+    assert (found.sampling.temperature, found.sampling.max_tokens) == (0.5, 64)
+    assert json.loads(found.choices[0].message) == ANSWER
+    assert (found.session_key, found.user) == ("h:s1", "anna")
+    assert (found.timings.started_at, found.timings.total_s) == (
+        1_790_000_000.5,
+        1.5,
+    )
+    assert {found.arm, found.origin, found.untrainable_reason} == {"imported"}
+    assert len(found.trace_id) == 32
+    assert bound(found)[1] == (), "every store holds it as it is"
+
+
+def test_a_row_of_the_spend_logs_is_read_from_the_request_that_it_kept() -> None:
+    found = made("litellm", SPEND)
+
+    assert json.loads(found.request)["tools"] == [TOOL]
+    assert json.loads(found.choices[0].message)["tool_calls"] == [CALL]
+    assert found.timings.started_at == 1_790_000_000.5
+
+
+def test_an_observation_of_the_api_is_read_like_one_of_the_export() -> None:
+    found = made("langfuse", LANGFUSE_API)
+
+    assert json.loads(found.request)["messages"] == ASKED
+    assert json.loads(found.choices[0].message) == ANSWER
+    assert found.session_key.startswith("m:"), "without a name its opening names the session"
+    assert found.timings.total_s == 0
+
+
+def test_content_blocks_become_messages_of_chat_completions() -> None:
+    found = made("tensorzero", TENSORZERO)
+
+    body = json.loads(found.request)
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    assert body["messages"] == [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    assert body["tools"] == [TOOL]
+    assert json.loads(found.choices[0].message) == ANSWER
+    assert found.session_key == f"h:{TENSORZERO['episode_id']}"
+    assert found.timings.started_at == int("01996cba0000", 16) / 1000
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "change", "reason"),
+    [
+        ("litellm", LITELLM, {"status": "failure"}, "failed"),
+        ("litellm", LITELLM, {"call_type": "aembedding"}, "no_chat"),
+        ("litellm", LITELLM, {"messages": "redacted-by-litellm"}, "no_messages"),
+        ("litellm", LITELLM, {"messages": [{"role": "wizard", "content": ""}]}, "no_messages"),
+        ("litellm", LITELLM, {"response": {}}, "no_answer"),
+        ("litellm", LITELLM, {"response": {"choices": [7]}}, "no_answer"),
+        ("litellm", LITELLM, {"startTime": "yesterday"}, "no_time"),
+        ("litellm", LITELLM, {"startTime": True}, "no_time"),
+        ("langfuse", LANGFUSE, {"type": "SPAN"}, "no_chat"),
+        ("langfuse", LANGFUSE, {"level": "ERROR"}, "failed"),
+        ("langfuse", LANGFUSE, {"input": "a text"}, "no_messages"),
+        ("langfuse", LANGFUSE, {"output": ""}, "no_answer"),
+        ("tensorzero", TENSORZERO, {"id": "not-a-uuid"}, "no_time"),
+        ("tensorzero", TENSORZERO, {"input": '{"system": {"name": "x"}}'}, "templated"),
+        ("tensorzero", TENSORZERO, {"dynamic_tools": ["{}"]}, "tools_unreadable"),
+        ("tensorzero", TENSORZERO, {"output": '[{"type": "image"}]'}, "not_text"),
+    ],
+)
+def test_what_is_no_chat_is_left_out_by_its_reason(
+    form: str, row: Mapping[str, Any], change: Mapping[str, Any], reason: str
+) -> None:
+    with pytest.raises(LeftOutError, match=f"^{reason}$"):
+        made(form, {**row, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"id": None}, "no_id"), ({"model_parameters": {"top_k": "x"}}, "unreadable_sampling")],
+)
+def test_a_row_without_an_id_or_with_unreadable_sampling_is_left_out(
+    change: Mapping[str, Any], reason: str
+) -> None:
+    with pytest.raises(LeftOutError, match=f"^{reason}$"):
+        made("litellm", {**LITELLM, **change})
+
+
+def test_the_id_of_an_import_is_the_same_each_time_and_sorts_by_time() -> None:
+    assert imported_id("litellm", "a", 5.0) == imported_id("litellm", "a", 5.0)
+    assert imported_id("litellm", "a", 5.0) != imported_id("langfuse", "a", 5.0)
+    assert imported_id("litellm", "b", 5.0) < imported_id("litellm", "a", 6.0)
+
+
+@pytest.mark.parametrize("as_array", [False, True], ids=["lines", "array"])
+def test_rows_of_a_file_are_read_whatever_the_others_are(tmp_path: Path, as_array: bool) -> None:
+    path = tmp_path / "log.json"
+    if as_array:
+        path.write_text(json.dumps([LITELLM, 7, "text", LITELLM]))
+    else:
+        path.write_text(f"{json.dumps(LITELLM)}\n\n7\nnot json\n{json.dumps(LITELLM)}")
+    work = new_import()
+
+    assert len(work.read(open_rows(path))) == 2
+    assert sum(work.left_out.values()) == 2
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert [*open_rows(empty)] == []
+
+
+def new_import(form: str = "litellm", ids: Sequence[int] = IDS, **scores: Any) -> Import:
+    return Import(
+        form,
+        public_model="smollm",
+        adapter="base",
+        project="default",
+        scores=scores,
+        render=lambda _: ids,
+    )
+
+
+def rows_of(tmp_path: Path, *rows: Mapping[str, Any]) -> list[Row]:
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return [*open_rows(path)]
+
+
+def test_rows_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    """A log lists the newest first; a session is found by what came before."""
+    later = {**LITELLM, "id": "later", "startTime": 1_790_000_100, "endTime": 1_790_000_101}
+    work = new_import()
+
+    rows = work.read(rows_of(tmp_path, later, LITELLM))
+
+    assert [one.read()["id"] for one in rows] == ["chatcmpl-1", "later"]
+
+
+@pytest.mark.parametrize(
+    ("scored", "kind", "score"),
+    [
+        ({"observation_id": "obs-1", "trace_id": "a" * 32, "value": 1}, "exchange", 1),
+        ({"observation_id": "", "trace_id": "a" * 32, "value": 0.25}, "trace", -0.5),
+        ({"trace_id": None, "session_id": "s1", "value": 0}, "session", -1),
+    ],
+)
+def test_a_score_becomes_feedback_on_what_was_imported(
+    tmp_path: Path, scored: Mapping[str, Any], kind: str, score: float
+) -> None:
+    row = {"id": "score-1", "name": "helpful", "timestamp": "2026-09-22 00:00:00.0", **scored}
+    work = new_import("langfuse", helpful=(0.0, 1.0))
+
+    exchange, found = map(work.record, work.read(rows_of(tmp_path, row, LANGFUSE)))
+
+    assert isinstance(exchange, Exchange)
+    assert isinstance(found, Feedback)
+    names = {"exchange": exchange.exchange_id, "trace": "a" * 32, "session": "h:s1"}
+    assert (found.target_kind, found.target) == (kind, names[kind])
+    assert (found.score, found.label, found.source) == (score, "helpful", "langfuse")
+    assert decode_feedback(encode_feedback(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"metric_name": "other"}, "score_not_asked_for"),
+        ({"target_id": "01996cba-0000-7000-8000-0000000000ff"}, "score_of_nothing_imported"),
+        ({"value": 7}, "score_out_of_range"),
+        ({"value": "good"}, "no_number"),
+    ],
+)
+def test_a_score_that_says_nothing_of_an_import_is_left_out(
+    tmp_path: Path, change: Mapping[str, Any], reason: str
+) -> None:
+    row = {
+        "id": "01996cba-0000-7000-8000-0000000000f1",
+        "target_id": TENSORZERO["id"],
+        "metric_name": "solved",
+        "value": True,
+    }
+    work = new_import("tensorzero", solved=(0.0, 1.0))
+
+    records = [
+        work.record(one) for one in work.read(rows_of(tmp_path, TENSORZERO, {**row, **change}))
+    ]
+
+    assert [type(one) for one in records if one is not None] == [Exchange]
+    assert work.left_out == {reason: 1}
+
+
+@pytest.mark.parametrize("held_out", [False, True], ids=["group", "held-out"])
+def test_an_import_starts_a_group_without_its_own_answer(kit: Kit, held_out: bool) -> None:
+    found = made("litellm", LITELLM)
+    bus = MemoryBus([payload for _, payload in packed([found, found])])
+    sessions = Sessions(held_out_rate=float(held_out))
+
+    taken = consume(bus, kit.database, limit=10, sessions=sessions, now=1_790_000_900.0)
+
+    assert taken == Consumed(stored=1, repeated=1), "the same row again changes nothing"
+    kit.choose()
+    with kit.database.read() as session:
+        stored = load_exchange(session, found.exchange_id)
+        group = load_group(session, group_id_of(found.exchange_id))
+    assert stored is not None
+    if held_out:
+        assert (stored.selection, group) == ("held_out", None)
+        return
+    assert stored.selection == "chosen"
+    assert group is not None
+    assert (group.adapter, group.prompt_token_ids, group.answers) == ("base", IDS, ())
+
+
+def test_a_prompt_that_vllm_does_not_render_starts_no_group(tmp_path: Path, kit: Kit) -> None:
+    work = new_import(ids=())
+
+    [found] = map(work.record, work.read(rows_of(tmp_path, LITELLM)))
+
+    assert isinstance(found, Exchange)
+    kit.choose(found)
+    assert work.without_ids == 1
+    assert kit.counts("selection") == {"untrainable:no_prompt_token_ids": 1}

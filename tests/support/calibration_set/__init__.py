@@ -1,1 +1,0 @@
-"""Write the calibration set that the product ships: from hand-written texts, by rules."""
