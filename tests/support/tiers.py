@@ -4,6 +4,7 @@ TIER_2 = (
     "tests/benchmarks/",
     "tests/clients/",
     "tests/demo/",
+    "tests/deploy/admin/test_schema_fuzz.py/",
     "tests/deploy/canary/test_shadow.py/",
     "tests/deploy/cli/test_exit_codes.py/",
     "tests/deploy/cli/test_judge.py/",
@@ -46,5 +47,5 @@ TIER_2 = (
     "tests/sidecar/test_main.py/",
     "tests/sidecar/workers/",
 )
-"""Kills, processes, browsers, clients, engines and long runs. Of the other files the
-tests on PostgreSQL and Kafka, and those that start a proxy's process, are of tier 2 as well."""
+"""Kills, processes, browsers, clients, engines and long runs. Of the other files the tests with the
+mark `tier_2`, those on PostgreSQL and Kafka, and those that start a proxy's process are as well."""
