@@ -16,7 +16,14 @@ import pytest
 import structlog
 
 from support.kafka_broker import broker, running_broker
-from support.stores import empty_store, new_store, postgres, run_on_both, store_kind
+from support.stores import (
+    empty_store,
+    new_store,
+    postgres,
+    run_on_both,
+    share_compiled_statements,
+    store_kind,
+)
 from support.tiers import TIER_2
 
 __all__ = [  # fixtures of all tests
@@ -46,6 +53,7 @@ def _configure_without_cache(*given: Any, **named: Any) -> None:
 
 
 structlog.configure = _configure_without_cache
+share_compiled_statements()
 
 
 @pytest.fixture(autouse=True)

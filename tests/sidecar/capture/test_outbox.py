@@ -258,6 +258,7 @@ def test_a_place_that_cannot_be_made_is_said_to_be_unreachable(tmp_path: Path) -
     assert raised.value.reason == "unreachable"
 
 
+@pytest.mark.tier_2
 def test_what_was_committed_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     import subprocess
     import sys
