@@ -49,7 +49,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "size": 6,
         "held_out_rate": 0.2,
         "settle_s": 2.0,
-        "max_pending_groups": 16,
         "concurrency": 18,
         # Its users are a script, and candidates need not keep out of their way.
         "max_slowdown": 0.0,
@@ -76,7 +75,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "gate_prompts": 8,
         "gate_answers": 2,
         "gate_min_prompts": 4,
-        "gate_margin": 0.06,
+        "margin": 0.06,
         "max_tokens": 96,
     },
 }

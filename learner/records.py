@@ -35,8 +35,6 @@ class TrainableRow:
     them."""
     recorded: bool = True
     """False: `logprobs` are zeros, and the check puts recomputed ones in their place."""
-    positive: bool = False
-    """True: it is trained on only while it is better than its siblings."""
     kept: tuple[bool, ...] = ()
     """[S] False: the token has no part in the loss, though the answer has. Empty: all have one. A
     trainable row keeps at least one token."""

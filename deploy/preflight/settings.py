@@ -480,7 +480,7 @@ def checked_settings(config: Path | None) -> Settings:
 
 def _refuse_unpriced(settings: Settings) -> None:
     """Refuse a budget in dollars that cannot be kept. Raises: SettingsError."""
-    if not (settings.judge.budget or settings.judge.budget_per_hour):
+    if not settings.judge.budget:
         return
     # Imported here: it loads LiteLLM, which takes seconds, to look prices up.
     from ingest.judges.build import each_judge

@@ -585,7 +585,7 @@ def rules_of(settings: Settings) -> Rules:
         rate=settings.groups.rate,
         settle_s=settings.groups.settle_s,
         max_groups_per_session=settings.groups.max_groups_per_session,
-        max_pending_groups=settings.most_pending_groups,
+        max_pending_groups=settings.learner.max_groups,
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),

@@ -249,7 +249,7 @@ class Rewarding:
         return combine(
             ruler_scores,
             verified.checked,
-            rule=self._settings.combine,
+            rule="gate_then_rank" if any(one.gate for one in verified.checked) else "weights",
             judge_weight=self._settings.judge_weight,
         )
 
@@ -388,7 +388,8 @@ def open_rewarding(
 def open_checkers(settings: Settings) -> tuple[dict[str, Checker], Processes]:
     """Make a checker for each verifier of the settings, and the processes that they share."""
     reward = settings.reward
-    processes = Processes(reward.processes, MEMORY_BYTES)
+    in_processes = [one for one in reward.verifiers.values() if not isinstance(one, HttpVerifier)]
+    processes = Processes(len(in_processes), MEMORY_BYTES)
     view = JudgeView(settings.privacy)
     checkers: dict[str, Checker] = {
         name: (

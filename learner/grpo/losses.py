@@ -40,6 +40,7 @@ class LossRule:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    """The ratio is clipped at 1 minus and 1 plus these. Source: DAPO, arXiv:2503.14476."""
     tv_limit: float = 0.2
     """Difference of probabilities. Source: prime-rl's default."""
     tv_kl: float = 1e-3
@@ -50,8 +51,9 @@ class LossRule:
     gspo_high: float = 4e-4
     """Source: the experiments of the GSPO paper, arXiv:2507.18071."""
     negative_bound: float = 3.0
-    """Largest ratio of a token with a negative advantage. Source: verl's dual clip, c = 3, after
-    arXiv:1912.09729."""
+    """Largest ratio of a token with a negative advantage, of which a few stale ones would otherwise
+    make most of the gradient; a loss that clips takes 1 + `clip_high` where that is larger. Source:
+    verl's dual clip, c = 3, after arXiv:1912.09729."""
     length: int = LOSS_LENGTH
     """Tokens that `dr_grpo` divides an answer's sum by."""
 
@@ -359,13 +361,7 @@ def objective(settings: Learner) -> Objective:
     chosen = settings.advanced
     return Objective(
         loss=LOSSES[settings.loss],
-        rule=LossRule(
-            clip_low=chosen.clip_low,
-            clip_high=chosen.clip_high,
-            tv_limit=chosen.tv_limit,
-            negative_bound=chosen.negative_bound,
-            length=LOSS_LENGTH,
-        ),
+        rule=LossRule(length=LOSS_LENGTH),
         correction=CorrectionRule(tis_cap=chosen.tis_cap, stale_limit=chosen.stale_limit),
         geometric_limit=chosen.geometric_limit,
     )

@@ -221,7 +221,6 @@ def select_by(
         pack_tokens=learner.pack_tokens,
         noise=noise,
         advantage=learner.advantage,
-        recompute=learner.missing_logprobs != "drop",
     )
 
 
@@ -232,7 +231,6 @@ def select_groups(
     pack_tokens: int,
     noise: Noise | None = None,
     advantage: str = "mean",
-    recompute: bool = False,
 ) -> Selection:
     """Turn scored groups into training groups.
 
@@ -241,7 +239,6 @@ def select_groups(
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
     advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
-    recompute: the trainer computes log-probabilities that were not recorded.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
@@ -250,7 +247,7 @@ def select_groups(
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
-            masks = masks_of(scored, recompute=recompute)
+            masks = masks_of(scored)
             gate = spread_gate(
                 scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
             )
@@ -278,13 +275,13 @@ def select_groups(
     )
 
 
-def masks_of(scored: ScoredGroup, *, recompute: bool) -> list[str | None]:
+def masks_of(scored: ScoredGroup) -> list[str | None]:
     """Return [G] the reason why an answer is left out of the loss; None where it is not.
 
-    Where a mask of the server restricted the tokens, recorded log-probabilities cannot be replaced:
-    they tell which tokens it touched.
+    The trainer computes log-probabilities that were not recorded, but where a mask of the server
+    restricted the tokens: there the recorded ones tell which tokens it touched.
     """
-    known = recompute and scored.group.masked_by is None
+    known = scored.group.masked_by is None
     masks = [mask_reason(answer) for answer in scored.group.answers]
     of_scores = score_masks(scored)
     return [

@@ -235,7 +235,7 @@ def _wanted(
     """How many answers to sample; the best one is returned."""
     if rule.surface != "chat":
         return refuse_surface(header, target, rule.surface) or 1
-    limit = min(context.best_of.max_n, admission.best_of_max) if context.best_of.enabled else 1
+    limit = admission.best_of_max if context.best_of.enabled else 1
     return wanted_answers(header, limit=limit)
 
 

@@ -260,8 +260,8 @@ class RelayContext:
             project: Answering(routing, breaker, self.models_changed)
             for project, (routing, breaker) in self.own_lines.items()
         }
-        held = HELD_BODIES * self.proxy.max_body_bytes
-        self.bodies = BodyBudget(held, self.metrics.request_body_bytes)
+        most = HELD_BODIES * self.proxy.max_body_bytes
+        self.bodies = BodyBudget(most, self.metrics.request_body_bytes)
         self.traced = self.capture.traced
         self._max_in_flight = self.proxy.max_in_flight
 

@@ -294,11 +294,6 @@ class Settings(BaseSettings):
         return tuple(url for url in self.groups.sampling_upstreams if url not in serving)
 
     @property
-    def most_pending_groups(self) -> int:
-        """Groups that may wait for candidates, scores or the learner."""
-        return self.groups.max_pending_groups or self.learner.max_groups
-
-    @property
     def tasks_are_examined(self) -> bool:
         """Candidates are compared by whole tasks, which the runner attempts, and no judge."""
         return self.rehearsals.are_on and self.tasks.learn != "off"
@@ -321,7 +316,6 @@ class Settings(BaseSettings):
                 "model": own.model,
                 "api_base": own.api_base,
                 "api_key": own.api_key,
-                "json_schema": "auto",
                 "context_tokens": 0,
                 "params": own.params,
                 "price": own.price,

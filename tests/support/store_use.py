@@ -156,13 +156,12 @@ class _Use:
             groups=Groups(
                 size=4,
                 rate=1.0,
-                max_pending_groups=150,
                 choose="prefer",
                 max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
             judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4),
-            learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
+            learner=LearnerSettings(min_groups=2, max_groups=150, adapters_dir=folder / "adapters"),
         )
 
     def change(self, row: type[Any], values: Mapping[str, Any], *where: Any) -> None:
@@ -433,7 +432,7 @@ async def _score(use: _Use) -> None:
         why_sampling_holds(session)
         write_verifiers(session, [VerifierSeen(name="v", kind="http")], now=NOW)
         waiting_for(session)
-    budget = {"budget": 1.0, "budget_per_hour": 1.0}
+    budget = {"budget": 1.0}
     ledger = Ledger(use.database, use.settings.judge.model_copy(update=budget), clock=use.clock)
     await ledger.reserve(Amount(nano_usd=10, tokens=5), begun=False)
     ledger.spend(Amount(nano_usd=10, tokens=5))

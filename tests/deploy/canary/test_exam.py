@@ -40,7 +40,6 @@ def rules() -> CanarySettings:
         gate_prompts=3,
         gate_answers=2,
         gate_min_prompts=2,
-        gate_margin=0.02,
         steps=(2_000,),
         turn_wait_s=0.0,
     )

@@ -15,7 +15,7 @@ from deploy.registry.canary_rule import (
 from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 
-RULES = CanarySettings(gate_margin=0.05, max_truncated_excess=0.25)
+RULES = CanarySettings(margin=0.05, max_truncated_excess=0.25)
 
 
 def test_difference_is_candidate_minus_champion() -> None:
@@ -59,7 +59,7 @@ def test_the_reason_says_numbers() -> None:
     ],
 )
 def test_numbers_that_differ_do_not_look_equal(difference: float, judged: str, margin: str) -> None:
-    rules = RULES.model_copy(update={"gate_margin": 0.02})
+    rules = RULES.model_copy(update={"margin": 0.02})
 
     assert judge_gate([Comparison(difference=difference)], rules, seed=1).reason == (
         f"gate: scored {judged} against the champion on 1 held-out prompt, {margin}"

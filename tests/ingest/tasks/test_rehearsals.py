@@ -126,7 +126,8 @@ class Play:
 @pytest.fixture
 def play(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr(attempts, "ARRIVE_S", 0.2)
-    made = Play(kit, tmp_path, timeout_s=2.0)
+    monkeypatch.setattr(attempts, "ATTEMPT_S", 2.0)
+    made = Play(kit, tmp_path)
     made.tasks.session("source", task="")
     made.tasks.now += IDLE_S
     return made

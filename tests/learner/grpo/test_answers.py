@@ -142,68 +142,22 @@ def test_a_group_of_which_nothing_was_recorded_can_be_trained(answers: Any) -> N
     assert found.differences == []
 
 
-def test_positives_trains_them_only_where_they_are_better(answers: Any) -> None:
-    found = judged(answers(None, None, PI, PI), missing_logprobs="positives")
-
-    assert found.answers.left_out == {1: "not_positive"}
-    assert found.answers.recomputed == (0,)
-    assert [row.advantage for row in found.group.rows] == [0.5, -0.5, 0.5, -0.5]
-    assert [row.counted for row in found.group.rows] == [True] * 4
-
-
-def test_drop_leaves_them_out_of_the_baseline_too(answers: Any) -> None:
-    found = judged(answers(None, PI, PI), missing_logprobs="drop")
-
-    assert found.answers.left_out == {0: "logprobs_unknown"}
-    assert [row.counted for row in found.group.rows] == [False, True, True]
-    assert [row.advantage for row in found.group.rows] == [0.0, -0.25, 0.25]
-
-
 SHIFTED = tuple(value + 0.5 for value in PI)
 
 
-@pytest.mark.parametrize(
-    ("how", "left_out", "recomputed"),
-    [
-        ("drop", {0: "drift"}, ()),
-        ("recompute", {}, (0,)),
-        ("positives", {}, (0,)),
-    ],
-)
-def test_a_doubtful_answer_is_left_out_or_anchored_anew(
-    answers: Any, how: str, left_out: Mapping[int, str], recomputed: tuple[int, ...]
-) -> None:
-    found = judged(answers(SHIFTED, PI, PI, PI), doubtful_logprobs=how)
+def test_a_doubtful_answer_is_left_out(answers: Any) -> None:
+    found = judged(answers(SHIFTED, PI, PI, PI))
 
-    assert found.answers.left_out == left_out
-    assert found.answers.recomputed == recomputed
-    assert found.group.rows[0].logprobs == (PI if recomputed else SHIFTED)
+    assert found.answers.left_out == {0: "drift"}
+    assert found.answers.recomputed == ()
     assert found.differences == [0.0] * 12
 
 
-def test_a_doubtful_worse_answer_is_not_pushed_away_with_positives(answers: Any) -> None:
-    found = judged(answers(PI, SHIFTED, PI, PI), doubtful_logprobs="positives")
-
-    assert found.answers.left_out == {1: "not_positive"}
-
-
-def test_where_most_of_a_group_drifts_nothing_is_anchored(answers: Any) -> None:
-    fault = faulty(answers(SHIFTED, SHIFTED, PI), doubtful_logprobs="recompute")
+def test_where_most_of_a_group_drifts_it_is_left_out(answers: Any) -> None:
+    fault = faulty(answers(SHIFTED, SHIFTED, PI))
 
     assert fault.reason == "drift"
     assert fault.text.startswith("2 of 3 answers drift; answer 0: recorded and recomputed")
-
-
-def test_a_gone_sampler_leaves_the_better_answers_anchored_at_the_parent(answers: Any) -> None:
-    group = answers(SHIFTED, SHIFTED, SHIFTED, SHIFTED)
-
-    found = judge_answers(
-        group, values(group), settings(doubtful_logprobs="positives"), sampler=False
-    )
-
-    assert isinstance(found, Judged)
-    assert found.answers.recomputed == (0, 2)
-    assert found.answers.left_out == {1: "not_positive", 3: "not_positive"}
 
 
 def test_a_foreign_token_id_masks_its_answer_alone(answers: Any) -> None:
@@ -323,7 +277,7 @@ def test_a_value_that_is_no_number_masks_its_answer_alone(answers: Any, value: f
     group = answers(PI, None, PI, PI)
     computed = {**values(group), 0: (value, *PI[1:]), 1: (value, *PI[1:])}
 
-    found = judge_answers(group, computed, settings(doubtful_logprobs="recompute"))
+    found = judge_answers(group, computed, settings())
 
     assert isinstance(found, Judged)
     assert found.answers.left_out == {0: "drift", 1: "logprobs_unknown"}
@@ -406,20 +360,6 @@ def test_a_group_with_nothing_to_compare_at_the_start_is_left_out(
 
     assert isinstance(found, Fault), found
     assert found.reason == reason
-
-
-def test_an_answer_that_was_to_be_better_than_its_siblings_has_to_be_after_the_limit_too(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    """0.5 is better than the mean of all, 0.45, and worse than that of 0.9, 0.5 and 0.3."""
-    rows = [row([5, 6], advantage) for advantage in (0.45, 0.05, -0.15, -0.35)]
-    rows[1] = replace(rows[1], positive=True)
-    given = replace(group([1, 2], rows), scores=(0.9, 0.5, 0.3, 0.1))
-
-    found = from_start(given, (1.0, 1.0, 1.0, 1.05))
-
-    assert isinstance(found, Judged), found
-    assert found.answers.left_out == {1: "not_positive", 3: "geometric"}
 
 
 def test_no_difference_above_the_tolerance_is_untouched_and_a_negative_one_is() -> None:

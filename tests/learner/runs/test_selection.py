@@ -53,19 +53,17 @@ def test_an_answer_whose_logprobs_are_missing_is_left_to_the_trainer(
     answers = [answer(0, untrainable_reason=reason, logprobs=(-1.0,)), answer(1), answer(2)]
     scored = scored_group([1.0, 0.0, 0.2], answers=answers)
 
-    for recompute, trainable in ((True, [True] * 3), (False, [False, True, True])):
-        selection = select_groups([scored], min_spread=0.02, pack_tokens=100, recompute=recompute)
-        (group,) = selection.groups
-        assert [row.trainable for row in group.rows] == trainable
-        assert selection.masked_answers == ({} if recompute else {reason: 1})
-        assert [row.recorded for row in group.rows] == [False, True, True]
-        assert group.rows[0].logprobs == (0.0, 0.0, 0.0)
+    selection = select_groups([scored], min_spread=0.02, pack_tokens=100)
+    (group,) = selection.groups
+    assert [row.trainable for row in group.rows] == [True] * 3
+    assert selection.masked_answers == {}
+    assert [row.recorded for row in group.rows] == [False, True, True]
+    assert group.rows[0].logprobs == (0.0, 0.0, 0.0)
 
     touched = select_groups(
         [replace(scored, group=replace(scored.group, masked_by="masked_by_tool_choice"))],
         min_spread=0.02,
         pack_tokens=100,
-        recompute=True,
     )
     assert touched.masked_answers == {reason: 1}, "which tokens the mask touched is not known"
     assert touched.groups[0].masked_by == "masked_by_tool_choice"
@@ -80,7 +78,6 @@ def test_what_was_damaged_in_the_store_is_not_recomputed(
         [scored_group([1.0, 0.0, 0.2], answers=answers)],
         min_spread=0.02,
         pack_tokens=100,
-        recompute=True,
     )
 
     assert selection.masked_answers == {"tokens_without_logprobs": 1}

@@ -151,12 +151,11 @@ def test_what_was_decided_at_the_start_of_a_run_comes_back(
     """An answer beyond `geometric_limit`, its siblings' new advantages, and the marks."""
     rows = [replace(row([5, 6], logprobs=(-1.0, -1.0)), start=(-1.0, -1.0)) for _ in range(4)]
     rows[0] = replace(rows[0], start=(-0.95, -0.95))
-    rows[1] = replace(rows[1], positive=True)
     begun = replace(group([1, 2], rows), scores=(0.1, 0.9, 0.5, 0.3))
     settings = Learner(advanced=Advanced(geometric_limit=0.01))
     found = leave_out_far(begun, CheckedAnswers(tokens=8), settings)
     assert isinstance(found, Judged), found
-    plain = tuple(replace(one, start=(), positive=False) for one in begun.rows)
+    plain = tuple(replace(one, start=()) for one in begun.rows)
     job = replace(job_in(tmp_path), groups=(replace(begun, rows=plain),), settings=settings)
     checked = Checked(
         groups=(found.group,), faults={}, answers={begun.group_id: found.answers}, drift=None
