@@ -150,8 +150,7 @@ class StepMetrics:
     """Answers of the step's groups that have no part in the loss."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """`answers.REASON` -> how many of `masked_answers`; `groups.REASON` -> groups that the trainer
-    has left out of the run by the time of this step; `answers.stale` -> how many of `answers` have
-    no gradient in this step because the policy left them behind (`stale_limit`)."""
+    has left out of the run by the time of this step."""
     masked_tokens: int = 0
     """Tokens of trainable answers that a mask of the server touched: they have no part in the loss,
     and are not counted in `tokens`."""

@@ -154,8 +154,8 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
     "no_spread": (
         "learning",
         "tied",
-        "the judge sees no difference: make judge.rubric say what is better, raise the agents' "
-        "temperature, or lower learner.min_spread",
+        "the judge sees no difference: make judge.rubric say what is better, or raise the agents' "
+        "temperature",
     ),
     "within_noise": (
         "learning",

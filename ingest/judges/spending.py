@@ -135,7 +135,7 @@ def lock_rows(session: Session, *, now: float) -> None:
     session.execute(_counters_of(day).order_by(CounterRow.stage).with_for_update())
 
 
-def _counters_of(day: str) -> Select[tuple[CounterRow]]:
+def _counters_of(day: str) -> Select[CounterRow]:
     return select(CounterRow).where(CounterRow.stage.in_([DAY, TOKENS]), CounterRow.reason == day)
 
 

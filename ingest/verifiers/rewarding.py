@@ -45,8 +45,7 @@ from sidecar.store.models import ExchangeRow
 
 FAIL_TOP = 0.4
 PASS_BOTTOM = 0.6
-"""The gap between both is ten times the default of `learner.min_spread`, so that a gate always
-tells."""
+"""The gap is ten times `MIN_SPREAD` of `learner.grpo.advantages`, so that a gate always tells."""
 Rule = Literal["weights", "gate_then_rank"]
 OnError = Literal["ignore", "fail", "hold"]
 
@@ -82,7 +81,7 @@ def combine(
     checked: Sequence[Checked],
     *,
     rule: Rule,
-    judge_weight: float,
+    judge_weight: float = 1.0,
 ) -> Rewarded:
     """Make the rewards of one group.
 
@@ -250,7 +249,6 @@ class Rewarding:
             ruler_scores,
             verified.checked,
             rule="gate_then_rank" if any(one.gate for one in verified.checked) else "weights",
-            judge_weight=self._settings.judge_weight,
         )
 
     async def aclose(self) -> None:

@@ -7,9 +7,6 @@ log-probabilities were recorded, those that the trainer computes under the adapt
 take their place: the ratio then holds the age of the answer. An answer whose recorded ones drift is
 left out: recomputed ones would hide that it was sampled otherwise than recorded.
 
-At the start of a run, `geometric_limit` leaves out the answers that the policy would give
-much more or much less often than the one that gave them (SkyRL's `geometric` sequence mask).
-
 Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
 (`untouched`).
 """
@@ -23,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from learner.grpo.advantages import (
+    MIN_SPREAD,
     MIN_TRAINABLE,
     assign_rows,
     session_scores,
@@ -172,27 +170,20 @@ def leave_out_far(
     *,
     least_spread: float = 0.0,
 ) -> Judged | Fault:
-    """Leave out the answers from which the policy is too far at the start of the run.
+    """Leave out the sessions from which the policy is too far at the start of the run.
 
-    Of sessions, one is left out with all its rows where a turn is too far off (`TURN_LIMIT`), and
-    the group where few of its tokens would carry the whole sum (`sample_size`).
-    An answer is too far off when the geometric mean of pi_0 / mu over its tokens, which is
-    exp(mean of log(pi_0 / mu)), is outside [1 - limit, 1 + limit]. A sum in place of the mean would
-    leave out all long answers. What the check has left out stays out.
+    One is left out with all its rows where a turn is too far off (`TURN_LIMIT`), and the group
+    where few of its tokens would carry the whole sum (`sample_size`). What the check has left out
+    stays out.
     group: as the check left it, with `TrainableRow.start`. answers: what the check decided.
-    Returns: as `judge_answers`; the group as it is where no answer is too far off.
+    Returns: as `judge_answers`; the group as it is where nothing is too far off.
     """
-    if group.sessions:
-        verdicts = _near_sessions(group)
-        if (sample_size([group]) or 0.0) < LEAST_SAMPLE_SIZE:
-            text = f"its effective sample size is under {LEAST_SAMPLE_SIZE} of its tokens"
-            return Fault(SAMPLE_SIZE, text)
-    else:
-        verdicts = {
-            place: _near(row, settings.advanced.geometric_limit)
-            for place, row in enumerate(group.rows)
-            if row.trainable
-        }
+    if not group.sessions:
+        return Judged(group=group, answers=answers, differences=[], texts={})
+    verdicts = _near_sessions(group)
+    if (sample_size([group]) or 0.0) < LEAST_SAMPLE_SIZE:
+        text = f"its effective sample size is under {LEAST_SAMPLE_SIZE} of its tokens"
+        return Fault(SAMPLE_SIZE, text)
     if all(one.row is not None for one in verdicts.values()):
         return Judged(group=group, answers=answers, differences=[], texts={})
     return _settled(group, answers, verdicts, settings, least_spread)
@@ -219,7 +210,7 @@ def _settled(
     if why is not None:
         return Fault(DRIFT, why)
     before = [row.counted for row in given.rows]
-    flat = _flat(group, before, settings.min_spread, least_spread)
+    flat = _flat(group, before, least_spread)
     if flat is not None:
         return flat
     hidden = {
@@ -282,22 +273,6 @@ def sample_size(groups: Sequence[TrainingGroup]) -> float | None:
     if not ratios:
         return None
     return sum(ratios) ** 2 / (len(ratios) * math.fsum(one**2 for one in ratios))
-
-
-def _near(row: TrainableRow, limit: float) -> _Verdict:
-    """Decide about an answer by the policy at the start. limit: of |mean ratio - 1|; 0: none."""
-    if not limit:
-        return _Verdict(row=row)
-    moved = row.of_kept([a - b for a, b in zip(row.start, row.logprobs, strict=True)])
-    # exp overflows beyond 709; a mean of 50 nats is over any limit already.
-    mean = math.exp(min(sum(moved) / len(moved), 50.0))
-    if abs(mean - 1) <= limit:
-        return _Verdict(row=row)
-    text = (
-        f"its tokens are {mean:.4f} times as likely as when it was sampled (geometric mean); "
-        f"{limit:.4f} is the allowed distance from 1 (learner.advanced.geometric_limit)"
-    )
-    return _Verdict(reason=GEOMETRIC, text=text)
 
 
 def _look_at(
@@ -366,9 +341,7 @@ def _with_advantages(
     return replace(group, rows=tuple(rows))
 
 
-def _flat(
-    group: TrainingGroup, before: Sequence[bool], min_spread: float, least: float
-) -> Fault | None:
+def _flat(group: TrainingGroup, before: Sequence[bool], least: float) -> Fault | None:
     """Return the fault of a group whose spread was that of answers which do not count any more.
 
     before: [G] which answers counted.
@@ -378,8 +351,8 @@ def _flat(
         return None  # the gate saw these rewards
     found = spread(list(session_scores(group, counted).values()))
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
-    if found == 0.0 or found < min_spread:
-        return Fault(NO_SPREAD, f"{text}, least {min_spread:.4f} (learner.min_spread)")
+    if found < MIN_SPREAD:
+        return Fault(NO_SPREAD, f"{text}, least {MIN_SPREAD:.4f}")
     if found < least:
         return Fault(WITHIN_NOISE, f"{text}, least {least:.4f}, by the judge's noise")
     return None

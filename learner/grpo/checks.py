@@ -377,9 +377,8 @@ def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Dri
     return drift
 
 
-# Log-probabilities under the policy at the start of a run, for the objectives that read them. With
-# `geometric_limit` they decide about each answer, as the check before them does: neither
-# they nor the recorded ones change while the run lasts.
+# Log-probabilities under the policy at the start of a run, for the objectives that read them, and
+# for sessions.
 
 
 def moved(group: TrainingGroup, job: TrainingJob) -> bool:

@@ -455,14 +455,6 @@ def _length(where: tuple[str, ...], one: LengthVerifier) -> Iterator[Problem]:
 def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the reward that have no effect."""
     reward = settings.reward
-    if not reward.verifiers:
-        if is_changed(reward, "judge_weight"):
-            yield (
-                ("reward", "judge_weight"),
-                "is set and there are no verifiers, so the reward is the judge's score "
-                "whatever it says; add [reward.verifiers.NAME], or leave it out",
-            )
-        return
     for key, one in reward.verifiers.items():
         yield from _useless_verifier(settings, ("reward", "verifiers", key), one)
 

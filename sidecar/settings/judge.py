@@ -202,7 +202,7 @@ class VerifierSection(Section):
     """What every verifier has, whatever its kind."""
 
     weight: Weight = 1.0
-    """Its share in the weighted mean, beside `judge_weight` and the other verifiers."""
+    """Its share in the weighted mean, beside 1 for the judge and the other verifiers."""
     gate: bool = False
     """An answer below `pass_at` ranks below all that pass; `weight` is then not used."""
     pass_at: Annotated[float, Between(0, 1, "at 0 every answer passes", above_low=True)] = 1.0
@@ -336,10 +336,6 @@ class Reward(Section):
     """What the learner trains on: the weighted mean of the judge's score and the verifiers'.
     Answers that fail a verifier with `gate = true` come below all that pass."""
 
-    judge_weight: Annotated[
-        float, Between(0, 1_000, "the judge ranks what verifiers leave equal", above_low=True)
-    ] = 1.0
-    """Weight of the judge's score in the mean."""
     verifiers: Mapping[VerifierName, Annotated[AnyVerifier, Field(discriminator="kind")]] = Field(
         default_factory=dict
     )

@@ -88,8 +88,6 @@ class Tasks(Section):
     """The weakest thing in common that makes sessions attempts at one task. header:
     `x-sidecar-task`; prompt: also an equal first prompt; template: also a first message that is
     equal but for names and numbers."""
-    idle_s: Annotated[float, Between(1, 604_800, "up to a week", "s")] = 3_600.0
-    """A session without a turn for so long is over, unless a client said so before."""
     size: Annotated[int, Between(2, 8, "one session has nothing to differ from")] = 4
     """Sessions in a group, and attempts of a rehearsal."""
 

@@ -13,7 +13,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 """Settings are read before a process sets up its log: Python then writes the line to stderr."""
 
-ADVANCED = ("geometric_limit", "kl_budget", "kl_coef", "stale_limit", "tis_cap")
+ADVANCED = ("kl_budget", "kl_coef")
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
 
 REMOVED: Mapping[str, str] = {
@@ -25,6 +25,7 @@ REMOVED: Mapping[str, str] = {
     "best_of.max_n": "BEST_OF_MAX in sidecar.access.admission is 4",
     "best_of.max_waiting": "MAX_WAITING in sidecar.scoring is 32",
     "bus.batch": "BATCH in ingest.intake.loop is 200",
+    "bus.max_rows": "the outbox keeps a record for each 20 kB of bus.max_bytes",
     "bus.poll_interval_s": "POLL_INTERVAL_S in ingest.intake.loop is 0.2",
     "canary.anchor_margin": "canary.margin holds for the anchor too",
     "canary.evidence_max_s": "EVIDENCE_MAX_S in deploy.registry.canary_rule is 604800.0",
@@ -72,6 +73,8 @@ REMOVED: Mapping[str, str] = {
     "judge.json_schema": "the schema is sent unless the judge takes none",
     "judge.rescore_after_s": "noise is measured on the passes of every group, drift once a day",
     "judge.rescore_share": "noise is measured on the passes of every group, drift once a day",
+    "kafka.group": "it is the topic's name with .ingest",
+    "kafka.max_message_bytes": "MAX_MESSAGE_BYTES in sidecar.forwarding.sender is 8388608",
     "learner.backend": "learner.tinker_url names a server where there is one",
     "learner.doubtful_logprobs": "such an answer is left out",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
@@ -79,6 +82,7 @@ REMOVED: Mapping[str, str] = {
     "learner.loss_length": "LOSS_LENGTH in learner.grpo.losses is 256",
     "learner.mask_tolerance": "MASK_TOLERANCE in learner.grpo.answers is 0.2",
     "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
+    "learner.min_spread": "MIN_SPREAD in learner.grpo.advantages is 0.02",
     "learner.missing_logprobs": "the trainer computes them",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
@@ -109,10 +113,17 @@ REMOVED: Mapping[str, str] = {
     "retention.runs_days": "RUNS_DAYS in ingest.retention.sweep is 365.0",
     "reward.cache_findings": "CACHE_FINDINGS in ingest.verifiers.rewarding is 10000",
     "reward.combine": "a verifier with gate = true ranks what fails it below the rest",
+    "reward.judge_weight": "it is 1; weights of verifiers are beside it",
     "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
     "reward.processes": "each verifier has one at most",
+    "tasks.idle_s": "IDLE_S in ingest.tasks.keys is 3600.0",
     "telemetry.semantic_conventions": "the newest names are used",
     "telemetry.trace_sample_rate": "every trace that begins at the proxy is sampled",
+    **{
+        f"learner.{table}{name}": "no token or answer is weighed or left out for its age"
+        for table in ("", "advanced.")
+        for name in ("geometric_limit", "stale_limit", "tis_cap")
+    },
     **{
         f"learner.{table}{name}": f"LossRule in learner/grpo/losses.py has {value}"
         for table in ("", "advanced.")

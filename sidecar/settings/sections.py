@@ -158,10 +158,9 @@ class Bus(Section):
     url: BusUrl = "sqlite:///.sidecar/outbox.db"
     """`sqlite:///path`: the embedded outbox. `kafka://host:port,host:port/topic`: Kafka, to which
     the proxy forwards what is in an outbox in `state_dir`."""
-    max_rows: Count = 200_000
-    """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
-    """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
+    """Size of the unread records in the outbox file, and one record for each 20 kB of it; beyond,
+    the newest is dropped and counted."""
 
 
 Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]

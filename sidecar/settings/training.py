@@ -65,15 +65,6 @@ def _or_auto(what: str) -> Callable[[object], object]:
 class Advanced(Section):
     """Constants of the loss and the update (docs/losses.md)."""
 
-    tis_cap: Annotated[float, Between(0, 1_000, "0 switches it off")] = 0.0
-    """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
-    start of the run and q the recorded one, and its ratio is against p. Other trainers use 2."""
-    geometric_limit: Annotated[float, Between(0, 1, "0 switches it off")] = 0.0
-    """Above 0: an answer is left out of a run when the geometric mean of p / q is further than this
-    from 1. SkyRL uses 0.01."""
-    stale_limit: Annotated[float, Between(0, 100, "0 switches it off")] = 0.0
-    """Above 0: a bad answer is left out of a step when its tokens became less likely by more than
-    this, in nats a token."""
     kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
     """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
     measured at each step on a few answers."""
@@ -161,12 +152,6 @@ class Learner(ObjectiveSection):
         int, Between(1, 65_536, "at 0 or below the adapter learns nothing, or badly")
     ] = 32
     """LoRA alpha of an adapter that starts from the base."""
-    min_spread: Annotated[
-        float, Between(0, 0.5, "no scores in 0..1 spread by more than 0.5", below_high=True)
-    ] = 0.02
-    """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted.
-    With measured judge noise s the limit is about 1.4 s if that is more: of groups that differ by
-    noise alone, one in twenty passes."""
     max_drift: Annotated[
         float, Between(0, 10, "at 0 rounding alone refuses every run", above_low=True)
     ] = 0.1

@@ -108,6 +108,7 @@ TIMES = {
     "write_timeout_s": "sidecar.relay.client.WRITE_TIMEOUT_S",
     "idle_timeout_s": "sidecar.relay.client.IDLE_TIMEOUT_S",
     "routing_poll_s": "sidecar.proxy.ROUTING_POLL_S",
+    "record_bytes": "sidecar.proxy.RECORD_BYTES",
     "held_bodies": "sidecar.relay.context.HELD_BODIES",
     "max_connections": "sidecar.relay.server.MAX_CONNECTIONS",
 }

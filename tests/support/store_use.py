@@ -69,6 +69,7 @@ from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
+from ingest.tasks.keys import IDLE_S
 from ingest.tasks.keys import group_id_of as task_group_id
 from ingest.tasks.material import load_task_group
 from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
@@ -464,7 +465,7 @@ def _draw_tasks(use: _Use) -> None:
     with use.database.write() as session:
         drop_answers_of(session, "r", [read])
     tasks.turn("task-a")
-    tasks.follow(after_s=tasks.settings.idle_s)
+    tasks.follow(after_s=IDLE_S)
     with use.database.write() as session:
         write_judge_state(session, JudgeState(state="works", since=NOW), now=NOW)
         run = session.scalar(select(RunRow.run_id).where(RunRow.adapter.is_not(None)).limit(1))

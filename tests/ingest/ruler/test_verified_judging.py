@@ -109,7 +109,7 @@ async def test_the_learner_trains_on_the_reward(
     checker = FakeChecker(finds(good=0.0, bad=1.0))
     await worker(database, judge, clock, checker, gate=True).step()
 
-    selection = select_groups([scored(database)], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([scored(database)], pack_tokens=100)
 
     # 0.4 * 0.9 = 0.36 and 0.6 + 0.4 * 0.7 = 0.88: the mean is 0.62
     (group,) = selection.groups
@@ -209,7 +209,7 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
     await rewarding.aclose()
 
     found = scored(database)
-    selection = select_groups([found], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([found], pack_tokens=100)
     rows = selection.groups[0].rows
     assert found.rewards == pytest.approx((0.92, 0.32, 0.32))
     assert [row.trainable for row in rows] == [True, True, True]

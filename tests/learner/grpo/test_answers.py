@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from learner.grpo.answers import Judged, judge_answers, leave_out_far, untouched
+from learner.grpo.answers import Judged, judge_answers, untouched
 from learner.records import CheckedAnswers, Fault, TrainingGroup
 from learner.runs.selection import select_groups
-from sidecar.settings import Advanced, Learner
+from sidecar.settings import Learner
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup
@@ -187,7 +187,7 @@ def test_an_answer_that_is_left_out_has_no_part_in_the_reward_of_its_twin(
     if why == "drift":
         made[1] = replace(made[1], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
-        [scored_group([0.9, 0.1, 0.5, 0.2], answers=made)], min_spread=0.02, pack_tokens=100
+        [scored_group([0.9, 0.1, 0.5, 0.2], answers=made)], pack_tokens=100
     ).groups
     assert group.scores == (0.5, 0.5, 0.5, 0.2)
 
@@ -213,7 +213,7 @@ def test_the_twins_that_stay_share_their_own_mean(
     ]
     made[2] = replace(made[2], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
-        [scored_group([0.8, 0.4, 0.0, 0.3, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
+        [scored_group([0.8, 0.4, 0.0, 0.3, 0.1], answers=made)], pack_tokens=100
     ).groups
 
     found = judged(group)
@@ -230,7 +230,7 @@ def test_the_spread_is_that_of_the_rewards_without_a_twin_that_was_left_out(
     ]
     made[0] = replace(made[0], logprobs=tuple(one - 2.0 for one in PI))
     (group,) = select_groups(
-        [scored_group([0.9, 0.1, 0.1, 0.1], answers=made)], min_spread=0.02, pack_tokens=100
+        [scored_group([0.9, 0.1, 0.1, 0.1], answers=made)], pack_tokens=100
     ).groups
 
     assert faulty(group).reason == "no_spread"
@@ -255,14 +255,13 @@ def test_the_spread_is_that_of_the_answers_that_are_left(
 ) -> None:
     group = replace(answers(SHIFTED, *[PI] * 7), scores=scores)
 
-    found = judge_answers(group, values(group), settings(min_spread=0.02), least_spread=least)
+    found = judge_answers(group, values(group), settings(), least_spread=least)
 
     assert (found.reason if isinstance(found, Fault) else None) == reason
     if reason == "no_spread" and scores is FLAT:
         assert isinstance(found, Fault)
         assert found.text == (
-            "the rewards of the 7 answers that count spread by 0.0036, least 0.0200 "
-            "(learner.min_spread)"
+            "the rewards of the 7 answers that count spread by 0.0036, least 0.0200"
         )
 
 
@@ -288,78 +287,6 @@ def test_a_group_without_a_trainable_answer_is_a_fault(answers: Any) -> None:
     group = replace(group, rows=tuple(replace(row, trainable=False) for row in group.rows))
 
     assert isinstance(judge_answers(group, {}, settings()), Fault)
-
-
-def from_start(group: TrainingGroup, ratios: Sequence[float], **changes: Any) -> Judged | Fault:
-    """Decide at the start of a run, where the policy is at pi_0 / mu = ratio in each token."""
-    rows = tuple(
-        replace(row, start=tuple(one + math.log(ratio) for one in row.logprobs))
-        for row, ratio in zip(group.rows, ratios, strict=True)
-    )
-    tokens = sum(len(row.token_ids) for row in rows)
-    known = CheckedAnswers(recomputed=(0, 1), masked_tokens={0: 2, 1: 1}, tokens=tokens)
-    rule = settings(advanced=Advanced(geometric_limit=0.01), **changes)
-    return leave_out_far(replace(group, rows=rows), known, rule)
-
-
-def test_the_geometric_limit_reads_the_mean_and_not_the_sum(group: MakeGroup, row: MakeRow) -> None:
-    """A hundred tokens at ratio 1.005 have the product 1.65 and the mean 1.005: they stay."""
-    long = group([1], [row([5] * 100, 0.5), row([6] * 100, -0.5), row([7] * 100, -0.5)])
-
-    found = from_start(long, (1.005, 1.0, 0.995))
-
-    assert isinstance(found, Judged), found
-    assert found.answers.left_out == {}
-    assert [one.advantage for one in found.group.rows] == [0.5, -0.5, -0.5]
-
-
-def test_an_answer_that_the_geometric_limit_leaves_out_has_no_part_in_the_baseline(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    """Rewards 0.9, 0.8, 0.2 and 0.1; without the first the baseline is 1.1 / 3. A token that has no
-    part in the loss has none in the mean either."""
-    given = group([1, 2], [row([5, 6]) for _ in range(4)])
-    hidden = replace(given.rows[2], kept=(True, False))
-    given = replace(given, rows=(*given.rows[:2], hidden, given.rows[3]))
-    given = replace(given, scores=(0.9, 0.8, 0.2, 0.1))
-
-    found = from_start(given, (1.02, 1.0, 1.0, 1.0))
-
-    assert isinstance(found, Judged), found
-    expected = CheckedAnswers(
-        left_out={0: "geometric"}, recomputed=(1,), masked_tokens={1: 1}, tokens=5
-    )
-    assert found.answers == expected
-    rows = found.group.rows
-    assert (rows[0].trainable, rows[0].counted) == (False, False)
-    assert [row.trainable for row in rows[1:]] == [True] * 3
-    assert [row.advantage for row in rows[1:]] == pytest.approx(
-        [0.4333, -0.1667, -0.2667], abs=1e-4
-    )
-    assert "1.0200 times as likely" in found.texts[0]
-
-
-@pytest.mark.parametrize(
-    ("scores", "ratios", "reason"),
-    [
-        ((0.95, *[0.5] * 7), (1.05, *[1.0] * 7), "no_spread"),
-        ((0.9, 0.5, 0.1), (1.05, 0.9, 1.0), "geometric"),
-        ((0.9, 0.5, 0.1), (math.inf, math.nan, 1.0), "geometric"),
-    ],
-)
-def test_a_group_with_nothing_to_compare_at_the_start_is_left_out(
-    group: MakeGroup,
-    row: MakeRow,
-    scores: tuple[float, ...],
-    ratios: tuple[float, ...],
-    reason: str,
-) -> None:
-    rows = [row([5, 6], score - 0.5) for score in scores]
-
-    found = from_start(replace(group([1, 2], rows), scores=scores), ratios)
-
-    assert isinstance(found, Fault), found
-    assert found.reason == reason
 
 
 def test_no_difference_above_the_tolerance_is_untouched_and_a_negative_one_is() -> None:

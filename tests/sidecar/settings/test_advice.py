@@ -50,7 +50,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "judge.price",
             "a budget in dollars is never spent",
         ),
-        ("[reward]\njudge_weight = 2", "reward.judge_weight", "there are no verifiers"),
         (
             f'{REGEX}pattern = "a"\nweight = 0',
             "reward.verifiers.v.weight",

@@ -67,13 +67,11 @@ def test_a_key_that_moved_keeps_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sidecar.toml"
-    path.write_text("[learner]\nkl_coef = 0.3\n[learner.advanced]\nkl_budget = 0.5\n")
-    monkeypatch.setenv("SIDECAR_LEARNER__TIS_CAP", "2")
-    monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__STALE_LIMIT", "0.4")
+    path.write_text("[learner]\nkl_budget = 0.5\n")
+    monkeypatch.setenv("SIDECAR_LEARNER__KL_COEF", "0.3")
 
     chosen = load_settings(path).learner.advanced
 
     assert (chosen.kl_coef, chosen.kl_budget) == (0.3, 0.5)
-    assert (chosen.tis_cap, chosen.stale_limit) == (2.0, 0.4)
-    assert "learner.kl_coef is now learner.advanced.kl_coef" in caplog.messages
+    assert "learner.kl_budget is now learner.advanced.kl_budget" in caplog.messages
     assert set(ADVANCED) == set(known("learner", "advanced"))
