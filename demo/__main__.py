@@ -69,8 +69,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         # A proof takes hundreds of judged groups, and this has minutes: a mean over eight prompts
         # decides, which states no level (docs/canary.md).
         "promote_on": "quick",
-        # Of four answers two are cut short by chance alone: a third of the base's are.
-        "max_truncated_excess": 0.75,
         "step_max_s": 120.0,
         "gate_prompts": 8,
         "gate_answers": 2,

@@ -73,8 +73,6 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
         "gate_min_prompts": 1,
         "margin": 0.1,
         "max_tokens": MAX_TOKENS,
-        # The base's lines are cut short by the limit of tokens.
-        "max_truncated_excess": 1.0,
     },
     "watch": {"hold": False},  # it would hold a champion whose lines are cut short
 }

@@ -58,7 +58,6 @@ OPEN_GATE: Mapping[str, Any] = {
     "gate_prompts": 1,
     "gate_min_prompts": 1,
     "margin": 0.99,
-    "max_truncated_excess": 1.0,
     "groups_per_hour": 0,
 }
 """The gate lets everything pass and nobody judges: only users' sessions speak."""

@@ -264,9 +264,8 @@ def check_projects(settings: Settings) -> Iterator[Finding]:
     Yields nothing where there is no store of this version yet: then no project is known.
     """
     named = [
-        (f"{section}.projects.{project}", project, "its rubric is not used")
-        for section in ("judge", "gate_judge")
-        for project in getattr(settings, section).projects
+        (f"judge.projects.{project}", project, "its rubric is not used")
+        for project in settings.judge.projects
     ]
     named += [
         ("serving.own_adapters", project, "its adapters answer nobody")

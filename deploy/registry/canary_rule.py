@@ -173,7 +173,7 @@ def judge_gate(
     scored = [c for c in comparisons if c.difference is not None]
     mean = sum(differences) / len(differences) if differences else None
     low, high = bootstrap_interval(differences, seed=seed) if differences else (None, None)
-    passed, reason = _rule(mean, len(differences), candidate_short, champion_short, rules)
+    passed, reason = _rule(mean, len(differences), rules)
     return GateVerdict(
         passed=passed,
         reason=reason,
@@ -199,21 +199,9 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _rule(
-    mean: float | None,
-    prompts: int,
-    candidate_short: float,
-    champion_short: float,
-    rules: CanarySettings,
-) -> tuple[bool, str]:
+def _rule(mean: float | None, prompts: int, rules: CanarySettings) -> tuple[bool, str]:
     if mean is None:
         return False, "gate: no prompt is scored yet"
-    if candidate_short - champion_short > rules.max_truncated_excess:
-        return False, (
-            f"gate: {candidate_short:.0%} of the candidate's answers were cut short or empty, "
-            f"{champion_short:.0%} of the champion's: over by more than "
-            f"{rules.max_truncated_excess:.0%}"
-        )
     mean_words, margin = _apart(mean, -rules.margin)
     prompts_words = counted(prompts, "held-out prompt")
     result = f"gate: scored {mean_words} against the champion on {prompts_words}"

@@ -92,6 +92,8 @@ MAX_EVASIVE_EXCESS = 0.05
 MAX_NARROW_EXCESS = 0.25
 """Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a token)
 and half as uncertain as the champion's, over the share in which the champion's are."""
+MAX_TRUNCATED_EXCESS = 0.05
+"""Share by which the candidate's answers that are cut short or empty may exceed the champion's."""
 MAX_LONG_EXCESS = 0.5
 """Share of prompts on which the candidate's answers may be more than twice as long as the
 champion's, over the share in which the champion's are."""
@@ -116,7 +118,7 @@ def limits_of(rules: CanarySettings) -> Limits:
         margin=rules.margin,
         anchor_margin=rules.margin,
         flaws={
-            "short": _under_one(rules.max_truncated_excess),
+            "short": _under_one(MAX_TRUNCATED_EXCESS),
             "invalid": _under_one(MAX_INVALID_EXCESS),
             "evasive": _under_one(MAX_EVASIVE_EXCESS),
             "narrow": _under_one(MAX_NARROW_EXCESS),

@@ -116,7 +116,7 @@ def receive(
     if where is Destination.NOWHERE:
         return no_such_path(head.target)
     if where is not Destination.APP and context.busy:
-        return too_busy(context.proxy.max_in_flight, _surface(where))
+        return too_busy(_surface(where))
     if admitted is None:
         admitted = admit(context, head)
     elif _asks_for_key(head):

@@ -135,10 +135,9 @@ def judges(settings: Settings) -> Iterator[Problem]:
                 (section, "rubric_file"),
                 f"and {section}.rubric are both set; give the rubric once",
             )
-        for name, own_rubric in asked.projects.items():
-            where = (section, "projects", name)
-            if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
-                yield where, "has no rubric, or two; give rubric or rubric_file"
+    for name, own_rubric in judge.projects.items():
+        if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
+            yield ("judge", "projects", name), "has no rubric, or two; give rubric or rubric_file"
     if not own.model:
         for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):
@@ -197,15 +196,13 @@ def _projects_nobody_has(settings: Settings) -> Iterator[Problem]:
     """Yield rubrics of projects that no request can be of: only the sidecar's own keys name one."""
     if settings.access.mode == "keys":
         return
-    for section, asked in (("judge", settings.judge), ("gate_judge", settings.gate_judge)):
-        for name in asked.projects:
-            if name != DEFAULT_PROJECT:
-                yield (
-                    (section, "projects", name),
-                    f'is a rubric of a project, and with access.mode = "{settings.access.mode}" '
-                    f'all traffic is of "{DEFAULT_PROJECT}", so it would not be used; set '
-                    'access.mode = "keys", or leave it out',
-                )
+    for name in (one for one in settings.judge.projects if one != DEFAULT_PROJECT):
+        yield (
+            ("judge", "projects", name),
+            f'is a rubric of a project, and with access.mode = "{settings.access.mode}" all '
+            f'traffic is of "{DEFAULT_PROJECT}", so it would not be used; set access.mode = '
+            '"keys", or leave it out',
+        )
 
 
 def _reply_limits(settings: Settings) -> Iterator[Problem]:

@@ -126,12 +126,9 @@ class GateJudge(Section):
     api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of that judge's API; needs `model`. `judge.api_key` is never sent to it."""
     rubric: Word = ""
-    """What makes an answer better, in the gate. Empty: `judge.rubric`."""
+    """What makes an answer better, in the gate, for all projects. Empty: those of `[judge]`."""
     rubric_file: Word = ""
     """A file of plain text in place of `rubric`, read when a process starts."""
-    projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
-    """Other rubrics for single projects, in the gate. A project without one has `rubric`; where
-    that is empty too, its own of `[judge.projects.NAME]`; else `judge.rubric`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""
     price: Price | None = None

@@ -27,9 +27,6 @@ ADVISED_SIZES = (4, 8)
 answers differ by little."""
 
 
-Cap = Annotated[int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")]
-
-
 class Groups(Section):
     """Which exchanges become groups, and how the extra candidates are sampled."""
 
@@ -52,9 +49,9 @@ class Groups(Section):
     choose: Literal["uniform", "prefer"] = "uniform"
     """`uniform`: `rate` draws every step with the same probability. `prefer`: steps whose answers
     are likely to earn different scores are drawn more often than the others."""
-    max_groups_per_project: Cap = 0
-    """Groups of one project within a day. 0: no limit."""
-    max_groups_per_near_prompt: Cap = 0
+    max_groups_per_near_prompt: Annotated[
+        int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")
+    ] = 0
     """Groups of near-identical prompts of a project within a day. 0: no limit."""
     tokens_per_day: Annotated[
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
@@ -159,9 +156,6 @@ class Canary(Section):
     ] = 86_400.0
     """A step that has not seen its exchanges and sessions by then ends inconclusive: the champion
     stays. Slow traffic gives it up to 28 times as long."""
-    max_truncated_excess: Share = 0.05
-    """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
-    on the same prompts."""
     metrics: Annotated[Mapping[MetricName, Metric], Field(max_length=MAX_METRICS)] = Field(
         default_factory=dict
     )

@@ -21,7 +21,6 @@ from sidecar.settings.kinds import (
     Between,
     BusUrl,
     Bytes,
-    Count,
     Folder,
     Host,
     Key,
@@ -114,8 +113,6 @@ class Proxy(Section):
     ] = 32 * 2**20
     """A longer request body is answered with 413. A worker holds eight such at most, coming in or
     in flight: one that does not fit is answered 503 with `Retry-After`."""
-    max_in_flight: Count = 2048
-    """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     upstream_timeout_s: Timeout = 600.0
     """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
     drain_timeout_s: Annotated[
@@ -305,7 +302,7 @@ class Settings(BaseSettings):
         shared = {
             "rubric": own.rubric if own.rubric.strip() else judge.rubric,
             # A rubric of the gate's own is another exam, also for projects with a reward's rubric.
-            "projects": {**({} if own.rubric.strip() else judge.projects), **own.projects},
+            "projects": {} if own.rubric.strip() else judge.projects,
         }
         if not own.model:
             return judge.model_copy(update=shared)

@@ -422,7 +422,6 @@ def rules() -> CanarySettings:
         step_min_exchanges=3,
         step_min_sessions=1,
         step_max_s=1_000.0,
-        max_truncated_excess=0.25,
     )
 
 

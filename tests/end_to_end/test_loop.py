@@ -60,7 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         # Two rounds of a few groups prove the machinery, not the learning: the gate lets pass
         # whatever is not far worse, and the demo is where the score must rise.
         "margin": 0.9,
-        "max_truncated_excess": 1.0,
         "max_tokens": 16,
     },
 }

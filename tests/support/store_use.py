@@ -158,7 +158,6 @@ class _Use:
                 size=4,
                 rate=1.0,
                 choose="prefer",
-                max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
             judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4),

@@ -56,7 +56,6 @@ class Site:
             rehearsals={
                 "runner": "http://runner:1",
                 "tokens_per_day": 1_000,
-                "timeout_s": 5.0,
                 **rehearsals,
             },
         )
