@@ -14,7 +14,7 @@ from sidecar.access.admission import open_access
 from sidecar.access.key_source import KeySource
 from sidecar.access.limits import open_limits
 from sidecar.app import make_app
-from sidecar.capture.outbox import Outbox, outbox_path
+from sidecar.capture.outbox import RECORD_BYTES, Outbox, outbox_path
 from sidecar.capture.recorder import LIMITS, Capture, ExchangeSink, Yielding
 from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.feedback import LOCKED_S, FeedbackReceiver, FeedbackWriter
@@ -44,8 +44,6 @@ CONNECT_TIMEOUT_S = 5.0
 ROUTING_POLL_S = 0.2
 """How often the routing table is looked up; bounds how long a rollback and a revoked key take to be
 obeyed."""
-RECORD_BYTES = 20_000
-"""The outbox keeps a record for each so many bytes of `bus.max_bytes`."""
 HEALTH_INTERVAL_S = 2.0
 """Seconds between two questions for the health and the adapters of a vLLM."""
 SLOW_FIRST_BYTE_S = 10.0

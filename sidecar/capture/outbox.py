@@ -304,6 +304,10 @@ class _File:
         return self._connection
 
 
+RECORD_BYTES = 20_000
+"""The outbox keeps a record for each so many bytes of `bus.max_bytes`."""
+
+
 class Outbox:
     """Writes to the outbox. One thread at a time."""
 
