@@ -32,6 +32,7 @@ from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
 from learner.runs.source import NOT_GROUPS, TRAINED
 from learner.runs.source import STAGE as LEARN
 from sidecar.capture.outbox import BUS, CAPTURE, FORWARDED, KEPT, REFUSED, REQUESTS
+from sidecar.records import IMPORTED
 from sidecar.store.models import AdapterRow, CounterRow, GroupRow
 from sidecar.visible import counted
 
@@ -111,11 +112,11 @@ def stages_of(
             "bus",
             "exchanges",
             "stored, each in a session",
-            entered=kept,
+            entered=kept + consume.get(IMPORTED, 0),  # imports come by no request
             passed=stored,
             ended={
                 **_without(bus, FORWARDED),
-                **_without(consume, STORED, REPEATED),
+                **_without(consume, STORED, REPEATED, IMPORTED),
             },
         ),
         _stage(

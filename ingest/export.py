@@ -21,7 +21,7 @@ import msgspec
 from ingest.feedback.store import Told
 from ingest.records import Answer, ScoredGroup
 from ingest.store.exchanges import StoredExchange
-from sidecar.records import Choice
+from sidecar.records import IMPORTED, Choice
 
 Object = dict[str, Any]
 """A JSON object. Any: JSON."""
@@ -68,13 +68,13 @@ def exchange_object(stored: StoredExchange, told: Told = NOTHING) -> Object:
 def prompt_completion(stored: StoredExchange, told: Told = NOTHING) -> Object | None:
     """TRL's "prompt-completion": what was asked, and the answer that the agent got.
 
-    None: the exchange is no chat, or has no complete answer.
+    None: the exchange is no chat, has no complete answer, or another model's.
     """
     exchange = stored.exchange
     request = _json(exchange.request)
     answer = next((one for one in exchange.choices if one.index == exchange.returned_index), None)
     complete = exchange.outcome == "ok" and exchange.status == 200
-    if exchange.surface != "chat" or not complete or answer is None:
+    if exchange.surface != "chat" or not complete or answer is None or exchange.origin == IMPORTED:
         return None
     completion = [_trl_message(_json(answer.message))]
     return _trl_row(request, {"completion": completion, **told.summary()})

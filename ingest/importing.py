@@ -18,15 +18,17 @@ import hashlib
 import math
 import mmap
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from ingest.grouping.request import has_media
 from sidecar.capture.exchange_id import exchange_id
 from sidecar.feedback import ID_PREFIX, LONGEST, Feedback, TargetKind
 from sidecar.records import IMPORTED, Choice, Exchange, Sampling, Timings
@@ -44,6 +46,12 @@ PARAMETERS: Final = (
 SAMPLED: Final = frozenset(Sampling.__struct_fields__)
 CHAT_CALLS: Final = frozenset({"", "completion", "acompletion", "chat", "chat_completion"})
 GENERATION: Final = "GENERATION"
+LITELLM_MARKS: Final = (b"(litellm_truncated skipped", b"redacted-by-litellm")
+"""What LiteLLM (1.84) writes in the place of a text over MAX_STRING_LENGTH_PROMPT_IN_DB characters,
+2,048 if not set, and of one that it must not log."""
+LARGEST: Final = 2**31
+MOST_BYTES: Final = 4 * 2**20
+"""A record that is longer is left out: hundreds may wait on the bus beside the proxy's."""
 _CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TRACE: Final = re.compile(r"[0-9a-f]{32}")
 _OPENAI_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -92,9 +100,6 @@ class Scored:
 class Row:
     """One JSON object of a file, which stays mapped while it is used."""
 
-    file: str
-    number: int
-    """From 1: of the line, or of the object in an array."""
     data: memoryview | msgspec.Raw
 
     def read(self) -> Object:
@@ -108,30 +113,43 @@ class Row:
         return found
 
 
-def open_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file: one JSON object a line, or one array of objects.
+class _Page(msgspec.Struct):
+    data: list[msgspec.Raw]
 
-    Raises: OSError; LeftOutError when it begins as an array and is none.
+
+def open_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file: one JSON object a line, an array of objects, or `{"data": [...]}`.
+
+    Raises: OSError, also when it is no plain file; LeftOutError when it begins as an array and is
+        none.
     """
+    if not path.is_file():
+        raise OSError(f"{path} is no plain file; unpack it into one")
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             return
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    view = memoryview(data)
-    if data[:256].lstrip()[:1] == b"[":
+    begin = len(BOM_UTF8) if data[:3] == BOM_UTF8 else 0
+    view = memoryview(data)[begin:]
+    if data[begin : begin + 256].lstrip()[:1] == b"[":
         try:
             rows = msgspec.json.decode(view, type=list[msgspec.Raw])
         except (msgspec.MsgspecError, RecursionError):
             raise LeftOutError("not_json") from None
-        yield from (Row(str(path), number, one) for number, one in enumerate(rows, 1))
+        yield from map(Row, rows)
         return
-    start = number = 0
+    if data[begin : begin + 64].replace(b" ", b"").lstrip()[:9] == b'{"data":[':  # an API's reply
+        try:
+            yield from map(Row, msgspec.json.decode(view, type=_Page).data)
+            return
+        except (msgspec.MsgspecError, RecursionError):
+            raise LeftOutError("not_json") from None
+    start = begin
     while start < len(data):
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
-        number += 1
         if data[start:end].strip():
-            yield Row(str(path), number, view[start:end])
+            yield Row(view[start - begin : end - begin])
         start = end + 1
 
 
@@ -144,6 +162,9 @@ def read_litellm(row: Object) -> Logged | Scored:
         raise LeftOutError("failed")
     if str(row.get("call_type") or "") not in CHAT_CALLS:
         raise LeftOutError("no_chat")
+    said = msgspec.json.encode([row.get("messages"), row.get("proxy_server_request")])
+    if any(mark in said for mark in LITELLM_MARKS):
+        raise LeftOutError("cut_or_redacted")
     asked = _object(row.get("proxy_server_request"))
     parameters = {**asked, **_object(row.get("model_parameters"))}
     messages = _json(row.get("messages")) or asked.get("messages")
@@ -173,6 +194,8 @@ def read_langfuse(row: Object) -> Logged | Scored:
     row = {_CAPITAL.sub("_", key).lower(): value for key, value in row.items()}
     at = _time(row.get("start_time") or row.get("timestamp"))
     if "type" not in row and "value" in row:
+        if row.get("data_type") not in (None, "NUMERIC", "BOOLEAN"):
+            raise LeftOutError("no_number")
         targets = (row.get("observation_id"), row.get("trace_id"), row.get("session_id"))
         return _scored(row, row.get("name"), at, targets)
     if row.get("type") != GENERATION:
@@ -183,14 +206,20 @@ def read_langfuse(row: Object) -> Logged | Scored:
     request = asked if isinstance(asked, dict) else {"messages": asked}
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
+    if isinstance(answer, dict) and not {"role", "content", "tool_calls"} & set(answer):
+        answer = row.get("output") if isinstance(row.get("output"), str) else None  # JSON, as asked
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
+    messages = _list(request.get("messages"))
+    # LangChain's handler writes the tools behind the messages.
+    tools = [one["content"] for one in messages if _is_tool(one)]
+    parameters = {**_object(row.get("model_parameters")), **({"tools": tools} if tools else {})}
     return Logged(
         source_id=_text(row.get("id")),
         at=at,
         took_s=_time(row.get("end_time"), at) - at,
-        messages=_messages(request.get("messages")),
-        parameters={**_object(row.get("model_parameters")), **request},
+        messages=_messages([one for one in messages if not _is_tool(one)]),
+        parameters={**parameters, **request},
         answer=_answer(answer),
         session=_text(row.get("session_id")),
         user=_text(row.get("user_id")),
@@ -215,9 +244,13 @@ def read_tensorzero(row: Object) -> Logged | Scored:
         messages += _blocks(_object(one).get("role"), _object(one).get("content"))
     answer = _blocks("assistant", _json(row.get("output")))
     params = _object(_object(row.get("inference_params")).get("chat_completion"))
-    legacy = _object(row.get("tool_params"))
-    tools = _list(row.get("dynamic_tools")) or _list(legacy.get("tools_available"))
-    choice = _text(row.get("tool_choice")) or _text(legacy.get("tool_choice"))
+    legacy = _object(row.get("tool_params"))  # it has the tools of the configuration too
+    tools = _list(legacy.get("tools_available")) or _list(row.get("dynamic_tools"))
+    if not tools and _list(_object(row.get("allowed_tools")).get("tools")):
+        raise LeftOutError("tools_unreadable")
+    choice = _json(row.get("tool_choice") or legacy.get("tool_choice"))
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": _text(choice.get("specific"))}}
     if tools:
         functions = [{"type": "function", "function": _function(_object(one))} for one in tools]
         params = {**params, "tools": functions, **({"tool_choice": choice} if choice else {})}
@@ -238,6 +271,11 @@ FORMS: Final[Mapping[str, Callable[[Object], Logged | Scored]]] = {
     "langfuse": read_langfuse,
     "tensorzero": read_tensorzero,
 }
+
+
+def _is_tool(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, dict) and content.get("type") == "function"
 
 
 def _function(tool: Object) -> Object:
@@ -296,7 +334,10 @@ def _scored(row: Object, name: Any, at: float, targets: Sequence[Any]) -> Scored
 
 def _messages(found: Any) -> Sequence[Any]:
     known = isinstance(found, list) and all(
-        isinstance(one, dict) and one.get("role") in _OPENAI_ROLES for one in found
+        isinstance(one, dict)
+        and one.get("role") in _OPENAI_ROLES
+        and isinstance(one.get("content"), str | list | None)
+        for one in found
     )
     if not known or not found:
         raise LeftOutError("no_messages")
@@ -370,13 +411,13 @@ def exchange_of(
     public_model: str,
     adapter: str,
     project: str,
-    prompt_token_ids: Sequence[int] = (),
+    prompt_token_ids: Sequence[int],
 ) -> Exchange:
     """Make the record of a logged request.
 
     form: of `FORMS`; its part of the id keeps the ids of two logs apart. adapter: whose candidates
-    its group will have. prompt_token_ids: [P] of the prompt as vLLM renders it; empty: not known,
-    so no group begins with it. Raises: LeftOutError.
+    its group will have. prompt_token_ids: [P] of the prompt as vLLM renders it. Raises:
+    LeftOutError.
     """
     if not logged.source_id:
         raise LeftOutError("no_id")
@@ -384,10 +425,11 @@ def exchange_of(
     sampling = {name: value for name, value in body.items() if name in SAMPLED}
     sampling.setdefault("max_tokens", body.get("max_completion_tokens"))
     try:
-        known = msgspec.convert(sampling, Sampling)
         request = msgspec.json.encode({"model": public_model, **body})
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise LeftOutError("unreadable_sampling") from None
+        raise LeftOutError("not_json") from None
+    if len(request) > MOST_BYTES:
+        raise LeftOutError("too_large")
     user = short_name(logged.user)
     trace = logged.trace.replace("-", "")
     return Exchange(
@@ -411,7 +453,7 @@ def exchange_of(
             ),
         ),
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=known,
+        sampling=msgspec.convert(sampling, Sampling),
         stream=False,
         status=200,
         outcome="ok",
@@ -427,10 +469,28 @@ def exchange_of(
 
 def request_of(logged: Logged) -> dict[str, Any]:
     """Return the body of the chat request, without its model."""
-    kept = {
-        name: value for name in PARAMETERS if (value := logged.parameters.get(name)) is not None
-    }
+    known = {name: logged.parameters.get(name) for name in PARAMETERS}
+    kept = {name: value for name, value in known.items() if _is_usable(name, value)}
     return {"messages": list(logged.messages), **kept}
+
+
+def _is_usable(name: str, value: Any) -> bool:
+    """Tell whether a parameter can be sent. Some logs have "Infinity" or "0.5"; without the
+    parameter the prompt is as good, because candidates are sampled anew."""
+    if name not in (*SAMPLED, "max_completion_tokens"):
+        return value is not None
+    try:
+        msgspec.convert({name.replace("completion_", ""): value}, Sampling)
+    except msgspec.MsgspecError:
+        return False
+    return value is not None and -LARGEST < value < LARGEST
+
+
+def within(parameters: Object, room: int) -> Object:
+    """Return parameters without a limit of tokens that vLLM would refuse: another model has room
+    for more."""
+    limits = ("max_tokens", "max_completion_tokens")
+    return {k: v for k, v in parameters.items() if k not in limits or _number(v, 0.0) <= room}
 
 
 def imported_id(form: str, source_id: str, at: float) -> str:
@@ -489,33 +549,46 @@ class Import:
         adapter: str,
         project: str,
         scores: Mapping[str, tuple[float, float]],
-        render: Callable[[dict[str, Any]], Sequence[int]],
+        render: Callable[[dict[str, Any]], tuple[Sequence[int], int] | None],
     ) -> None:
         """scores: name of a score -> the values that mean bad and good; other scores are left out.
-        render: returns the token ids of a request's prompt; empty: not known."""
+        render: returns the token ids of a request's prompt, and how many tokens of an answer this
+        vLLM has room for behind it; None: it takes no such request."""
         self._form, self._model, self._adapter = form, public_model, adapter
         self._project, self._scores, self._render = project, scores, render
         self._targets: dict[str, tuple[TargetKind, str]] = {}
         self.left_out: Counter[str] = Counter()
         """Reason -> rows."""
-        self.without_ids = 0
-        """Exchanges that begin no group, because their prompt could not be rendered."""
+        self._sessions: Counter[str] = Counter()
 
-    def read(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows that can be read in the order of their times, exchanges before scores."""
+    def read(self, paths: Iterable[Path]) -> list[Row]:
+        """Return the rows that can be read in the order of their times, exchanges before scores.
+
+        Raises: OSError.
+        """
         found: list[tuple[bool, float, Row]] = []
-        for row in rows:
+        for row in self._rows(paths):
             try:
                 one = FORMS[self._form](row.read())
             except LeftOutError as error:
                 self.left_out[str(error)] += 1
                 continue
-            if isinstance(one, Scored) and one.name not in self._scores:
-                self.left_out["score_not_asked_for"] += 1
-                continue
+            if isinstance(one, Scored):
+                if one.name not in self._scores:
+                    self.left_out["score_not_asked_for"] += 1
+                    continue
+            else:
+                self._sessions[one.session] += 1
             found.append((isinstance(one, Scored), one.at, row))
         found.sort(key=lambda one: one[:2])
         return [row for *_, row in found]
+
+    def _rows(self, paths: Iterable[Path]) -> Iterator[Row]:
+        for path in paths:
+            try:
+                yield from open_rows(path)
+            except LeftOutError as error:
+                self.left_out[str(error)] += 1
 
     def record(self, row: Row) -> Exchange | Feedback | None:
         """Make the record of a row that `read` returned; None: it is left out."""
@@ -527,19 +600,30 @@ class Import:
             return None
 
     def _exchange(self, logged: Logged) -> Exchange:
-        ids = self._render(request_of(logged))
+        # Gateways draw a name for each request that has none: such a one names no session.
+        name = logged.session
+        named = self._sessions[name] > 1
+        request = request_of(logged)
+        if has_media(request):
+            raise LeftOutError("not_text")
+        rendered = self._render(request)
+        if rendered is None:
+            raise LeftOutError("not_rendered")
+        ids, room = rendered
+        if not named:
+            logged = replace(logged, session="")
         made = exchange_of(
-            logged,
+            replace(logged, parameters=within(logged.parameters, room)),
             self._form,
             public_model=self._model,
             adapter=self._adapter,
             project=self._project,
             prompt_token_ids=ids,
         )
-        self.without_ids += not ids
-        self._targets[logged.source_id] = "exchange", made.exchange_id
-        if logged.session:
-            self._targets.setdefault(logged.session, ("session", made.session_key))
+        here: tuple[TargetKind, str] = ("exchange", made.exchange_id)
+        self._targets[logged.source_id] = here
+        if name:
+            self._targets.setdefault(name, ("session", made.session_key) if named else here)
         if made.trace_id:
             self._targets.setdefault(logged.trace, ("trace", made.trace_id))
         return made

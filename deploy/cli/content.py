@@ -207,7 +207,8 @@ LOGS = ("litellm", "langfuse", "tensorzero")
 """Keys of `ingest.importing.FORMS`, which is loaded with the command alone."""
 RENDERED = ("messages", "tools", "chat_template_kwargs")
 """Members of a chat request that its prompt is made of."""
-BATCH, WAITING = 50, 200
+RENDER_S = 30.0
+BATCH, WAITING = 50, 100
 """Records that are written before those that wait on the bus are counted, and how many may wait: an
 import must not take the room of the proxy's."""
 UNREAD_S = 60.0
@@ -234,7 +235,7 @@ def exchanges_import(
     counted. The same row imported again has no effect. It goes through the bus of this host, as the
     proxy's records do: ingest must run here, or with Kafka a proxy.
     """
-    from ingest.importing import Import, open_rows
+    from ingest.importing import Import
     from sidecar.bounds import PROJECT
 
     settings = settings_of(context)
@@ -254,7 +255,7 @@ def exchanges_import(
             render=render,
         )
         try:
-            rows = work.read(row for path in files for row in open_rows(path))
+            rows = work.read(files)
             imported = _to_bus(settings, map(work.record, rows))
         except (OSError, OutboxError) as error:
             note(f"{error}; what was imported stays, and the same command goes on")
@@ -263,11 +264,8 @@ def exchanges_import(
     say(f"imported {counted(exchanges, 'exchange')}, {counted(scores, 'score')}")
     for reason, number in sorted(work.left_out.items()):
         say(f"left out: {number} {reason}")
-    if work.without_ids:
-        note(
-            f"vLLM could not render {counted(work.without_ids, 'prompt')} (too long, or not for "
-            "its chat template): they start no group"
-        )
+    if work.left_out and not imported:
+        raise typer.Exit(1)
 
 
 def _score_range(text: str) -> tuple[str, tuple[float, float]]:
@@ -290,9 +288,12 @@ def _champion(settings: Settings, project: str | None) -> str:
 
 
 @contextmanager
-def _renderer(settings: Settings) -> Iterator[Callable[[dict[str, Any]], Sequence[int]]]:
-    """Yield a function that asks the first vLLM for the token ids of a chat request's prompt; it
-    returns none for a request that vLLM refuses. It raises OSError when no vLLM answers."""
+def _renderer(
+    settings: Settings,
+) -> Iterator[Callable[[dict[str, Any]], tuple[Sequence[int], int] | None]]:
+    """Yield a function that asks the first vLLM for the token ids of a chat request's prompt, and
+    how many more it takes; it returns None for a request that vLLM refuses, and raises OSError when
+    no vLLM answers."""
     import httpx
 
     from sidecar.upstreams import Upstreams
@@ -300,18 +301,27 @@ def _renderer(settings: Settings) -> Iterator[Callable[[dict[str, Any]], Sequenc
     key = settings.serving.api_key
     headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
     url = (*Upstreams(settings.serving.upstreams).now(), "")[0]
-    with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=RENDER_S) as client:
 
-        def render(request: dict[str, Any]) -> Sequence[int]:
+        def ask(request: dict[str, Any]) -> httpx.Response:
             asked = {name: request[name] for name in RENDERED if name in request}
+            return client.post("/tokenize", json={"model": settings.serving.model, **asked})
+
+        def render(request: dict[str, Any]) -> tuple[Sequence[int], int] | None:
             try:
-                reply = client.post("/tokenize", json={"model": settings.serving.model, **asked})
-                if reply.status_code in (400, 422):
-                    return ()
-                found = reply.raise_for_status().json()["tokens"]
+                reply = ask(request)
+                if reply.status_code in (400, 413, 422):
+                    return None
+                found = reply.raise_for_status().json()
+                room = found["max_model_len"] - found["count"]
+                return (tuple(found["tokens"]), room) if room > 0 else None
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                raise OSError(f"vLLM at {url} renders no prompt: {error!r}") from None
-            return tuple(found)
+                why = f"vLLM at {url} renders no prompt: {error!r}"
+            try:  # is it the prompt, or vLLM?
+                ask({"messages": [{"role": "user", "content": "hi"}]}).raise_for_status()
+            except httpx.HTTPError:
+                raise OSError(why) from None
+            return None
 
         yield render
 

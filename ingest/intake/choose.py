@@ -89,10 +89,18 @@ from ingest.store.groups import (
 )
 from ingest.store.sessions import count_by_session
 from sidecar.errors import UNREADABLE_JSON
-from sidecar.records import Exchange
+from sidecar.lines import line_name
+from sidecar.records import BASE, IMPORTED, Exchange
 from sidecar.store.contents import keyring_of
 from sidecar.store.database import Database, count
-from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow, TaskGroupRow
+from sidecar.store.models import (
+    AliasRow,
+    ExchangeRow,
+    FeedbackRow,
+    GroupRow,
+    SignalRow,
+    TaskGroupRow,
+)
 
 # Find the exchanges of the same prompt as those of a batch, by an index.
 
@@ -603,7 +611,9 @@ def decide(
         ),
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}
-    pairs = [(stored.exchange, stored.held_out) for stored in batch]
+    pairs = [
+        (_of_champion(session, stored.exchange, model, rules), stored.held_out) for stored in batch
+    ]
     moves: dict[tuple[str, str], list[str]] = {}
     for decision in select_exchanges(pairs, standing, rules):
         move = (before[decision.exchange_id], decision.reason)
@@ -615,6 +625,16 @@ def decide(
         log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)
     for (left, reason), exchange_ids in moves.items():
         _move(session, exchange_ids, left, reason)
+
+
+def _of_champion(session: Session, exchange: Exchange, model: str, rules: Rules) -> Exchange:
+    """Return an exchange as selection reads it: one that was imported is answered by the champion
+    of now, whichever was the champion when it came."""
+    if exchange.origin != IMPORTED:
+        return exchange
+    own = exchange.project if exchange.project in rules.own_adapters else None
+    alias = session.get(AliasRow, (line_name(model, own), "champion"))
+    return msgspec.structs.replace(exchange, adapter=alias.adapter if alias is not None else BASE)
 
 
 def _apply(session: Session, decision: Decision, rules: Rules, *, now: float) -> None:

@@ -54,7 +54,7 @@ from ingest.store.sessions import any_forgotten, forgotten_among, save_forgotten
 from ingest.tokens import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
 from sidecar.feedback import Feedback, decode_feedback, is_feedback
-from sidecar.records import Exchange, decode_exchange, read_prompt_ids
+from sidecar.records import IMPORTED, Exchange, decode_exchange, read_prompt_ids
 from sidecar.store.database import Database, count
 from sidecar.store.keyring import BUS, Keyring, is_sealed
 
@@ -351,6 +351,10 @@ def _store(
         )
         for outcome in (STORED, REPEATED, POISON, DROPPED, FORGOTTEN):
             counts[STAGE, outcome] = getattr(consumed, outcome)
+        counts[STAGE, IMPORTED] = sum(
+            record.stored is not None and record.stored.exchange.origin == IMPORTED
+            for record in new
+        )
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
         for origin, spend in (("user", count_served), ("rehearsal", count_rehearsed)):

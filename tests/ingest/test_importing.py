@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from ingest.importing import (
     Import,
     LeftOutError,
     Logged,
-    Row,
     Scored,
     exchange_of,
     imported_id,
@@ -27,7 +27,8 @@ from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group
 from sidecar.bounds import bound
 from sidecar.feedback import Feedback, decode_feedback, encode_feedback
-from sidecar.records import Exchange
+from sidecar.records import Exchange, encode_exchange
+from sidecar.store.models import AliasRow
 from support.ingest_kit import Kit, MemoryBus, packed
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
@@ -35,6 +36,8 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "", "par
 ANSWER = {"role": "assistant", "content": "On its way."}
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a":1}'}}
 IDS = (1, 9, 9, 4)
+CUT = "Be ... (litellm_truncated skipped 900 chars) ... brief."
+ALLOWED = json.dumps({"tools": ["find"], "choice": "explicit"})
 
 LITELLM: dict[str, Any] = {
     "id": "chatcmpl-1",
@@ -188,7 +191,7 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
     [
         ("litellm", LITELLM, {"status": "failure"}, "failed"),
         ("litellm", LITELLM, {"call_type": "aembedding"}, "no_chat"),
-        ("litellm", LITELLM, {"messages": "redacted-by-litellm"}, "no_messages"),
+        ("litellm", LITELLM, {"messages": "redacted-by-litellm"}, "cut_or_redacted"),
         ("litellm", LITELLM, {"messages": [{"role": "wizard", "content": ""}]}, "no_messages"),
         ("litellm", LITELLM, {"response": {}}, "no_answer"),
         ("litellm", LITELLM, {"response": {"choices": [7]}}, "no_answer"),
@@ -198,6 +201,14 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
         ("langfuse", LANGFUSE, {"level": "ERROR"}, "failed"),
         ("langfuse", LANGFUSE, {"input": "a text"}, "no_messages"),
         ("langfuse", LANGFUSE, {"output": ""}, "no_answer"),
+        ("langfuse", LANGFUSE, {"input": [{"role": "user", "content": {"a": 1}}]}, "no_messages"),
+        ("litellm", LITELLM, {"messages": [{"role": "user", "content": CUT}]}, "cut_or_redacted"),
+        (
+            "tensorzero",
+            TENSORZERO,
+            {"dynamic_tools": [], "allowed_tools": ALLOWED},
+            "tools_unreadable",
+        ),
         ("tensorzero", TENSORZERO, {"id": "not-a-uuid"}, "no_time"),
         ("tensorzero", TENSORZERO, {"input": '{"system": {"name": "x"}}'}, "templated"),
         ("tensorzero", TENSORZERO, {"dynamic_tools": ["{}"]}, "tools_unreadable"),
@@ -211,15 +222,43 @@ def test_what_is_no_chat_is_left_out_by_its_reason(
         made(form, {**row, **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"id": None}, "no_id"), ({"model_parameters": {"top_k": "x"}}, "unreadable_sampling")],
-)
-def test_a_row_without_an_id_or_with_unreadable_sampling_is_left_out(
-    change: Mapping[str, Any], reason: str
-) -> None:
-    with pytest.raises(LeftOutError, match=f"^{reason}$"):
-        made("litellm", {**LITELLM, **change})
+def test_a_row_without_an_id_is_left_out() -> None:
+    with pytest.raises(LeftOutError, match=r"^no_id$"):
+        made("litellm", {**LITELLM, "id": None})
+
+
+@pytest.mark.parametrize("value", ["Infinity", "0.5", 10**30, True, None, [1]])
+def test_a_parameter_that_cannot_be_sent_is_dropped_and_the_row_is_kept(value: object) -> None:
+    found = made("litellm", {**LITELLM, "model_parameters": {"max_tokens": value, "top_p": 0.9}})
+
+    body = json.loads(found.request)
+    assert "max_tokens" not in body
+    assert (body["top_p"], found.sampling.max_tokens, found.sampling.top_p) == (0.9, None, 0.9)
+    assert encode_exchange(found)
+
+
+def test_tools_that_langchain_writes_as_messages_are_tools() -> None:
+    asked = [*ASKED, {"role": "tool", "content": TOOL}]
+
+    body = json.loads(made("langfuse", {**LANGFUSE_API, "input": asked}).request)
+
+    assert (body["messages"], body["tools"]) == (ASKED, [TOOL])
+
+
+def test_an_answer_that_is_json_is_its_text() -> None:
+    found = made("langfuse", {**LANGFUSE, "output": '{"order": 7}'})
+
+    assert json.loads(found.choices[0].message)["content"] == '{"order": 7}'
+
+
+def test_tensorzero_tools_of_the_configuration_and_a_named_choice_are_sent() -> None:
+    more = {"name": "more", "description": "", "parameters": {}}
+    params = json.dumps({"tools_available": [more], "tool_choice": {"specific": "more"}})
+
+    body = json.loads(made("tensorzero", {**TENSORZERO, "tool_params": params}).request)
+
+    assert [one["function"]["name"] for one in body["tools"]] == ["more"]
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "more"}}
 
 
 def test_the_id_of_an_import_is_the_same_each_time_and_sorts_by_time() -> None:
@@ -237,28 +276,86 @@ def test_rows_of_a_file_are_read_whatever_the_others_are(tmp_path: Path, as_arra
         path.write_text(f"{json.dumps(LITELLM)}\n\n7\nnot json\n{json.dumps(LITELLM)}")
     work = new_import()
 
-    assert len(work.read(open_rows(path))) == 2
+    assert len(work.read([path])) == 2
     assert sum(work.left_out.values()) == 2
     empty = tmp_path / "empty"
     empty.touch()
     assert [*open_rows(empty)] == []
 
 
-def new_import(form: str = "litellm", ids: Sequence[int] = IDS, **scores: Any) -> Import:
+def new_import(form: str = "litellm", ids: Sequence[int] | None = IDS, **scores: Any) -> Import:
     return Import(
         form,
         public_model="smollm",
         adapter="base",
         project="default",
         scores=scores,
-        render=lambda _: ids,
+        render=lambda _: None if ids is None else (ids, 100),
     )
 
 
-def rows_of(tmp_path: Path, *rows: Mapping[str, Any]) -> list[Row]:
+def rows_of(tmp_path: Path, *rows: Mapping[str, Any]) -> list[Path]:
     path = tmp_path / "log.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    return [*open_rows(path)]
+    return [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "reason"),
+    [
+        ('{"data": [%s], "meta": {"page": 1}}', 1, {}),
+        ("\ufeff%s", 1, {}),
+        ('[%s, {"id":', 0, {"not_json": 1}),
+        ('{"data": [%s, ', 0, {"not_json": 1}),
+    ],
+    ids=["page-of-an-api", "byte-order-mark", "cut-array", "cut-page"],
+)
+def test_other_files_are_read_or_counted(
+    tmp_path: Path, text: str, found: int, reason: Mapping[str, int]
+) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(text % json.dumps(LITELLM), encoding="utf-8")
+    work = new_import()
+
+    assert len(work.read([path])) == found
+    assert work.left_out == reason
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(OSError, match="no plain file"):
+        new_import().read([tmp_path / "pipe"])
+
+
+def test_a_name_that_one_request_has_names_no_session(tmp_path: Path) -> None:
+    """Gateways draw one for each request without: turns of one conversation would be sessions, and
+    some of them held out."""
+    first, second = ({**LITELLM, "id": name, "session_id": name} for name in "ab")
+    again = {**LITELLM, "id": "c", "session_id": "b"}
+    work = new_import()
+
+    keys = [
+        one.session_key
+        for one in map(work.record, work.read(rows_of(tmp_path, first, second, again)))
+        if isinstance(one, Exchange)
+    ]
+
+    assert keys[0].startswith("m:")
+    assert keys[1:] == ["h:b", "h:b"]
+
+
+def test_a_limit_of_tokens_that_vllm_has_no_room_for_is_dropped(tmp_path: Path) -> None:
+    parameters = {"max_tokens": 101, "temperature": 0.5}
+    work = new_import()
+
+    [found] = map(
+        work.record,
+        work.read(rows_of(tmp_path, {**LITELLM, "model_parameters": parameters})),
+    )
+
+    assert isinstance(found, Exchange)
+    assert {"temperature"} == set(json.loads(found.request)) - {"model", "messages"}
 
 
 def test_rows_come_in_the_order_of_their_times(tmp_path: Path) -> None:
@@ -284,8 +381,9 @@ def test_a_score_becomes_feedback_on_what_was_imported(
 ) -> None:
     row = {"id": "score-1", "name": "helpful", "timestamp": "2026-09-22 00:00:00.0", **scored}
     work = new_import("langfuse", helpful=(0.0, 1.0))
+    later = {**LANGFUSE, "id": "obs-2", "start_time": "2026-09-21 15:00:00"}
 
-    exchange, found = map(work.record, work.read(rows_of(tmp_path, row, LANGFUSE)))
+    exchange, _, found = map(work.record, work.read(rows_of(tmp_path, row, LANGFUSE, later)))
 
     assert isinstance(exchange, Exchange)
     assert isinstance(found, Feedback)
@@ -345,12 +443,27 @@ def test_an_import_starts_a_group_without_its_own_answer(kit: Kit, held_out: boo
     assert (group.adapter, group.prompt_token_ids, group.answers) == ("base", IDS, ())
 
 
-def test_a_prompt_that_vllm_does_not_render_starts_no_group(tmp_path: Path, kit: Kit) -> None:
-    work = new_import(ids=())
+def test_a_prompt_that_vllm_does_not_take_is_left_out(tmp_path: Path) -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    image = {**LITELLM, "id": "image", "messages": [{"role": "user", "content": [part]}]}
+    work = new_import(ids=None)
 
-    [found] = map(work.record, work.read(rows_of(tmp_path, LITELLM)))
+    found = [*map(work.record, work.read(rows_of(tmp_path, LITELLM, image)))]
 
-    assert isinstance(found, Exchange)
-    kit.choose(found)
-    assert work.without_ids == 1
-    assert kit.counts("selection") == {"untrainable:no_prompt_token_ids": 1}
+    assert found == [None, None]
+    assert work.left_out == {"not_rendered": 1, "not_text": 1}
+
+
+def test_an_import_that_waits_is_for_the_champion_of_the_time_when_it_is_chosen(kit: Kit) -> None:
+    found = made("litellm", LITELLM)
+    kit.store(found)
+    kit.route(champion="smollm--v1")
+    with kit.database.write() as session:
+        session.add(AliasRow(model="smollm", alias="champion", adapter="smollm--v1", generation=1))
+
+    kit.choose()
+
+    with kit.database.read() as session:
+        group = load_group(session, group_id_of(found.exchange_id))
+    assert group is not None
+    assert group.adapter == "smollm--v1"

@@ -48,7 +48,7 @@ class Renderer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
-        self.status = 200
+        self.status_of: Callable[[object], int] = lambda _: 200
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -57,8 +57,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append((self.path, body, self.headers["authorization"]))
-        data = json.dumps({"tokens": [1, 2, 3]}).encode()
-        self.send_response(self.server.status)
+        data = json.dumps({"tokens": [1, 2, 3], "count": 3, "max_model_len": 99}).encode()
+        self.send_response(self.server.status_of(body))
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -124,20 +124,25 @@ def test_a_log_and_its_scores_go_to_the_bus(tmp_path: Path, run: Run, vllm: Rend
     assert vllm.asked == [("/tokenize", {"model": "smollm", "messages": ASKED}, "Bearer k")]
 
 
-def test_a_prompt_that_vllm_refuses_is_imported_without_a_group(
-    tmp_path: Path, run: Run, vllm: Renderer
+@pytest.mark.parametrize("status", [400, 500], ids=["refused", "fails-on-it"])
+def test_a_prompt_that_vllm_does_not_take_does_not_stop_the_others(
+    tmp_path: Path, run: Run, vllm: Renderer, status: int
 ) -> None:
-    vllm.status = 400
+    vllm.status_of = lambda body: status if "poison" in json.dumps(body) else 200
+    poison = {**ROW, "id": "obs-2", "input": [{"role": "user", "content": "poison"}]}
 
-    code, _, err = run("langfuse", log_of(tmp_path, ROW))
+    code, out, _ = run("langfuse", log_of(tmp_path, poison, ROW))
 
     assert code == 0
-    assert "could not render 1 prompt" in err
-    assert decode_exchange(on_bus(tmp_path)[0]).prompt_token_ids == ()
+    assert out.splitlines() == ["imported 1 exchange, 0 scores", "left out: 1 not_rendered"]
+
+
+def test_a_log_of_which_nothing_can_be_imported_ends_with_1(tmp_path: Path, run: Run) -> None:
+    assert run("langfuse", log_of(tmp_path, {**ROW, "type": "SPAN"}))[0] == 1
 
 
 def test_without_a_vllm_nothing_is_imported(tmp_path: Path, run: Run, vllm: Renderer) -> None:
-    vllm.status = 503
+    vllm.status_of = lambda _: 503
 
     code, out, err = run("langfuse", log_of(tmp_path, ROW))
 
