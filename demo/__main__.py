@@ -49,7 +49,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "size": 6,
         "held_out_rate": 0.2,
         "settle_s": 2.0,
-        "max_pending_groups": 16,
         "concurrency": 18,
         # Its users are a script, and candidates need not keep out of their way.
         "max_slowdown": 0.0,
@@ -70,13 +69,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         # A proof takes hundreds of judged groups, and this has minutes: a mean over eight prompts
         # decides, which states no level (docs/canary.md).
         "promote_on": "quick",
-        # Of four answers two are cut short by chance alone: a third of the base's are.
-        "max_truncated_excess": 0.75,
         "step_max_s": 120.0,
         "gate_prompts": 8,
         "gate_answers": 2,
         "gate_min_prompts": 4,
-        "gate_margin": 0.06,
+        "margin": 0.06,
         "max_tokens": 96,
     },
 }

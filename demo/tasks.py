@@ -71,10 +71,8 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
         "gate_prompts": 4,
         "gate_answers": 2,
         "gate_min_prompts": 1,
-        "gate_margin": 0.1,
+        "margin": 0.1,
         "max_tokens": MAX_TOKENS,
-        # The base's lines are cut short by the limit of tokens.
-        "max_truncated_excess": 1.0,
     },
     "watch": {"hold": False},  # it would hold a champion whose lines are cut short
 }

@@ -57,7 +57,7 @@ def read_conditions(
 ) -> list[Condition]:
     """Return the conditions that the store tells of, those that stop something first.
 
-    most_pending: as `Settings.most_pending_groups`. now: Unix seconds.
+    most_pending: `learner.max_groups`. now: Unix seconds.
     """
     stored = read_all(session)
     found = [

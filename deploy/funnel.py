@@ -333,7 +333,7 @@ def read_pile_up(
     """Return the pile-up; None while there is room, or no exchange waits for it.
 
     lines: names of all lines of adapters, which share the room. most:
-        `Settings.most_pending_groups`.
+        `learner.max_groups`.
     """
     exchanges = funnel.stage("selection").waiting.get(BACKLOG, 0)
     if exchanges <= 0:
@@ -367,7 +367,7 @@ def said(pile: PileUp) -> str:
     left = counted(pile.exchanges, "suitable exchange is", "suitable exchanges are")
     return (
         f"no new group begins, because {pile.most:,} wait ({', '.join(parts)}), as many as may "
-        f"(groups.max_pending_groups); {left} not chosen for it yet"
+        f"(learner.max_groups); {left} not chosen for it yet"
     )
 
 

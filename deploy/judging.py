@@ -131,18 +131,14 @@ def _budgets(session: Session, settings: JudgeSettings, now: float) -> Iterator[
     spending = read_spending(session, now=now)
     spent = GaugeMetricFamily(
         "sidecar_judge_spent_usd",
-        "US dollars of this day or hour (UTC), with what calls in flight may cost.",
+        "US dollars of this day (UTC), with what calls in flight may cost.",
         labels=["period"],
     )
     budget = GaugeMetricFamily(
-        "sidecar_judge_budget_usd", "The budgets in US dollars; 0: no limit.", labels=["period"]
+        "sidecar_judge_budget_usd", "The budget in US dollars; 0: no limit.", labels=["period"]
     )
-    for period, nano, limit in (
-        ("day", spending.nano_usd_today, settings.budget),
-        ("hour", spending.nano_usd_this_hour, settings.budget_per_hour),
-    ):
-        spent.add_metric([period], nano / NANO)
-        budget.add_metric([period], limit)
+    spent.add_metric(["day"], spending.nano_usd_today / NANO)
+    budget.add_metric(["day"], settings.budget)
     yield from (spent, budget)
     yield GaugeMetricFamily(
         "sidecar_judge_spent_tokens",

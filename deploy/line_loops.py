@@ -29,6 +29,9 @@ from learner.shared_folders import shared_folders
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 
+POLL_S = 0.5
+"""How often the controller polls the canary."""
+
 
 class LineLoops:
     """What control does for one line of adapters."""
@@ -49,7 +52,6 @@ class LineLoops:
         """settings: of the line. acts: False once another control may act."""
         line = settings.line
         self._of = "" if line.project is None else f" {line.project}"
-        self._poll_s = settings.canary.poll_s
         gate = make_gate(settings, database, sampler, judge, acts=acts)
         self.controller = make_controller(settings, database, controls, gate, on_change)
         self._shadow = Shadow(database, gate, line.name)
@@ -62,7 +64,7 @@ class LineLoops:
     def loops(self, lease: Lease) -> list[Loop]:
         """Return the loops; those of a project's line have its name."""
         return [
-            Loop(f"tick{self._of}", lease.only_acting(self.controller.tick), lambda: self._poll_s),
+            Loop(f"tick{self._of}", lease.only_acting(self.controller.tick), lambda: POLL_S),
             Loop(f"guard{self._of}", lease.only_acting(self._guard.check), lambda: CHECK_S),
             Loop(
                 f"metrics{self._of}", lease.only_acting(self._checks.tick), lambda: checking.EVERY_S

@@ -203,7 +203,7 @@ async def _run(
         judge=settings.judge,
         groups=settings.groups,
         rehearsals=settings.rehearsals,
-        most_pending_groups=settings.most_pending_groups,
+        most_pending_groups=settings.learner.max_groups,
         fleet=fleet,
         watch=settings.watch,
         hooks=tuple(settings.notify.hooks),

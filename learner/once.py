@@ -141,7 +141,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
 
     It is told to ingest, which then draws no group for a longer prompt.
     """
-    if settings.learner.pack_tokens or settings.learner.backend == "tinker":
+    if settings.learner.pack_tokens or settings.learner.tinker_url:
         return settings
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import reach
@@ -201,7 +201,7 @@ def shown(stream: TextIO) -> Callable[[str], None]:
 
 def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
-    if settings.learner.backend == "tinker":
+    if settings.learner.tinker_url:
         return
     from learner.policy.adapter_io import open_device
     from learner.policy.memory import check_room
@@ -334,8 +334,8 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
     """
     if place is None:
         return settings
-    if settings.learner.backend == "tinker":
-        raise SettingsError('learner.backend is "tinker": start one process, without a launcher')
+    if settings.learner.tinker_url:
+        raise SettingsError("learner.tinker_url is set: start one process, without a launcher")
     learner = settings.learner.model_copy(update={"processes": place.size})
     return settings.model_copy(update={"learner": learner})
 
@@ -343,7 +343,7 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
 def trainer_of(settings: Learner, config: Path | None) -> Trainer:
     """Return the trainer with as many processes, on this machine, as the settings say; or that of
     a Tinker server."""
-    if settings.backend == "tinker":
+    if settings.tinker_url:
         from learner.tinker import TinkerTrainer
 
         return TinkerTrainer()

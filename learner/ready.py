@@ -32,7 +32,7 @@ def why_not_ready(settings: Settings) -> Iterator[Missing]:
         return
     if why := why_no_export(settings.learner.export):
         yield Missing("learner.export", f"{why}; runs go on without it", "warning")
-    tinker = settings.learner.backend == "tinker"
+    tinker = bool(settings.learner.tinker_url)
     no_base = _why_no_base(settings.serving.base_model_path, weights=not tinker)
     if no_base:
         yield Missing("serving.base_model_path", no_base)
@@ -40,7 +40,7 @@ def why_not_ready(settings: Settings) -> Iterator[Missing]:
         if find_spec("tinker") is None:
             from learner.tinker import NO_TINKER  # here, because torch takes seconds to load
 
-            yield Missing("learner.backend", NO_TINKER)
+            yield Missing("learner.tinker_url", NO_TINKER)
         return
     yield from _of_device(settings, base_is_there=not no_base)
 

@@ -35,8 +35,6 @@ class TrainableRow:
     them."""
     recorded: bool = True
     """False: `logprobs` are zeros, and the check puts recomputed ones in their place."""
-    positive: bool = False
-    """True: it is trained on only while it is better than its siblings."""
     kept: tuple[bool, ...] = ()
     """[S] False: the token has no part in the loss, though the answer has. Empty: all have one. A
     trainable row keeps at least one token."""
@@ -152,8 +150,7 @@ class StepMetrics:
     """Answers of the step's groups that have no part in the loss."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """`answers.REASON` -> how many of `masked_answers`; `groups.REASON` -> groups that the trainer
-    has left out of the run by the time of this step; `answers.stale` -> how many of `answers` have
-    no gradient in this step because the policy left them behind (`stale_limit`)."""
+    has left out of the run by the time of this step."""
     masked_tokens: int = 0
     """Tokens of trainable answers that a mask of the server touched: they have no part in the loss,
     and are not counted in `tokens`."""

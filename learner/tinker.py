@@ -186,7 +186,7 @@ def _checked(opened: Open, lora: Lora, job: TrainingJob) -> Snapshot:
         for group, values in zip(members, logprobs(of_sampler, job, members), strict=True):
             places = [place for place, row in enumerate(group.rows) if row.trainable]
             of_rows = dict(zip(places, values, strict=True))
-            found[group.group_id] = checks.decide(group, of_rows, job, sampler=True)
+            found[group.group_id] = checks.decide(group, of_rows, job)
     checked = checks.gathered(found, job)
     groups = []
     for group, values in zip(checked.groups, logprobs(lora, job, checked.groups), strict=True):
@@ -315,7 +315,7 @@ class TinkerServer:
         try:
             self.sdk: Any = importlib.import_module("tinker")  # Any: an optional package
         except ImportError as error:
-            raise TinkerServerError(f"learner.backend: {NO_TINKER} ({error})") from error
+            raise TinkerServerError(f"learner.tinker_url: {NO_TINKER} ({error})") from error
         known = any(map(os.environ.get, ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD")))
         address = {"base_url": self._url, "api_key": None if known else NO_KEY}
         self.service = self.call("connecting", lambda: self.sdk.ServiceClient(**address))
@@ -377,7 +377,7 @@ def state_of(version: Parent) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ParentError(
             f"{version.name} was not trained on a Tinker server, and those go on only from what "
-            'they saved themselves; roll back to the base, or set learner.backend = "local"'
+            "they saved themselves; roll back to the base, or leave learner.tinker_url out"
         ) from error
 
 

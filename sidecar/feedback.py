@@ -396,7 +396,7 @@ class FeedbackWriter:
             try:
                 kept = await asyncio.to_thread(self._sink.append, [row for row, _ in batch])
                 if kept < len(batch):
-                    error = OutboxError("outbox_full", "the outbox is full (bus.max_rows, bytes)")
+                    error = OutboxError("outbox_full", "the outbox is full (bus.max_bytes)")
             except OutboxError as failure:
                 error = failure
             if error is not None and error.reason == LOCKED:

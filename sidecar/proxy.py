@@ -44,6 +44,8 @@ CONNECT_TIMEOUT_S = 5.0
 ROUTING_POLL_S = 0.2
 """How often the routing table is looked up; bounds how long a rollback and a revoked key take to be
 obeyed."""
+RECORD_BYTES = 20_000
+"""The outbox keeps a record for each so many bytes of `bus.max_bytes`."""
 HEALTH_INTERVAL_S = 2.0
 """Seconds between two questions for the health and the adapters of a vLLM."""
 SLOW_FIRST_BYTE_S = 10.0
@@ -85,7 +87,7 @@ class Proxy:
         keyring = open_keyring(settings.store)
         sink = sink or Outbox(
             bus,
-            max_rows=settings.bus.max_rows,
+            max_rows=1 + settings.bus.max_bytes // RECORD_BYTES,
             max_bytes=settings.bus.max_bytes,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
             yield_cpu=yield_cpu,
@@ -152,7 +154,7 @@ class Proxy:
             FeedbackWriter(
                 Outbox(
                     bus,
-                    max_rows=settings.bus.max_rows,
+                    max_rows=1 + settings.bus.max_bytes // RECORD_BYTES,
                     max_bytes=settings.bus.max_bytes,
                     busy_timeout_s=LOCKED_S,
                     on_rows_gone=self.metrics.outbox_rows_gone.inc,

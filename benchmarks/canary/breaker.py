@@ -61,7 +61,7 @@ def stop(
             at = request.at  # a reply takes no time here
             order.add(turn, started_at=at, stored_at=at, took_s=0.0, place=place)
             live.read(order.take(at))
-            if guard_harm(live.guards, rules) is not None:
+            if guard_harm(live.guards) is not None:
                 control = len(units)
         if breaker is not None and (control is not None or capture == 0.0):
             break

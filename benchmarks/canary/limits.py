@@ -115,11 +115,8 @@ def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
     quiet = Quality(harm=quality.harm)
     return {
         **{claim: claim in proven(quality, rules) for claim in ("no_worse", "better")},
-        "harm": harm(quiet, rules) is not None,
-        **{
-            kind: bets.peak >= threshold(guard_level(kind, rules))
-            for kind, bets in quality.flaws.items()
-        },
+        "harm": harm(quiet) is not None,
+        **{kind: bets.peak >= threshold(guard_level(kind)) for kind, bets in quality.flaws.items()},
     }
 
 
@@ -143,6 +140,6 @@ def small_talk(rules: CanarySettings, effect: float, seed: int) -> dict[str, boo
 
 def _ended(live: Live, kind: str, rules: CanarySettings) -> dict[str, bool]:
     return {
-        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind, rules)),
+        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind)),
         "held": live.mismatch >= threshold(SPLIT_LEVEL),
     }

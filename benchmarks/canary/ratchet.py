@@ -81,7 +81,7 @@ def _judged(world: World, rules: CanarySettings, rng: random.Random) -> tuple[bo
         claims |= proven(quality, rules)
         if quality.groups < rules.gate_prompts:
             continue
-        if harm(quality, rules) is not None:
+        if harm(quality) is not None:
             return False, claims
         if lacking(quality, claims, rules) is None:
             return True, claims

@@ -29,7 +29,14 @@ from benchmarks.canary.traffic import World
 from benchmarks.results import Target, at_least, at_most
 from deploy.evidence.live import GUARDS
 from deploy.evidence.quality import FLAWS, OF_GROUPS
-from deploy.registry.proof_rule import GUARD_RATIO, SPLIT_LEVEL, guard_level
+from deploy.registry.proof_rule import (
+    GUARD_LEVEL,
+    GUARD_RATIO,
+    HARM_LEVEL,
+    PROMOTE_LEVEL,
+    SPLIT_LEVEL,
+    guard_level,
+)
 from sidecar.settings import Canary as CanarySettings
 
 STEPS = (500, 1_000, 2_500, 5_000)
@@ -39,7 +46,7 @@ SESSIONS = 100
 """Sessions of a canary of which 30% of the turns fail, within which it must be stopped."""
 LOW_BASE = 0.02
 """Rate of failing turns of the champion up to which that is promised."""
-FALSE_ROLLBACK = RULES.harm_level + (len(GUARDS) + len(OF_GROUPS)) * RULES.guard_level
+FALSE_ROLLBACK = HARM_LEVEL + (len(GUARDS) + len(OF_GROUPS)) * GUARD_LEVEL
 """What the levels of the rule add up to."""
 WITHIN_DAYS = 10.0
 """Days within which a small site promotes a candidate of +0.06."""
@@ -164,7 +171,7 @@ def equal(pool: ProcessPoolExecutor, canaries: int) -> Part:
         if one is drawn:
             better, peeking = _number(row, "better"), _number(row, "peeking_better")
             targets += [
-                at_most(f"A/A, {name}: called better", better, RULES.promote_level),
+                at_most(f"A/A, {name}: called better", better, PROMOTE_LEVEL),
                 at_least(f"A/A, {name}: peeking calls it better", peeking, 0.25),
                 at_least(
                     f"A/A, {name}: peeking rolls back", _number(row, "peeking_rollback"), 0.25
@@ -182,9 +189,9 @@ def allowed(level: float, count: int) -> float:
 def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
     """Candidates exactly as bad as is accepted: what is proven against them, or for them, is
     false."""
-    flaws = {kind: guard_level(kind, PLAIN) for kind in (*FLAWS, *OF_GROUPS)}
-    sessions = {"guard": PLAIN.guard_level, "held": SPLIT_LEVEL}
-    busy = {"guard": guard_level("evasive", PLAIN), "held": SPLIT_LEVEL}
+    flaws = {kind: guard_level(kind) for kind in (*FLAWS, *OF_GROUPS)}
+    sessions = {"guard": GUARD_LEVEL, "held": SPLIT_LEVEL}
+    busy = {"guard": guard_level("evasive"), "held": SPLIT_LEVEL}
     cases: dict[str, tuple[Callable[[int], dict[str, bool]], dict[str, float]]] = {
         f"sessions: {GUARD_RATIO:g} times as many bad": (
             partial(limits.guard, PLAIN), sessions,
@@ -198,13 +205,13 @@ def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
         ),
         "groups: no difference": (
             partial(limits.groups, PLAIN, 0.0),
-            {"better": PLAIN.promote_level, "harm": PLAIN.harm_level, **flaws},
+            {"better": PROMOTE_LEVEL, "harm": HARM_LEVEL, **flaws},
         ),
         "groups: worse by the margin": (
-            partial(limits.groups, PLAIN, -PLAIN.margin), {"no_worse": PLAIN.promote_level},
+            partial(limits.groups, PLAIN, -PLAIN.margin), {"no_worse": PROMOTE_LEVEL},
         ),
         "groups: 0.06 worse, but 70% of the sessions end in small talk": (
-            partial(limits.small_talk, PLAIN, -0.06), {"no_worse": PLAIN.promote_level},
+            partial(limits.small_talk, PLAIN, -0.06), {"no_worse": PROMOTE_LEVEL},
         ),
     }  # fmt: skip
     rows: list[results.Row] = []
@@ -244,7 +251,7 @@ def power(pool: ProcessPoolExecutor, canaries: int) -> Part:
         at_least("+0.06 as no worse: promoted", _number(plain, "promoted"), 0.9),
         at_most("+0.06 as better: groups, median", _number(better, "groups"), 500),
         at_least("+0.06 as better: promoted", _number(better, "promoted"), 0.9),
-        at_most("at the margin: promoted", _number(edge, "promoted"), PLAIN.promote_level),
+        at_most("at the margin: promoted", _number(edge, "promoted"), PROMOTE_LEVEL),
     ]
 
 
@@ -310,7 +317,7 @@ def slides(pool: ProcessPoolExecutor, canaries: int) -> Part:
             }
         )
     above = list(pool.map(partial(ratchet.from_above, PLAIN), range(lines), chunksize=1))
-    lost = sum(one.end < -PLAIN.anchor_margin for one in above) / lines
+    lost = sum(one.end < -PLAIN.margin for one in above) / lines
     rows.append(
         {
             "part": "ratchet",
@@ -329,13 +336,13 @@ def slides(pool: ProcessPoolExecutor, canaries: int) -> Part:
         ),
         at_most(
             f"{ratchet.CANDIDATES} bad candidates, anchored: {lines} lines that lose over 0.05",
-            sum(end < -PLAIN.anchor_margin for end in ends[True]) / lines,
+            sum(end < -PLAIN.margin for end in ends[True]) / lines,
             allowed(0.05, lines),
         ),
         at_most(
             f"{ratchet.CANDIDATES} bad candidates, not anchored: mean end",
             statistics.fmean(ends[False]),
-            -PLAIN.anchor_margin,
+            -PLAIN.margin,
         ),
     ]
 
@@ -355,7 +362,7 @@ def small_sites(pool: ProcessPoolExecutor, canaries: int) -> Part:
                 what = f"{case}: promoted within {WITHIN_DAYS:g} days"
                 targets.append(at_least(what, found["in_time"], least))
             elif effect < 0.0:
-                level = allowed(PLAIN.promote_level, count)
+                level = allowed(PROMOTE_LEVEL, count)
                 targets.append(at_most(f"{case}: promoted", found["promoted"], level))
             if effect >= 0.0:
                 level = allowed(FALSE_ROLLBACK, count)

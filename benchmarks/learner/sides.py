@@ -6,20 +6,21 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from learner.grpo.losses import Objective, objective, tokens_of
+from learner.grpo.losses import LossRule, Objective, objective, tokens_of
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
-SETTINGS: dict[str, Any] = {"loss": "dapo", "advanced": {"negative_bound": 1_000}}
+SETTINGS: dict[str, Any] = {"loss": "dapo"}
 """The loss that TRL's default is, with the same constants."""
 ON_CPU = {
     "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1_536, "vocab_size": 1_024,
@@ -95,7 +96,9 @@ def ours(policy: Policy, packs: Sequence[Pack]) -> float:
 
 def gradients(policy: Policy, packs: Sequence[Pack]) -> float:
     """As `ours`; the gradient stays in the parameters."""
-    aim: Objective = objective(Learner.model_validate(SETTINGS))
+    aim: Objective = replace(
+        objective(Learner.model_validate(SETTINGS)), rule=LossRule(negative_bound=1_000)
+    )
     denominator = aim.denominator(packs)
     total = 0.0
     for pack in packs:

@@ -107,7 +107,6 @@ def play(task: Task, kind: Kind, seed: int, plan: Plan, folder: Path) -> Played:
             ]
             chosen = select_groups(
                 scored,
-                min_spread=plan.learner.min_spread,
                 pack_tokens=plan.learner.pack_tokens,
                 noise=_noise(seed, number, plan) if kind == "null" else None,
                 advantage=plan.learner.advantage,

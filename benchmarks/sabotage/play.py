@@ -37,7 +37,6 @@ BASIC: Mapping[str, Mapping[str, Any]] = {
         "rate": 0.0,  # nothing is trained here
         "held_out_rate": 0.5,
         "settle_s": 0.5,
-        "timeout_s": 20.0,
         "max_slowdown": 0.0,
     },
     "learner": {"schedule": "manual", "pack_tokens": 2048},
@@ -58,8 +57,7 @@ OPEN_GATE: Mapping[str, Any] = {
     "promote_on": "quick",
     "gate_prompts": 1,
     "gate_min_prompts": 1,
-    "gate_margin": 1.0,
-    "max_truncated_excess": 1.0,
+    "margin": 0.99,
     "groups_per_hour": 0,
 }
 """The gate lets everything pass and nobody judges: only users' sessions speak."""

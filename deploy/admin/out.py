@@ -506,16 +506,15 @@ class ConditionOut(Out):
 
 
 class BudgetOut(Out):
-    """A budget that has a limit, in this day or hour (UTC)."""
+    """A budget that has a limit, in this day (UTC)."""
 
     setting: str
     what: str
-    """What is counted: `candidate tokens`, `prompt tokens of candidates`, `US dollars` or `tokens
-    of judges`."""
+    """What is counted: `candidate tokens`, `US dollars` or `tokens of judges`."""
     used: float
     """Amount spent; a judge's budget counts what calls in flight may cost too."""
     limit: float
-    period: Literal["day", "hour"]
+    period: Literal["day"]
 
 
 # What the status says of each line of adapters.

@@ -24,7 +24,7 @@ from deploy.registry import canaries, proof_rule, versions
 from ingest.judge_watch import NANO
 from ingest.judges.spending import PAID, PROMPTS, REPLIES, read_spending
 from ingest.sampling.round import DAY as SAMPLED
-from ingest.sampling.round import SERVED, read_usage
+from ingest.sampling.round import SERVED, read_sampled_today
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import CanaryRow, CounterRow, ExchangeRow, GateComparisonRow, RunRow
@@ -310,6 +310,6 @@ def read_cost(session: Session, model: str, *, now: float) -> Cost:
         candidate_tokens=sums[SAMPLED],
         user_tokens=sums[SERVED],
         judge_usd_today=read_spending(session, now=now).nano_usd_today / NANO,
-        candidate_tokens_today=read_usage(session, now=now).sampled_today,
+        candidate_tokens_today=read_sampled_today(session, now=now),
         run_minutes=max(0.0, float(seconds or 0.0)) / 60.0,
     )

@@ -71,7 +71,7 @@ from ingest.judge_watch import NANO
 from ingest.judges.spending import read_spending
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import ask
-from ingest.sampling.round import read_usage
+from ingest.sampling.round import read_sampled_today
 from ingest.store.exchanges import opened_answers
 from ingest.tasks.rehearsals import standing_of
 from ingest.tokens import FLAG as TOKEN_CHECK
@@ -93,34 +93,15 @@ def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetO
 
     now: Unix seconds.
     """
-    usage, spending = read_usage(session, now=now), read_spending(session, now=now)
+    sampled, spending = read_sampled_today(session, now=now), read_spending(session, now=now)
     groups, judge = context.groups, context.judge
-    candidates, prompts = "candidate tokens", "prompt tokens of candidates"
     every = (
-        ("groups.tokens_per_day", candidates, usage.sampled_today, groups.tokens_per_day),
-        (
-            "groups.prompt_tokens_per_day",
-            prompts,
-            usage.prompts_today,
-            groups.prompt_tokens_per_day,
-        ),
+        ("groups.tokens_per_day", "candidate tokens", sampled, groups.tokens_per_day),
         ("judge.budget", "US dollars", spending.nano_usd_today / NANO, judge.budget),
-        (
-            "judge.budget_per_hour",
-            "US dollars",
-            spending.nano_usd_this_hour / NANO,
-            judge.budget_per_hour,
-        ),
         ("judge.budget_tokens", "tokens of judges", spending.tokens_today, judge.budget_tokens),
     )
     return [
-        BudgetOut(
-            setting=setting,
-            what=what,
-            used=used,
-            limit=limit,
-            period="hour" if setting.endswith("hour") else "day",
-        )
+        BudgetOut(setting=setting, what=what, used=used, limit=limit, period="day")
         for setting, what, used, limit in every
         if limit
     ]

@@ -663,10 +663,7 @@ def _feedback(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterat
 
 def _budgets(budgets: list[Json]) -> Iterator[str]:
     """Yield what is used of the budgets that are set; nothing where none is."""
-    shown = [
-        f"{_used(one)} {'today' if one['period'] == 'day' else 'this hour'} ({one['setting']})"
-        for one in budgets
-    ]
+    shown = [f"{_used(one)} today ({one['setting']})" for one in budgets]
     if shown:
         yield f"Budgets (UTC): {'; '.join(shown)}."
 

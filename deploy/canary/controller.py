@@ -48,7 +48,15 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
-from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, guard_level, proven, told_words
+from deploy.registry.proof_rule import (
+    CLAIMS,
+    HARM_LEVEL,
+    PROMOTE_LEVEL,
+    SPLIT_LEVEL,
+    guard_level,
+    proven,
+    told_words,
+)
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
@@ -78,7 +86,7 @@ def step_facts(canary: Canary, evidence: RampEvidence) -> EvidenceJson:
     }
 
 
-def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> EvidenceJson:
+def guard_facts(live: Live, behind: bool) -> EvidenceJson:
     """Return what users' sessions say, by guard."""
     return {
         "sessions": {"canary": live.canary_units, "champion": live.champion_units},
@@ -86,15 +94,15 @@ def guard_facts(live: Live, behind: bool, rules: CanarySettings) -> EvidenceJson
         "forgotten": live.forgotten,
         "late": dict(live.late),
         "split": _claim(live.split, SPLIT_LEVEL),
-        **{kind: _guard(kind, state, rules) for kind, state in live.guards.items()},
-        **{kind: _told(kind, state, rules) for kind, state in live.told.items()},
+        **{kind: _guard(kind, state) for kind, state in live.guards.items()},
+        **{kind: _told(kind, state) for kind, state in live.told.items()},
     }
 
 
 def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySettings) -> EvidenceJson:
     """Return what judged groups say. before: claims that were proven by an earlier look."""
     low, high = _interval(quality.chart)
-    levels = dict.fromkeys(CLAIMS, rules.promote_level) | {"harm": rules.harm_level}
+    levels = dict.fromkeys(CLAIMS, PROMOTE_LEVEL) | {"harm": HARM_LEVEL}
     flaws: Mapping[str, Bets] = quality.flaws
     return {
         "groups": quality.groups,
@@ -109,7 +117,7 @@ def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySetting
         },
         "proven": sorted(before | proven(quality, rules)),
         **{name: _claim(getattr(quality, name), level) for name, level in levels.items()},
-        "flaws": {kind: _claim(bets, guard_level(kind, rules)) for kind, bets in flaws.items()},
+        "flaws": {kind: _claim(bets, guard_level(kind)) for kind, bets in flaws.items()},
     }
 
 
@@ -119,15 +127,15 @@ def _interval(chart: Sequence) -> tuple[float, float]:
     return 2.0 * low - 1.0, 2.0 * high - 1.0
 
 
-def _guard(kind: str, state: GuardState, rules: CanarySettings) -> EvidenceJson:
+def _guard(kind: str, state: GuardState) -> EvidenceJson:
     counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
-    claim = _claim(state.bets, guard_level(kind, rules))
+    claim = _claim(state.bets, guard_level(kind))
     return counts | claim | {"nats_by_caller": state.by_caller.peak}
 
 
-def _told(kind: str, state: ToldState, rules: CanarySettings) -> EvidenceJson:
+def _told(kind: str, state: ToldState) -> EvidenceJson:
     arms = {"canary": True, "champion": False}
-    return _guard(kind, state, rules) | {
+    return _guard(kind, state) | {
         "sessions": {name: state.units[arm] for name, arm in arms.items()},
         "mean": {name: state.mean(canary=arm) for name, arm in arms.items()},
         "says": told_words(kind, state) if sum(state.units.values()) else "",
@@ -505,7 +513,7 @@ class Controller:
         )
         return evidence, {
             f"step_{canary.step + 1}": step_facts(canary, evidence),
-            "guards": guard_facts(live, behind, rules),
+            "guards": guard_facts(live, behind),
             "quality": quality_facts(quality, canary.proven, rules),
         }
 

@@ -363,7 +363,7 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 settings.lines,
                 funnel,
                 watch=settings.watch,
-                most_pending=settings.most_pending_groups,
+                most_pending=settings.learner.max_groups,
                 now=now,
             )
             return StoreFacts(

@@ -17,7 +17,7 @@ from deploy.funnel import STAGES, Name, Stage
 from deploy.preflight.peers import CAUSE as VERIFIER
 from deploy.registry.canary_rule import NOT_LOADED, SLOWEST
 from deploy.registry.candidates import DAY_S, steps_days
-from ingest.grouping.selection import HELD_OUT, NEAR_CAP, PROJECT_CAP, SESSION_CAP
+from ingest.grouping.selection import HELD_OUT, NEAR_CAP, SESSION_CAP
 from ingest.judge_watch import advice
 from sidecar.conditions import Condition
 from sidecar.lines import line_of_adapter, project_of
@@ -99,7 +99,7 @@ _ONE_SESSION: Final = (
 KEPT_OUT_TO_DO: Final[Mapping[str, str]] = {
     "held_out": f"look at exchange.session_id: {_ONE_SESSION}; else lower groups.held_out_rate",
     "capped": f"look at exchange.session_id: {_ONE_SESSION}; else raise the limit: "
-    "groups.max_groups_per_session, max_groups_per_project or max_groups_per_near_prompt",
+    "groups.max_groups_per_session or max_groups_per_near_prompt",
 }
 """What keeps most exchanges from training -> what to do."""
 MASKS: Final[Mapping[str, str]] = {
@@ -154,8 +154,8 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
     "no_spread": (
         "learning",
         "tied",
-        "the judge sees no difference: make judge.rubric say what is better, raise the agents' "
-        "temperature, or lower learner.min_spread",
+        "the judge sees no difference: make judge.rubric say what is better, or raise the agents' "
+        "temperature",
     ),
     "within_noise": (
         "learning",
@@ -284,7 +284,7 @@ SKEW_S = 30.0
 """Clocks may differ by less: a lease of a training run lasts so long."""
 FAR_S = 8 * 86_400.0
 """A schedule that is due later than a week from now is taken for a mistake."""
-CAPS: Final = (SESSION_CAP, PROJECT_CAP, NEAR_CAP)
+CAPS: Final = (SESSION_CAP, NEAR_CAP)
 NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "retried_turn", *CAPS)
 """Selections that are no fault while they are few: others of the same traffic are chosen."""
 

@@ -5,7 +5,7 @@ its difference is the candidate's mean score minus the other's, -1..1. Six e-pro
 groups in the order in which they were drawn:
 
 - `no_worse`: against "worse than the champion by `margin` or more" (non-inferiority).
-- `anchored`: against "worse than the anchor by `anchor_margin` or more". The anchor moves to what
+- `anchored`: against "worse than the anchor by the margin or more". The anchor moves to what
   is proven better than it and to nothing else, so many small losses cannot add up (Feng, Emerson
   and Simon 2021, "Approval policies for modifications to machine learning-based software").
 - `over_anchor`: against "no better than the anchor".

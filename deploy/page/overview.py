@@ -269,7 +269,7 @@ def record_views(server: PageServer) -> dict[str, View]:
                     Compared(place=c.place, difference=c.difference, fault=c.fault)
                     for c in told.comparisons
                 ),
-                rules.gate_margin if rules.promote_on == "quick" else rules.margin,
+                rules.margin,
                 made=told.comparisons_made,
                 whole=(ends.get("low"), ends.get("high")),
             )

@@ -264,9 +264,8 @@ def check_projects(settings: Settings) -> Iterator[Finding]:
     Yields nothing where there is no store of this version yet: then no project is known.
     """
     named = [
-        (f"{section}.projects.{project}", project, "its rubric is not used")
-        for section in ("judge", "gate_judge")
-        for project in getattr(settings, section).projects
+        (f"judge.projects.{project}", project, "its rubric is not used")
+        for project in settings.judge.projects
     ]
     named += [
         ("serving.own_adapters", project, "its adapters answer nobody")
@@ -480,7 +479,7 @@ def checked_settings(config: Path | None) -> Settings:
 
 def _refuse_unpriced(settings: Settings) -> None:
     """Refuse a budget in dollars that cannot be kept. Raises: SettingsError."""
-    if not (settings.judge.budget or settings.judge.budget_per_hour):
+    if not settings.judge.budget:
         return
     # Imported here: it loads LiteLLM, which takes seconds, to look prices up.
     from ingest.judges.build import each_judge

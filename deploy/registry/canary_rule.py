@@ -173,7 +173,7 @@ def judge_gate(
     scored = [c for c in comparisons if c.difference is not None]
     mean = sum(differences) / len(differences) if differences else None
     low, high = bootstrap_interval(differences, seed=seed) if differences else (None, None)
-    passed, reason = _rule(mean, len(differences), candidate_short, champion_short, rules)
+    passed, reason = _rule(mean, len(differences), rules)
     return GateVerdict(
         passed=passed,
         reason=reason,
@@ -199,25 +199,13 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _rule(
-    mean: float | None,
-    prompts: int,
-    candidate_short: float,
-    champion_short: float,
-    rules: CanarySettings,
-) -> tuple[bool, str]:
+def _rule(mean: float | None, prompts: int, rules: CanarySettings) -> tuple[bool, str]:
     if mean is None:
         return False, "gate: no prompt is scored yet"
-    if candidate_short - champion_short > rules.max_truncated_excess:
-        return False, (
-            f"gate: {candidate_short:.0%} of the candidate's answers were cut short or empty, "
-            f"{champion_short:.0%} of the champion's: over by more than "
-            f"{rules.max_truncated_excess:.0%}"
-        )
-    mean_words, margin = _apart(mean, -rules.gate_margin)
+    mean_words, margin = _apart(mean, -rules.margin)
     prompts_words = counted(prompts, "held-out prompt")
     result = f"gate: scored {mean_words} against the champion on {prompts_words}"
-    if mean > -rules.gate_margin:
+    if mean > -rules.margin:
         return True, f"{result}, above the margin of {margin}"
     return False, f"{result}, not above the margin of {margin}"
 
@@ -471,7 +459,7 @@ def _after_gating(
     verdict, quality = evidence.verdict, evidence.quality
     wanted = min(proof_rule.gate_prompts(quality, rules), evidence.prompts)
     timed_out = elapsed_s(canary, now) >= GATE_TIMEOUT_S
-    if rules.promote_on != "quick" and (harm := proof_rule.harm(quality, rules)) is not None:
+    if rules.promote_on != "quick" and (harm := proof_rule.harm(quality)) is not None:
         return _reject(f"gate: {harm}")
     if evidence.away is not None:
         return Hold(
@@ -527,13 +515,13 @@ def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:
 def _after_ramping(
     canary: Canary, evidence: RampEvidence, rules: CanarySettings, now: float
 ) -> Decision:
-    harm = proof_rule.guard_harm(evidence.guards, rules) or (
-        None if rules.promote_on == "quick" else proof_rule.harm(evidence.quality, rules)
+    harm = proof_rule.guard_harm(evidence.guards) or (
+        None if rules.promote_on == "quick" else proof_rule.harm(evidence.quality)
     )
     harm = harm or live.broken_guardrail(evidence.metrics, since=canary.ramp_began_at)
     if harm is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=harm)
-    if (doubt := proof_rule.guard_doubt(evidence.guards, rules)) is not None:
+    if (doubt := proof_rule.guard_doubt(evidence.guards)) is not None:
         return _inconclusive(doubt)
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
     spent_s = elapsed_s(canary, now)

@@ -92,6 +92,8 @@ MAX_EVASIVE_EXCESS = 0.05
 MAX_NARROW_EXCESS = 0.25
 """Share of prompts on which the candidate's answers may be nearly certain (under 0.1 nats a token)
 and half as uncertain as the champion's, over the share in which the champion's are."""
+MAX_TRUNCATED_EXCESS = 0.05
+"""Share by which the candidate's answers that are cut short or empty may exceed the champion's."""
 MAX_LONG_EXCESS = 0.5
 """Share of prompts on which the candidate's answers may be more than twice as long as the
 champion's, over the share in which the champion's are."""
@@ -100,6 +102,12 @@ MAX_MISSING = 0.5
 nothing."""
 GUARD_RATIO = 1.5
 """Bad sessions that a guard accepts, as a multiple of the champion's."""
+PROMOTE_LEVEL = 0.05
+"""Chance of promoting a candidate that is worse than a margin allows."""
+HARM_LEVEL = 0.05
+"""Chance that judged groups roll back a candidate that is no worse than the champion."""
+GUARD_LEVEL = 0.01
+"""Chance that one of the five guards of replies rolls back a candidate that is no worse by it."""
 SPLIT_LEVEL = 0.001
 """Chance of holding a canary for a wrong split of traffic that is right."""
 
@@ -108,9 +116,9 @@ def limits_of(rules: CanarySettings) -> Limits:
     """Return what counts as worse in judged groups."""
     return Limits(
         margin=rules.margin,
-        anchor_margin=rules.anchor_margin,
+        anchor_margin=rules.margin,
         flaws={
-            "short": _under_one(rules.max_truncated_excess),
+            "short": _under_one(MAX_TRUNCATED_EXCESS),
             "invalid": _under_one(MAX_INVALID_EXCESS),
             "evasive": _under_one(MAX_EVASIVE_EXCESS),
             "narrow": _under_one(MAX_NARROW_EXCESS),
@@ -134,13 +142,13 @@ def ratios_of() -> Mapping[str, float]:
     return dict.fromkeys(GUARDS, GUARD_RATIO)
 
 
-def guard_level(kind: str, rules: CanarySettings) -> float:
+def guard_level(kind: str) -> float:
     """Return the level of one guard: half where groups and sessions share it, because both see the
     kind, and of the four that share two: narrow and long answers, outcomes and feedback."""
-    return rules.guard_level if kind in ("failed", "cut") else rules.guard_level / 2.0
+    return GUARD_LEVEL if kind in ("failed", "cut") else GUARD_LEVEL / 2.0
 
 
-def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
+def guard_harm(guards: Mapping[str, GuardState]) -> str | None:
     """Return in words what users' sessions prove against the candidate, or None.
 
     One caller that tells the arms apart, by its own means, could make most of them up. So each
@@ -148,7 +156,7 @@ def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str |
     callers, and evidence by callers is not far behind.
     """
     for kind, state in guards.items():
-        limit, log_e = threshold(guard_level(kind, rules)), state.by_caller.peak
+        limit, log_e = threshold(guard_level(kind)), state.by_caller.peak
         proven = log_e >= limit and (state.callers >= SEVERAL or kind == "failed")
         supported = log_e >= limit - math.log(LAG)
         if not proven and supported and not few_callers(state.callers, state.canary):
@@ -159,11 +167,11 @@ def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str |
     return None
 
 
-def guard_doubt(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
+def guard_doubt(guards: Mapping[str, GuardState]) -> str | None:
     """Return in words which guard ends the canary without a verdict on the candidate, or None: its
     sessions would prove harm, but too few callers stand behind them."""
     for kind, state in guards.items():
-        limit = threshold(guard_level(kind, rules))
+        limit = threshold(guard_level(kind))
         if state.bets.peak >= limit:
             return (
                 f"{_bad_sessions(kind, state)}: {_evidence(state, state.bets.peak, limit)}; it is "
@@ -240,15 +248,15 @@ def gate_prompts(quality: Quality, rules: CanarySettings) -> int:
     return rules.gate_prompts * (1 if gate_doubt(quality, rules) is None else DOUBTED)
 
 
-def harm(quality: Quality, rules: CanarySettings) -> str | None:
+def harm(quality: Quality) -> str | None:
     """Return in words what judged groups prove against the candidate, or None."""
-    if quality.harm.peak >= threshold(rules.harm_level):
+    if quality.harm.peak >= threshold(HARM_LEVEL):
         return (
             f"worse than the champion in {counted(quality.harm.peak_at, 'group')}: evidence "
-            f"{odds(quality.harm.peak)}, the limit is {odds(threshold(rules.harm_level))}"
+            f"{odds(quality.harm.peak)}, the limit is {odds(threshold(HARM_LEVEL))}"
         )
     for kind, bets in quality.flaws.items():
-        level = guard_level(kind, rules)
+        level = guard_level(kind)
         if bets.peak >= threshold(level):
             return (
                 f"more {_FLAWED[kind]} than the champion in {counted(bets.peak_at, 'group')}: "
@@ -259,7 +267,7 @@ def harm(quality: Quality, rules: CanarySettings) -> str | None:
 
 def proven(quality: Quality, rules: CanarySettings) -> frozenset[str]:
     """Return the claims that the groups prove. `quick` asks no anchor."""
-    limit = threshold(rules.promote_level)
+    limit = threshold(PROMOTE_LEVEL)
     claims = CLAIMS if rules.promote_on != "quick" else set(CLAIMS).difference(RAISES)
     return frozenset(claim for claim in claims if getattr(quality, claim).peak >= limit)
 
@@ -289,7 +297,7 @@ def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> 
         if claim not in known:
             return (
                 f"proof that it is {_CLAIMED[claim]}: evidence "
-                f"{odds(getattr(quality, claim).peak)} of {1 / rules.promote_level:g}"
+                f"{odds(getattr(quality, claim).peak)} of {1 / PROMOTE_LEVEL:g}"
             )
     if rules.promote_on != "quick" and quality.unknown_share > MAX_MISSING:
         return f"groups that the judge can score: {too_many_missing(quality)}"
@@ -307,7 +315,7 @@ def least_proven(
         nats = told.get("nats") if isinstance(told, dict) else 0.0
         if claim not in before and isinstance(nats, int | float):
             found.append(math.exp(min(nats, _MOST_NATS)))
-    return (min(found), 1.0 / rules.promote_level) if found else None
+    return (min(found), 1.0 / PROMOTE_LEVEL) if found else None
 
 
 def too_many_missing(quality: Quality) -> str:

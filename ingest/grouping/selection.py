@@ -67,34 +67,20 @@ from sidecar.settings import SamplingField, Settings
 from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import AliasRow, RoutingRow
 
-# Caps by project and by near-identical prompt, and why a group was chosen. Pure.
+# The cap by near-identical prompt, and why a group was chosen. Pure.
 
-PROJECT_CAP: Final = "project_cap"
 NEAR_CAP: Final = "near_prompt_cap"
-Counts = Mapping[tuple[str, str], int]
-"""("project", name) and ("near", key) -> groups lately, where there is a cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKeys:
-    """What the groups of an exchange are counted by."""
+    """What the groups of an exchange are found by."""
 
     project: str
     near: str | None = None
     """Shared by near-identical prompts."""
     opening: str | None = None
     """Shared by steps with the same system prompt and tools."""
-
-    def why_capped(self, counts: Counts, by_project: int, by_near: int) -> str | None:
-        """Return the cap that the project, or the prompt, has reached; None: neither.
-
-        by_project, by_near: the caps; 0: there is none.
-        """
-        if by_project and counts.get(("project", self.project), 0) >= by_project:
-            return PROJECT_CAP
-        if by_near and self.near is not None and counts.get(("near", self.near), 0) >= by_near:
-            return NEAR_CAP
-        return None
 
     def columns(self, drawn: Draw, features: Features | None) -> dict[str, object]:
         """Return the columns of a new group that say why it was chosen."""
@@ -203,7 +189,7 @@ TOO_LONG = "untrainable:prompt_too_long"
 """The learner would leave the group out (`too_long`) after its candidates and scores were paid."""
 CUT = "cut"
 """`outcome`, and `untrainable_reason`, of an exchange whose client left."""
-TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP, PROJECT_CAP, NEAR_CAP)
+TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP, NEAR_CAP)
 """Reasons that decide a whole turn: the turn's other exchanges then do not count."""
 CHOSEN_SURFACES = frozenset({"chat"})
 """Surfaces whose exchanges can become groups. Candidates are sampled with chat requests
@@ -247,9 +233,8 @@ class Rules:
     join_served: JoinServed = "off"
     choose: Choose = "uniform"
     uniform_share: float = UNIFORM_SHARE
-    max_groups_per_project: int = 0
-    """Within `session_window_s`, as the next; 0: no limit."""
     max_groups_per_near_prompt: int = 0
+    """Within `session_window_s`; 0: no limit."""
     own_adapters: tuple[str, ...] = ()
     """Projects with a line of adapters of their own."""
     verified: bool = False
@@ -278,7 +263,7 @@ class Standing:
     """Turns that an earlier batch decided (`TURN_DECIDED`)."""
     keys: Mapping[str, GroupKeys] = field(default_factory=dict)
     """Exchange id -> what its group is counted by."""
-    groups_by_key: Counts = field(default_factory=dict)
+    groups_by_near: Mapping[str, int] = field(default_factory=dict)
     features: Mapping[str, Features] = field(default_factory=dict)
     """Exchange id -> features; needed with `prefer` alone."""
     alike: SamePrompts = NOTHING_ALIKE
@@ -318,7 +303,7 @@ def select_exchanges(
     pending = standing.pending_groups
     shares = Shares(rules.max_pending_groups, standing.held_places, standing.demand)
     by_session = dict(standing.groups_by_session)
-    by_key = dict(standing.groups_by_key)
+    by_near, most = dict(standing.groups_by_near), rules.max_groups_per_near_prompt
     read = [
         (exchange, request, _why_unfit(exchange, request, held_out, live, rules))
         for exchange, held_out in batch
@@ -357,9 +342,7 @@ def select_exchanges(
             keys = standing.keys.get(exchange.exchange_id, GroupKeys(project=exchange.project))
             reason = (
                 (None if drawn.drawn else RATE)
-                or keys.why_capped(
-                    by_key, rules.max_groups_per_project, rules.max_groups_per_near_prompt
-                )
+                or (NEAR_CAP if most and by_near.get(keys.near or "", 0) >= most else None)
                 or _why_no_room(in_session, pending, rules)
                 or (None if shares.has_room(caller_of(exchange)) else BACKLOG)
             )
@@ -375,8 +358,8 @@ def select_exchanges(
             pending += 1
             shares.take(caller_of(exchange))
             by_session[session_id] = in_session + 1
-            for kind in (("project", keys.project), ("near", keys.near or "")):
-                by_key[kind] = by_key.get(kind, 0) + 1
+            if keys.near is not None:
+                by_near[keys.near] = by_near.get(keys.near, 0) + 1
         decisions[exchange.exchange_id] = Decision(
             exchange_id=exchange.exchange_id,
             reason=(reason or CHOSEN)[:REASON_LENGTH],
@@ -586,7 +569,7 @@ def rules_of(settings: Settings) -> Rules:
         rate=settings.groups.rate,
         settle_s=settings.groups.settle_s,
         max_groups_per_session=settings.groups.max_groups_per_session,
-        max_pending_groups=settings.most_pending_groups,
+        max_pending_groups=settings.learner.max_groups,
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
@@ -595,7 +578,6 @@ def rules_of(settings: Settings) -> Rules:
         structured_output="free_tokens",
         join_served="session",
         choose=settings.groups.choose,
-        max_groups_per_project=settings.groups.max_groups_per_project,
         max_groups_per_near_prompt=settings.groups.max_groups_per_near_prompt,
         own_adapters=settings.serving.own_adapters,
         verified=bool(settings.reward.verifiers),

@@ -23,6 +23,7 @@ from sidecar.capture.outbox import OutboxReader
 from sidecar.conditions import Condition, write
 from sidecar.errors import OutboxError, SettingsError, StoreError
 from sidecar.forwarding.sender import (
+    MAX_MESSAGE_BYTES,
     REQUEST_TIMEOUT_MS,
     connection_config,
     describe,
@@ -314,7 +315,7 @@ class KafkaBus:
                 KafkaConsumer,
                 {
                     **connection_config(self._place, self._kafka, "ingest"),
-                    "group_id": self._kafka.group or f"{self._place.topic}.ingest",
+                    "group_id": f"{self._place.topic}.ingest",
                     "enable_auto_commit": False,
                     "auto_offset_reset": "earliest",  # a new group begins with what is there
                     "session_timeout_ms": SESSION_TIMEOUT_MS,
@@ -395,7 +396,7 @@ class KafkaBus:
                     "enable_idempotence": True,
                     "delivery_timeout_ms": REQUEST_TIMEOUT_MS,
                     "max_block_ms": int(REQUEST_S * 1_000),
-                    "max_request_size": self._kafka.max_message_bytes,
+                    "max_request_size": MAX_MESSAGE_BYTES,
                     "allow_auto_create_topics": False,
                     "metrics_enabled": False,
                 },

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 from sqlalchemy import ColumnElement, func, select
-from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
+from sqlalchemy.orm import Session, aliased
 
 from ingest.best_of import settle_new
 from ingest.errors import UnreadableExchangesError
@@ -221,38 +221,18 @@ def keys_of(session: Session, batch: Sequence[StoredExchange]) -> dict[str, Grou
     return found
 
 
-def counts_by_keys(
+def counts_by_near(
     session: Session, keys: Collection[GroupKeys], rules: Rules, *, since: float
-) -> dict[tuple[str, str], int]:
-    """Count the groups since then by ("project", name) and ("near", key), where there is a cap."""
-    found: dict[tuple[str, str], int] = {}
-    if rules.max_groups_per_project:
-        for name in sorted({one.project for one in keys}):
-            column = GroupRow.project
-            found["project", name] = _count(
-                session, column, name, rules.max_groups_per_project, since
-            )
-    if rules.max_groups_per_near_prompt:
-        for name in sorted({one.near for one in keys if one.near is not None}):
-            most = rules.max_groups_per_near_prompt
-            found["near", name] = _count(session, GroupRow.near_key, name, most, since)
+) -> dict[str, int]:
+    """Count the groups since then of near-identical prompts, where there is a cap."""
+    most, found = rules.max_groups_per_near_prompt, dict[str, int]()
+    for name in sorted({one.near for one in keys if one.near is not None}) if most else ():
+        of_prompt = select(GroupRow.seq).where(
+            GroupRow.near_key == name, GroupRow.created_at >= since
+        )
+        some = of_prompt.limit(most).subquery()
+        found[name] = session.scalar(select(func.count()).select_from(some)) or 0
     return found
-
-
-def _count(
-    session: Session,
-    column: InstrumentedAttribute[str | None],
-    value: str,
-    most: int,
-    since: float,
-) -> int:
-    some = (
-        select(GroupRow.seq)
-        .where(column == value, GroupRow.created_at >= since)
-        .limit(most)
-        .subquery()
-    )
-    return session.scalar(select(func.count()).select_from(some)) or 0
 
 
 def features_in(
@@ -604,7 +584,7 @@ def decide(
     )
     standing = Standing(
         keys=keys,
-        groups_by_key=counts_by_keys(session, keys.values(), rules, since=since),
+        groups_by_near=counts_by_near(session, keys.values(), rules, since=since),
         features=features_in(session, batch, keys) if rules.choose == "prefer" else {},
         live_adapters=live.shared,
         own_live=live.own,

@@ -60,8 +60,7 @@ class Intake:
         engine: EngineWatch | None = None,
         batch: int = BATCH,
     ) -> None:
-        """engine: watches the facts about vLLM; None: built from the settings. batch: records in
-        one transaction."""
+        """engine: watches the facts about vLLM; None: built from the settings."""
         self._bus = bus
         self._database = database
         self._batch = batch

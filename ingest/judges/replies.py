@@ -309,7 +309,6 @@ class CachedJudge:
             {
                 "model": settings.model,
                 "api_base": settings.api_base,
-                "json_schema": settings.json_schema,
                 "params": settings.params,
             }
         )

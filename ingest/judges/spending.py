@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any
 
 import structlog
-from sqlalchemy import delete, select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from ingest.errors import IngestError, JudgeRejectedError, JudgeSpentError, JudgeUnavailableError
@@ -29,7 +29,7 @@ from ingest.judge_watch import NANO
 from ingest.ruler.group import REFUSED
 from ingest.ruler.judge import LIMITS, MILLION, JudgeReply, Usage, import_litellm
 from ingest.ruler.prompt import reply_tokens
-from ingest.store.listing import day_of, hour_of, next_hour, next_midnight
+from ingest.store.listing import day_of, next_midnight
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, count, insert_into
@@ -37,8 +37,8 @@ from sidecar.store.models import CounterRow
 
 # What the judges have cost, and the budgets of it. The rule (`first_spent`) is pure.
 
-DAY, HOUR, TOKENS = "judge_spent", "judge_spent_hour", "judge_tokens"
-"""Stages of counter rows: (stage, day or hour) -> nano-dollars, nano-dollars, tokens."""
+DAY, TOKENS = "judge_spent", "judge_tokens"
+"""Stages of counter rows: (stage, day) -> nano-dollars, tokens."""
 
 log = structlog.get_logger()
 
@@ -54,10 +54,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """What this day and this hour (UTC) have cost, with what calls in flight may cost."""
+    """What this day (UTC) has cost, with what calls in flight may cost."""
 
     nano_usd_today: int = 0
-    nano_usd_this_hour: int = 0
     tokens_today: int = 0
 
 
@@ -78,15 +77,14 @@ def nano_usd(dollars: float) -> int:
 
 
 def first_spent(spending: Spending, budget: JudgeSettings, *, now: float) -> SpentBudget | None:
-    """Return a budget that is spent, of several the one renewed last; None when none is. Pure."""
+    """Return a budget that is spent; None when none is. Pure."""
     budgets = (
-        ("budget", spending.nano_usd_today, nano_usd(budget.budget), "today"),
-        ("budget_tokens", spending.tokens_today, budget.budget_tokens, "today"),
-        ("budget_per_hour", spending.nano_usd_this_hour, nano_usd(budget.budget_per_hour), ""),
+        ("budget", spending.nano_usd_today, nano_usd(budget.budget)),
+        ("budget_tokens", spending.tokens_today, budget.budget_tokens),
     )
-    for name, used, limit, when in budgets:
+    for name, used, limit in budgets:
         if limit and used >= limit:
-            until = next_midnight(now) if when else next_hour(now)
+            until = next_midnight(now)
             amounts = (
                 f"{used:,} of {limit:,} tokens"
                 if name == "budget_tokens"
@@ -94,8 +92,7 @@ def first_spent(spending: Spending, budget: JudgeSettings, *, now: float) -> Spe
             )
             return SpentBudget(
                 setting=f"judge.{name}",
-                why=f"judge.{name} is spent: {amounts} {when or 'this hour'}, until "
-                f"{until:%Y-%m-%d %H:%M} UTC",
+                why=f"judge.{name} is spent: {amounts} today, until {until:%Y-%m-%d %H:%M} UTC",
                 until=until,
             )
     return None
@@ -107,57 +104,39 @@ def shown_usd(nano: int) -> str:
     return f"${dollars:,.2f}" if dollars >= 0.01 or not nano else f"${dollars:.6f}"
 
 
-def rows_of(amount: Amount, budget: JudgeSettings, *, now: float) -> dict[tuple[str, str], int]:
+def rows_of(amount: Amount, *, now: float) -> dict[tuple[str, str], int]:
     """Return what an amount adds to the counters, at a time in Unix seconds."""
     day = day_of(now)
-    rows = {(DAY, day): amount.nano_usd, (TOKENS, day): amount.tokens}
-    if budget.budget_per_hour:
-        rows[(HOUR, hour_of(now))] = amount.nano_usd
-    return rows
+    return {(DAY, day): amount.nano_usd, (TOKENS, day): amount.tokens}
 
 
 def read_spending(
     session: Session, *, now: float, unwritten: Mapping[tuple[str, str], int] | None = None
 ) -> Spending:
-    """Read what this day and this hour have cost.
+    """Read what this day has cost.
 
     unwritten: counts that are still to be added.
     """
-    day, hour = day_of(now), hour_of(now)
-    found = {
-        (row.stage, row.reason): row.count
-        for row in session.scalars(
-            select(CounterRow).where(
-                CounterRow.stage.in_([DAY, HOUR, TOKENS]), CounterRow.reason.in_([day, hour])
-            )
-        )
-    }
+    day = day_of(now)
+    found = {row.stage: row.count for row in session.scalars(_counters_of(day))}
 
-    def total(key: tuple[str, str]) -> int:
-        return found.get(key, 0) + (unwritten or {}).get(key, 0)
+    def total(stage: str) -> int:
+        return found.get(stage, 0) + (unwritten or {}).get((stage, day), 0)
 
-    return Spending(
-        nano_usd_today=total((DAY, day)),
-        nano_usd_this_hour=total((HOUR, hour)),
-        tokens_today=total((TOKENS, day)),
-    )
+    return Spending(nano_usd_today=total(DAY), tokens_today=total(TOKENS))
 
 
 def lock_rows(session: Session, *, now: float) -> None:
-    """Have the counters of this day to oneself until the transaction ends. The hours that are over
-    are dropped."""
-    hour = hour_of(now)
-    today = insert_into(session, CounterRow).values(stage=DAY, reason=day_of(now), count=0)
+    """Have the counters of this day to oneself until the transaction ends."""
+    day = day_of(now)
+    today = insert_into(session, CounterRow).values(stage=DAY, reason=day, count=0)
     session.execute(today.on_conflict_do_nothing(index_elements=["stage", "reason"]))
-    session.execute(
-        select(CounterRow.count)
-        .where(
-            CounterRow.stage.in_([DAY, HOUR, TOKENS]), CounterRow.reason.in_([day_of(now), hour])
-        )
-        .order_by(CounterRow.stage)
-        .with_for_update()  # processes that ask at once see one another's reservations
-    )
-    session.execute(delete(CounterRow).where(CounterRow.stage == HOUR, CounterRow.reason < hour))
+    # Locked: processes that ask at once see one another's reservations.
+    session.execute(_counters_of(day).order_by(CounterRow.stage).with_for_update())
+
+
+def _counters_of(day: str) -> Select[CounterRow]:
+    return select(CounterRow).where(CounterRow.stage.in_([DAY, TOKENS]), CounterRow.reason == day)
 
 
 # Keep in the store what the judges cost, and refuse a judgement when a budget is spent.
@@ -184,7 +163,7 @@ class Ledger:
         self._turn = threading.Lock()
         """Held by the thread that writes: what it has taken is in the store when the next reads."""
         self._writing: asyncio.Task[None] | None = None
-        self.in_dollars = bool(settings.budget or settings.budget_per_hour)
+        self.in_dollars = bool(settings.budget)
         self.has_budget = self.in_dollars or bool(settings.budget_tokens)
 
     async def reserve(self, amount: Amount, *, begun: bool) -> Counts:
@@ -197,7 +176,7 @@ class Ledger:
         now = self._clock()
         if not self.has_budget:
             return {}
-        rows = rows_of(amount, self._settings, now=now)
+        rows = rows_of(amount, now=now)
         spent = await asyncio.to_thread(self._reserve, rows, now, not begun)
         if spent is not None:
             raise JudgeSpentError(spent.why, until=spent.until.timestamp())
@@ -216,7 +195,7 @@ class Ledger:
 
     def spend(self, amount: Amount) -> None:
         """Note what a provider charged."""
-        self.note(rows_of(amount, self._settings, now=self._clock()))
+        self.note(rows_of(amount, now=self._clock()))
 
     def note(self, counts: Counts) -> None:
         """Add to counters, in memory until the next write."""

@@ -379,7 +379,7 @@ class LiteLlmJudge:
         self._left_out: frozenset[str] = frozenset()
         """Parts of requests that the judge does not take."""
         self._needed = [
-            *([SCHEMA] if settings.json_schema != "auto" or SCHEMA in settings.params else []),
+            *([SCHEMA] if SCHEMA in settings.params else []),
             *(LIMITS[1:] if any(name in settings.params for name in LIMITS) else []),
         ]
         """Parts that stay as the operator set them."""
@@ -393,7 +393,7 @@ class LiteLlmJudge:
         """Values that an error's text must not quote."""
         self._litellm: Any = None  # Any: LiteLLM's package ships no types that hold under strict
         self._loading = asyncio.Lock()
-        self._sends_schema = settings.json_schema != "off" and SCHEMA not in settings.params
+        self._sends_schema = SCHEMA not in settings.params
         self._limits = not any(name in settings.params for name in (*LIMITS, *THINKS))
         self._known_context: int | None = None
 
@@ -514,7 +514,7 @@ class LiteLlmJudge:
         litellm = import_litellm()
         prices = litellm.model_cost
         known = prices.get(self.model) or prices.get(self.model.partition("/")[2]) or {}
-        if self._settings.json_schema == "auto" and known.get("supports_response_schema") is False:
+        if known.get("supports_response_schema") is False:
             self._sends_schema = False
         most = known.get("max_input_tokens")
         self._known_context = most if isinstance(most, int) and most > 0 else None

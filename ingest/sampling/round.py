@@ -87,8 +87,6 @@ class Attempt:
     miss: Miss | None = None
     tokens: int = 0
     """Tokens sampled for it, whether it was kept or not."""
-    prompt_tokens: int = 0
-    """Tokens of the prompt that vLLM read for it."""
     wait_s: float = 0.0
     """Seconds that vLLM asked to be left alone."""
 
@@ -192,20 +190,11 @@ def _as_seen(message: bytes) -> str | bytes:
 
 # The budgets of sampling, by day (UTC).
 
-DAY, PROMPT_DAY = "sampling_tokens", "sampling_prompt_tokens"
+DAY = "sampling_tokens"
 SERVED, REHEARSED = "served_tokens", "rehearsal_tokens"
 """Stages of counter rows: (stage, day) -> tokens. Ingest writes the last two."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of this day, UTC."""
-
-    sampled_today: int = 0
-    prompts_today: int = 0
-    """Prompt tokens, once for each candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,36 +207,19 @@ class Spent:
     """When it is renewed."""
 
 
-def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
-    """Return a budget that is spent; None when none is. Pure."""
-    budget_uses = (
-        ("tokens_per_day", usage.sampled_today, "candidate tokens today"),
-        ("prompt_tokens_per_day", usage.prompts_today, "prompt tokens of candidates today"),
-    )
-    for name, used, what in budget_uses:
-        limit: int = getattr(budgets, name)
-        if limit and used >= limit:
-            setting = f"groups.{name}"
-            why = f"{setting} is spent: {used} {what}"
-            return Spent(setting=setting, why=why, until=next_midnight(now))
-    return None
+def spent_budget(sampled_today: int, budgets: Groups, *, now: float) -> Spent | None:
+    """Return the budget of candidate tokens if it is spent. Pure."""
+    if sampled_today < budgets.tokens_per_day:
+        return None
+    setting = "groups.tokens_per_day"
+    why = f"{setting} is spent: {sampled_today} candidate tokens today"
+    return Spent(setting=setting, why=why, until=next_midnight(now))
 
 
-def read_usage(session: Session, *, now: float) -> Usage:
-    """Read what this day has used."""
-    fields = {DAY: "sampled_today", PROMPT_DAY: "prompts_today"}
-    rows = session.scalars(
-        select(CounterRow).where(
-            CounterRow.stage.in_(list(fields)), CounterRow.reason == day_of(now)
-        )
-    )
-    return Usage(**{fields[row.stage]: row.count for row in rows})
-
-
-def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) -> None:
-    """Count the tokens of candidates, in the caller's transaction."""
-    for stage, tokens in ((DAY, sampled), (PROMPT_DAY, prompts)):
-        count(session, stage, day_of(now), tokens)
+def read_sampled_today(session: Session, *, now: float) -> int:
+    """Read the candidate tokens of this day (UTC)."""
+    row = session.get(CounterRow, {"stage": DAY, "reason": day_of(now)})
+    return 0 if row is None else row.count
 
 
 def completion_tokens(exchange: Exchange) -> int:
@@ -361,10 +333,10 @@ async def ask(sampler: Sampler, job: Job, screen: Screen, *, now: float) -> Atte
         return _missed(job, Attempt(miss="adapter_gone" if gone else "failed"), error)
     except SamplingError as error:
         return _missed(job, Attempt(miss="failed"), error)
-    tokens, prompt_tokens = len(sampled.token_ids), len(sampled.prompt_token_ids)
+    tokens = len(sampled.token_ids)
     if sampled.prompt_token_ids != job.group.prompt_token_ids:
         log.warning("candidate_dropped", group_id=job.group.group_id, reason="prompt_mismatch")
-        return Attempt(miss="prompt_mismatch", tokens=tokens, prompt_tokens=prompt_tokens)
+        return Attempt(miss="prompt_mismatch", tokens=tokens)
     screened = await asyncio.to_thread(screen.answer, sampled.message, project=job.project)
     if not screened.may_learn:
         log.warning(
@@ -373,7 +345,7 @@ async def ask(sampler: Sampler, job: Job, screen: Screen, *, now: float) -> Atte
             reason="private",
             found=list(screened.reasons),
         )
-        return Attempt(miss="private", tokens=tokens, prompt_tokens=prompt_tokens)
+        return Attempt(miss="private", tokens=tokens)
     answer = Answer(
         index=len(job.group.answers),
         origin="sampled",
@@ -383,7 +355,7 @@ async def ask(sampler: Sampler, job: Job, screen: Screen, *, now: float) -> Atte
         logprobs=sampled.logprobs,
         temperature=job.temperature,
     )
-    return Attempt(answer=answer, tokens=tokens, prompt_tokens=prompt_tokens)
+    return Attempt(answer=answer, tokens=tokens)
 
 
 def store_round(
@@ -391,12 +363,7 @@ def store_round(
 ) -> Conclusion:
     """Store a round and the group's next status, in the caller's transaction."""
     group_id = job.group.group_id
-    spend_tokens(
-        session,
-        sampled=sum(attempt.tokens for attempt in attempts),
-        prompts=sum(attempt.prompt_tokens for attempt in attempts),
-        now=now,
-    )
+    count(session, DAY, day_of(now), sum(attempt.tokens for attempt in attempts))
     attempts = _told_by_registry(session, job, attempts)
     kept = [attempt.answer for attempt in attempts if attempt.answer is not None]
     misses = [attempt.miss for attempt in attempts if attempt.miss is not None]

@@ -31,15 +31,15 @@ from ingest.sampling.round import (
     Conclusion,
     Job,
     ask,
-    first_spent,
     load_job,
     next_step,
-    read_usage,
+    read_sampled_today,
+    spent_budget,
     store_round,
 )
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
 from ingest.store.listing import patiently
-from ingest.vllm.sampler import Room, Sampler
+from ingest.vllm.sampler import CANDIDATE_S, Room, Sampler
 from sidecar import conditions
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
@@ -53,9 +53,8 @@ PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
 AHEAD = 3
 """Claimed groups, as a multiple of those whose candidates fill the slots. Measured with answers of
 one second each: 2.1 groups a second, as when all candidates of a group went at once; 1.8 with 2."""
-LEASE_TIMEOUTS = 6
+LEASE_S = 6 * CANDIDATE_S + 60.0
 """A round asks in three or four steps, and each may wait for others' candidates."""
-LEASE_SLACK_S = 60.0
 WAITING = "sampling_waits"
 """Counter rows: (stage, why) -> how often sampling began to wait."""
 NO_ROOM_S = 600.0
@@ -186,8 +185,7 @@ class SamplingWorker:
     def _claim(self, limit: int) -> list[str]:
         now = self._now()
         with self._database.write(alone=False) as session:
-            usage = read_usage(session, now=now)
-            spent = first_spent(usage, self._settings, now=now)
+            spent = spent_budget(read_sampled_today(session, now=now), self._settings, now=now)
             if spent is not None:
                 until = spent.until.timestamp()
                 self._say_waiting(session, spent.setting, spent.why, until=until)
@@ -198,8 +196,7 @@ class SamplingWorker:
                     self._say_waiting(session, reason, storable(why))
                 return []
             self._say_going(session)
-            lease_s = LEASE_TIMEOUTS * self._settings.timeout_s + LEASE_SLACK_S
-            names = claim_groups(session, SAMPLING, limit=limit, now=now, lease_s=lease_s)
+            names = claim_groups(session, SAMPLING, limit=limit, now=now, lease_s=LEASE_S)
         return [name for name in names if name not in self._working]
 
     async def _complete(self, group_id: str) -> bool:

@@ -165,7 +165,7 @@ def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], list
         return load_by_seq(session, sound), damaged
 
 
-# The days and hours of budgets, in UTC, and the counter rows in which they are kept. Pure.
+# The days of budgets, in UTC, and the counter rows in which they are kept. Pure.
 
 
 def day_of(now: float) -> str:
@@ -173,19 +173,9 @@ def day_of(now: float) -> str:
     return _utc(now).date().isoformat()
 
 
-def hour_of(now: float) -> str:
-    """Return the UTC hour of a time in Unix seconds, such as 2026-11-21T12."""
-    return _utc(now).strftime("%Y-%m-%dT%H")
-
-
 def next_midnight(now: float) -> datetime:
     """Return when the budgets of a day are renewed: the next midnight UTC."""
     return _utc(now).replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
-
-
-def next_hour(now: float) -> datetime:
-    """Return when the budgets of an hour are renewed."""
-    return _utc(now).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
 
 
 def _utc(now: float) -> datetime:

@@ -42,6 +42,8 @@ ATTEMPTS: Final = "rehearsal_attempts"
 """Stage of counter rows: (stage, day) -> attempts."""
 PLAYING: Final = "playing"
 """Value of `rehearsal.result`: it is under way, or the process that played it ended meanwhile."""
+ATTEMPT_S = 600.0
+"""Longest time of one attempt."""
 ARRIVE_S: Final = 30.0
 """How long the exchanges of attempts may take to arrive in the store."""
 ARRIVE_POLL_S: Final = 0.2
@@ -117,7 +119,7 @@ class Player:
             task=task.exchange_id,
             project=task.project,
             adapter=adapter,
-            expires_at=int(self._now() + self._own.timeout_s + SLACK_S),
+            expires_at=int(self._now() + ATTEMPT_S + SLACK_S),
         )
         key = session_key(header=attempt.session, user="", project=task.project)
         name = await asyncio.to_thread(self._begin, attempt, key, number)
@@ -135,7 +137,7 @@ class Player:
             headers=attempt_headers(self._secret, attempt),
             messages=task.messages,
             tools=task.tools,
-            timeout_s=self._own.timeout_s,
+            timeout_s=ATTEMPT_S,
         )
         try:
             return Played(key, await self._ask(scenario))
@@ -180,7 +182,7 @@ class Player:
             raise RunnerError("the task is nested too deep to be sent") from error
         try:
             async with (
-                asyncio.timeout(self._own.timeout_s),
+                asyncio.timeout(ATTEMPT_S),
                 self._client.stream("POST", url, content=content) as reply,
             ):
                 if reply.headers.get("content-encoding", "identity") != "identity":
@@ -190,7 +192,7 @@ class Player:
                     if len(body) > MAX_ANSWER_BYTES:
                         break
         except TimeoutError as error:
-            raise RunnerError(f"it gave no answer in {self._own.timeout_s:g} s") from error
+            raise RunnerError(f"it gave no answer in {ATTEMPT_S:g} s") from error
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
             raise RunnerAwayError(f"it cannot be asked: {why}") from error

@@ -1,7 +1,7 @@
 """Follow the store: give new sessions their task key, and see when sessions are over.
 
 Three passes go through the store by marks that survive restarts: exchanges as they are stored,
-exchanges that were stored `tasks.idle_s` ago, and feedback. Each page is one short transaction, and
+exchanges that were stored `IDLE_S` ago, and feedback. Each page is one short transaction, and
 what it draws is in it; a page that fails is looked at again.
 """
 
@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from ingest.errors import UnreadableExchangesError
 from ingest.store.exchanges import load_exchange
 from ingest.tasks.grouping import OF_THE_JUDGE, STAGE, close, correct, draw_groups
-from ingest.tasks.keys import FirstExchange, TaskKey, caller_of, task_key
+from ingest.tasks.keys import IDLE_S, FirstExchange, TaskKey, caller_of, task_key
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.settings.learning import Tasks
 from sidecar.store.contents import keyring_of
@@ -28,7 +28,7 @@ from sidecar.store.models import ExchangeRow, FeedbackRow, TaskMemberRow
 
 SEEN, IDLE, TOLD = "tasks_seen", "tasks_idle", "tasks_told"
 """Flag rows: the exchange up to which sessions are enrolled; up to which they were looked at
-`tasks.idle_s` later; and the feedback that was looked at."""
+`IDLE_S` later; and the feedback that was looked at."""
 PAGE: Final = 50
 """Rows of a page: with what they close and draw, some ten milliseconds under the write lock."""
 PAGES: Final = 20
@@ -71,7 +71,7 @@ def follow(database: Database, settings: Tasks, *, now: float) -> int:
     for one in (
         _Pass(SEEN, ExchangeRow.seq, _exchanges, 0.0),
         _Pass(TOLD, FeedbackRow.seq, _feedback, SETTLE_S),
-        _Pass(IDLE, ExchangeRow.seq, _exchanges, settings.idle_s),
+        _Pass(IDLE, ExchangeRow.seq, _exchanges, IDLE_S),
     ):
         for _ in range(PAGES):
             size, made = _look(database, settings, one, now)

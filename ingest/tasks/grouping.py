@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from ingest.feedback.store import of_voice, voice
 from ingest.tasks.keys import (
+    IDLE_S,
     MOST_EXCHANGES,
     KeyKind,
     Ready,
@@ -146,7 +147,7 @@ def close(
     those that may not become members.
 
     A session is over when a client told its outcome, or that it is done, after its last turn began;
-    or when no turn came for `tasks.idle_s`.
+    or when no turn came for `IDLE_S`.
     Returns: what they are compared within.
     """
     pools: set[Pool] = set()
@@ -167,7 +168,7 @@ def close(
         told = told_of(session, member.session_id)
         newest = max(step.began_at for step, _ in steps)
         ended = [one.received_at for one in told if one.ends and one.received_at >= newest]
-        idle = max(at for _, at in steps) <= now - settings.idle_s
+        idle = max(at for _, at in steps) <= now - IDLE_S
         if not ended and not idle:
             continue
         if settings.learn != "ruler" and not any(one.tells for one in told):

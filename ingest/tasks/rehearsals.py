@@ -37,7 +37,7 @@ from ingest.tasks.attempts import (
     end_attempt,
     spent_today,
 )
-from ingest.tasks.keys import caller_of
+from ingest.tasks.keys import IDLE_S, caller_of
 from ingest.tasks.runner import Answer
 from ingest.vllm.sampler import Room
 from sidecar import conditions
@@ -112,9 +112,9 @@ ENDED: Final = "ended"
 `task_member.excluded` too."""
 
 
-def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candidate]:
+def candidates_in(session: Session, *, now: float) -> list[Candidate]:
     """Read the newest finished sessions whose first request is known: of users, and of none that is
-    held out. A session is finished when its outcome was told, or after `idle_s` without a turn."""
+    held out. A session is finished when its outcome was told, or after `IDLE_S` without a turn."""
     row = ExchangeRow
     found = session.execute(
         select(
@@ -149,7 +149,7 @@ def candidates_in(session: Session, *, idle_s: float, now: float) -> list[Candid
             caller=caller_of(one.user, one.key_id, one.address_hash),
         )
         for name, one in first.items()
-        if name not in held and (name in ended or newest[name] <= now - idle_s)
+        if name not in held and (name in ended or newest[name] <= now - IDLE_S)
     }
     by_task = {one.exchange_id: one for one in found_by.values()}
     attempts = session.execute(
@@ -180,9 +180,9 @@ def _values(reward: float | None, success: bool | None) -> list[float]:
     return [] if success is None else [float(success)]
 
 
-def choose_task(session: Session, *, idle_s: float, now: float) -> Task | None:
+def choose_task(session: Session, *, now: float) -> Task | None:
     """Return the task that is played next; None when there is none."""
-    for one in in_order(candidates_in(session, idle_s=idle_s, now=now))[:TRIED]:
+    for one in in_order(candidates_in(session, now=now))[:TRIED]:
         # A prompt of the exam is not learned from, whoever asked it too.
         row = ExchangeRow
         of_exam = row.prompt_key == one.prompt_key, row.selection == "held_out"
@@ -337,7 +337,7 @@ class RehearsalWorker:
 
     def _choose(self) -> Task | None:
         with self._database.read() as session:
-            return choose_task(session, idle_s=self._settings.tasks.idle_s, now=self._now())
+            return choose_task(session, now=self._now())
 
     def _champion(self, line: Line) -> str | None:
         with self._database.read() as session:

@@ -45,8 +45,7 @@ from sidecar.store.models import ExchangeRow
 
 FAIL_TOP = 0.4
 PASS_BOTTOM = 0.6
-"""The gap between both is ten times the default of `learner.min_spread`, so that a gate always
-tells."""
+"""The gap is ten times `MIN_SPREAD` of `learner.grpo.advantages`, so that a gate always tells."""
 Rule = Literal["weights", "gate_then_rank"]
 OnError = Literal["ignore", "fail", "hold"]
 
@@ -82,7 +81,7 @@ def combine(
     checked: Sequence[Checked],
     *,
     rule: Rule,
-    judge_weight: float,
+    judge_weight: float = 1.0,
 ) -> Rewarded:
     """Make the rewards of one group.
 
@@ -249,8 +248,7 @@ class Rewarding:
         return combine(
             ruler_scores,
             verified.checked,
-            rule=self._settings.combine,
-            judge_weight=self._settings.judge_weight,
+            rule="gate_then_rank" if any(one.gate for one in verified.checked) else "weights",
         )
 
     async def aclose(self) -> None:
@@ -388,7 +386,8 @@ def open_rewarding(
 def open_checkers(settings: Settings) -> tuple[dict[str, Checker], Processes]:
     """Make a checker for each verifier of the settings, and the processes that they share."""
     reward = settings.reward
-    processes = Processes(reward.processes, MEMORY_BYTES)
+    in_processes = [one for one in reward.verifiers.values() if not isinstance(one, HttpVerifier)]
+    processes = Processes(len(in_processes), MEMORY_BYTES)
     view = JudgeView(settings.privacy)
     checkers: dict[str, Checker] = {
         name: (

@@ -26,7 +26,7 @@ KIND = "verifier "
 WRITE_AGAIN_S = 60.0
 """The time of the last finding is written this often, and a change at once."""
 MOST_WAITING = 1_000
-"""Waiting groups that are looked at; by default 256 may wait (`groups.max_pending_groups`)."""
+"""Waiting groups that are looked at; by default 256 may wait (`learner.max_groups`)."""
 QUIET = frozenset({"error", "bad_finding"})
 """Failures whose words may quote the answer: only the reason is kept."""
 

@@ -33,6 +33,8 @@ from sidecar.replies.parts import UnreadableReplyError, message_json
 
 CHAT_PATH = "/v1/chat/completions"
 METRICS_PATH = "/metrics"
+CANDIDATE_S = 120.0
+"""Longest time of one candidate."""
 KEEPALIVE_S = 2.0
 """Idle time after which we close a connection, well before vLLM's uvicorn does (5 s)."""
 METRICS_TIMEOUT_S = 5.0

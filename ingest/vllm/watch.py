@@ -22,7 +22,14 @@ from ingest.errors import AWAY, EngineDownError, NoRoomError, SamplingError
 from ingest.grouping.request import UNKNOWN, EngineFacts, merge, read_defaults, state
 from ingest.vllm.load import LoadLimits
 from ingest.vllm.probe import PROBED, probe
-from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
+from ingest.vllm.sampler import (
+    CANDIDATE_S,
+    LoadProbe,
+    SampledAnswer,
+    Sampler,
+    SampleRequest,
+    VllmSampler,
+)
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
 from sidecar.settings import Groups, Serving, Settings
 from sidecar.upstreams import Upstreams
@@ -290,11 +297,11 @@ def engine_of(settings: Settings) -> ReplicaSampler:
     serving, groups = settings.serving, settings.groups
     api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
     urls = groups.sampling_upstreams or serving.upstreams
-    return open_replicas(urls, api_key, groups, timeout_s=groups.timeout_s)
+    return open_replicas(urls, api_key, groups)
 
 
 def open_replicas(
-    urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = 120.0
+    urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = CANDIDATE_S
 ) -> ReplicaSampler:
     """Open a sampler over the vLLMs at these base URLs, with the limits of `[groups]`."""
     upstreams = Upstreams(urls)

@@ -153,6 +153,12 @@ def share(
     return tuple(shared)
 
 
+MIN_SPREAD = 0.02
+"""Groups whose scores have a smaller standard deviation teach nothing: dropped and counted. With
+measured judge noise s the limit is about 1.4 s if that is more: of groups that differ by noise
+alone, one in twenty passes (docs/judge.md)."""
+
+
 def spread(rewards_G: Sequence[float]) -> float:
     """Population standard deviation of a group's scores, in score units.
 

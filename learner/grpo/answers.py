@@ -2,16 +2,10 @@
 
 `excess` says whether recorded log-probabilities are too far from the trainer's.
 
-An answer is left out alone, for its own reason; its siblings are trained on. Where its recorded
-log-probabilities are missing or doubtful, those that the trainer computes under the adapter that
-sampled it may take their place (`learner.missing_logprobs`, `learner.doubtful_logprobs`): the ratio
-then holds the age of the answer, and not the difference between the server's and the trainer's
-arithmetic. `positives` trains such answers only where they are better than their siblings: a good
-answer is worth imitating whoever gave it, and pushing away what the policy may never have said is
-what makes off-policy training collapse (TOPR, arXiv:2503.14286).
-
-At the start of a run, `geometric_limit` leaves out the answers that the policy would give
-much more or much less often than the one that gave them (SkyRL's `geometric` sequence mask).
+An answer is left out alone, for its own reason; its siblings are trained on. Where no
+log-probabilities were recorded, those that the trainer computes under the adapter that sampled it
+take their place: the ratio then holds the age of the answer. An answer whose recorded ones drift is
+left out: recomputed ones would hide that it was sampled otherwise than recorded.
 
 Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
 (`untouched`).
@@ -26,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from learner.grpo.advantages import (
+    MIN_SPREAD,
     MIN_TRAINABLE,
     assign_rows,
     session_scores,
@@ -105,7 +100,6 @@ def untouched(differences_S: Sequence[float], tolerance: float) -> tuple[bool, .
 DRIFT = "drift"
 OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 ALL_TOUCHED = "all_tokens_masked"
-NOT_BETTER = "not_positive"
 UNKNOWN = "logprobs_unknown"
 GEOMETRIC = "geometric"
 TURN_LIMIT = 1.0
@@ -117,8 +111,6 @@ TOO_FEW = "too_few_trainable"
 NO_SPREAD, WITHIN_NOISE = "no_spread", "within_noise"
 QUIET = (NO_SPREAD, WITHIN_NOISE)
 """Reasons of groups whose rewards differ too little, as `learner.runs.selection` has them."""
-COUNTED = (ALL_TOUCHED, NOT_BETTER)
-"""Reasons of answers that were drawn as the others were: their rewards count in the baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +142,6 @@ def judge_answers(
     recomputed: Mapping[int, Sequence[float] | Fault],
     settings: Learner,
     *,
-    sampler: bool = True,
     least_spread: float = 0.0,
 ) -> Judged | Fault:
     """Decide about every trainable answer, and about the group.
@@ -158,16 +149,17 @@ def judge_answers(
     least_spread: score units; of the group's rewards, by the noise of its judge.
     recomputed: index of a trainable answer -> its log-probabilities, nats, at its temperature; or
         why they cannot be computed.
-    sampler: False: the adapter that sampled the group is not at hand, and these are the parent's.
     Returns: a fault when too few answers are left, the group drifts as a whole, or the rewards of
         what is left differ too little.
     """
     verdicts = {
-        place: _look_at(row, recomputed[place], group.masked_by, settings, sampler=sampler)
+        place: _look_at(row, recomputed[place], group.masked_by)
         for place, row in enumerate(group.rows)
         if row.trainable
     }
-    verdicts |= _drifting(verdicts, recomputed, settings)
+    for place, one in verdicts.items():
+        why = excess(measure(one.differences), settings.max_drift) if one.differences else None
+        verdicts[place] = one if why is None else _Verdict(reason=DRIFT, text=why)
     return _settled(group, CheckedAnswers(), verdicts, settings, least_spread)
 
 
@@ -178,27 +170,20 @@ def leave_out_far(
     *,
     least_spread: float = 0.0,
 ) -> Judged | Fault:
-    """Leave out the answers from which the policy is too far at the start of the run.
+    """Leave out the sessions from which the policy is too far at the start of the run.
 
-    Of sessions, one is left out with all its rows where a turn is too far off (`TURN_LIMIT`), and
-    the group where few of its tokens would carry the whole sum (`sample_size`).
-    An answer is too far off when the geometric mean of pi_0 / mu over its tokens, which is
-    exp(mean of log(pi_0 / mu)), is outside [1 - limit, 1 + limit]. A sum in place of the mean would
-    leave out all long answers. What the check has left out stays out.
+    One is left out with all its rows where a turn is too far off (`TURN_LIMIT`), and the group
+    where few of its tokens would carry the whole sum (`sample_size`). What the check has left out
+    stays out.
     group: as the check left it, with `TrainableRow.start`. answers: what the check decided.
-    Returns: as `judge_answers`; the group as it is where no answer is too far off.
+    Returns: as `judge_answers`; the group as it is where nothing is too far off.
     """
-    if group.sessions:
-        verdicts = _near_sessions(group)
-        if (sample_size([group]) or 0.0) < LEAST_SAMPLE_SIZE:
-            text = f"its effective sample size is under {LEAST_SAMPLE_SIZE} of its tokens"
-            return Fault(SAMPLE_SIZE, text)
-    else:
-        verdicts = {
-            place: _near(row, settings.advanced.geometric_limit)
-            for place, row in enumerate(group.rows)
-            if row.trainable
-        }
+    if not group.sessions:
+        return Judged(group=group, answers=answers, differences=[], texts={})
+    verdicts = _near_sessions(group)
+    if (sample_size([group]) or 0.0) < LEAST_SAMPLE_SIZE:
+        text = f"its effective sample size is under {LEAST_SAMPLE_SIZE} of its tokens"
+        return Fault(SAMPLE_SIZE, text)
     if all(one.row is not None for one in verdicts.values()):
         return Judged(group=group, answers=answers, differences=[], texts={})
     return _settled(group, answers, verdicts, settings, least_spread)
@@ -215,7 +200,7 @@ def _settled(
 
     known: what was decided before. least_spread: as for `judge_answers`.
     """
-    group, verdicts = _with_advantages(given, verdicts, settings)
+    group = _with_advantages(given, verdicts, settings)
     out = {place: one for place, one in verdicts.items() if one.row is None}
     left = verdicts.keys() - out.keys()
     if len({given.sessions[place] for place in left} if given.sessions else left) < MIN_TRAINABLE:
@@ -225,7 +210,7 @@ def _settled(
     if why is not None:
         return Fault(DRIFT, why)
     before = [row.counted for row in given.rows]
-    flat = _flat(group, before, settings.min_spread, least_spread)
+    flat = _flat(group, before, least_spread)
     if flat is not None:
         return flat
     hidden = {
@@ -290,37 +275,18 @@ def sample_size(groups: Sequence[TrainingGroup]) -> float | None:
     return sum(ratios) ** 2 / (len(ratios) * math.fsum(one**2 for one in ratios))
 
 
-def _near(row: TrainableRow, limit: float) -> _Verdict:
-    """Decide about an answer by the policy at the start. limit: of |mean ratio - 1|; 0: none."""
-    if not limit:
-        return _Verdict(row=row)
-    moved = row.of_kept([a - b for a, b in zip(row.start, row.logprobs, strict=True)])
-    # exp overflows beyond 709; a mean of 50 nats is over any limit already.
-    mean = math.exp(min(sum(moved) / len(moved), 50.0))
-    if abs(mean - 1) <= limit:
-        return _Verdict(row=row)
-    text = (
-        f"its tokens are {mean:.4f} times as likely as when it was sampled (geometric mean); "
-        f"{limit:.4f} is the allowed distance from 1 (learner.advanced.geometric_limit)"
-    )
-    return _Verdict(reason=GEOMETRIC, text=text)
-
-
 def _look_at(
     row: TrainableRow,
     values: Sequence[float] | Fault,
     masked_by: str | None,
-    settings: Learner,
-    *,
-    sampler: bool,
 ) -> _Verdict:
     """Decide about an answer without a look at its siblings."""
     if isinstance(values, Fault):
         return _Verdict(reason=values.reason, text=values.text)
-    if not sampler:
-        return _anchored(row, values, settings.doubtful_logprobs)
     if not row.recorded:
-        return _anchored(row, values, settings.missing_logprobs)
+        if not all(map(math.isfinite, values)):
+            return _Verdict(reason=UNKNOWN, text="its log-probabilities are not known")
+        return _Verdict(row=replace(row, logprobs=tuple(values), recorded=True), recomputed=True)
     differences = tuple(a - b for a, b in zip(row.logprobs, values, strict=True))
     if masked_by is not None:
         free = untouched(differences, MASK_TOLERANCE)
@@ -336,55 +302,20 @@ def _keep(row: TrainableRow, free: tuple[bool, ...]) -> TrainableRow:
     return replace(row, kept=tuple(a and b for a, b in zip(kept, free, strict=True)))
 
 
-def _anchored(row: TrainableRow, values: Sequence[float], how: str) -> _Verdict:
-    """Put the recomputed log-probabilities in the place of the recorded ones."""
-    if how == "drop" or not all(map(math.isfinite, values)):
-        return _Verdict(reason=UNKNOWN, text="its log-probabilities are not known")
-    row = replace(row, logprobs=tuple(values), recorded=True, positive=how == "positives")
-    return _Verdict(row=row, recomputed=True)
-
-
-def _drifting(
-    verdicts: Mapping[int, _Verdict],
-    recomputed: Mapping[int, Sequence[float] | Fault],
-    settings: Learner,
-) -> dict[int, _Verdict]:
-    """Return new verdicts of the answers that drift.
-
-    Where most of a group drifts, its adapter or its sampling is not what was recorded. That is no
-    single bad answer, and nothing can be put in the place of its values.
-    """
-    compared = {place: one for place, one in verdicts.items() if one.differences}
-    found: dict[int, _Verdict] = {}
-    over = {
-        place: why
-        for place, one in compared.items()
-        if (why := excess(measure(one.differences), settings.max_drift))
-    }
-    how = "drop" if 2 * len(over) > len(compared) else settings.doubtful_logprobs
-    for place, why in over.items():
-        row, values = verdicts[place].row, recomputed[place]
-        anchored = None
-        if how != "drop" and row is not None and not isinstance(values, Fault):
-            anchored = _anchored(row, values, how)
-        found[place] = anchored if anchored and anchored.row else _Verdict(reason=DRIFT, text=why)
-    return found
-
-
 def _with_advantages(
     group: TrainingGroup, verdicts: Mapping[int, _Verdict], settings: Learner
-) -> tuple[TrainingGroup, dict[int, _Verdict]]:
-    """Return the group as it is trained on, and the verdicts with `NOT_BETTER`.
+) -> TrainingGroup:
+    """Return the group as it is trained on.
 
     Advantages are taken again where an answer that had a part in the baseline has none any more,
     and so are the rewards that it shared with answers that are the same.
     """
-    settled = dict(verdicts)
 
     def counts(place: int) -> bool:
-        one = settled.get(place)
+        one = verdicts.get(place)
+        # One without a token of its own was drawn as the others were: its reward counts.
         return group.rows[place].counted and (
-            one is None or one.row is not None or one.reason in COUNTED
+            one is None or one.row is not None or one.reason == ALL_TOUCHED
         )
 
     counted = [counts(place) for place in range(len(group.rows))]
@@ -395,13 +326,9 @@ def _with_advantages(
             texts = [text_key(row.token_ids, row.temperature) for row in group.rows]
             group = replace(group, scores=share(group.unshared, texts, counted))
         advantages = assign_rows(group, counted, settings.advantage)
-    for place, one in verdicts.items():
-        if one.row is not None and one.row.positive and not advantages[place] > 0:
-            text = "it is not better than its siblings, and its log-probabilities are not known"
-            settled[place] = _Verdict(reason=NOT_BETTER, text=text)
     rows = []
     for place, row in enumerate(group.rows):
-        found = settled.get(place)
+        found = verdicts.get(place)
         kept = row if found is None or found.row is None else found.row
         rows.append(
             replace(
@@ -411,12 +338,10 @@ def _with_advantages(
                 advantage=advantages[place],
             )
         )
-    return replace(group, rows=tuple(rows)), settled
+    return replace(group, rows=tuple(rows))
 
 
-def _flat(
-    group: TrainingGroup, before: Sequence[bool], min_spread: float, least: float
-) -> Fault | None:
+def _flat(group: TrainingGroup, before: Sequence[bool], least: float) -> Fault | None:
     """Return the fault of a group whose spread was that of answers which do not count any more.
 
     before: [G] which answers counted.
@@ -426,8 +351,8 @@ def _flat(
         return None  # the gate saw these rewards
     found = spread(list(session_scores(group, counted).values()))
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
-    if found == 0.0 or found < min_spread:
-        return Fault(NO_SPREAD, f"{text}, least {min_spread:.4f} (learner.min_spread)")
+    if found < MIN_SPREAD:
+        return Fault(NO_SPREAD, f"{text}, least {MIN_SPREAD:.4f}")
     if found < least:
         return Fault(WITHIN_NOISE, f"{text}, least {least:.4f}, by the judge's noise")
     return None

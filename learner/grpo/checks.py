@@ -3,8 +3,7 @@
 Each group goes once through the model with the adapter that sampled it: the parent, the base, or
 another registered version, whose folder is loaded for this. So answers of an ancestor are checked
 as exactly as the parent's own. `learner.grpo.answers` decides about each answer. A group whose
-sampler is not available is not trained on, or with `learner.doubtful_logprobs = "positives"` its
-better half is.
+sampler is not available is not trained on.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from learner.grpo.answers import (
     ALL_TOUCHED,
     DRIFT,
     GEOMETRIC,
-    NOT_BETTER,
     OUT_OF_VOCABULARY,
     QUIET,
     SAMPLE_SIZE,
@@ -75,8 +73,8 @@ TOO_LONG = "too_long"
 NON_FINITE = "non_finite_gradient"
 FAILED = "computation_failed"
 SAYS_NOTHING = (
-    UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, NOT_BETTER, UNKNOWN, GEOMETRIC, TOO_FEW,
-    SAMPLE_SIZE, BY_CHANCE, *QUIET,
+    UNCHECKED, OUT_OF_MEMORY, TOO_LONG, ALL_TOUCHED, UNKNOWN, GEOMETRIC, TOO_FEW, SAMPLE_SIZE,
+    BY_CHANCE, *QUIET,
 )  # fmt: skip
 """Reasons that tell nothing about the other groups, nor of the settings."""
 REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
@@ -273,7 +271,7 @@ def _check_members(
             return {group.group_id: one for group, one in zip(members, found, strict=True)}
     except ParentError as error:
         gone = Fault(UNCHECKED, one_line(error))
-    return {group.group_id: _without_sampler(policy, group, job, gone) for group in members}
+    return dict.fromkeys([group.group_id for group in members], gone)
 
 
 def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManager[None]:
@@ -285,32 +283,17 @@ def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManage
     return sampled_by(policy, sampler)
 
 
-def _without_sampler(
-    policy: Policy, group: TrainingGroup, job: TrainingJob, gone: Fault
-) -> Judged | Fault:
-    """Check a group whose sampler is gone. What a mask touched can then not be told."""
-    if job.settings.doubtful_logprobs != "positives" or group.masked_by is not None:
-        return gone
-    return _check(policy, group, job, sampler=False)
-
-
-def _check(
-    policy: Policy, group: TrainingGroup, job: TrainingJob, *, sampler: bool = True
-) -> Judged | Fault:
+def _check(policy: Policy, group: TrainingGroup, job: TrainingJob) -> Judged | Fault:
     found = attempt(group.group_id, job, lambda: _recompute(policy, group, job))
-    return found if isinstance(found, Fault) else decide(group, found, job, sampler=sampler)
+    return found if isinstance(found, Fault) else decide(group, found, job)
 
 
 def decide(
-    group: TrainingGroup,
-    found: Mapping[int, list[float] | Fault],
-    job: TrainingJob,
-    *,
-    sampler: bool,
+    group: TrainingGroup, found: Mapping[int, list[float] | Fault], job: TrainingJob
 ) -> Judged | Fault:
     """As `judge_answers`, which it logs."""
     least = job.least_spread.get(group.group_id, 0.0)
-    judged = judge_answers(group, found, job.settings, sampler=sampler, least_spread=least)
+    judged = judge_answers(group, found, job.settings, least_spread=least)
     if isinstance(judged, Judged):
         log_left_out(judged)
         if group.sessions and group.adapter == job.parent.name:
@@ -394,9 +377,8 @@ def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Dri
     return drift
 
 
-# Log-probabilities under the policy at the start of a run, for the objectives that read them. With
-# `geometric_limit` they decide about each answer, as the check before them does: neither
-# they nor the recorded ones change while the run lasts.
+# Log-probabilities under the policy at the start of a run, for the objectives that read them, and
+# for sessions.
 
 
 def moved(group: TrainingGroup, job: TrainingJob) -> bool:

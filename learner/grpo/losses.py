@@ -6,16 +6,14 @@ denominator of the whole optimiser step, so the loss does not depend on how a st
 packs. An answer is never split over two packs, so a loss may use its tokens together.
 
 Conventions. mu: the behaviour policy, whose log-probabilities vLLM recorded. pi: the policy.
-pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age; with
-`tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
+pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age.
 A: the advantage. sg: no gradient. Shapes end in _N (tokens) or _A (answers).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -40,6 +38,7 @@ class LossRule:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    """The ratio is clipped at 1 minus and 1 plus these. Source: DAPO, arXiv:2503.14476."""
     tv_limit: float = 0.2
     """Difference of probabilities. Source: prime-rl's default."""
     tv_kl: float = 1e-3
@@ -50,8 +49,9 @@ class LossRule:
     gspo_high: float = 4e-4
     """Source: the experiments of the GSPO paper, arXiv:2507.18071."""
     negative_bound: float = 3.0
-    """Largest ratio of a token with a negative advantage. Source: verl's dual clip, c = 3, after
-    arXiv:1912.09729."""
+    """Largest ratio of a token with a negative advantage, of which a few stale ones would otherwise
+    make most of the gradient; a loss that clips takes 1 + `clip_high` where that is larger. Source:
+    verl's dual clip, c = 3, after arXiv:1912.09729."""
     length: int = LOSS_LENGTH
     """Tokens that `dr_grpo` divides an answer's sum by."""
 
@@ -164,8 +164,7 @@ def cispo(tokens: Tokens, rule: LossRule) -> TokenLoss:
 def ppo_decoupled(tokens: Tokens, rule: LossRule) -> TokenLoss:
     """The clipped surrogate around pi_0: pi / pi_0 in the place of r.
 
-    The step multiplies it by pi_0 / mu, bounded by `tis_cap` (`learner.grpo.losses`),
-    so that together they are exact for answers of any age.
+    The step multiplies it by pi_0 / mu, so that together they are exact for answers of any age.
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298.
     """
     return _clipped(ratio(tokens.logprobs_N, tokens.start_N), tokens.advantages_N, rule)
@@ -212,60 +211,7 @@ def _beyond(r_N: Tensor, a_N: Tensor, bound: float) -> Tensor:
     return (a_N < 0) & (r_N.detach() > bound)
 
 
-# Corrections for answers that another policy sampled: weights and masks of their tokens. Pure.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionRule:
-    """Limits of the corrections; 0 switches one off."""
-
-    tis_cap: float = 0.0
-    """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2. The ratio
-    of the loss is then pi / pi_0 (`learner.grpo.losses`)."""
-    stale_limit: float = 0.0
-    """Mask of stale negatives: most nats a token, mean(log mu - log pi); slime offers 1e-4."""
-
-
-def weights(tokens: Tokens, rule: CorrectionRule, *, from_start: bool = False) -> Tensor:
-    """[N]: the product of the corrections that are switched on.
-
-    from_start: the loss has pi / pi_0 as its ratio, so pi_0 / mu is a factor also without a cap.
-    """
-    found_N = torch.ones_like(tokens.recorded_N)
-    if rule.tis_cap or from_start:
-        found_N = found_N * truncated_weight(tokens, rule.tis_cap or math.inf)
-    if rule.stale_limit:
-        found_N = found_N * stale_negative_mask(tokens, rule.stale_limit)
-    return found_N
-
-
-def truncated_weight(tokens: Tokens, cap: float) -> Tensor:
-    """[N]: min(pi_0 / mu, cap) for each token, for a loss whose ratio is pi / pi_0.
-
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-    (2025); verl's `rollout_is`, level token.
-    """
-    return ratio(tokens.start_N, tokens.recorded_N).clamp(max=cap).detach()
-
-
-def stale_negative_mask(tokens: Tokens, limit: float) -> Tensor:
-    """[N]: 0 for all tokens of an answer with A < 0 that the policy has left behind, else 1.
-
-    Left behind: mean over its tokens of (log mu - log pi) > limit, in nats.
-    Source: DeepSeek-V3.2, arXiv:2512.02556. TRL: `off_policy_mask_threshold`.
-    """
-    behind_N = tokens.answer_mean(tokens.recorded_N - tokens.logprobs_N.detach())
-    return (~((tokens.advantages_N < 0) & (behind_N > limit))).to(behind_N.dtype)
-
-
-def stale_answers(tokens: Tokens, limit: float) -> int:
-    """Count the answers of a pack that `stale_negative_mask` masks; 0 where it is off."""
-    if not limit:
-        return 0
-    return len(tokens.answers_N[stale_negative_mask(tokens, limit) == 0].unique())
-
-
-# The objective of a step: a loss, its corrections, its mean, and its statistics. Pure.
+# The objective of a step: a loss, its mean, and its statistics. Pure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,13 +223,11 @@ class PackSums:
     ratio: float
     """Sum of pi / mu."""
     clipped: int
-    """Tokens whose gradient the loss or a mask removes."""
+    """Tokens whose gradient the loss removes."""
     kl: float
     """Sum of r - 1 - log r, nats: KL(behaviour || policy) by Schulman's k3 estimator."""
     drift: float
     """Sum of |recorded - policy|, nats."""
-    stale: int = 0
-    """Answers that the mask of stale negatives leaves without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,15 +236,11 @@ class Objective:
 
     loss: NamedLoss
     rule: LossRule
-    correction: CorrectionRule
-    geometric_limit: float = 0.0
-    """Largest distance of an answer's mean pi_0 / mu from 1, by which answers are left out before
-    the first step (`learner.grpo.answers.leave_out_far`); 0: none. SkyRL uses 0.01."""
 
     @property
     def uses_start(self) -> bool:
         """True: the run needs the log-probabilities of the policy at its start."""
-        return bool(self.loss.from_start or self.correction.tis_cap or self.geometric_limit)
+        return self.loss.from_start
 
     def denominator(self, packs: Sequence[Pack]) -> float:
         """Return what the sums of these packs, which are a whole step, are divided by."""
@@ -311,31 +251,24 @@ class Objective:
 
     def sums(self, tokens: Tokens) -> PackSums:
         """Compute the loss of a pack's tokens."""
-        of_loss = tokens
-        if self.correction.tis_cap:
-            # The weight holds pi_0 / mu: the ratio of the loss is pi / pi_0, or it counted twice.
-            of_loss = replace(tokens, recorded_N=tokens.start_N)
-        found = self.loss.per_token(of_loss, self.rule)
-        weights_N = weights(tokens, self.correction, from_start=self.loss.from_start)
-        shares_N = (
-            1 / tokens.lengths_A[tokens.answers_N]
-            if self.loss.mean == "answer"
-            else torch.ones_like(weights_N)
-        )
+        found = self.loss.per_token(tokens, self.rule)
+        weights_N = torch.ones_like(tokens.recorded_N)
+        if self.loss.from_start:  # its ratio is pi / pi_0
+            weights_N = ratio(tokens.start_N, tokens.recorded_N).detach()
+        if self.loss.mean == "answer":
+            weights_N = weights_N / tokens.lengths_A[tokens.answers_N]
         with torch.no_grad():
             r_N = ratio(tokens.logprobs_N, tokens.recorded_N)
             moved_N = tokens.logprobs_N - tokens.recorded_N
             kl_N = r_N - 1 - moved_N
-            cut_N = found.cut_N | (weights_N == 0)
-            told = (r_N.sum(), cut_N.sum(), kl_N.sum(), moved_N.abs().sum())
+            told = (r_N.sum(), found.cut_N.sum(), kl_N.sum(), moved_N.abs().sum())
             r, cut, kl, drift = torch.stack(told).tolist()  # a card is waited for once
         return PackSums(
-            loss=(weights_N * shares_N * found.loss_N).sum(),
+            loss=(weights_N * found.loss_N).sum(),
             ratio=r,
             clipped=int(cut),
             kl=kl,
             drift=drift,
-            stale=stale_answers(tokens, self.correction.stale_limit),
         )
 
 
@@ -356,16 +289,4 @@ def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
 
 def objective(settings: Learner) -> Objective:
     """Return the objective that the settings name."""
-    chosen = settings.advanced
-    return Objective(
-        loss=LOSSES[settings.loss],
-        rule=LossRule(
-            clip_low=chosen.clip_low,
-            clip_high=chosen.clip_high,
-            tv_limit=chosen.tv_limit,
-            negative_bound=chosen.negative_bound,
-            length=LOSS_LENGTH,
-        ),
-        correction=CorrectionRule(tis_cap=chosen.tis_cap, stale_limit=chosen.stale_limit),
-        geometric_limit=chosen.geometric_limit,
-    )
+    return Objective(loss=LOSSES[settings.loss], rule=LossRule(length=LOSS_LENGTH))

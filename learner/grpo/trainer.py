@@ -71,9 +71,6 @@ from sidecar.visible import counted
 UNTOLD = "untold"
 """In place of the reason of an answer that came not trainable, and no reason with it."""
 
-STALE = "stale"
-"""Reason of the answers that `stale_limit` left without a gradient in a step."""
-
 
 @dataclass(slots=True)
 class StepSums:
@@ -89,8 +86,6 @@ class StepSums:
     kl: float = 0.0
     drift: float = 0.0
     entropy: float = 0.0
-    stale: int = 0
-    """Answers that `stale_limit` left without a gradient."""
     computed_tokens: int = 0
     alignment: float = 0.0
     alignment_variance: float = 0.0
@@ -102,7 +97,7 @@ class StepSums:
     def add_ranks(self, ranks: Ranks) -> None:
         """Add up the sums of all processes, each of which added its own packs."""
         names = (
-            "loss", "ratio", "clipped", "kl", "drift", "entropy", "stale", "computed_tokens",
+            "loss", "ratio", "clipped", "kl", "drift", "entropy", "computed_tokens",
         )  # fmt: skip
         values = torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
         ranks.add([values])
@@ -116,7 +111,6 @@ class StepSums:
         self.clipped += found.clipped
         self.kl += found.kl
         self.drift += found.drift
-        self.stale += found.stale
         self.entropy += entropy
         self.computed_tokens += len(pack.input_ids)
 
@@ -187,8 +181,6 @@ def left_out(
             if not row.trainable:
                 found[f"answers.{decided.get(place) or before.get(place) or UNTOLD}"] += 1
     found.update(f"groups.{fault.reason}" for fault in faults.values())
-    if sums.stale:
-        found[f"answers.{STALE}"] += sums.stale
     return dict(sorted(found.items()))
 
 

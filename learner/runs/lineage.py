@@ -194,7 +194,7 @@ def _numbers(values: Sequence[float]) -> list[float | None]:
 
 log = structlog.get_logger()
 
-FILTERS = ("max_age_versions", "min_groups", "max_groups", "min_spread", "pack_tokens")
+FILTERS = ("max_age_versions", "min_groups", "max_groups", "pack_tokens")
 """Settings that decide which of the waiting groups a run takes."""
 
 

@@ -25,6 +25,7 @@ from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
 from ingest.sessions.rows import RowAnswer, TokenRow
 from ingest.tasks.material import TaskGroup
 from learner.grpo.advantages import (
+    MIN_SPREAD,
     MIN_TRAINABLE,
     assign,
     assign_rows,
@@ -59,7 +60,7 @@ class SpreadGate:
     @property
     def words(self) -> str:
         if self.noise_sd is None:
-            return f"least {self.least:.4f} (learner.min_spread)"
+            return f"least {self.least:.4f}"
         return f"least {self.least:.4f}, by judge noise of sd {self.noise_sd:.4f}"
 
 
@@ -67,10 +68,9 @@ def spread_gate(
     scored: ScoredGroup,
     noise: Noise,
     *,
-    min_spread: float,
     counted: Sequence[bool] | None = None,
 ) -> SpreadGate:
-    """Return the least spread of a group: `min_spread`, or more where the judge is noisy.
+    """Return the least spread of a group: `MIN_SPREAD`, or more where the judge is noisy.
 
     counted: [G] the answers whose rewards make the spread; None: all.
     """
@@ -83,9 +83,9 @@ def spread_gate(
     # Scores that are all equal have no noise that shows; the judge may not have been asked.
     share = judge_share(rewarded) if len(set(scores)) > 1 else 0.0
     if measured is None or share == 0.0:
-        return SpreadGate(least=min_spread, noise_sd=None)
+        return SpreadGate(least=MIN_SPREAD, noise_sd=None)
     sd = share * measured.sd
-    return SpreadGate(least=max(min_spread, sd * noise_factor(scores)), noise_sd=sd)
+    return SpreadGate(least=max(MIN_SPREAD, sd * noise_factor(scores)), noise_sd=sd)
 
 
 def judge_share(rewarded: Rewarded | None) -> float:
@@ -217,31 +217,24 @@ def select_by(
     """Select as a run with these settings does: a run and its replay must select alike."""
     return select_groups(
         scored_groups,
-        min_spread=learner.min_spread,
         pack_tokens=learner.pack_tokens,
         noise=noise,
         advantage=learner.advantage,
-        recompute=learner.missing_logprobs != "drop",
     )
 
 
 def select_groups(
     scored_groups: Sequence[ScoredGroup],
     *,
-    min_spread: float,
     pack_tokens: int,
     noise: Noise | None = None,
     advantage: str = "mean",
-    recompute: bool = False,
 ) -> Selection:
     """Turn scored groups into training groups.
 
-    min_spread: score units; a group whose rewards have a smaller population standard deviation
-        is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
     advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
-    recompute: the trainer computes log-probabilities that were not recorded.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
@@ -250,14 +243,10 @@ def select_groups(
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
-            masks = masks_of(scored, recompute=recompute)
-            gate = spread_gate(
-                scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
-            )
+            masks = masks_of(scored)
+            gate = spread_gate(scored, noise or {}, counted=[counts(m) for m in masks])
             rewards = shared_rewards(scored, masks)
-            drop = _why_dropped(
-                scored, masks, rewards, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens
-            )
+            drop = _why_dropped(scored, masks, rewards, gate=gate, pack_tokens=pack_tokens)
             group = _training_group(scored, masks, rewards, advantage) if drop is None else None
         except (ValueError, TypeError, ArithmeticError) as error:  # of the wrong type or number
             drop, group, gate = ("unreadable", f"{type(error).__name__}: {error}"), None, None
@@ -278,13 +267,13 @@ def select_groups(
     )
 
 
-def masks_of(scored: ScoredGroup, *, recompute: bool) -> list[str | None]:
+def masks_of(scored: ScoredGroup) -> list[str | None]:
     """Return [G] the reason why an answer is left out of the loss; None where it is not.
 
-    Where a mask of the server restricted the tokens, recorded log-probabilities cannot be replaced:
-    they tell which tokens it touched.
+    The trainer computes log-probabilities that were not recorded, but where a mask of the server
+    restricted the tokens: there the recorded ones tell which tokens it touched.
     """
-    known = recompute and scored.group.masked_by is None
+    known = scored.group.masked_by is None
     masks = [mask_reason(answer) for answer in scored.group.answers]
     of_scores = score_masks(scored)
     return [
@@ -358,7 +347,6 @@ def _why_dropped(
     shared: Sequence[float],
     *,
     gate: SpreadGate,
-    min_spread: float,
     pack_tokens: int,
 ) -> tuple[DropReason, str] | None:
     """Return the reason why a group is dropped, and its details; None when it is not."""
@@ -381,7 +369,7 @@ def _why_dropped(
     if len({(tuple(answer.token_ids), answer.temperature) for answer in counted}) == 1:
         return "identical_answers", f"its {len(counted)} answers that count are the same"
     found = spread([reward for reward, mask in zip(shared, masks, strict=True) if counts(mask)])
-    if found == 0.0 or found < min_spread:
+    if found < MIN_SPREAD:
         return "no_spread", gate.words
     if found < gate.least:
         return "within_noise", gate.words
@@ -481,7 +469,7 @@ def select_tasks(
             {name: STEP_WEIGHT * advantage for name, (_, advantage) in steps.items()},
             loss=learner.loss,
         )
-        gate = SpreadGate(least=learner.min_spread, noise_sd=None)
+        gate = SpreadGate(least=MIN_SPREAD, noise_sd=None)
         fault = _why_no_task(task, made, gate, learner)
         if fault is not None or made is None:
             faults[task.group_id] = fault or Fault("too_few_trainable", "nothing to train on")

@@ -60,6 +60,8 @@ class Keep(Enum):
     KEEP = "keep"
 
 
+BEST_OF_MAX = 4
+"""Largest `x-sidecar-best-of` of a caller without a key; a key has its own."""
 KEEP = Keep.KEEP
 """Pass the caller's `Authorization` and `x-api-key` on as they came."""
 
@@ -325,6 +327,6 @@ def open_access(
         upstream_key=api_key.get_secret_value() if api_key is not None else None,
         # Who can reach the loopback can reach the admin API and the store anyway.
         anyone_operates=is_loopback(settings.proxy.host),
-        best_of_max=settings.best_of.max_n,
+        best_of_max=BEST_OF_MAX,
         tickets=Tickets(settings.state_dir),
     )

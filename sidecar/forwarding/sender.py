@@ -126,6 +126,9 @@ REQUEST_TIMEOUT_MS = 10_000
 milliseconds; a join waits longer, and the library extends its limit by itself."""
 BOOTSTRAP_TIMEOUT_MS = 5_000
 """How long the first connection may take. The caller tries again, with pauses of its own."""
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Largest compressed batch that a topic which is created takes. An exchange that alone is larger is
+set aside."""
 METADATA_MAX_AGE_MS = 30_000
 """Partitions that an operator adds are seen after so long; the library's default is 5 minutes."""
 QUIET_S = 30.0
@@ -312,7 +315,7 @@ def wanted(name: str, place: KafkaUrl, kafka: Kafka) -> dict[str, Any]:  # Any: 
         "replication_factor": kafka.replication_factor or -1,  # -1: the brokers' default
         "configs": {
             "cleanup.policy": "delete",
-            "max.message.bytes": str(kafka.max_message_bytes),
+            "max.message.bytes": str(MAX_MESSAGE_BYTES),
             "retention.ms": str(kafka.retention_hours * 3_600_000),
         },
     }
@@ -324,7 +327,7 @@ def differences(
     """Return name, present value and wanted value of what a topic has unlike the settings. Pure."""
     pairs = (
         ("partitions", str(partitions), str(kafka.partitions)),
-        ("max.message.bytes", set_there.get("max.message.bytes"), str(kafka.max_message_bytes)),
+        ("max.message.bytes", set_there.get("max.message.bytes"), str(MAX_MESSAGE_BYTES)),
         ("retention.ms", set_there.get("retention.ms"), str(kafka.retention_hours * 3_600_000)),
     )
     return [

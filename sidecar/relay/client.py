@@ -116,7 +116,7 @@ def receive(
     if where is Destination.NOWHERE:
         return no_such_path(head.target)
     if where is not Destination.APP and context.busy:
-        return too_busy(context.proxy.max_in_flight, _surface(where))
+        return too_busy(_surface(where))
     if admitted is None:
         admitted = admit(context, head)
     elif _asks_for_key(head):
@@ -235,7 +235,7 @@ def _wanted(
     """How many answers to sample; the best one is returned."""
     if rule.surface != "chat":
         return refuse_surface(header, target, rule.surface) or 1
-    limit = min(context.best_of.max_n, admission.best_of_max) if context.best_of.enabled else 1
+    limit = admission.best_of_max if context.best_of.enabled else 1
     return wanted_answers(header, limit=limit)
 
 

@@ -106,6 +106,8 @@ class Accounts:
 FREE_BYTES: Final = 64 * 1024
 """A body up to this length is always accepted and never counted: the limit of connections bounds
 their number, and stalled uploads then keep no ordinary request out."""
+MAX_IN_FLIGHT = 2048
+"""Model requests of one worker at once; a further one is answered 503."""
 HELD_BODIES = 8
 """Longest bodies (`proxy.max_body_bytes`) whose bytes one worker holds, incoming or in flight."""
 
@@ -260,18 +262,17 @@ class RelayContext:
             project: Answering(routing, breaker, self.models_changed)
             for project, (routing, breaker) in self.own_lines.items()
         }
-        held = HELD_BODIES * self.proxy.max_body_bytes
-        self.bodies = BodyBudget(held, self.metrics.request_body_bytes)
+        most = HELD_BODIES * self.proxy.max_body_bytes
+        self.bodies = BodyBudget(most, self.metrics.request_body_bytes)
         self.traced = self.capture.traced
-        self._max_in_flight = self.proxy.max_in_flight
 
     @property
     def busy(self) -> bool:
-        """True if `proxy.max_in_flight` requests are in flight."""
+        """True if `MAX_IN_FLIGHT` requests are in flight."""
         in_flight = 0
         for replica in self.replicas.all:
             in_flight += replica.in_flight
-        return in_flight >= self._max_in_flight
+        return in_flight >= MAX_IN_FLIGHT
 
     def compiled_routing(self, project: str) -> CompiledRouting:
         """The routing table that is in force now for the requests of a project."""

@@ -240,8 +240,8 @@ def unknown_adapter(name: str, surface: Surface) -> Refusal:
     return surface_error(surface, 404, message, kind="NotFoundError", param="x-sidecar-adapter")
 
 
-def too_busy(limit: int, surface: Surface) -> Refusal:
-    message = f"The sidecar has proxy.max_in_flight ({limit}) requests in flight; try again."
+def too_busy(surface: Surface) -> Refusal:
+    message = "The sidecar has too many requests in flight; try again."
     refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
     return replace(refusal, headers=(b"retry-after: 1",))
 

@@ -25,8 +25,7 @@ before connections without a request are closed."""
 LONGEST_TICK_S = 1.0
 """Longest interval between two checks of the connections' timeouts."""
 MAX_CONNECTIONS = 4096
-"""Client connections at once, per worker, if the limit of open files has room for them; for a
-further one the idlest is closed."""
+"""Client connections of one worker; for a further one the idlest is closed."""
 FILES_EACH = 2
 """Files that a connection needs: its own, and one to vLLM."""
 ALL_BUSY_S = 0.01

@@ -16,7 +16,6 @@ from sidecar.errors import SettingsError
 from sidecar.lines import SEPARATOR
 from sidecar.settings.judge import (
     EntryPointVerifier,
-    HttpVerifier,
     JsonSchemaVerifier,
     LengthVerifier,
     RegexVerifier,
@@ -104,7 +103,6 @@ WITHOUT_MODEL = (
     "params",
     "price",
     "budget",
-    "budget_per_hour",
     "budget_tokens",
     "requests_per_minute",
     "tokens_per_minute",
@@ -137,10 +135,9 @@ def judges(settings: Settings) -> Iterator[Problem]:
                 (section, "rubric_file"),
                 f"and {section}.rubric are both set; give the rubric once",
             )
-        for name, own_rubric in asked.projects.items():
-            where = (section, "projects", name)
-            if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
-                yield where, "has no rubric, or two; give rubric or rubric_file"
+    for name, own_rubric in judge.projects.items():
+        if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
+            yield ("judge", "projects", name), "has no rubric, or two; give rubric or rubric_file"
     if not own.model:
         for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):
@@ -199,15 +196,13 @@ def _projects_nobody_has(settings: Settings) -> Iterator[Problem]:
     """Yield rubrics of projects that no request can be of: only the sidecar's own keys name one."""
     if settings.access.mode == "keys":
         return
-    for section, asked in (("judge", settings.judge), ("gate_judge", settings.gate_judge)):
-        for name in asked.projects:
-            if name != DEFAULT_PROJECT:
-                yield (
-                    (section, "projects", name),
-                    f'is a rubric of a project, and with access.mode = "{settings.access.mode}" '
-                    f'all traffic is of "{DEFAULT_PROJECT}", so it would not be used; set '
-                    'access.mode = "keys", or leave it out',
-                )
+    for name in (one for one in settings.judge.projects if one != DEFAULT_PROJECT):
+        yield (
+            ("judge", "projects", name),
+            f'is a rubric of a project, and with access.mode = "{settings.access.mode}" all '
+            f'traffic is of "{DEFAULT_PROJECT}", so it would not be used; set access.mode = '
+            '"keys", or leave it out',
+        )
 
 
 def _reply_limits(settings: Settings) -> Iterator[Problem]:
@@ -232,14 +227,7 @@ def _reply_limits(settings: Settings) -> Iterator[Problem]:
 
 
 def _budgets(judge: Judge) -> Iterator[Problem]:
-    dollars = judge.budget or judge.budget_per_hour
-    if judge.budget and judge.budget_per_hour >= judge.budget:
-        yield (
-            ("judge", "budget_per_hour"),
-            f"is {judge.budget_per_hour:g} and the whole day has judge.budget = {judge.budget:g}, "
-            "so an hour's limit is never reached first; give less than the day's, or leave it out",
-        )
-    if dollars and judge.price is not None and not any(judge.price.values()):
+    if judge.budget and judge.price is not None and not any(judge.price.values()):
         yield (
             ("judge", "price"),
             "is 0, so a budget in dollars is never spent; limit such a judge by "
@@ -252,7 +240,7 @@ def _budgets(judge: Judge) -> Iterator[Problem]:
 
 def learner(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong with the learner's settings."""
-    rules, serving, groups = settings.learner, settings.serving, settings.groups
+    rules, serving = settings.learner, settings.serving
     if rules.rank > serving.max_lora_rank:
         yield (
             ("learner", "rank"),
@@ -265,14 +253,7 @@ def learner(settings: Settings) -> Iterator[Problem]:
             f"is {rules.min_groups} and learner.max_groups, what one run takes, is "
             f"{rules.max_groups}; give no more than that",
         )
-    if rules.min_groups > settings.most_pending_groups:
-        yield (
-            ("learner", "min_groups"),
-            f"is {rules.min_groups} and only groups.max_pending_groups = "
-            f"{groups.max_pending_groups} may wait, so no run would ever start; lower the one or "
-            "raise the other",
-        )
-    if rules.backend == "tinker":
+    if rules.tinker_url:
         yield from _tinker(rules)
 
 
@@ -282,12 +263,6 @@ TINKER_ALPHA = 32
 
 def _tinker(rules: Learner) -> Iterator[Problem]:
     """Yield what a server of the Tinker API cannot do."""
-    if not rules.tinker_url:
-        yield (
-            ("learner", "tinker_url"),
-            'is empty and learner.backend is "tinker"; give the URL of the server',
-        )
-    of_server = 'and learner.backend is "tinker", whose server'
     for name, value, wanted, why in (
         ("alpha", rules.alpha, TINKER_ALPHA, "has this alpha for every adapter"),
         ("processes", rules.processes, 1, "has its own processes"),
@@ -297,8 +272,8 @@ def _tinker(rules: Learner) -> Iterator[Problem]:
         if value != wanted:
             yield (
                 ("learner", *name.split(".")),
-                f"is {json.dumps(value)} {of_server} {why}; give {json.dumps(wanted)}, "
-                'or backend = "local"',
+                f"is {json.dumps(value)} and learner.tinker_url names a server, which {why}; give "
+                f"{json.dumps(wanted)}, or no tinker_url",
             )
 
 
@@ -352,12 +327,6 @@ def useless_group_settings(settings: Settings) -> Iterator[Problem]:
             "is 0, so no prompt is held out for the gate and every new adapter waits for ever; "
             "give 0.2",
         )
-    if groups.timeout_s < FAST_S:
-        yield (
-            ("groups", "timeout_s"),
-            f"is {groups.timeout_s:g} s, and a candidate takes as long as an answer to a user, so "
-            "none would be finished; give 120 s",
-        )
     serving = set(settings.serving.upstreams)
     if groups.sampling_upstreams and set(groups.sampling_upstreams) == serving:
         yield (
@@ -375,13 +344,12 @@ def useless_best_of_settings(settings: Settings) -> Iterator[Problem]:
             "is true and judge.model is empty, so nobody chooses among the answers and each user "
             "gets the first; name a judge",
         )
-    for name in ("max_n", "timeout_s"):
-        if not best_of.enabled and is_changed(best_of, name):
-            yield (
-                ("best_of", name),
-                "is set and best_of.enabled is false, so it would not be used; set that to true, "
-                "or leave this out",
-            )
+    if not best_of.enabled and is_changed(best_of, "timeout_s"):
+        yield (
+            ("best_of", "timeout_s"),
+            "is set and best_of.enabled is false, so it would not be used; set that to true, or "
+            "leave this out",
+        )
 
 
 def shortened_ramp(settings: Settings) -> Iterator[Problem]:
@@ -456,18 +424,6 @@ def useless_lines(settings: Settings) -> Iterator[Problem]:
 
 def reward(reward: Reward) -> Iterator[Problem]:
     """Yield what is wrong with the verifiers and how they join the judge."""
-    gates = [name for name, one in reward.verifiers.items() if one.gate]
-    if reward.combine == "gate_then_rank" and not gates:
-        yield (
-            ("reward", "combine"),
-            'is "gate_then_rank" and no verifier is a gate; give one of them gate = true',
-        )
-    if reward.combine == "weights" and gates:
-        yield (
-            ("reward", "verifiers", gates[0], "gate"),
-            'is true and reward.combine is "weights", so it would not be used; set reward.combine '
-            '= "gate_then_rank"',
-        )
     for name, one in reward.verifiers.items():
         where = ("reward", "verifiers", name)
         if is_changed(one, "pass_at") and not one.gate:
@@ -496,21 +452,6 @@ def _length(where: tuple[str, ...], one: LengthVerifier) -> Iterator[Problem]:
 def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the reward that have no effect."""
     reward = settings.reward
-    if not reward.verifiers:
-        for name in ("judge_weight", "processes"):
-            if is_changed(reward, name):
-                yield (
-                    ("reward", name),
-                    "is set and there are no verifiers, so the reward is the judge's score "
-                    "whatever it says; add [reward.verifiers.NAME], or leave it out",
-                )
-        return
-    of_http = all(isinstance(one, HttpVerifier) for one in reward.verifiers.values())
-    if of_http and is_changed(reward, "processes"):
-        yield (
-            ("reward", "processes"),
-            'is set and every verifier is of kind "http", which needs no process; leave it out',
-        )
     for key, one in reward.verifiers.items():
         yield from _useless_verifier(settings, ("reward", "verifiers", key), one)
 
@@ -778,13 +719,6 @@ def _store_file(url: str) -> Path | None:
 
 # Find settings of `[learner]` that have no effect beside the others. Pure.
 
-CLIPPED = ("grpo", "dr_grpo", "dapo", "ppo_decoupled")
-LOSSES_OF: Mapping[str, tuple[str, ...]] = {
-    "tv_limit": ("dppo_tv",),
-    "clip_low": CLIPPED,
-    "clip_high": CLIPPED,
-}
-"""A constant -> the losses that read it (`learner.grpo.losses`)."""
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
 OF_SEVERAL = ("shard_base", "processes_timeout_s")
 """Settings of a run that several processes compute."""
@@ -800,13 +734,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
                 f'that to "{schedule}", or leave this out',
             )
-    for name, losses in LOSSES_OF.items():
-        if is_given(rules.advanced, name) and rules.loss not in losses:
-            yield (
-                ("learner", "advanced", name),
-                f'is set and learner.loss is "{rules.loss}", which does not read it; leave it out '
-                f"(it is for {', '.join(losses)})",
-            )
     if is_given(rules.advanced, "kl_budget") and not rules.advanced.kl_coef:
         yield (
             ("learner", "advanced", "kl_budget"),
@@ -820,13 +747,7 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
             'are not sampled, and their groups are left out (too_long); give "auto"',
         )
     # With `manual` a launcher may start the processes (docs/several-processes.md).
-    if rules.tinker_url and rules.backend != "tinker":
-        yield (
-            ("learner", "tinker_url"),
-            f'is set and learner.backend is "{rules.backend}", so nothing asks it; set that to '
-            '"tinker", or leave this out',
-        )
-    if rules.processes == 1 and rules.schedule != "manual" and rules.backend == "local":
+    if rules.processes == 1 and rules.schedule != "manual" and not rules.tinker_url:
         for name in OF_SEVERAL:
             if is_given(rules, name) and getattr(rules, name) is not False:
                 yield (

@@ -32,6 +32,7 @@ letter in a word of five, and not another word."""
 VERIFIERS = ["reward", "verifiers"]
 """A table by name; each entry has the keys of its kind, which pydantic names behind the name."""
 LISTED = "docs/settings.md lists them"
+_CLIP = "the losses that clip do so from 0.8 to 1.28, which is fixed"
 _TARGETS = "an adapter is on all linear layers, which is fixed"
 _ONCE = "each group is used once, in steps of learner.groups_per_step"
 ELSEWHERE: Mapping[tuple[str, ...], str] = {
@@ -41,8 +42,8 @@ ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("learner", "num_train_epochs"): _ONCE,
     ("learner", "num_iterations"): _ONCE,
     ("learner", "num_generations"): "the number of answers in a group is groups.size",
-    ("learner", "epsilon"): "the clip is learner.advanced.clip_low and clip_high",
-    ("learner", "epsilon_high"): "did you mean learner.advanced.clip_high?",
+    ("learner", "epsilon"): _CLIP,
+    ("learner", "epsilon_high"): _CLIP,
     ("learner", "batch_size"): "give learner.groups_per_step",
     ("learner", "target_modules"): _TARGETS,
     ("learner", "lora_rank"): "did you mean learner.rank?",

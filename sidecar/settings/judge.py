@@ -44,7 +44,6 @@ DEFAULT_RUBRIC = (
 """After the default rubric of RULER as published (openpipe-art 0.5.18): its four rules in the same
 order, said of next actions in place of trajectories."""
 
-Dollars = Annotated[float, Between(0, 1_000_000, "0 sets no limit")]
 MOST_FALLBACKS = 4
 """Each may be waited for in turn; a group's lease covers them all."""
 
@@ -80,9 +79,6 @@ class Judge(Section):
     """Groups judged at once."""
     timeout_s: Timeout = 60.0
     """Longest time of one call."""
-    json_schema: Literal["auto", "on", "off"] = "auto"
-    """Whether the judge is sent the JSON schema of its reply. `auto`: unless LiteLLM knows that the
-    model takes none; a server that refuses it is asked without it from then on."""
     context_tokens: ContextTokens = 0
     """Most tokens of a prompt and its reply together. The oldest messages of a conversation that
     is longer are left out, with a mark. 0: `num_ctx` of `params`, or what LiteLLM knows of the
@@ -93,11 +89,9 @@ class Judge(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
     them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""
-    budget: Dollars = 0.0
+    budget: Annotated[float, Between(0, 1_000_000, "0 sets no limit")] = 0.0
     """US dollars a day for all that judges are asked by the sidecar's processes. When they are
     spent, judging waits for midnight UTC. 0: no limit."""
-    budget_per_hour: Dollars = 0.0
-    """US dollars an hour; when spent, judging waits for the next. 0: no limit."""
     budget_tokens: Budget = 0
     """Prompt and reply tokens a day, for a judge of your own that costs no money. 0: no limit."""
     price: Price | None = None
@@ -132,12 +126,9 @@ class GateJudge(Section):
     api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of that judge's API; needs `model`. `judge.api_key` is never sent to it."""
     rubric: Word = ""
-    """What makes an answer better, in the gate. Empty: `judge.rubric`."""
+    """What makes an answer better, in the gate, for all projects. Empty: those of `[judge]`."""
     rubric_file: Word = ""
     """A file of plain text in place of `rubric`, read when a process starts."""
-    projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
-    """Other rubrics for single projects, in the gate. A project without one has `rubric`; where
-    that is empty too, its own of `[judge.projects.NAME]`; else `judge.rubric`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""
     price: Price | None = None
@@ -208,9 +199,9 @@ class VerifierSection(Section):
     """What every verifier has, whatever its kind."""
 
     weight: Weight = 1.0
-    """Its share in the weighted mean, beside `judge_weight` and the other verifiers."""
+    """Its share in the weighted mean, beside 1 for the judge and the other verifiers."""
     gate: bool = False
-    """With `combine = "gate_then_rank"`: an answer below `pass_at` ranks below all that pass."""
+    """An answer below `pass_at` ranks below all that pass; `weight` is then not used."""
     pass_at: Annotated[float, Between(0, 1, "at 0 every answer passes", above_low=True)] = 1.0
     """The least score that passes the gate."""
     on_error: Literal["ignore", "fail", "hold"] = "ignore"
@@ -339,17 +330,9 @@ KINDS: Mapping[str, type[VerifierSection]] = {
 
 
 class Reward(Section):
-    """What the learner trains on: the judge's scores, and what verifiers find."""
+    """What the learner trains on: the weighted mean of the judge's score and the verifiers'.
+    Answers that fail a verifier with `gate = true` come below all that pass."""
 
-    combine: Literal["weights", "gate_then_rank"] = "weights"
-    """`weights`: the weighted mean of the judge's score and the verifiers'. `gate_then_rank`: the
-    same, and answers that fail a verifier with `gate = true` come below all that pass."""
-    judge_weight: Annotated[
-        float, Between(0, 1_000, "the judge ranks what verifiers leave equal", above_low=True)
-    ] = 1.0
-    """Weight of the judge's score in the mean."""
-    processes: Annotated[int, Between(1, 64, "each is a Python process")] = 1
-    """Processes in which verifiers run, other than those of kind `http`."""
     verifiers: Mapping[VerifierName, Annotated[AnyVerifier, Field(discriminator="kind")]] = Field(
         default_factory=dict
     )

@@ -350,8 +350,6 @@ class Fallback(Section):
     """Base URL, for a judge of your own."""
     api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of its API. Without it LiteLLM reads the provider's own environment variable."""
-    json_schema: Literal["auto", "on", "off"] = "auto"
-    """As `judge.json_schema`."""
     context_tokens: ContextTokens = 0
     """As `judge.context_tokens`."""
     params: dict[str, Any] = Field(default_factory=dict)

@@ -11,7 +11,6 @@ from sidecar.settings.kinds import (
     Between,
     Budget,
     Count,
-    Interval,
     Parallel,
     Section,
     Share,
@@ -26,10 +25,6 @@ SIZES = (2, 16)
 ADVISED_SIZES = (4, 8)
 """As RULER's authors advise (ruler.mdx of ART): "very large groups confuse the judge", and few
 answers differ by little."""
-
-
-Level = Annotated[float, Between(1e-6, 0.5, "a chance of error; 0 would never decide")]
-Cap = Annotated[int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")]
 
 
 class Groups(Section):
@@ -51,25 +46,17 @@ class Groups(Section):
     still come, from another proxy, and move it to another session. 0: at once."""
     max_groups_per_session: Count = 4
     """Groups of one session within a day; its further exchanges are not chosen."""
-    max_pending_groups: Annotated[
-        int, Between(0, 1_000_000_000, "0 takes as many as one run of the learner takes")
-    ] = 0
-    """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
-    Beyond it, exchanges stay unchosen. 0: `learner.max_groups`: with more, groups would be sampled
-    and judged that the next run leaves behind; with fewer, a run by the clock would lack them."""
     choose: Literal["uniform", "prefer"] = "uniform"
     """`uniform`: `rate` draws every step with the same probability. `prefer`: steps whose answers
     are likely to earn different scores are drawn more often than the others."""
-    max_groups_per_project: Cap = 0
-    """Groups of one project within a day. 0: no limit."""
-    max_groups_per_near_prompt: Cap = 0
+    max_groups_per_near_prompt: Annotated[
+        int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")
+    ] = 0
     """Groups of near-identical prompts of a project within a day. 0: no limit."""
     tokens_per_day: Annotated[
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000
     """Sampled candidate tokens a day. When they are spent, sampling waits for midnight UTC."""
-    prompt_tokens_per_day: Budget = 0
-    """Prompt tokens of candidates a day, also where vLLM has them in its cache. 0: no limit."""
     concurrency: Parallel = 16
     """Candidates sampled at once."""
     sampling_upstreams: tuple[Upstream, ...] = ()
@@ -77,8 +64,6 @@ class Groups(Section):
     options and key. Control loads the adapters there too."""
     max_slowdown: Annotated[float, Between(0, 10, "it is a share of a step's time")] = 0.05
     """Share by which candidates may slow users in a vLLM, as fitted to its metrics. 0: no limit."""
-    timeout_s: Timeout = 120.0
-    """Longest time of one candidate."""
 
 
 class BestOf(Section):
@@ -86,8 +71,6 @@ class BestOf(Section):
 
     enabled: bool = False
     """When off, a request that asks for it is answered with 400."""
-    max_n: Annotated[int, Between(2, 8, "one answer is no choice, and a judge reads 8")] = 4
-    """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
     """Longest wait for the judge, in seconds; then the client gets the first answer."""
 
@@ -102,8 +85,6 @@ class Tasks(Section):
     """The weakest thing in common that makes sessions attempts at one task. header:
     `x-sidecar-task`; prompt: also an equal first prompt; template: also a first message that is
     equal but for names and numbers."""
-    idle_s: Annotated[float, Between(1, 604_800, "up to a week", "s")] = 3_600.0
-    """A session without a turn for so long is over, unless a client said so before."""
     size: Annotated[int, Between(2, 8, "one session has nothing to differ from")] = 4
     """Sessions in a group, and attempts of a rehearsal."""
 
@@ -115,8 +96,6 @@ class Rehearsals(Section):
     """URL of the runner; empty: nothing is rehearsed."""
     tokens_per_day: Budget = 0
     """Completion tokens of rehearsals a day. 0: nothing is rehearsed."""
-    timeout_s: Timeout = 600.0
-    """Longest time of one attempt."""
 
     @property
     def are_on(self) -> bool:
@@ -134,24 +113,15 @@ class Canary(Section):
     """The gate and the ramp of a new adapter (docs/canary.md)."""
 
     promote_on: Literal["no_worse", "better", "quick"] = "no_worse"
-    """What promotes a candidate. no_worse: proof that it is not worse than the champion by `margin`
-    nor than the anchor by `anchor_margin`; better: proof that it is better than the champion, and
-    the same of the anchor; quick: a mean over the gate's prompts, which proves nothing."""
+    """What promotes a candidate. no_worse: proof that it is worse by `margin` neither than the
+    champion nor than the anchor; better: proof that it is better than the champion, and the same of
+    the anchor; quick: its mean over the gate's prompts is less than `margin` below the champion's,
+    which proves nothing."""
     margin: Annotated[
         float, Between(0.005, 1, "a smaller loss is never proven", below_high=True)
     ] = 0.05
-    """Loss of judged score to the champion that is accepted."""
-    anchor_margin: Annotated[
-        float, Between(0.005, 1, "a smaller loss is never proven", below_high=True)
-    ] = 0.05
-    """Loss of judged score to the anchor that is accepted, over all promotions together."""
-    promote_level: Level = 0.05
-    """Chance of promoting a candidate that is worse than a margin allows."""
-    harm_level: Level = 0.05
-    """Chance that judged groups roll back a candidate that is no worse than the champion."""
-    guard_level: Level = 0.01
-    """Chance that one of the five guards of replies rolls back a candidate that is no worse by it.
-    Narrow answers, long answers, outcomes and feedback have half of it each."""
+    """Loss of judged score that is accepted: to the champion, and over all promotions together to
+    the anchor."""
     turn_wait_s: Annotated[float, Between(0, 86_400, "guards see nothing earlier", "s")] = 120.0
     """How long a user's request waits, from its beginning, for those that began before it to end:
     guards count requests in the order of their beginning. Longer than nearly all replies take."""
@@ -164,11 +134,6 @@ class Canary(Section):
     """Answers of each per prompt; together they make one blind group. With an anchor at most 3."""
     gate_min_prompts: Annotated[int, Between(1, 10_000, "without a prompt nothing is compared")] = 4
     """With fewer held-out prompts than this the candidate waits."""
-    gate_margin: Annotated[
-        float, Between(-1, 1, "scores are 0..1; below 0 it asks for a gain", above_low=True)
-    ] = 0.02
-    """For `quick`: the candidate passes when its mean judged difference to the champion is above
-    minus this."""
     max_tokens: Annotated[int, Between(1, 10_000_000, "an answer has a token")] = 256
     """Most tokens of a gate answer; the request's own limit if that is lower."""
     groups_per_hour: Annotated[int, Between(0, 100_000, "each is sampled and judged")] = 120
@@ -191,15 +156,10 @@ class Canary(Section):
     ] = 86_400.0
     """A step that has not seen its exchanges and sessions by then ends inconclusive: the champion
     stays. Slow traffic gives it up to 28 times as long."""
-    max_truncated_excess: Share = 0.05
-    """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
-    on the same prompts."""
     metrics: Annotated[Mapping[MetricName, Metric], Field(max_length=MAX_METRICS)] = Field(
         default_factory=dict
     )
     """Numbers from outside, by name: `[canary.metrics.NAME]`."""
-    poll_s: Interval = 0.5
-    """How often the controller polls the canary."""
 
     @property
     def ramp(self) -> tuple[int, ...]:

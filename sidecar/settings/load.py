@@ -115,22 +115,17 @@ def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
 
 def _with_rubrics(settings: Settings) -> Settings:
     """Put the text of each `rubric_file` in the place of its `rubric`. Raises: SettingsError."""
-    read = {
-        name: judge.model_copy(
-            update={
-                "rubric": _rubric(name, judge),
-                "projects": {
-                    project: one.model_copy(
-                        update={"rubric": _rubric(f"{name}.projects.{project}", one)}
-                    )
-                    for project, one in judge.projects.items()
-                },
-            }
-        )
-        for name, judge in (("judge", settings.judge), ("gate_judge", settings.gate_judge))
-        if judge.rubric_file or judge.projects
+    judge, gate = settings.judge, settings.gate_judge
+    projects = {
+        project: one.model_copy(update={"rubric": _rubric(f"judge.projects.{project}", one)})
+        for project, one in judge.projects.items()
     }
-    return settings.model_copy(update=read) if read else settings
+    own = {"rubric": _rubric("judge", judge), "projects": projects}
+    read = {
+        "judge": judge.model_copy(update=own),
+        "gate_judge": gate.model_copy(update={"rubric": _rubric("gate_judge", gate)}),
+    }
+    return settings.model_copy(update=read)
 
 
 def _rubric(table: str, one: Judge | GateJudge | ProjectRubric) -> str:

@@ -13,10 +13,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 """Settings are read before a process sets up its log: Python then writes the line to stderr."""
 
-ADVANCED = (
-    "clip_high", "clip_low", "geometric_limit", "kl_budget", "kl_coef", "negative_bound",
-    "stale_limit", "tis_cap", "tv_limit",
-)  # fmt: skip
+ADVANCED = ("kl_budget", "kl_coef")
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
 
 REMOVED: Mapping[str, str] = {
@@ -25,18 +22,27 @@ REMOVED: Mapping[str, str] = {
     "approval.every_s": "APPROVAL_EVERY_S in deploy.outside.approval is 30.0",
     "approval.timeout_s": "CALL_TIMEOUT_S in deploy.outside.http is 5.0",
     "best_of.concurrency": "CONCURRENCY in sidecar.scoring is 8",
+    "best_of.max_n": "BEST_OF_MAX in sidecar.access.admission is 4",
     "best_of.max_waiting": "MAX_WAITING in sidecar.scoring is 32",
     "bus.batch": "BATCH in ingest.intake.loop is 200",
+    "bus.max_rows": "the outbox keeps a record for each 20 kB of bus.max_bytes",
     "bus.poll_interval_s": "POLL_INTERVAL_S in ingest.intake.loop is 0.2",
+    "canary.anchor_margin": "canary.margin holds for the anchor too",
     "canary.evidence_max_s": "EVIDENCE_MAX_S in deploy.registry.canary_rule is 604800.0",
+    "canary.gate_margin": "canary.margin holds for quick too",
     "canary.gate_timeout_s": "GATE_TIMEOUT_S in deploy.registry.canary_rule is 3600.0",
+    "canary.guard_level": "GUARD_LEVEL in deploy.registry.proof_rule is 0.01",
     "canary.guard_ratio": "GUARD_RATIO in deploy.registry.proof_rule is 1.5",
+    "canary.harm_level": "HARM_LEVEL in deploy.registry.proof_rule is 0.05",
     "canary.max_base_kl": "MAX_BASE_KL in deploy.canary.loading is 8.0",
     "canary.max_evasive_excess": "MAX_EVASIVE_EXCESS in deploy.registry.proof_rule is 0.05",
     "canary.max_invalid_excess": "MAX_INVALID_EXCESS in deploy.registry.proof_rule is 0.02",
     "canary.max_long_excess": "MAX_LONG_EXCESS in deploy.registry.proof_rule is 0.5",
     "canary.max_missing": "MAX_MISSING in deploy.registry.proof_rule is 0.5",
     "canary.max_narrow_excess": "MAX_NARROW_EXCESS in deploy.registry.proof_rule is 0.25",
+    "canary.max_truncated_excess": "MAX_TRUNCATED_EXCESS in deploy.registry.proof_rule is 0.05",
+    "canary.poll_s": "POLL_S in deploy.line_loops is 0.5",
+    "canary.promote_level": "PROMOTE_LEVEL in deploy.registry.proof_rule is 0.05",
     "canary.split_level": "SPLIT_LEVEL in deploy.registry.proof_rule is 0.001",
     "canary.watch_s": "WATCH_S in deploy.outside.checking is 3600.0",
     "capture.flush_interval_s": "LIMITS.flush_interval_s in sidecar.capture.recorder is 0.1",
@@ -47,26 +53,40 @@ REMOVED: Mapping[str, str] = {
     "gate_judge.context_tokens": "num_ctx in gate_judge.params, or what LiteLLM knows, holds",
     "gate_judge.json_schema": "the schema is sent unless that judge takes none",
     "gate_judge.passes": "judge.passes holds",
+    "gate_judge.projects": "gate_judge.rubric holds for all projects",
     "gate_judge.timeout_s": "judge.timeout_s holds",
     "groups.join_served": "answers of one session are joined",
+    "groups.max_groups_per_project": "each project has a fair share of the places",
     "groups.max_kv_cache_usage": "MAX_KV_CACHE_USAGE in ingest.vllm.watch is 0.8",
+    "groups.max_pending_groups": "learner.max_groups is as many as may wait",
     "groups.max_running_requests": "MAX_RUNNING_REQUESTS in ingest.vllm.watch is 48",
     "groups.max_share_of_served": "groups.tokens_per_day and groups.rate limit sampling",
     "groups.priority": "vLLM is sent a low priority where it takes one",
-    "groups.prompt_tokens_per_hour": "groups.prompt_tokens_per_day limits them",
+    "groups.prompt_tokens_per_day": "groups.tokens_per_day limits sampling",
+    "groups.prompt_tokens_per_hour": "groups.tokens_per_day limits sampling",
     "groups.session_window_s": "SESSION_WINDOW_S in ingest.grouping.selection is 86400.0",
     "groups.structured_output": "answers under a grammar are learned from where it changed nothing",
+    "groups.timeout_s": "CANDIDATE_S in ingest.vllm.sampler is 120.0",
     "groups.tokens_per_hour": "groups.tokens_per_day limits them",
     "groups.uniform_share": "UNIFORM_SHARE in ingest.grouping.selection is 0.1",
+    "judge.budget_per_hour": "judge.budget limits a day",
     "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
     "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
+    "judge.fallbacks.json_schema": "the schema is sent unless that judge takes none",
+    "judge.json_schema": "the schema is sent unless the judge takes none",
     "judge.rescore_after_s": "noise is measured on the passes of every group, drift once a day",
     "judge.rescore_share": "noise is measured on the passes of every group, drift once a day",
+    "kafka.group": "it is the topic's name with .ingest",
+    "kafka.max_message_bytes": "MAX_MESSAGE_BYTES in sidecar.forwarding.sender is 8388608",
+    "learner.backend": "learner.tinker_url names a server where there is one",
+    "learner.doubtful_logprobs": "such an answer is left out",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
     "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
     "learner.loss_length": "LOSS_LENGTH in learner.grpo.losses is 256",
     "learner.mask_tolerance": "MASK_TOLERANCE in learner.grpo.answers is 0.2",
     "learner.max_grad_norm": "MAX_GRAD_NORM in learner.grpo.optimizer is 1.0",
+    "learner.min_spread": "MIN_SPREAD in learner.grpo.advantages is 0.02",
+    "learner.missing_logprobs": "the trainer computes them",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
     "learner.advanced.warmup_steps": "the rate is whole from the first step",
@@ -86,17 +106,35 @@ REMOVED: Mapping[str, str] = {
     "proxy.idle_timeout_s": "IDLE_TIMEOUT_S in sidecar.relay.client is 75.0",
     "proxy.max_connections": "MAX_CONNECTIONS in sidecar.relay.server is 4096",
     "proxy.max_held_body_bytes": "a worker holds eight bodies of proxy.max_body_bytes",
+    "proxy.max_in_flight": "MAX_IN_FLIGHT in sidecar.relay.context is 2048",
     "proxy.routing_poll_s": "ROUTING_POLL_S in sidecar.proxy is 0.2",
     "proxy.slow_first_byte_s": "SLOW_FIRST_BYTE_S in sidecar.proxy is 10.0",
     "proxy.write_timeout_s": "WRITE_TIMEOUT_S in sidecar.relay.client is 60.0",
+    "rehearsals.timeout_s": "ATTEMPT_S in ingest.tasks.attempts is 600.0",
     "retention.dead_letters_days": "DEAD_LETTERS_DAYS in sidecar.forwarding.sender is 30.0",
     "retention.feedback_days": "retention.exchanges_days holds",
     "retention.judge_calls_days": "retention.groups_days holds",
     "retention.runs_days": "RUNS_DAYS in ingest.retention.sweep is 365.0",
     "reward.cache_findings": "CACHE_FINDINGS in ingest.verifiers.rewarding is 10000",
+    "reward.combine": "a verifier with gate = true ranks what fails it below the rest",
+    "reward.judge_weight": "it is 1; weights of verifiers are beside it",
     "reward.memory_bytes": "MEMORY_BYTES in ingest.verifiers.rewarding is 1073741824",
+    "reward.processes": "each verifier has one at most",
+    "tasks.idle_s": "IDLE_S in ingest.tasks.keys is 3600.0",
     "telemetry.semantic_conventions": "the newest names are used",
     "telemetry.trace_sample_rate": "every trace that begins at the proxy is sampled",
+    **{
+        f"learner.{table}{name}": "no token or answer is weighed or left out for its age"
+        for table in ("", "advanced.")
+        for name in ("geometric_limit", "stale_limit", "tis_cap")
+    },
+    **{
+        f"learner.{table}{name}": f"LossRule in learner/grpo/losses.py has {value}"
+        for table in ("", "advanced.")
+        for name, value in {
+            "clip_high": 0.28, "clip_low": 0.2, "negative_bound": 3.0, "tv_limit": 0.2,
+        }.items()
+    },
     **{
         f"watch.{name}": f"LIMITS.{name} in ingest.reward_watch.rules is {value}"
         for name, value in {
@@ -131,11 +169,16 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:
-            within = isinstance(value, Mapping)
-            kept[key] = of_section(f"{name}.{key}", value) if within else value
+            kept[key] = _of_value(f"{name}.{key}", value)
     if moved:
         kept["advanced"] = moved | dict(kept.get("advanced", {}))
     return kept
+
+
+def _of_value(name: str, value: Any) -> Any:  # Any: of TOML
+    if isinstance(value, list):
+        return [_of_value(name, one) for one in value]
+    return of_section(name, value) if isinstance(value, Mapping) else value
 
 
 def is_removed(section: str, key: str) -> bool:

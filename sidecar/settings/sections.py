@@ -21,7 +21,6 @@ from sidecar.settings.kinds import (
     Between,
     BusUrl,
     Bytes,
-    Count,
     Folder,
     Host,
     Key,
@@ -114,8 +113,6 @@ class Proxy(Section):
     ] = 32 * 2**20
     """A longer request body is answered with 413. A worker holds eight such at most, coming in or
     in flight: one that does not fit is answered 503 with `Retry-After`."""
-    max_in_flight: Count = 2048
-    """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     upstream_timeout_s: Timeout = 600.0
     """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
     drain_timeout_s: Annotated[
@@ -158,10 +155,9 @@ class Bus(Section):
     url: BusUrl = "sqlite:///.sidecar/outbox.db"
     """`sqlite:///path`: the embedded outbox. `kafka://host:port,host:port/topic`: Kafka, to which
     the proxy forwards what is in an outbox in `state_dir`."""
-    max_rows: Count = 200_000
-    """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
-    """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
+    """Size of the unread records in the outbox file, and one record for each 20 kB of it; beyond,
+    the newest is dropped and counted."""
 
 
 Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]
@@ -294,11 +290,6 @@ class Settings(BaseSettings):
         return tuple(url for url in self.groups.sampling_upstreams if url not in serving)
 
     @property
-    def most_pending_groups(self) -> int:
-        """Groups that may wait for candidates, scores or the learner."""
-        return self.groups.max_pending_groups or self.learner.max_groups
-
-    @property
     def tasks_are_examined(self) -> bool:
         """Candidates are compared by whole tasks, which the runner attempts, and no judge."""
         return self.rehearsals.are_on and self.tasks.learn != "off"
@@ -311,7 +302,7 @@ class Settings(BaseSettings):
         shared = {
             "rubric": own.rubric if own.rubric.strip() else judge.rubric,
             # A rubric of the gate's own is another exam, also for projects with a reward's rubric.
-            "projects": {**({} if own.rubric.strip() else judge.projects), **own.projects},
+            "projects": {} if own.rubric.strip() else judge.projects,
         }
         if not own.model:
             return judge.model_copy(update=shared)
@@ -321,7 +312,6 @@ class Settings(BaseSettings):
                 "model": own.model,
                 "api_base": own.api_base,
                 "api_key": own.api_key,
-                "json_schema": "auto",
                 "context_tokens": 0,
                 "params": own.params,
                 "price": own.price,

@@ -99,8 +99,6 @@ Password = Annotated[
 class Kafka(Section):
     """How Kafka is reached, what its topics are like, and how records are spread over them."""
 
-    group: Line = ""
-    """The consumer group of the ingest processes. Empty: `<topic>.ingest`."""
     partition_by: Literal["caller", "session"] = "caller"
     """What records share a partition, and with it an order and a consumer. `caller`: of one
     project, API key and user; no session is ever split. `session`: of one session key of the proxy;
@@ -119,12 +117,6 @@ class Kafka(Section):
     ] = 168
     """How long a topic that is created keeps records, including those that ingest has stored. They
     hold content of users."""
-    max_message_bytes: Annotated[
-        int,
-        Between(10_000, 100_000_000, "brokers refuse a request over 100 MiB by default"),
-    ] = 8 * 2**20
-    """Largest compressed batch that a topic which is created takes. The proxy sets aside an
-    exchange that alone is larger."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """How the brokers are reached: with TLS (`SSL`), with a password (`SASL_...`), or both."""
     sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = ""

@@ -65,35 +65,6 @@ def _or_auto(what: str) -> Callable[[object], object]:
 class Advanced(Section):
     """Constants of the loss and the update (docs/losses.md)."""
 
-    tv_limit: Annotated[
-        float, Between(0, 1, "it limits a difference of probabilities", above_low=True)
-    ] = 0.2
-    """`dppo_tv` leaves out a token whose probability moved further than this in the direction of
-    its advantage."""
-    clip_low: Annotated[
-        float,
-        Between(0, 1, "the ratio is clipped below 1 minus this", above_low=True, below_high=True),
-    ] = 0.2
-    """`grpo`, `dr_grpo`, `dapo`, `ppo_decoupled`: the importance ratio is clipped below 1 minus
-    this."""
-    clip_high: Annotated[
-        float, Between(0, 10, "the ratio is clipped above 1 plus this", above_low=True)
-    ] = 0.28
-    """... and above 1 plus this."""
-    negative_bound: Annotated[float, Between(1, 1_000, "it bounds a ratio, which starts at 1")] = (
-        3.0
-    )
-    """Bounds the ratio of tokens of bad answers, of which a few stale ones would otherwise make
-    most of the gradient. A loss that clips takes 1 + `clip_high` where that is larger."""
-    tis_cap: Annotated[float, Between(0, 1_000, "0 switches it off")] = 0.0
-    """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
-    start of the run and q the recorded one, and its ratio is against p. Other trainers use 2."""
-    geometric_limit: Annotated[float, Between(0, 1, "0 switches it off")] = 0.0
-    """Above 0: an answer is left out of a run when the geometric mean of p / q is further than this
-    from 1. SkyRL uses 0.01."""
-    stale_limit: Annotated[float, Between(0, 100, "0 switches it off")] = 0.0
-    """Above 0: a bad answer is left out of a step when its tokens became less likely by more than
-    this, in nats a token."""
     kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
     """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
     measured at each step on a few answers."""
@@ -166,9 +137,9 @@ class Learner(ObjectiveSection):
     min_groups: Count = 16
     """A run starts, and `groups` fires, only with this many scored groups waiting."""
     max_groups: Count = 256
-    """Groups that one run takes, the newest first. As many may wait (`groups.max_pending_groups`),
-    so a nightly run learns from as many a day. Sampling 256 groups of 8 takes about a seventh of
-    `groups.tokens_per_day`, at 400 tokens an answer."""
+    """Groups that one run takes, the newest first. As many may wait for candidates, scores or the
+    learner, so a nightly run learns from as many a day; beyond, exchanges stay unchosen. Sampling
+    256 groups of 8 takes about a seventh of `groups.tokens_per_day`, at 400 tokens an answer."""
     max_age_versions: Annotated[int, Between(0, 1_000, "0 takes those of the champion alone")] = 2
     """A group sampled under an adapter more training runs away from the champion than this is
     stale: dropped and counted."""
@@ -181,12 +152,6 @@ class Learner(ObjectiveSection):
         int, Between(1, 65_536, "at 0 or below the adapter learns nothing, or badly")
     ] = 32
     """LoRA alpha of an adapter that starts from the base."""
-    min_spread: Annotated[
-        float, Between(0, 0.5, "no scores in 0..1 spread by more than 0.5", below_high=True)
-    ] = 0.02
-    """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted.
-    With measured judge noise s the limit is about 1.4 s if that is more: of groups that differ by
-    noise alone, one in twenty passes."""
     max_drift: Annotated[
         float, Between(0, 10, "at 0 rounding alone refuses every run", above_low=True)
     ] = 0.1
@@ -194,14 +159,6 @@ class Learner(ObjectiveSection):
     out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
     right adapter, which is rounding, and 0.13 with its parent in its place. Short answers are
     allowed more: the limit for n tokens is `max_drift + 0.3 / sqrt(n)`."""
-    missing_logprobs: Literal["recompute", "positives", "drop"] = "recompute"
-    """An answer whose log-probabilities were not recorded. `recompute`: the trainer computes them
-    under the adapter that sampled it. `positives`: so, and it is trained on only if it is better
-    than its siblings. `drop`: it is left out."""
-    doubtful_logprobs: Literal["recompute", "positives", "drop"] = "drop"
-    """What to do with an answer over `max_drift`, unless more than half of its group's are:
-    `recompute`, `positives` or `drop`, as above. `positives` also keeps groups whose sampling
-    adapter is deleted; the run's parent then takes its place in the ratio."""
     adapters_dir: Folder = Path(".sidecar/adapters")
     """Where adapter folders go. vLLM must see them under the same absolute path."""
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
@@ -223,21 +180,20 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on CPUs, and was run once on an H100."""
-    backend: Literal["local", "tinker"] = "local"
-    """What computes: this machine, or a server of the Tinker API, which has the base on its GPUs
-    (docs/several-processes.md)."""
-    tinker_url: Annotated[str, AfterValidator(_http)] = ""
-    """Its URL, such as http://trainer:8000. A key is read from TINKER_API_KEY."""
-    processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
-    """Processes that compute a run together on this machine; each has the base, and a card where
-    there are cards."""
-    shard_base: bool = False
-    """Whether the processes share the base's blocks, for a base that does not fit on one card."""
     processes_timeout_s: Annotated[
         float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
     ] = 1800.0
     """How long the processes of a run wait for one of them, and a run for each answer of a Tinker
     server."""
+    tinker_url: Annotated[str, AfterValidator(_http)] = ""
+    """URL of a server of the Tinker API, such as http://trainer:8000, which has the base on its
+    GPUs and computes in place of this machine (docs/several-processes.md). A key is read from
+    TINKER_API_KEY. Empty: this machine computes."""
+    processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
+    """Processes that compute a run together on this machine; each has the base, and a card where
+    there are cards."""
+    shard_base: bool = False
+    """Whether the processes share the base's blocks, for a base that does not fit on one card."""
     memory_fraction: Annotated[
         float, Between(0, 1, "it is a share of the device's memory", above_low=True)
     ] = 1.0

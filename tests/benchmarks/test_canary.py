@@ -21,6 +21,7 @@ from benchmarks.canary.traffic import (
     requests,
 )
 from deploy.evidence.live import InOrder, Live, Turn
+from deploy.registry.proof_rule import GUARD_LEVEL
 from sidecar.settings import Canary as CanarySettings
 
 RULES = CanarySettings(steps=(2_000, 5_000))
@@ -112,7 +113,7 @@ def test_a_guard_for_which_a_unit_counts_at_every_turn_is_noticed(
 
     monkeypatch.setattr(Live, "_read", forget_and_read)
 
-    assert right <= allowed(RULES.guard_level, 1_000) < false_rollbacks(limits.guard, 8)
+    assert right <= allowed(GUARD_LEVEL, 1_000) < false_rollbacks(limits.guard, 8)
 
 
 def test_requests_that_count_in_the_order_of_their_ends_are_noticed(
@@ -129,7 +130,7 @@ def test_requests_that_count_in_the_order_of_their_ends_are_noticed(
 
     assert (
         right
-        <= allowed(RULES.guard_level, 1_000)
+        <= allowed(GUARD_LEVEL, 1_000)
         < false_rollbacks(lambda rules, seed: busy(rules, seed=seed), 8)
     )
 

@@ -168,7 +168,6 @@ def test_random_rewards_are_left_out_once_their_noise_is_measured(kind: Kind, mo
 
     chosen = select_groups(
         scored,
-        min_spread=PLAN.learner.min_spread,
         pack_tokens=2048,
         noise=_noise(1, 1, PLAN) if kind == "null" else None,
     )

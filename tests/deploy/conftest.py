@@ -416,14 +416,12 @@ def rules() -> CanarySettings:
         gate_prompts=4,
         gate_answers=1,
         gate_min_prompts=2,
-        gate_margin=0.02,
         steps=(2_000, 5_000),
         step_min_s=10.0,
         turn_wait_s=0.0,
         step_min_exchanges=3,
         step_min_sessions=1,
         step_max_s=1_000.0,
-        max_truncated_excess=0.25,
     )
 
 

@@ -42,7 +42,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "size": 4,
         "held_out_rate": 0.3,
         "settle_s": 1.0,
-        "max_pending_groups": 8,
         "concurrency": 18,
         # The users are a script: candidates need not keep out of their way.
         "max_slowdown": 0.0,
@@ -61,8 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gate_min_prompts": 3,
         # Two rounds of a few groups prove the machinery, not the learning: the gate lets pass
         # whatever is not far worse, and the demo is where the score must rise.
-        "gate_margin": 0.9,
-        "max_truncated_excess": 1.0,
+        "margin": 0.9,
         "max_tokens": 16,
     },
 }

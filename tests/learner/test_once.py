@@ -92,7 +92,7 @@ def test_a_tinker_server_that_is_away_fails_the_run_in_one_line_and_costs_no_gro
 
 
 def test_the_settings_name_the_trainer(learner_settings: Learner) -> None:
-    tinker = learner_settings.model_copy(update={"backend": "tinker"})
+    tinker = learner_settings.model_copy(update={"tinker_url": "http://trainer:8000"})
 
     assert type(trainer_of(tinker, None)).__name__ == "TinkerTrainer"
     assert type(trainer_of(learner_settings, None)).__name__ == "GrpoTrainer"
@@ -101,7 +101,7 @@ def test_the_settings_name_the_trainer(learner_settings: Learner) -> None:
 
 
 def test_a_launcher_beside_a_tinker_server_is_refused(settings: Settings) -> None:
-    tinker = settings.learner.model_copy(update={"backend": "tinker"})
+    tinker = settings.learner.model_copy(update={"tinker_url": "http://trainer:8000"})
     settings = settings.model_copy(update={"learner": tinker})
 
     with pytest.raises(SettingsError, match="start one process"):

@@ -119,7 +119,6 @@ def _wait_until_up(address: str, server: subprocess.Popen[bytes], log: Path) -> 
 def job(url: str, base: Path, row: MakeRow, group: MakeGroup) -> TrainingJob:
     """Four groups of two answers, which the base gave: two steps."""
     settings = Learner(
-        backend="tinker",
         tinker_url=url,
         rank=RANK,
         groups_per_step=2,
@@ -162,7 +161,7 @@ def test_a_run_equals_that_of_our_own_trainer_and_its_adapter_passes_the_gate_an
     monkeypatch.setattr(optimizer, "MAX_GRAD_NORM", 1e9)  # SkyRL's JAX clips no gradient
 
     # The same groups and loss, from the adapter that the server began with.
-    local = job.settings.model_copy(update={"backend": "local"})
+    local = job.settings.model_copy(update={"tinker_url": ""})
     parent = Parent(name="base", path=start)
     ours = GrpoTrainer().train(replace(job, settings=local, folder=own, parent=parent))
 

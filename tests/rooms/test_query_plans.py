@@ -91,7 +91,7 @@ SORTS = {
     "ingest/tasks/grouping.py:told_of": VOICES,
     "ingest/tasks/material.py:load_task_group": "the members of one group",
     "ingest/tasks/material.py:_load": OF_SESSION,
-    "ingest/store/exchanges.py:load_by_selection": "at most groups.max_pending_groups numbers",
+    "ingest/store/exchanges.py:load_by_selection": "at most learner.max_groups numbers",
     "deploy/adapters/prune.py:_last_champions": PRUNING,
     "deploy/adapters/prune.py:_still_loaded": PRUNING,
     "deploy/adapters/prune.py:read_versions": PRUNING,
@@ -110,7 +110,7 @@ SORTS = {
     "ingest/store/exchanges.py:_load": "the exchanges of one batch's turns",
     "ingest/store/exchanges.py:_stored": "the choices of one batch",
     "ingest/store/exchanges.py:turns_with": "the turns of one batch",
-    "ingest/ruler/blame.py:claim_for_judge": "groups.max_pending_groups limits what waits",
+    "ingest/ruler/blame.py:claim_for_judge": "learner.max_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
     "ingest/trajectories/recorded.py:load_trajectory": OF_SESSION,
 }

@@ -108,6 +108,8 @@ TIMES = {
     "write_timeout_s": "sidecar.relay.client.WRITE_TIMEOUT_S",
     "idle_timeout_s": "sidecar.relay.client.IDLE_TIMEOUT_S",
     "routing_poll_s": "sidecar.proxy.ROUTING_POLL_S",
+    "record_bytes": "sidecar.proxy.RECORD_BYTES",
+    "max_in_flight": "sidecar.relay.context.MAX_IN_FLIGHT",
     "held_bodies": "sidecar.relay.context.HELD_BODIES",
     "max_connections": "sidecar.relay.server.MAX_CONNECTIONS",
 }

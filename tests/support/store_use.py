@@ -69,6 +69,7 @@ from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
+from ingest.tasks.keys import IDLE_S
 from ingest.tasks.keys import group_id_of as task_group_id
 from ingest.tasks.material import load_task_group
 from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
@@ -156,13 +157,11 @@ class _Use:
             groups=Groups(
                 size=4,
                 rate=1.0,
-                max_pending_groups=150,
                 choose="prefer",
-                max_groups_per_project=10_000,
                 max_groups_per_near_prompt=10_000,
             ),
             judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4),
-            learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
+            learner=LearnerSettings(min_groups=2, max_groups=150, adapters_dir=folder / "adapters"),
         )
 
     def change(self, row: type[Any], values: Mapping[str, Any], *where: Any) -> None:
@@ -433,7 +432,7 @@ async def _score(use: _Use) -> None:
         why_sampling_holds(session)
         write_verifiers(session, [VerifierSeen(name="v", kind="http")], now=NOW)
         waiting_for(session)
-    budget = {"budget": 1.0, "budget_per_hour": 1.0}
+    budget = {"budget": 1.0}
     ledger = Ledger(use.database, use.settings.judge.model_copy(update=budget), clock=use.clock)
     await ledger.reserve(Amount(nano_usd=10, tokens=5), begun=False)
     ledger.spend(Amount(nano_usd=10, tokens=5))
@@ -465,7 +464,7 @@ def _draw_tasks(use: _Use) -> None:
     with use.database.write() as session:
         drop_answers_of(session, "r", [read])
     tasks.turn("task-a")
-    tasks.follow(after_s=tasks.settings.idle_s)
+    tasks.follow(after_s=IDLE_S)
     with use.database.write() as session:
         write_judge_state(session, JudgeState(state="works", since=NOW), now=NOW)
         run = session.scalar(select(RunRow.run_id).where(RunRow.adapter.is_not(None)).limit(1))

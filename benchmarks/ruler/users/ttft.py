@@ -94,9 +94,9 @@ def _sections(folder: Path, addresses: Addresses, judge_url: str) -> dict[str, d
     sections["groups"] = {
         "held_out_rate": 0.0,
         "settle_s": 0.0,
-        "max_pending_groups": 1_000_000,
         "max_groups_per_session": 1_000_000,
     }
+    sections["learner"]["max_groups"] = 1_000_000
     sections["judge"] = {
         "model": "openai/plain--ttft",
         "api_base": judge_url,

@@ -53,7 +53,7 @@ def judged(
 async def test_the_figure_follows_promotions_and_says_what_it_cost(
     world: World, make_api: MakeApi
 ) -> None:
-    world.rules = world.rules.model_copy(update={"promote_on": "no_worse", "promote_level": 0.05})
+    world.rules = world.rules.model_copy(update={"promote_on": "no_worse"})
     api = make_api()
     assert (await api.get("/progress")).json()["sentence"].startswith("not known yet")
     first = world.register(1)

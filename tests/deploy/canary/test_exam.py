@@ -40,7 +40,6 @@ def rules() -> CanarySettings:
         gate_prompts=3,
         gate_answers=2,
         gate_min_prompts=2,
-        gate_margin=0.02,
         steps=(2_000,),
         turn_wait_s=0.0,
     )
@@ -57,7 +56,6 @@ class Site:
             rehearsals={
                 "runner": "http://runner:1",
                 "tokens_per_day": 1_000,
-                "timeout_s": 5.0,
                 **rehearsals,
             },
         )

@@ -38,7 +38,6 @@ def rules() -> CanarySettings:
     """Wide margins: an equal candidate needs 25 groups, each of a difference of 0."""
     return CanarySettings(
         margin=0.18,
-        anchor_margin=0.18,
         gate_prompts=4,
         gate_answers=1,
         gate_min_prompts=2,

@@ -72,11 +72,11 @@ def test_the_budgets_have_a_line() -> None:
             period="day",
         ),
         BudgetOut(
-            setting="judge.budget_per_hour",
+            setting="judge.budget",
             what="US dollars",
             used=0.004,
             limit=0.5,
-            period="hour",
+            period="day",
         ),
     ]
 
@@ -85,7 +85,7 @@ def test_the_budgets_have_a_line() -> None:
 
     assert [one for one in lines if one not in quiet] == [
         "Budgets (UTC): 716,800 of 5,000,000 candidate tokens today (groups.tokens_per_day); under "
-        "$0.01 of $0.50 for judges this hour (judge.budget_per_hour).",
+        "$0.01 of $0.50 for judges today (judge.budget).",
     ]
 
 

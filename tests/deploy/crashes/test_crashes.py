@@ -48,10 +48,6 @@ pytestmark = pytest.mark.timeout(300)
 
 RULES: dict[str, Any] = {
     "margin": 0.4,
-    "anchor_margin": 0.4,
-    "promote_level": 0.5,
-    "harm_level": 0.5,
-    "guard_level": 0.5,
     "gate_prompts": 6,
     "gate_min_prompts": 6,
     "gate_answers": 1,
@@ -61,10 +57,13 @@ RULES: dict[str, Any] = {
     "turn_wait_s": 0.0,
     "step_min_exchanges": 4,
     "step_min_sessions": 4,
-    "poll_s": 0.02,
 }
-"""So that six judged groups prove what a promotion asks for."""
 SHORT = {
+    # So that six judged groups prove what a promotion asks for.
+    "deploy.registry.proof_rule:PROMOTE_LEVEL": 0.5,
+    "deploy.registry.proof_rule:HARM_LEVEL": 0.5,
+    "deploy.registry.proof_rule:GUARD_LEVEL": 0.5,
+    "deploy.line_loops:POLL_S": 0.02,
     "deploy.engine.reconcile:UNLOAD_GRACE_S": 0.05,
     "deploy.engine.reconcile:MISSING_S": 0.1,
     "deploy.engine.reconcile:CHECK_S": 0.05,
@@ -481,4 +480,4 @@ def evidence_is_that_of_a_replay(world: World, new: str, values: Mapping[str, An
     replayed = json.loads(json.dumps(quality_facts(quality, canary.proven, rules)))
     assert kept["quality"] == replayed
     if "guards" in kept:
-        assert kept["guards"] == json.loads(json.dumps(guard_facts(live, behind, rules)))
+        assert kept["guards"] == json.loads(json.dumps(guard_facts(live, behind)))

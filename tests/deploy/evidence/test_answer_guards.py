@@ -47,11 +47,11 @@ def test_a_candidate_that_learned_to_be_surer_is_not_narrow() -> None:
 
 
 def test_a_collapsed_candidate_is_proven_so_within_the_gate() -> None:
-    harm = proof_rule.harm(after([1.0] * 40), RULES)
+    harm = proof_rule.harm(after([1.0] * 40))
 
     assert harm is not None
     assert harm.startswith("more answers that are nearly certain than the champion in ")
-    at = next(n for n in range(1, 41) if proof_rule.harm(after([1.0] * n), RULES) is not None)
+    at = next(n for n in range(1, 41) if proof_rule.harm(after([1.0] * n)) is not None)
     assert at <= 25
 
 
@@ -60,9 +60,9 @@ def test_equal_candidates_are_rolled_back_by_it_within_its_level() -> None:
     rng, fired = random.Random(7), 0
     for _ in range(300):
         excesses = [rng.choice((-1.0, 0.0, 0.0, 1.0)) for _ in range(200)]
-        fired += proof_rule.harm(after(excesses), RULES) is not None
+        fired += proof_rule.harm(after(excesses)) is not None
 
-    assert fired <= 300 * RULES.guard_level + 3
+    assert fired <= 300 * proof_rule.GUARD_LEVEL + 3
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,10 @@ from sqlalchemy import update
 
 from deploy.evidence.live import GUARDS, Live, Turn
 from deploy.registry.proof_rule import guard_doubt, guard_harm, ratios_of
-from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import ExchangeRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
-
-RULES = CanarySettings()
 CAUSABLE = [kind for kind in GUARDS if kind != "failed"]
 
 
@@ -48,7 +45,7 @@ def live_after(*turns: Turn) -> Live:
 
 def ends(live: Live) -> tuple[bool, bool]:
     """Whether the guards end the canary with a verdict, and whether without one."""
-    harm, doubt = guard_harm(live.guards, RULES), guard_doubt(live.guards, RULES)
+    harm, doubt = guard_harm(live.guards), guard_doubt(live.guards)
     return harm is not None, doubt is not None
 
 
@@ -76,13 +73,13 @@ def test_a_verdict_says_from_how_many_callers_it_comes() -> None:
     one = live_after(*(a_turn(number, "cut", caller="key a") for number in range(5)))
     five = live_after(*(a_turn(number, "cut", caller=f"key {number}") for number in range(5)))
 
-    assert guard_harm(one.guards, RULES) is None
-    assert guard_doubt(one.guards, RULES) == (
+    assert guard_harm(one.guards) is None
+    assert guard_doubt(one.guards) == (
         "5 of the canary's sessions and 0 of the champion's were cut by the client: evidence from "
         "1 caller: 102, the limit is 100; it is 2 where each caller counts once, so it may be "
         "their doing"
     )
-    assert guard_harm(five.guards, RULES) == (
+    assert guard_harm(five.guards) == (
         "5 of the canary's sessions and 0 of the champion's were cut by the client: evidence from "
         "5 callers: 102, the limit is 100"
     )

@@ -9,9 +9,6 @@ import pytest
 
 from deploy.evidence.live import Live, Turn
 from deploy.registry.proof_rule import guard_doubt, guard_harm, ratios_of
-from sidecar.settings import Canary as CanarySettings
-
-RULES = CanarySettings()
 
 
 def play(
@@ -40,9 +37,9 @@ def play(
         success = rng.random() < chance
         if rng.random() < tells[not is_canary]:
             live.hear("outcome", turn, float(success))
-        if guard_harm(live.told, RULES) is not None:
+        if guard_harm(live.told) is not None:
             return "harm", live.told["outcome"].units[True]
-        if guard_doubt(live.told, RULES) is not None:
+        if guard_doubt(live.told) is not None:
             return "doubt", live.told["outcome"].units[True]
     return "", live.told["outcome"].units[True]
 
@@ -105,6 +102,6 @@ def test_a_key_that_tells_of_all_sessions_is_one_caller_unless_it_may_speak_for_
             live.hear("outcome", turn, float(number % 2))
         return live
 
-    assert guard_harm(told_by("key app").told, RULES) is None
-    assert "evidence from 1 caller" in (guard_doubt(told_by("key app").told, RULES) or "")
-    assert "evidence from 100 callers" in (guard_harm(told_by().told, RULES) or "")
+    assert guard_harm(told_by("key app").told) is None
+    assert "evidence from 1 caller" in (guard_doubt(told_by("key app").told) or "")
+    assert "evidence from 100 callers" in (guard_harm(told_by().told) or "")

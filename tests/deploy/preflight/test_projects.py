@@ -20,7 +20,6 @@ def settings(folder: Path, **access: Any) -> Settings:
         access={"mode": "keys", **access},
         store={"url": f"sqlite:///{folder}/store.db"},
         judge={"model": "x/y", **rubrics},
-        gate_judge={"projects": {"desk": {"rubric": "c"}}},
     )
 
 
@@ -44,7 +43,6 @@ def test_a_rubric_of_a_project_without_a_key_is_warned_of(tmp_path: Path) -> Non
 
     assert [(one.level, one.setting) for one in found] == [
         ("warning", "judge.projects.shpo"),
-        ("warning", "gate_judge.projects.desk"),
     ]
     assert found[0].text.endswith("the projects of the keys: shop")
 
@@ -54,4 +52,4 @@ def test_nothing_is_said_where_no_project_is_known_and_no_store_is_made(tmp_path
     assert not (tmp_path / "store.db").exists()
     make_key(tmp_path, "bank")
     assert list(check_projects(settings(tmp_path, mode="open"))) == []
-    assert len(list(check_projects(settings(tmp_path)))) == 3
+    assert len(list(check_projects(settings(tmp_path)))) == 2

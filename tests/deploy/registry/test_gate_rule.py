@@ -15,7 +15,7 @@ from deploy.registry.canary_rule import (
 from deploy.registry.proof_rule import limits_of
 from sidecar.settings import Canary as CanarySettings
 
-RULES = CanarySettings(gate_margin=0.05, max_truncated_excess=0.25)
+RULES = CanarySettings(margin=0.05)
 
 
 def test_difference_is_candidate_minus_champion() -> None:
@@ -59,7 +59,7 @@ def test_the_reason_says_numbers() -> None:
     ],
 )
 def test_numbers_that_differ_do_not_look_equal(difference: float, judged: str, margin: str) -> None:
-    rules = RULES.model_copy(update={"gate_margin": 0.02})
+    rules = RULES.model_copy(update={"margin": 0.02})
 
     assert judge_gate([Comparison(difference=difference)], rules, seed=1).reason == (
         f"gate: scored {judged} against the champion on 1 held-out prompt, {margin}"
@@ -74,23 +74,6 @@ def test_one_prompt_is_no_prompts() -> None:
     )
 
 
-@pytest.mark.parametrize(("short", "passed"), [(1, True), (2, False)])
-def test_cut_short_answers_over_the_champion_s_share_fail_whatever_the_judge_says(
-    short: int, passed: bool
-) -> None:
-    made = [
-        Comparison(
-            difference=1.0,
-            candidate_answers=4,
-            candidate_short=short,
-            champion_answers=4,
-            champion_short=0,
-        )
-    ]
-
-    assert judge_gate(made, RULES, seed=1).passed is passed
-
-
 def test_answers_of_set_aside_comparisons_count_for_the_guard() -> None:
     made = [
         Comparison(difference=0.5, candidate_answers=1, champion_answers=1),
@@ -100,7 +83,6 @@ def test_answers_of_set_aside_comparisons_count_for_the_guard() -> None:
     verdict = judge_gate(made, RULES, seed=1)
 
     assert verdict.candidate_short_share == 0.5
-    assert not verdict.passed
 
 
 def test_nothing_scored_does_not_pass() -> None:

@@ -309,10 +309,8 @@ def test_one_group_is_no_groups() -> None:
     flaws = {"short": replace(quality.harm, peak=10.0, peak_at=1)}
 
     assert describe(quality).endswith(" by 1 group")
-    assert (harm(once, RULES) or "").startswith("worse than the champion in 1 group: evidence ")
-    assert "than the champion in 1 group: evidence " in (
-        harm(replace(quality, flaws=flaws), RULES) or ""
-    )
+    assert (harm(once) or "").startswith("worse than the champion in 1 group: evidence ")
+    assert "than the champion in 1 group: evidence " in (harm(replace(quality, flaws=flaws)) or "")
     assert too_many_missing(Quality(unknown=1)).startswith("1 of 1 group could not be scored")
 
 
@@ -341,13 +339,16 @@ def test_evidence_just_below_its_limit_does_not_look_as_if_it_had_reached_it() -
     assert "evidence 19.9 of 20; " in at_the_end(replace(Quality(), no_worse=nearly)).reason
 
 
-def test_evidence_that_reached_a_limit_of_many_digits_does_not_look_below_it() -> None:
-    rules = RULES.model_copy(update={"harm_level": 0.03, "guard_level": 0.03})
+def test_evidence_that_reached_a_limit_of_many_digits_does_not_look_below_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HARM_LEVEL", "GUARD_LEVEL"):
+        monkeypatch.setattr(f"deploy.registry.proof_rule.{name}", 0.03)
     over = replace(Quality().harm, peak=math.log(33.34), peak_at=9)
     guards = {"cut": GuardState(canary=9, champion=0, by_caller=over, callers=9)}
 
-    assert (harm(replace(Quality(), harm=over), rules) or "").endswith("33.3, the limit is 33.3")
-    assert (guard_harm(guards, rules) or "").endswith("33.3, the limit is 33.3")
+    assert (harm(replace(Quality(), harm=over)) or "").endswith("33.3, the limit is 33.3")
+    assert (guard_harm(guards) or "").endswith("33.3, the limit is 33.3")
 
 
 @pytest.mark.parametrize(("more", "waits"), [(0.0, False), (0.001, True)])

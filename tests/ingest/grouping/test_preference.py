@@ -111,7 +111,7 @@ def test_near_identical_prompts_share_a_key_and_others_do_not() -> None:
     assert opening_key("p", {}) == opening_key("p", said("a"))
 
 
-def test_a_project_and_a_prompt_have_caps_of_their_own(kit: Kit) -> None:
+def test_a_prompt_has_a_cap_of_its_own(kit: Kit) -> None:
     def store(name: str, text: str, project: str = "p") -> None:
         kit.store(kit.exchange(name, request=said(text), project=project))
 
@@ -119,14 +119,14 @@ def test_a_project_and_a_prompt_have_caps_of_their_own(kit: Kit) -> None:
         store(f"a{at}", f"Order {at}")
     store("other", "Something else")
     store("elsewhere", "Order 1", project="q")
-    rules = kit.rules(max_groups_per_near_prompt=2, max_groups_per_project=3)
+    rules = kit.rules(max_groups_per_near_prompt=2)
     choose_new(kit.database, rules, model="smollm", limit=100, now=2.0)
     store("late", "Anything")
     choose_new(kit.database, rules, model="smollm", limit=100, now=3.0)
     store("after", "Anything at all")
     choose_new(kit.database, rules, model="smollm", limit=100, now=4.0 + rules.session_window_s)
 
-    assert kit.counts("selection") == {"chosen": 5, "near_prompt_cap": 1, "project_cap": 1}
+    assert kit.counts("selection") == {"chosen": 6, "near_prompt_cap": 1}
 
 
 @pytest.mark.both_stores

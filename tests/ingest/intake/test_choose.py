@@ -13,7 +13,7 @@ from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange, save_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
-from sidecar.settings import Groups, Learner, Settings
+from sidecar.settings import Learner, Settings
 from sidecar.store.models import AliasRow, ExchangeRow, RoutingRow
 from support.ingest_kit import Kit
 
@@ -140,8 +140,6 @@ def test_a_day_of_a_nightly_run_gives_as_many_groups_as_the_run_takes(kit: Kit) 
 
     assert most == nightly.learner.max_groups
     assert kit.counts("selection") == {"chosen": 256, "backlog": 1}
-    fewer = Settings(groups=Groups(max_pending_groups=12))
-    assert rules_of(fewer).max_pending_groups == 12
 
 
 def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit: Kit) -> None:

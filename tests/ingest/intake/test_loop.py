@@ -23,7 +23,7 @@ from ingest.intake.loop import POLL_INTERVAL_S, Intake
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.records import encode_exchange
-from sidecar.settings import Groups, Serving, Settings
+from sidecar.settings import Groups, Learner, Serving, Settings
 from sidecar.store import engines as store
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow
@@ -31,7 +31,8 @@ from support.ingest_kit import Kit
 
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
-    groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4, settle_s=0.0),
+    groups=Groups(held_out_rate=0.0, size=4, settle_s=0.0),
+    learner=Learner(min_groups=1, max_groups=1),
 )
 
 

@@ -93,7 +93,6 @@ async def test_the_same_question_is_paid_for_once_also_by_another_process(
     [
         {"model": "other"},
         {"api_base": "http://127.0.0.1:9/v1"},
-        {"json_schema": "off"},
         {"params": {"temperature": 0.5}},
     ],
     ids=lambda change: next(iter(change)),

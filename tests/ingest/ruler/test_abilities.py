@@ -177,7 +177,6 @@ def test_what_is_no_refusal_of_a_part_is_asked_once(
 @pytest.mark.parametrize(
     ("given_settings", "refuses"),
     [
-        ({"json_schema": "on"}, "response_format"),
         ({"params": {"max_tokens": 9}}, "max_completion_tokens"),
     ],
 )

@@ -100,30 +100,19 @@ async def test_an_outage_after_the_refused_schema_is_an_outage(judge_kit: JudgeK
 
 
 @pytest.mark.parametrize(
-    ("setting", "model", "sent"),
+    ("model", "sent"),
     [
-        ("off", "openai/gpt-4o-mini", False),
-        ("off", "hosted_vllm/x", False),
-        ("on", "hosted_vllm/x", True),
-        ("on", "openai/gpt-audio", True),
-        ("auto", "openai/gpt-audio", False),  # LiteLLM knows that it takes none
+        ("hosted_vllm/x", True),
+        ("openai/gpt-audio", False),  # LiteLLM knows that it takes none
     ],
 )
-async def test_the_schema_can_be_forced_and_forbidden(
-    judge_kit: JudgeKit, setting: str, model: str, sent: bool
+async def test_the_schema_is_sent_unless_the_model_is_known_to_take_none(
+    judge_kit: JudgeKit, model: str, sent: bool
 ) -> None:
     server = judge_kit.serve((200, judge_kit.completion("ok")))
-    judge = judge_kit.litellm_judge(server.url, model=model, json_schema=setting)
+    judge = judge_kit.litellm_judge(server.url, model=model)
     await judge.complete(MESSAGES, SCHEMA)
     assert ("response_format" in server.requests[0]) is sent
-
-
-async def test_a_forced_schema_that_is_refused_is_an_error(judge_kit: JudgeKit) -> None:
-    server = judge_kit.serve(NO_SCHEMA)
-    judge = judge_kit.litellm_judge(server.url, json_schema="on")
-    with pytest.raises(JudgeRejectedError, match="json_schema is not supported"):
-        await judge.complete(MESSAGES, SCHEMA)
-    assert len(server.requests) == 1
 
 
 async def test_the_format_named_in_the_parameters_is_left_alone(judge_kit: JudgeKit) -> None:

@@ -107,9 +107,9 @@ async def test_the_learner_trains_on_the_reward(
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = judge_kit.FakeJudge(judge_kit.score_by_content({"good": 0.9, "bad": 0.7}))
     checker = FakeChecker(finds(good=0.0, bad=1.0))
-    await worker(database, judge, clock, checker, gate=True, combine="gate_then_rank").step()
+    await worker(database, judge, clock, checker, gate=True).step()
 
-    selection = select_groups([scored(database)], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([scored(database)], pack_tokens=100)
 
     # 0.4 * 0.9 = 0.36 and 0.6 + 0.4 * 0.7 = 0.88: the mean is 0.62
     (group,) = selection.groups
@@ -190,7 +190,6 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
     judge = judge_kit.FakeJudge(judge_kit.score_by_content({}, otherwise=0.8))
     settings = Settings(
         reward=Reward(
-            combine="gate_then_rank",
             verifiers={
                 "calls": {"kind": "tool_calls", "gate": True, "required": True, "timeout_s": 60.0}
             },
@@ -210,7 +209,7 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
     await rewarding.aclose()
 
     found = scored(database)
-    selection = select_groups([found], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([found], pack_tokens=100)
     rows = selection.groups[0].rows
     assert found.rewards == pytest.approx((0.92, 0.32, 0.32))
     assert [row.trainable for row in rows] == [True, True, True]

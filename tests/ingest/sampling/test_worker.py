@@ -519,24 +519,12 @@ async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
 
 
 @pytest.mark.both_stores
-@pytest.mark.parametrize(
-    ("setting", "limit", "stage", "why"),
-    [
-        ("tokens_per_day", 15, "sampling_tokens", "15 candidate tokens today"),
-        (
-            "prompt_tokens_per_day",
-            12,
-            "sampling_prompt_tokens",
-            "12 prompt tokens of candidates today",
-        ),
-    ],
-)
 async def test_a_spent_day_waits_for_the_next_and_survives_a_restart(
-    kit: Kit, make_worker: MakeWorker, clock: Clock, setting: str, limit: int, stage: str, why: str
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
-    settings = {setting: limit, "concurrency": 1}
-    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5, 3 x 4 of prompts
+    settings = {"tokens_per_day": 15, "concurrency": 1}
+    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5
 
     restarted = make_worker(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
@@ -544,14 +532,15 @@ async def test_a_spent_day_waits_for_the_next_and_survives_a_restart(
         told = read(session, "sampling")
     assert told is not None
     assert told.until == NOON + 12 * 3600
-    assert told.message.endswith(f": groups.{setting} is spent: {why}")
+    why = "groups.tokens_per_day is spent: 15 candidate tokens today"
+    assert told.message.endswith(f": {why}")
     clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
     clock.now = NOON + 12 * 3600
     assert await restarted.step() == 1
 
-    assert kit.counts(stage) == {"2026-11-21": limit, "2026-11-22": limit}
-    assert kit.counts("sampling_waits") == {f"groups.{setting}": 1}
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
+    assert kit.counts("sampling_waits") == {"groups.tokens_per_day": 1}
 
 
 def judge_is(kit: Kit, state: Literal["unknown", "works", "away", "rejected"]) -> None:

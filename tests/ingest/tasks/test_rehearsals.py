@@ -17,6 +17,7 @@ from sqlalchemy import select
 from ingest.errors import SamplingError
 from ingest.retention.deletion import delete_exchanges
 from ingest.tasks import attempts, rehearsals
+from ingest.tasks.keys import IDLE_S
 from ingest.tasks.rehearsals import (
     Candidate,
     RehearsalWorker,
@@ -37,7 +38,6 @@ from support.ingest_kit import Kit
 from support.task_kit import TaskKit
 
 Answer = Callable[[Scenario], Awaitable[httpx.Response]]
-IDLE_S = 100.0
 
 
 class Room:
@@ -60,10 +60,10 @@ class Play:
         self.settings = Settings(
             state_dir=state_dir,
             serving={"model": "smollm"},
-            tasks={"learn": "outcome", "size": 2, "idle_s": IDLE_S},
+            tasks={"learn": "outcome", "size": 2},
             rehearsals={"runner": "http://runner:1", "tokens_per_day": 1_000, **rehearsal},
         )
-        self.tasks = TaskKit(kit.database, size=2, idle_s=IDLE_S)
+        self.tasks = TaskKit(kit.database, size=2)
         self.database, self.kit = kit.database, kit
         self.room, self.asked = Room(), list[Scenario]()
         self.answers: dict[int, Answer] = {}
@@ -126,7 +126,8 @@ class Play:
 @pytest.fixture
 def play(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr(attempts, "ARRIVE_S", 0.2)
-    made = Play(kit, tmp_path, timeout_s=2.0)
+    monkeypatch.setattr(attempts, "ATTEMPT_S", 2.0)
+    made = Play(kit, tmp_path)
     made.tasks.session("source", task="")
     made.tasks.now += IDLE_S
     return made
@@ -313,7 +314,7 @@ def test_only_finished_users_sessions_that_are_not_held_out_are_chosen(
 
     def chosen() -> str | None:
         with kit.database.read() as session:
-            task = choose_task(session, idle_s=IDLE_S, now=tasks.now)
+            task = choose_task(session, now=tasks.now)
             return None if task is None else task.exchange_id
 
     assert chosen() is None

@@ -330,27 +330,6 @@ def test_logprobs_that_are_missing_are_those_of_the_adapter_that_sampled(
     assert found.metrics[0].approx_kl > 0.01
 
 
-def test_without_its_sampler_the_better_half_of_a_group_is_trained_by_a_setting(
-    policy: Policy,
-    sampled: Sampled,
-    learner_settings: Learner,
-    ancestor: tuple[Policy, Parent],
-) -> None:
-    groups = [sampled(ancestor[0], "gone", adapter="v1"), sampled(policy, "own")]
-    masked = replace(groups[0], group_id="masked", masked_by="masked_by_tool_choice")
-    positives = learner_settings.model_copy(update={"doubtful_logprobs": "positives"})
-
-    outcome, _ = run_steps(policy, job([*groups, masked], positives))
-
-    assert outcome.answers["gone"].recomputed == (0, 2, 4, 6)
-    assert set(outcome.answers["gone"].left_out.values()) == {"not_positive"}
-    assert {name: fault.reason for name, fault in outcome.faults.items()} == {
-        "masked": "drift_unchecked"
-    }
-    assert outcome.metrics[0].ratio_mean == pytest.approx(1.0, abs=1e-5)
-    assert outcome.metrics[0].answers == 12
-
-
 def test_one_foreign_token_id_costs_its_answer_alone(
     policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:

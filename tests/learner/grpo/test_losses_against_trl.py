@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from learner.grpo import losses
 from learner.grpo.advantages import assign
-from learner.grpo.losses import objective
+from learner.grpo.losses import LossRule, objective
 from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.trainer import accumulate, rate_of
 from learner.policy.adapter_io import load_policy
@@ -162,6 +162,8 @@ def ours(
     kl_coef: the divergence from the base has its gradient, and no part in the loss that is told.
     """
     loss = settings.pop("loss", "dppo_tv")
+    names = {one.name for one in fields(LossRule)} & settings.keys()
+    rule = {name: settings.pop(name) for name in names}
     learner = Learner(
         rank=4,
         alpha=8,
@@ -181,7 +183,9 @@ def ours(
         folder=Path("unused"),
         check_stop=lambda: None,
     )
-    sums = accumulate(policy, groups, job, objective(learner), optimizer, kl_coef)
+    aim = objective(learner)
+    aim = replace(aim, rule=replace(aim.rule, **rule))
+    sums = accumulate(policy, groups, job, aim, optimizer, kl_coef)
     return sums.loss / sums.denominator, dict(optimizer.gradient)
 
 

@@ -182,58 +182,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": "cispo", "negative_bound": 1000},
         {"loss_type": "cispo", "high": 5.0},
     ),
-    "stale_negatives": (
-        {"loss": "dapo", "negative_bound": 1000, "stale_limit": 0.15},
-        {"loss_type": "dapo", "opsm": 0.15},
-    ),
     "ppo_decoupled": (
         {"loss": "ppo_decoupled", "negative_bound": 1000},
         {"loss_type": "dapo", "cap": 1e9},
     ),
-    "ppo_decoupled_truncated": (
-        {"loss": "ppo_decoupled", "negative_bound": 1000, "tis_cap": 1.2},
-        {"loss_type": "dapo", "cap": 1.2},
-    ),
-    "dapo_tis": (
-        {"loss": "dapo", "negative_bound": 1000, "tis_cap": 2.0},
-        {"loss_type": "dapo", "cap": 2.0},
-    ),
-    "grpo_tis": (
-        {"loss": "grpo", "negative_bound": 1000, "tis_cap": 1.1},
-        {"loss_type": "grpo", "cap": 1.1},
-    ),
-    "dr_grpo_stale_negatives_bounded_tis": (
-        {
-            "loss": "dr_grpo",
-            "negative_bound": 2.0,
-            "tis_cap": 1.5,
-            "stale_limit": 0.02,
-        },
-        {"loss_type": "dr_grpo", "delta": 2.0, "cap": 1.5, "opsm": 0.02},
-    ),
-    "grpo_stale_negatives": (
-        {"loss": "grpo", "negative_bound": 1000, "stale_limit": 0.15},
-        {"loss_type": "grpo", "opsm": 0.15},
-    ),
     "gspo_bounded": (
         {"loss": "gspo", "negative_bound": 1.05},
         {"loss_type": "grpo", **GSPO, "delta": 1.05},
-    ),
-    "gspo_stale_negatives": (
-        {"loss": "gspo", "negative_bound": 1000, "stale_limit": 0.15},
-        {"loss_type": "grpo", **GSPO, "opsm": 0.15},
-    ),
-    "gspo_tis": (
-        {"loss": "gspo", "negative_bound": 1000, "tis_cap": 1.5},
-        {"loss_type": "grpo", **GSPO, "cap": 1.5},
-    ),
-    "cispo_stale_negatives": (
-        {"loss": "cispo", "negative_bound": 1000, "stale_limit": 0.15},
-        {"loss_type": "cispo", "high": 5.0, "opsm": 0.15},
-    ),
-    "cispo_tis": (
-        {"loss": "cispo", "negative_bound": 1000, "tis_cap": 1.5},
-        {"loss_type": "cispo", "high": 5.0, "cap": 1.5},
     ),
     "narrow_clip": (
         {"loss": "dapo", "negative_bound": 1000, "clip_low": 0.05, "clip_high": 0.1},

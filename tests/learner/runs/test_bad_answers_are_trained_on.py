@@ -129,7 +129,7 @@ async def test_each_kind_is_judged_and_pushed_down(name: str, served: bool) -> N
 
     assert conclude(group.answers, size=2, rounds=0, misses=()).action == "sampled"
     scored = await judged(group)
-    selection = select_groups([scored], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([scored], pack_tokens=100)
 
     (trained,) = selection.groups
     assert selection.dropped == {}
@@ -186,7 +186,7 @@ def test_an_answer_without_tokens_is_masked_and_counts_in_the_mean() -> None:
         rubric_hash="r",
     )
 
-    selection = select_groups([scored], min_spread=0.02, pack_tokens=100)
+    selection = select_groups([scored], pack_tokens=100)
 
     assert selection.masked_answers == {"no_tokens": 1}
     (trained,) = selection.groups

@@ -295,7 +295,7 @@ def test_a_damaged_answer_costs_itself_alone(
 
     with database.read() as session, capture_logs() as logs:
         groups, broken = load(session, kinds, pack_tokens=100)
-    selection = select_groups(groups, min_spread=0.02, pack_tokens=100)
+    selection = select_groups(groups, pack_tokens=100)
 
     assert (broken, selection.dropped) == ({}, {})
     assert selection.masked_answers == Counter(DAMAGED[kind][1] for kind in kinds)

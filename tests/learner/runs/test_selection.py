@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def select(*groups: Any, pack_tokens: int = 100) -> Selection:
-    return select_groups(groups, min_spread=0.02, pack_tokens=pack_tokens)
+    return select_groups(groups, pack_tokens=pack_tokens)
 
 
 def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: MakeScoredGroup) -> None:
@@ -53,19 +53,16 @@ def test_an_answer_whose_logprobs_are_missing_is_left_to_the_trainer(
     answers = [answer(0, untrainable_reason=reason, logprobs=(-1.0,)), answer(1), answer(2)]
     scored = scored_group([1.0, 0.0, 0.2], answers=answers)
 
-    for recompute, trainable in ((True, [True] * 3), (False, [False, True, True])):
-        selection = select_groups([scored], min_spread=0.02, pack_tokens=100, recompute=recompute)
-        (group,) = selection.groups
-        assert [row.trainable for row in group.rows] == trainable
-        assert selection.masked_answers == ({} if recompute else {reason: 1})
-        assert [row.recorded for row in group.rows] == [False, True, True]
-        assert group.rows[0].logprobs == (0.0, 0.0, 0.0)
+    selection = select_groups([scored], pack_tokens=100)
+    (group,) = selection.groups
+    assert [row.trainable for row in group.rows] == [True] * 3
+    assert selection.masked_answers == {}
+    assert [row.recorded for row in group.rows] == [False, True, True]
+    assert group.rows[0].logprobs == (0.0, 0.0, 0.0)
 
     touched = select_groups(
         [replace(scored, group=replace(scored.group, masked_by="masked_by_tool_choice"))],
-        min_spread=0.02,
         pack_tokens=100,
-        recompute=True,
     )
     assert touched.masked_answers == {reason: 1}, "which tokens the mask touched is not known"
     assert touched.groups[0].masked_by == "masked_by_tool_choice"
@@ -78,9 +75,7 @@ def test_what_was_damaged_in_the_store_is_not_recomputed(
 
     selection = select_groups(
         [scored_group([1.0, 0.0, 0.2], answers=answers)],
-        min_spread=0.02,
         pack_tokens=100,
-        recompute=True,
     )
 
     assert selection.masked_answers == {"tokens_without_logprobs": 1}
@@ -146,8 +141,8 @@ def test_each_useless_group_is_dropped_for_its_reason(
         "alone": "it has 1 answer, and a comparison needs 2",
         "nan": "the score of answer 1 is nan; 1 of 2 answers can be trained on; "
         "masked: 1 non_finite_score",
-        "flat": "least 0.0200 (learner.min_spread)",
-        "nearly flat": "least 0.0200 (learner.min_spread)",
+        "flat": "least 0.0200",
+        "nearly flat": "least 0.0200",
         "no prompt": "the token ids of its prompt were not recorded",
         "greedy": "1 of 2 answers can be trained on; masked: 1 greedy",
     }
@@ -158,7 +153,7 @@ def test_scores_just_spread_enough_are_kept(scored_group: MakeScoredGroup) -> No
 
 
 def test_a_gate_of_zero_still_drops_equal_scores(scored_group: MakeScoredGroup) -> None:
-    selection = select_groups([scored_group([0.7, 0.7])], min_spread=0.0, pack_tokens=100)
+    selection = select_groups([scored_group([0.7, 0.7])], pack_tokens=100)
 
     assert selection.dropped == {"g": "no_spread"}
 
@@ -179,10 +174,9 @@ def test_a_group_is_trained_on_by_its_rewards_and_not_by_its_scores(
     plain = scored_group([0.5, 0.5])
     rewarded = Rewarded(rewards=(0.25, 0.75), independent=(0.0, 1.0))
 
-    chosen = select_groups([replace(plain, rewarded=rewarded)], min_spread=0.02, pack_tokens=100)
+    chosen = select_groups([replace(plain, rewarded=rewarded)], pack_tokens=100)
     tied = select_groups(
         [replace(scored_group([0.1, 0.9]), rewarded=Rewarded(rewards=(0.5, 0.5)))],
-        min_spread=0.02,
         pack_tokens=100,
     )
 

@@ -128,7 +128,6 @@ def test_a_measured_judge_keeps_pure_noise_out_from_end_to_end() -> None:
 def select(*groups: object, sd: float | None) -> Selection:
     return select_groups(
         groups,  # type: ignore[arg-type]
-        min_spread=0.02,
         pack_tokens=100,
         noise=None if sd is None else measured(sd),
     )
@@ -137,9 +136,9 @@ def select(*groups: object, sd: float | None) -> Selection:
 def test_the_gate_is_the_larger_of_setting_and_noise(scored_group: MakeScoredGroup) -> None:
     group = scored_group([0.4, 0.6])
 
-    assert spread_gate(group, {}, min_spread=0.02).least == 0.02
-    assert spread_gate(group, measured(0.001), min_spread=0.02).least == 0.02
-    gate = spread_gate(group, measured(0.05), min_spread=0.02)
+    assert spread_gate(group, {}).least == 0.02
+    assert spread_gate(group, measured(0.001)).least == 0.02
+    gate = spread_gate(group, measured(0.05))
     assert gate.least == pytest.approx(0.05 * 1.3859, rel=1e-4)
     assert gate.noise_sd == 0.05
 
@@ -148,10 +147,10 @@ def test_answers_that_do_not_count_have_no_part_in_the_gate(
     scored_group: MakeScoredGroup, answer: MakeAnswer
 ) -> None:
     group = scored_group([0.4, 0.6, 0.9, 0.1])
-    two = spread_gate(scored_group([0.4, 0.6]), measured(0.05), min_spread=0.02)
+    two = spread_gate(scored_group([0.4, 0.6]), measured(0.05))
 
     counted = [True, True, False, False]
-    assert spread_gate(group, measured(0.05), min_spread=0.02, counted=counted) == two
+    assert spread_gate(group, measured(0.05), counted=counted) == two
     masked = [answer(0), answer(1), answer(2, untrainable_reason="top_p")]
     selection = select(scored_group([0.4, 0.6, 0.9], answers=masked), sd=0.05)
     assert selection.gates == {"g": two}
@@ -160,7 +159,7 @@ def test_answers_that_do_not_count_have_no_part_in_the_gate(
         checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), rule="gate_then_rank", scores=group.scores
     )
     told = replace(group, rewarded=found)
-    gate = spread_gate(told, measured(0.05), min_spread=0.02, counted=counted)
+    gate = spread_gate(told, measured(0.05), counted=counted)
     assert gate.noise_sd == 0.05, "the answer that fails the gate is not trained on"
 
 
@@ -187,10 +186,10 @@ def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group(
     known = measured(0.4)["judge", "rubric", 1]
     noise = {("other judge", "rubric", 1): known, ("judge", "rubric of a project", 1): known}
 
-    gate = spread_gate(scored_group([0.4, 0.6]), noise, min_spread=0.02)
+    gate = spread_gate(scored_group([0.4, 0.6]), noise)
 
     assert (gate.least, gate.noise_sd) == (0.02, None)
-    assert gate.words == "least 0.0200 (learner.min_spread)"
+    assert gate.words == "least 0.0200"
 
 
 def test_the_noise_is_that_of_as_many_passes_as_the_group_has(
@@ -199,9 +198,7 @@ def test_the_noise_is_that_of_as_many_passes_as_the_group_has(
     group = scored_group([0.4, 0.6])
     noise = {**measured(0.07), **measured(0.05, passes=2)}
 
-    gates = [
-        spread_gate(replace(group, passes=passes), noise, min_spread=0.02) for passes in (1, 2, 4)
-    ]
+    gates = [spread_gate(replace(group, passes=passes), noise) for passes in (1, 2, 4)]
 
     assert [gate.noise_sd for gate in gates] == [0.07, 0.05, None]
 
@@ -240,7 +237,7 @@ def test_the_noise_in_a_reward_is_that_of_the_judges_part(
     group = replace(scored_group([0.4, 0.6]), rewarded=found)
 
     assert judge_share(found) == share
-    gate = spread_gate(group, measured(0.2), min_spread=0.02)
+    gate = spread_gate(group, measured(0.2))
     assert gate.least == pytest.approx(max(0.02, share * 0.2 * 1.3859), rel=1e-4)
 
 
@@ -280,4 +277,4 @@ def test_scores_of_answers_that_the_judge_was_not_asked_about_have_no_noise(
     told_apart = rewarded(checked("v", 1.0, 0.0), rule="weights", scores=(0.5, 0.5))
     group = replace(scored_group([0.5, 0.5]), rewarded=told_apart)
 
-    assert spread_gate(group, measured(0.4), min_spread=0.02).least == 0.02
+    assert spread_gate(group, measured(0.4)).least == 0.02

@@ -495,14 +495,14 @@ def opened(
 
 
 def test_the_settings_make_the_access() -> None:
-    local = opened(Metrics(), best_of={"max_n": 2})
+    local = opened(Metrics())
     remote = opened(Metrics(), proxy={"host": "192.0.2.1", "allow_remote_without_keys": True})
     names_adapter = Credentials({b"x-sidecar-adapter": b"v1"})
 
     answer = local.admit(names_adapter, NOON)
 
     assert isinstance(answer, Admission)
-    assert (answer.operator, answer.best_of_max) == (True, 2)
+    assert (answer.operator, answer.best_of_max) == (True, 4)
     assert refusal(remote.admit(names_adapter, NOON)) == (403, "scope_operate")
 
 

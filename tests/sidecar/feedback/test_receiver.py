@@ -161,7 +161,7 @@ async def test_where_vllm_checks_the_keys_it_is_asked(
 
 
 async def test_a_full_outbox_is_a_503_that_says_so(start_proxy: StartProxy) -> None:
-    running = await start_proxy(bus={"max_rows": 1})
+    running = await start_proxy(proxy={"record_bytes": 10**12})
 
     first, _, _ = await send(running, GOOD)
     second, headers, reply = await send(running, GOOD)

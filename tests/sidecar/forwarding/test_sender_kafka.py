@@ -38,14 +38,15 @@ class Opened:
 
 
 @pytest.fixture(params=["memory", "kafka"])
-def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
+def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     if request.param == "memory":
         memory = MemorySender(LIMIT)
         yield Opened(memory, lambda _: [(one.exchange_id, one.value) for one in memory.kept])
         return
     broker: Broker = request.getfixturevalue("broker")
     place = place_of(broker.new_url())
-    sender = KafkaSender(place, Kafka(partitions=2, max_message_bytes=LIMIT))
+    monkeypatch.setattr("sidecar.forwarding.sender.MAX_MESSAGE_BYTES", LIMIT)
+    sender = KafkaSender(place, Kafka(partitions=2))
 
     def kept(count: int) -> list[tuple[str, bytes]]:
         found = broker.records(place.topic, count)
@@ -79,7 +80,7 @@ def test_kafka_gets_topics_as_the_settings_say_and_keeps_them_as_they_are(broker
     from kafka.admin import ConfigResource, ConfigResourceType
 
     place = place_of(broker.new_url())
-    ensure_topics(place, Kafka(partitions=3, retention_hours=2, max_message_bytes=50_000))
+    ensure_topics(place, Kafka(partitions=3, retention_hours=2))
     ensure_topics(place, Kafka(partitions=5))  # another proxy with other settings
 
     admin = KafkaAdminClient(bootstrap_servers=broker.server)
@@ -94,7 +95,7 @@ def test_kafka_gets_topics_as_the_settings_say_and_keeps_them_as_they_are(broker
     }
     values = {name: one["value"] for name, one in found["topic"][place.topic].items()}
     assert values["retention.ms"] == "7200000"
-    assert values["max.message.bytes"] == "50000"
+    assert values["max.message.bytes"] == "8388608"
 
 
 def test_kafka_without_the_topic_is_an_error_when_none_may_be_created(broker: Broker) -> None:

@@ -43,36 +43,25 @@ def test_a_project_without_a_rubric_of_its_own_has_the_default(tmp_path: Path) -
     assert judge.of("shop").model_copy(update={"rubric": "base"}) == judge
 
 
-def test_the_gate_takes_its_own_of_the_project_then_its_own_then_the_rewards(
-    tmp_path: Path,
-) -> None:
-    own = '[gate_judge.projects.shop]\nrubric = "shop exam"\n'
-
+def test_the_gate_takes_its_own_then_the_rewards(tmp_path: Path) -> None:
     assert exams(load(tmp_path, REWARD)) == {"shop": "shop", "desk": "desk", "bank": "base"}
-    assert exams(load(tmp_path, REWARD + own)) == {
-        "shop": "shop exam", "desk": "desk", "bank": "base",
-    }  # fmt: skip
     # A rubric of the gate's own stands before the rewards' rubrics of projects.
-    assert exams(load(tmp_path, f'{REWARD}[gate_judge]\nrubric = "exam"\n{own}')) == {
-        "shop": "shop exam", "desk": "exam", "bank": "exam",
+    assert exams(load(tmp_path, f'{REWARD}[gate_judge]\nrubric = "exam"\n')) == {
+        "shop": "exam", "desk": "exam", "bank": "exam",
     }  # fmt: skip
 
 
 def test_each_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "shop.txt").write_text("shop, by a file")
-    (tmp_path / "exam.txt").write_text("exam, by a file")
 
     settings = load(
         tmp_path,
         f"[judge]\nmodel = 'x/y'\nrubric = 'base'\n"
-        f"[judge.projects.shop]\nrubric_file = '{tmp_path}/shop.txt'\n"
-        f"[gate_judge.projects.desk]\nrubric_file = '{tmp_path}/exam.txt'\n",
+        f"[judge.projects.shop]\nrubric_file = '{tmp_path}/shop.txt'\n",
     )
 
     assert settings.judge.of("shop").rubric == "shop, by a file"
-    assert exams(settings) == {
-        "shop": "shop, by a file", "desk": "exam, by a file", "bank": "base",
-    }  # fmt: skip
+    assert exams(settings) == {"shop": "shop, by a file", "desk": "base", "bank": "base"}
 
 
 def test_the_environment_gives_them_as_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +70,6 @@ def test_the_environment_gives_them_as_one_table(monkeypatch: pytest.MonkeyPatch
     assert load_settings(None).judge.of("shop").rubric == "from outside"
 
 
-@pytest.mark.parametrize("section", ["judge", "gate_judge"])
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -94,12 +82,12 @@ def test_the_environment_gives_them_as_one_table(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_is_no_rubric_of_a_project_is_refused(
-    tmp_path: Path, section: str, name: str, text: str, message: str
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     with pytest.raises(SettingsError) as caught:
-        load(tmp_path, f"[judge]\nmodel = 'x/y'\n[{section}.projects.{name}]\n{text}\n")
+        load(tmp_path, f"[judge]\nmodel = 'x/y'\n[judge.projects.{name}]\n{text}\n")
 
-    assert f"{section}.{message}" in str(caught.value)
+    assert f"judge.{message}" in str(caught.value)
 
 
 def test_without_keys_there_is_one_project_and_rubrics_of_others_are_warned_of(

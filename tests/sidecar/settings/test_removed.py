@@ -52,12 +52,12 @@ def test_a_removed_key_of_a_table_within_a_section_is_read_and_told(
 ) -> None:
     path = tmp_path / "sidecar.toml"
     removed = "warmup_steps = 3\n" if by == "file" else ""
-    path.write_text(f"[learner.advanced]\n{removed}clip_high = 0.5\n")
+    path.write_text(f"[learner.advanced]\n{removed}kl_coef = 0.5\n")
     if by == "environment":
         monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__WARMUP_STEPS", "3")
 
     with caplog.at_level(logging.WARNING):
-        assert load_settings(path).learner.advanced.clip_high == 0.5
+        assert load_settings(path).learner.advanced.kl_coef == 0.5
 
     said = "learner.advanced.warmup_steps is no longer a setting: the rate is whole from the first"
     assert caplog.messages == [f"{said} step"]
@@ -67,13 +67,11 @@ def test_a_key_that_moved_keeps_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sidecar.toml"
-    path.write_text("[learner]\nclip_low = 0.3\n[learner.advanced]\nclip_high = 0.5\n")
-    monkeypatch.setenv("SIDECAR_LEARNER__TIS_CAP", "2")
-    monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__TV_LIMIT", "0.4")
+    path.write_text("[learner]\nkl_budget = 0.5\n")
+    monkeypatch.setenv("SIDECAR_LEARNER__KL_COEF", "0.3")
 
     chosen = load_settings(path).learner.advanced
 
-    assert (chosen.clip_low, chosen.clip_high) == (0.3, 0.5)
-    assert (chosen.tis_cap, chosen.tv_limit) == (2.0, 0.4)
-    assert "learner.clip_low is now learner.advanced.clip_low" in caplog.messages
+    assert (chosen.kl_coef, chosen.kl_budget) == (0.3, 0.5)
+    assert "learner.kl_budget is now learner.advanced.kl_budget" in caplog.messages
     assert set(ADVANCED) == set(known("learner", "advanced"))

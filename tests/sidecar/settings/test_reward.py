@@ -21,7 +21,7 @@ def test_verifiers_are_tables_by_name(tmp_path: Path) -> None:
     settings = load_settings(
         write(
             tmp_path,
-            '[reward]\ncombine = "gate_then_rank"\n[reward.verifiers.short]\nkind = "length"\n'
+            '[reward.verifiers.short]\nkind = "length"\n'
             "max_tokens = 300\ngate = true\n[reward.verifiers.calls]\nkind = 'tool_calls'\n",
         )
     )
@@ -104,14 +104,6 @@ def test_a_token_comes_from_the_environment_and_is_never_shown(
         (
             'kind = "json_schema"\njson_schema = {maximum = nan}',
             "setting reward.verifiers.v.json_schema is sent as JSON and holds what JSON cannot",
-        ),
-        (
-            'kind = "tool_calls"\ngate = true',
-            'setting reward.verifiers.v.gate is true and reward.combine is "weights"',
-        ),
-        (
-            'kind = "tool_calls"\n[reward]\ncombine = "gate_then_rank"',
-            'setting reward.combine is "gate_then_rank" and no verifier is a gate',
         ),
     ],
 )

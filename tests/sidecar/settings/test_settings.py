@@ -55,11 +55,10 @@ def test_what_is_wrong_is_named_with_the_nearest_known_name(
 @pytest.mark.parametrize(
     ("text", "key", "message"),
     [
-        ("alpha = 16", "alpha", "whose server has this alpha for every adapter; give 32"),
-        ("processes = 2", "processes", "whose server has its own processes; give 1"),
-        ("shard_base = true", "shard_base", "is true and learner.backend"),
+        ("alpha = 16", "alpha", "which has this alpha for every adapter; give 32"),
+        ("processes = 2", "processes", "which has its own processes; give 1"),
+        ("shard_base = true", "shard_base", "is true and learner.tinker_url"),
         ("[learner.advanced]\nkl_coef = 0.5", "advanced.kl_coef", "no divergence from the base"),
-        ('tinker_url = ""', "tinker_url", "give the URL of the server"),
         ('tinker_url = "trainer:8000"', "tinker_url", "is not a URL such as http://trainer:8000"),
         ('tinker_url = "http://me:secret@t"', "tinker_url", "without a user or password"),
     ],
@@ -70,7 +69,7 @@ def test_what_a_tinker_server_cannot_do_is_refused(
     url = "" if "tinker_url" in text else 'tinker_url = "http://trainer:8000"\n'
 
     with pytest.raises(SettingsError) as caught:
-        load_settings(write(tmp_path, f'[learner]\nbackend = "tinker"\n{url}{text}\n'))
+        load_settings(write(tmp_path, f"[learner]\n{url}{text}\n"))
 
     assert f"learner.{key}" in str(caught.value)
     assert message in str(caught.value)
@@ -78,7 +77,7 @@ def test_what_a_tinker_server_cannot_do_is_refused(
 
 @pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
 def test_a_tinker_server_takes_every_loss(tmp_path: Path, loss: str) -> None:
-    text = f'backend = "tinker"\ntinker_url = "http://trainer:8000"\nloss = "{loss}"\n'
+    text = f'tinker_url = "http://trainer:8000"\nloss = "{loss}"\n'
 
     assert load_settings(write(tmp_path, f"[learner]\n{text}")).learner.loss == loss
 

@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from learner.errors import CheckpointError
-from learner.grpo.answers import Judged, leave_out_far
 from learner.grpo.checkpoint import (
     FORMAT,
     Snapshot,
@@ -26,7 +25,7 @@ from learner.grpo.checkpoint import (
 from learner.grpo.checks import Checked
 from learner.records import CheckedAnswers, Parent, TrainingJob
 from learner.resume import STATE, WorkFolder
-from sidecar.settings import Advanced, Learner
+from sidecar.settings import Learner
 
 if TYPE_CHECKING:
     from tests.learner.conftest import MakeGroup, MakeRow
@@ -148,23 +147,18 @@ def test_random_numbers_that_are_none_damage_a_checkpoint(states: dict[str, Tens
 def test_what_was_decided_at_the_start_of_a_run_comes_back(
     tmp_path: Path, group: MakeGroup, row: MakeRow
 ) -> None:
-    """An answer beyond `geometric_limit`, its siblings' new advantages, and the marks."""
+    """An answer that was left out, its siblings' new advantages, and the marks."""
     rows = [replace(row([5, 6], logprobs=(-1.0, -1.0)), start=(-1.0, -1.0)) for _ in range(4)]
-    rows[0] = replace(rows[0], start=(-0.95, -0.95))
-    rows[1] = replace(rows[1], positive=True)
     begun = replace(group([1, 2], rows), scores=(0.1, 0.9, 0.5, 0.3))
-    settings = Learner(advanced=Advanced(geometric_limit=0.01))
-    found = leave_out_far(begun, CheckedAnswers(tokens=8), settings)
-    assert isinstance(found, Judged), found
-    plain = tuple(replace(one, start=(), positive=False) for one in begun.rows)
-    job = replace(job_in(tmp_path), groups=(replace(begun, rows=plain),), settings=settings)
-    checked = Checked(
-        groups=(found.group,), faults={}, answers={begun.group_id: found.answers}, drift=None
-    )
+    plain = tuple(replace(one, start=()) for one in begun.rows)
+    rows[0] = replace(begun.rows[0], trainable=False, counted=False)
+    rows[1] = replace(begun.rows[1], advantage=1 / 3)
+    decided = replace(begun, rows=(*rows[:2], *begun.rows[2:]))
+    job = replace(job_in(tmp_path), groups=(replace(begun, rows=plain),))
+    known = CheckedAnswers(left_out={0: "drift"}, tokens=6)
+    checked = Checked(groups=(decided,), faults={}, answers={begun.group_id: known}, drift=None)
     kept = Snapshot(checked=checked, faults={})
 
     save_snapshot(kept, job, tmp_path)
 
     assert load_snapshot(tmp_path, job, {})[0] == kept
-    assert found.answers.left_out == {0: "geometric"}
-    assert found.group.rows[1].advantage == pytest.approx(1 / 3)
