@@ -29,8 +29,7 @@ from learner.shared_folders import shared_folders
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 
-POLL_S = 0.5
-"""How often the controller polls the canary."""
+POLL_S = 0.5  # how often the controller polls the canary
 
 
 class LineLoops:

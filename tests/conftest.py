@@ -1,8 +1,8 @@
 """How the suite runs: its tiers, and which tests go first.
 
 Tier 1 (`--tier 1`, `make test`) runs laws, contracts and examples, and one real loop on a real
-vLLM. Tier 2 (`make test-all`, and pytest without the option) adds `TIER_2`. `scripts/tests` runs
-either in parts.
+vLLM. Tier 2 (`make test-all`, and pytest without the option) adds `TIER_2` and what has the mark
+`tier_2`. `scripts/tests` runs either in parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import pytest
 import structlog
 
 from support.kafka_broker import broker, running_broker
-from support.stores import empty_store, new_store, postgres, run_on_both, store_kind
+from support.stores import (
+    empty_store,
+    new_store,
+    postgres,
+    run_on_both,
+    share_compiled_statements,
+    store_kind,
+)
 from support.tiers import TIER_2
 
 __all__ = [  # fixtures of all tests
@@ -46,6 +53,7 @@ def _configure_without_cache(*given: Any, **named: Any) -> None:
 
 
 structlog.configure = _configure_without_cache
+share_compiled_statements()
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +79,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     run_on_both(metafunc)
 
 
-def needs_service(item: pytest.Item) -> bool:
-    """Whether the test starts PostgreSQL, Kafka or a proxy's process."""
+def of_tier_2(item: pytest.Item) -> bool:
+    """Whether the test has the mark, or starts PostgreSQL, Kafka or a proxy's process."""
+    if item.get_closest_marker("tier_2"):
+        return True
     spec = getattr(item, "callspec", None)
     given = spec.params.values() if spec else ()
     named = any(one in ("postgres", "kafka") for one in given)
@@ -82,9 +92,9 @@ def needs_service(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order by `FIRST`, then by file; those of a file stay as they are."""
     if config.getoption("tier") == 1:
-        services = [item for item in items if needs_service(item)]
-        config.hook.pytest_deselected(items=services)
-        items[:] = [item for item in items if not needs_service(item)]
+        later = [item for item in items if of_tier_2(item)]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not of_tier_2(item)]
     items.sort(key=lambda item: (place(item.nodeid), item.nodeid.split("::")[0]))
 
 

@@ -18,8 +18,8 @@ from deploy.registry.canary_rule import Comparison, quality_of
 from deploy.registry.proof_rule import (
     GUARD_RATIO,
     SPLIT_LEVEL,
-    guard_level,
     harm,
+    level_of,
     limits_of,
     proven,
     ratios_of,
@@ -116,7 +116,7 @@ def groups(rules: CanarySettings, effect: float, seed: int) -> dict[str, bool]:
     return {
         **{claim: claim in proven(quality, rules) for claim in ("no_worse", "better")},
         "harm": harm(quiet) is not None,
-        **{kind: bets.peak >= threshold(guard_level(kind)) for kind, bets in quality.flaws.items()},
+        **{kind: bets.peak >= threshold(level_of(kind)) for kind, bets in quality.flaws.items()},
     }
 
 
@@ -140,6 +140,6 @@ def small_talk(rules: CanarySettings, effect: float, seed: int) -> dict[str, boo
 
 def _ended(live: Live, kind: str, rules: CanarySettings) -> dict[str, bool]:
     return {
-        "guard": live.guards[kind].bets.peak >= threshold(guard_level(kind)),
+        "guard": live.guards[kind].bets.peak >= threshold(level_of(kind)),
         "held": live.mismatch >= threshold(SPLIT_LEVEL),
     }

@@ -35,7 +35,7 @@ from deploy.registry.proof_rule import (
     HARM_LEVEL,
     PROMOTE_LEVEL,
     SPLIT_LEVEL,
-    guard_level,
+    level_of,
 )
 from sidecar.settings import Canary as CanarySettings
 
@@ -189,9 +189,9 @@ def allowed(level: float, count: int) -> float:
 def at_limits(pool: ProcessPoolExecutor, canaries: int) -> Part:
     """Candidates exactly as bad as is accepted: what is proven against them, or for them, is
     false."""
-    flaws = {kind: guard_level(kind) for kind in (*FLAWS, *OF_GROUPS)}
+    flaws = {kind: level_of(kind) for kind in (*FLAWS, *OF_GROUPS)}
     sessions = {"guard": GUARD_LEVEL, "held": SPLIT_LEVEL}
-    busy = {"guard": guard_level("evasive"), "held": SPLIT_LEVEL}
+    busy = {"guard": level_of("evasive"), "held": SPLIT_LEVEL}
     cases: dict[str, tuple[Callable[[int], dict[str, bool]], dict[str, float]]] = {
         f"sessions: {GUARD_RATIO:g} times as many bad": (
             partial(limits.guard, PLAIN), sessions,

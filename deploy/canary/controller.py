@@ -48,15 +48,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
-from deploy.registry.proof_rule import (
-    CLAIMS,
-    HARM_LEVEL,
-    PROMOTE_LEVEL,
-    SPLIT_LEVEL,
-    guard_level,
-    proven,
-    told_words,
-)
+from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, level_of, proven, told_words
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
@@ -102,7 +94,6 @@ def guard_facts(live: Live, behind: bool) -> EvidenceJson:
 def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySettings) -> EvidenceJson:
     """Return what judged groups say. before: claims that were proven by an earlier look."""
     low, high = _interval(quality.chart)
-    levels = dict.fromkeys(CLAIMS, PROMOTE_LEVEL) | {"harm": HARM_LEVEL}
     flaws: Mapping[str, Bets] = quality.flaws
     return {
         "groups": quality.groups,
@@ -116,8 +107,8 @@ def quality_facts(quality: Quality, before: frozenset[str], rules: CanarySetting
             "champion": _interval(quality.champion_to_anchor),
         },
         "proven": sorted(before | proven(quality, rules)),
-        **{name: _claim(getattr(quality, name), level) for name, level in levels.items()},
-        "flaws": {kind: _claim(bets, guard_level(kind)) for kind, bets in flaws.items()},
+        **{name: _claim(getattr(quality, name), level_of(name)) for name in (*CLAIMS, "harm")},
+        "flaws": {kind: _claim(bets, level_of(kind)) for kind, bets in flaws.items()},
     }
 
 
@@ -129,7 +120,7 @@ def _interval(chart: Sequence) -> tuple[float, float]:
 
 def _guard(kind: str, state: GuardState) -> EvidenceJson:
     counts = {"canary": state.canary, "champion": state.champion, "callers": state.callers}
-    claim = _claim(state.bets, guard_level(kind))
+    claim = _claim(state.bets, level_of(kind))
     return counts | claim | {"nats_by_caller": state.by_caller.peak}
 
 

@@ -142,9 +142,11 @@ def ratios_of() -> Mapping[str, float]:
     return dict.fromkeys(GUARDS, GUARD_RATIO)
 
 
-def guard_level(kind: str) -> float:
-    """Return the level of one guard: half where groups and sessions share it, because both see the
-    kind, and of the four that share two: narrow and long answers, outcomes and feedback."""
+def level_of(kind: str) -> float:
+    """Return the level of a claim of judged groups, or of one guard: half where groups and sessions
+    share it, as both see the kind, and of narrow and long answers, outcomes and feedback."""
+    if kind in CLAIMS or kind == "harm":
+        return HARM_LEVEL if kind == "harm" else PROMOTE_LEVEL
     return GUARD_LEVEL if kind in ("failed", "cut") else GUARD_LEVEL / 2.0
 
 
@@ -156,7 +158,7 @@ def guard_harm(guards: Mapping[str, GuardState]) -> str | None:
     callers, and evidence by callers is not far behind.
     """
     for kind, state in guards.items():
-        limit, log_e = threshold(guard_level(kind)), state.by_caller.peak
+        limit, log_e = threshold(level_of(kind)), state.by_caller.peak
         proven = log_e >= limit and (state.callers >= SEVERAL or kind == "failed")
         supported = log_e >= limit - math.log(LAG)
         if not proven and supported and not few_callers(state.callers, state.canary):
@@ -171,7 +173,7 @@ def guard_doubt(guards: Mapping[str, GuardState]) -> str | None:
     """Return in words which guard ends the canary without a verdict on the candidate, or None: its
     sessions would prove harm, but too few callers stand behind them."""
     for kind, state in guards.items():
-        limit = threshold(guard_level(kind))
+        limit = threshold(level_of(kind))
         if state.bets.peak >= limit:
             return (
                 f"{_bad_sessions(kind, state)}: {_evidence(state, state.bets.peak, limit)}; it is "
@@ -256,7 +258,7 @@ def harm(quality: Quality) -> str | None:
             f"{odds(quality.harm.peak)}, the limit is {odds(threshold(HARM_LEVEL))}"
         )
     for kind, bets in quality.flaws.items():
-        level = guard_level(kind)
+        level = level_of(kind)
         if bets.peak >= threshold(level):
             return (
                 f"more {_FLAWED[kind]} than the champion in {counted(bets.peak_at, 'group')}: "

@@ -42,8 +42,7 @@ ATTEMPTS: Final = "rehearsal_attempts"
 """Stage of counter rows: (stage, day) -> attempts."""
 PLAYING: Final = "playing"
 """Value of `rehearsal.result`: it is under way, or the process that played it ended meanwhile."""
-ATTEMPT_S = 600.0
-"""Longest time of one attempt."""
+ATTEMPT_S = 600.0  # longest time of one attempt
 ARRIVE_S: Final = 30.0
 """How long the exchanges of attempts may take to arrive in the store."""
 ARRIVE_POLL_S: Final = 0.2

@@ -168,8 +168,7 @@ def close(
         told = told_of(session, member.session_id)
         newest = max(step.began_at for step, _ in steps)
         ended = [one.received_at for one in told if one.ends and one.received_at >= newest]
-        idle = max(at for _, at in steps) <= now - IDLE_S
-        if not ended and not idle:
+        if not ended and max(at for _, at in steps) > now - IDLE_S:
             continue
         if settings.learn != "ruler" and not any(one.tells for one in told):
             count(session, STAGE, WITHOUT_OUTCOME)

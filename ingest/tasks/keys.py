@@ -21,8 +21,7 @@ from ingest.sessions.node import MAX_CALLERS, MAX_OPENINGS
 from sidecar.routing.opening import without_notes
 
 KeyKind = Literal["header", "prompt", "template", "rehearsal"]
-IDLE_S = 3_600.0
-"""A session without a turn for so long is over, unless a client said so before."""
+IDLE_S = 3_600.0  # a session without a turn for so long is over, unless a client said so before
 WINDOW_S: Final = 86_400.0
 """Sessions of a group began within a day of each other: the world that they met was the same."""
 PREFIX: Final = "tg_"

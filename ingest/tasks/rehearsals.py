@@ -175,9 +175,8 @@ def candidates_in(session: Session, *, now: float) -> list[Candidate]:
 
 
 def _values(reward: float | None, success: bool | None) -> list[float]:
-    if reward is not None:
-        return [reward]
-    return [] if success is None else [float(success)]
+    value = success if reward is None else reward
+    return [] if value is None else [float(value)]
 
 
 def choose_task(session: Session, *, now: float) -> Task | None:
@@ -189,8 +188,7 @@ def choose_task(session: Session, *, now: float) -> Task | None:
         examined = select(row.seq).where(*of_exam).limit(1)
         if one.prompt_key is not None and session.scalar(examined) is not None:
             continue
-        task = load_task(session, one.exchange_id)
-        if task is not None:
+        if (task := load_task(session, one.exchange_id)) is not None:
             return task
     return None
 

@@ -60,8 +60,7 @@ class Keep(Enum):
     KEEP = "keep"
 
 
-BEST_OF_MAX = 4
-"""Largest `x-sidecar-best-of` of a caller without a key; a key has its own."""
+BEST_OF_MAX = 4  # largest x-sidecar-best-of of a caller without a key; a key has its own
 KEEP = Keep.KEEP
 """Pass the caller's `Authorization` and `x-api-key` on as they came."""
 

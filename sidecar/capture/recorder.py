@@ -286,7 +286,8 @@ class Capture:
         untrainable: Counter[str] = Counter()
         mismatch: Exchange | None = None
         for raw in batch:
-            if len(self._queue) < self._limits.max_pending // 2:  # a long queue has priority
+            # A long queue has priority over the relay.
+            if len(self._queue) < self._limits.max_pending // 2:
                 self._yield_cpu()
             try:
                 exchange = self._read(raw)

@@ -106,8 +106,7 @@ class Accounts:
 FREE_BYTES: Final = 64 * 1024
 """A body up to this length is always accepted and never counted: the limit of connections bounds
 their number, and stalled uploads then keep no ordinary request out."""
-MAX_IN_FLIGHT = 2048
-"""Model requests of one worker at once; a further one is answered 503."""
+MAX_IN_FLIGHT = 2048  # model requests of one worker at once; a further one is answered 503
 HELD_BODIES = 8
 """Longest bodies (`proxy.max_body_bytes`) whose bytes one worker holds, incoming or in flight."""
 
@@ -269,10 +268,7 @@ class RelayContext:
     @property
     def busy(self) -> bool:
         """True if `MAX_IN_FLIGHT` requests are in flight."""
-        in_flight = 0
-        for replica in self.replicas.all:
-            in_flight += replica.in_flight
-        return in_flight >= MAX_IN_FLIGHT
+        return sum([replica.in_flight for replica in self.replicas.all]) >= MAX_IN_FLIGHT
 
     def compiled_routing(self, project: str) -> CompiledRouting:
         """The routing table that is in force now for the requests of a project."""

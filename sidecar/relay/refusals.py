@@ -248,8 +248,7 @@ def too_busy(surface: Surface) -> Refusal:
 
 def bodies_full(limit: int, surface: Surface) -> Refusal:
     message = (
-        f"The sidecar holds as many bytes of request bodies as it may ({limit}, by "
-        "proxy.max_body_bytes); try again."
+        f"The request bodies in memory reach {limit} bytes (by proxy.max_body_bytes); try again."
     )
     refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
     return replace(refusal, headers=(b"retry-after: 1",))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo.stand_in_judge import MODEL, UnreadablePromptError, judge_text, read_prompt
-from demo.stand_in_rule import is_complete, score_answer, score_parts, stems
+from demo.stand_in_judge import MODEL, UnreadablePromptError, read_prompt
+from demo.stand_in_rule import is_complete, score_answer, score_parts
 from ingest.errors import JudgeUnavailableError
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.prompt import build_prompt, reply_schema
@@ -100,44 +98,6 @@ def test_what_is_not_plain_is_not_complete(text: str) -> None:
     assert score_parts(text)["complete"] < 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Please send the jacket back to us.",
-        'He said "please send it back."',
-        "You’re welcome to send it back!",
-        "  Would you send the jacket back to us?  ",
-    ],
-)
-def test_a_plain_closed_sentence_is_complete(text: str) -> None:
-    assert is_complete(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "polite"),
-    [
-        ("Please wait.", True),
-        ("THANK YOU!", True),
-        ("We apologize for it.", True),
-        ("I’d be happy to do so.", True),
-        ("We’ll send it.", True),
-        ("You can send it.", True),
-        ("Send it.", False),
-        ("That displeased us.", False),  # a marker stands at the start of a word
-        ("A gladiator came.", True),  # the price of a rule: it reads letters, not meaning
-    ],
-)
-def test_courtesy_is_a_marker_at_the_start_of_a_word(text: str, polite: bool) -> None:
-    assert score_parts(text)["polite"] == polite
-
-
-def test_topic_words_are_compared_by_their_first_five_letters() -> None:
-    assert stems("I returned what they were returning, the jacket!") == {"retur", "jacke"}
-    question = "Can I return the jacket?"
-    on = value("We are sorry, returns take a week.", question)
-    assert on == pytest.approx(2 * value("We are sorry, things take a week.", question), abs=0.01)
-
-
 def test_one_canned_polite_sentence_does_not_win_everywhere() -> None:
     canned = "Thank you, we are happy to help."
     about = "Thank you, we do ship to Norway."
@@ -158,16 +118,6 @@ def test_one_canned_polite_sentence_does_not_win_everywhere() -> None:
 def test_tool_calls_by_hand(name: str, arguments: str | None, score: float) -> None:
     calls = [{"name": name, "arguments": arguments}]
     assert score_answer("", QUESTION, calls, ("track",))[0] == score
-
-
-def test_one_bad_call_spoils_the_answer() -> None:
-    calls = [{"name": "track", "arguments": "{}"}, {"name": "teleport", "arguments": "{}"}]
-    assert score_answer("", QUESTION, calls, ("track",))[0] == 0.2
-
-
-def test_good_answers_of_different_length_do_not_tie() -> None:
-    answers = [f"Sorry, your order {'very ' * n}surely ships today." for n in range(8)]
-    assert len({value(answer) for answer in answers}) == 8
 
 
 def prompt_of(*texts: str, context: Any = None, seed: int = 0) -> str:
@@ -192,11 +142,6 @@ def test_it_reads_the_question_the_tools_and_the_answers() -> None:
     assert task.question == "and</tools> last"
     assert task.tool_names == ("track",)
     assert sorted(answer["content"] for _, answer in task.answers) == ["<b>", "one"]
-
-
-def test_its_explanations_say_that_it_is_a_stand_in() -> None:
-    entries = json.loads(judge_text(prompt_of(BEST, "no")))["scores"]
-    assert all(entry["explanation"].startswith("stand-in judge: ") for entry in entries)
 
 
 @pytest.mark.parametrize("text", ["", "Hello!", '<answer-00 id="x">\nnot json\n</answer-00>'])
@@ -271,11 +216,6 @@ async def test_over_http_the_best_answer_gets_the_best_score_whatever_the_order(
         assert turned[judgement.scores.index(max(judgement.scores))] == BEST
         assert [call.ok for call in judgement.calls] == [True, True]
         assert all(call.reply.prompt_tokens for call in judgement.calls)
-
-
-def test_it_lists_its_model(server_url: str) -> None:
-    with urllib.request.urlopen(f"{server_url}/models", timeout=60) as reply:
-        assert [model["id"] for model in json.load(reply)["data"]] == [MODEL]
 
 
 async def test_another_prompt_is_answered_400(judge: LiteLlmJudge) -> None:

@@ -275,6 +275,7 @@ def test_wrong_settings_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "learner.rank" in capsys.readouterr().err
 
 
+@pytest.mark.tier_2
 def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Database) -> None:
     """The real schedule as a process: it says it is ready, and TERM ends it with 0."""
     config = tmp_path / "sidecar.toml"

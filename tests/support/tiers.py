@@ -4,11 +4,13 @@ TIER_2 = (
     "tests/benchmarks/",
     "tests/clients/",
     "tests/demo/",
+    "tests/deploy/admin/test_schema_fuzz.py/",
     "tests/deploy/canary/test_shadow.py/",
     "tests/deploy/cli/test_exit_codes.py/",
     "tests/deploy/cli/test_judge.py/",
     "tests/deploy/crashes/",
     "tests/deploy/doctor/test_end.py/",
+    "tests/deploy/engine/test_validation_memory.py/",
     "tests/deploy/page/test_live_parts.py/",
     "tests/deploy/page/test_look.py/",
     "tests/deploy/supervise/",
@@ -22,11 +24,14 @@ TIER_2 = (
     "tests/ingest/ruler/test_judging_killed.py/",
     "tests/ingest/ruler/test_judging_poison.py/",
     "tests/ingest/test_score.py/",
+    "tests/ingest/verifiers/test_checkers.py/",
     "tests/ingest/vllm/test_slowdown.py/",
     "tests/install/test_images.py/",
     "tests/learner/distributed/",
     "tests/learner/grpo/test_drift.py/",
     "tests/learner/grpo/test_losses_against_trl.py/",
+    "tests/learner/policy/test_compiled.py/",
+    "tests/learner/policy/test_memory_of_experts.py/",
     "tests/learner/resume/",
     "tests/learner/runs/test_bad_groups.py/",
     "tests/learner/runs/test_blame.py/",
@@ -46,5 +51,5 @@ TIER_2 = (
     "tests/sidecar/test_main.py/",
     "tests/sidecar/workers/",
 )
-"""Kills, processes, browsers, clients, engines and long runs. Of the other files the
-tests on PostgreSQL and Kafka, and those that start a proxy's process, are of tier 2 as well."""
+"""Kills, processes, browsers, clients, engines and long runs. Of the other files the tests with the
+mark `tier_2`, those on PostgreSQL and Kafka, and those that start a proxy's process are as well."""

@@ -382,6 +382,7 @@ pruner.prune(now=float(sys.argv[5]), actor="t")
 """
 
 
+@pytest.mark.tier_2
 @pytest.mark.parametrize(
     ("at", "when", "usable"),
     [

@@ -308,6 +308,7 @@ def test_the_command_says_what_the_learner_would_refuse(
     assert "runs refuse it as their parent until learner.rank = 4 (now 8)" in said.err
 
 
+@pytest.mark.tier_2
 def test_logs_of_a_command_go_to_stderr_so_that_its_json_can_be_read(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from sidecar.processes import ends_in_one_line
 
 
+@pytest.mark.tier_2
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -287,6 +287,7 @@ def test_key_names_are_listed_without_escape_codes(
     assert not obeys(shown.err)
 
 
+@pytest.mark.tier_2
 def test_a_terminal_of_another_encoding_loses_no_key(config: Path) -> None:
     command = ["keys", "create", "--project", "p", "--name", "\u6f22"]
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -420,15 +419,3 @@ def test_a_broken_weights_file_is_refused(
     (folder / "adapter_model.safetensors").write_bytes(content)
 
     assert words in refusal(folder, folder_digest(folder))
-
-
-def test_ten_megabytes_are_checked_in_under_a_second(tmp_path: Path) -> None:
-    count = 5_000_000
-    header = {"x.lora_B.weight": {**TENSOR, "shape": [count, 1], "data_offsets": [0, 2 * count]}}
-    path = tmp_path / "adapter_model.safetensors"
-    path.write_bytes(raw(header, struct.pack("<f", 0.5)[2:] * count))
-
-    started = time.process_time()
-    assert non_finite(path) is None
-
-    assert time.process_time() - started < 1.0

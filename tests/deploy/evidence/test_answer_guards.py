@@ -55,6 +55,7 @@ def test_a_collapsed_candidate_is_proven_so_within_the_gate() -> None:
     assert at <= 25
 
 
+@pytest.mark.tier_2
 def test_equal_candidates_are_rolled_back_by_it_within_its_level() -> None:
     """Answers of two tokens: half of all prompts look narrow in one direction or the other."""
     rng, fired = random.Random(7), 0

@@ -51,6 +51,7 @@ def test_a_pause_of_the_user_is_waited_for_no_longer() -> None:
     assert taken(order, 560.0) == ["a"], "after more than the longest interval of 150 s"
 
 
+@pytest.mark.tier_2
 def test_an_arm_whose_users_pause_for_less_time_is_not_taken_for_worse() -> None:
     """Each conversation is of 20 requests, one in ten of them bad; pauses are 10 s or 90 s."""
     rng = random.Random(1)

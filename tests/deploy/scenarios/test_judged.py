@@ -62,11 +62,11 @@ def noise(mean: float, count: int, *, seed: int = 3) -> list[float]:
     return [max(-1.0, min(1.0, rng.gauss(mean, 0.35))) for _ in range(count)]
 
 
-# TensorZero
+# Kayenta
 
 
 def test_a_smaller_margin_takes_more_groups() -> None:
-    strict = RULES.model_copy(update={"margin": 0.02})
+    strict = RULES.model_copy(update={"margin": 0.02, "anchor_margin": 0.02})
 
     assert needed(strict) > needed(RULES)
 

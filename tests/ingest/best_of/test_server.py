@@ -185,6 +185,7 @@ async def test_of_two_one_listens_and_the_other_takes_over(
     assert not [event for event in events if event["event"] == "best_of_question_refused"]
 
 
+@pytest.mark.tier_2
 def test_the_scoring_process_listens_when_it_is_on(tmp_path: Path, state_dir: Path) -> None:
     config = tmp_path / "sidecar.toml"
     config.write_text(

@@ -231,6 +231,7 @@ def write_config(folder: Path, bus: str) -> Path:
     return config
 
 
+@pytest.mark.tier_2
 def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit: Kit, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -220,6 +220,7 @@ def test_settings_move_each_threshold() -> None:
     assert assess(line, replace(LIMITS, min_answers=1_001)).checks == set()
 
 
+@pytest.mark.tier_2
 @pytest.mark.parametrize("answers", [200, 1_000])
 def test_equal_adapters_are_held_in_at_most_one_check_of_a_hundred(answers: int) -> None:
     """docs/log.md has more draws. Sessions of 5 answers on average, alike by 0.2."""
@@ -249,6 +250,7 @@ def references(seed: int, likeness: float) -> dict[str, Profile]:
     }
 
 
+@pytest.mark.tier_2
 @pytest.mark.parametrize("likeness", [0.2, 0.5])
 @pytest.mark.parametrize("session", [100, 20, 1])
 def test_equal_adapters_are_held_as_rarely_when_the_answers_are_of_few_sessions(
@@ -298,6 +300,7 @@ def test_feedback_of_few_sessions_does_not_tell_of_users() -> None:
     assert assess(line, LIMITS).checks == {"judge_alone"}
 
 
+@pytest.mark.tier_2
 def test_users_are_called_flat_with_the_chance_that_the_settings_state() -> None:
     """They gain just the least that counts, and the judge a lot: `false_holds` of checks hold."""
     held = dict.fromkeys((0.01, 0.1), 0)

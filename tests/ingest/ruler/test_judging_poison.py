@@ -6,7 +6,6 @@ tested.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -146,21 +145,6 @@ async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
     assert len(play.server.requests) == asked, "no further call is paid for"
 
 
-async def test_sixteen_groups_at_the_front_that_the_judge_cannot_take_cost_no_good_one(
-    stage: Callable[..., Stage],
-) -> None:
-    play = stage(passes=1)
-    kinds = list(POISON)
-    for number in range(16):
-        play.put(f"bad{number:02}", kinds[number % len(kinds)])
-    for number in range(24):
-        play.put(f"good{number:02}")
-
-    await play.play(20, tick_s=1)
-
-    assert play.statuses("good") == {"scored": 24}
-
-
 async def test_a_tenth_of_poison_and_an_outage_cost_no_good_group(
     stage: Callable[..., Stage],
 ) -> None:
@@ -215,62 +199,6 @@ async def test_a_judge_that_refuses_everything_is_a_fault_of_the_settings_and_bu
     assert asked <= 8 * 2 + 2 + 9 * 4, "eight in flight, then a group and a probe for each wait"
 
 
-async def test_a_rate_limit_costs_no_group_and_is_asked_again_when_it_says(
-    stage: Callable[..., Stage],
-) -> None:
-    """One call in 5 s is answered; the others are told to come back in 20 s."""
-    play = stage()
-    answered_at: list[float] = []
-    refused_at: list[float] = []
-    early: list[float] = []
-
-    def limited(request: dict[str, Any]) -> tuple[Any, ...]:
-        now = play.clock.now
-        if refused_at and now < refused_at[-1] + 20 and now != refused_at[-1]:
-            early.append(now)
-        if answered_at and now < answered_at[-1] + 5:
-            refused_at.append(now)
-            return 429, failure("slow down"), ("retry-after", "20")
-        answered_at.append(now)
-        return play.scores(request)
-
-    play.server.script = [limited]
-    for number in range(10):
-        play.put(f"good{number:02}")
-
-    await play.play(600, tick_s=1)
-
-    assert play.statuses("good") == {"scored": 10}
-    assert early == []
-
-
-async def test_a_200_that_is_no_answer_is_the_providers_fault(
-    stage: Callable[..., Stage],
-) -> None:
-    play = stage()
-    play.put("good")
-    play.put("bad", "page")
-    await play.play(3_600, tick_s=30)
-    assert play.statuses("good") == {"scored": 1}
-    row = play.kit.group_row(play.database, "bad")
-    assert (row.status, row.judge_attempts) == ("sampled", 0)
-
-
-async def test_a_fifth_of_replies_unusable_loses_no_group(stage: Callable[..., Stage]) -> None:
-    play, drawn = stage(passes=2), random.Random(5)
-
-    def sloppy(request: dict[str, Any]) -> tuple[int, Any]:
-        return (200, play.kit.completion("hm")) if drawn.random() < 0.2 else play.scores(request)
-
-    play.server.script = [sloppy]
-    for number in range(32):
-        play.put(f"good{number:02}")
-
-    await play.play(600, tick_s=5)
-
-    assert play.statuses("good") == {"scored": 32}
-
-
 async def test_groups_that_failed_come_after_those_that_never_did(
     stage: Callable[..., Stage],
 ) -> None:
@@ -315,18 +243,3 @@ async def test_a_group_that_the_code_fails_over_costs_only_itself(
     assert play.statuses("good") == {"scored": 1}
     assert play.kit.status(play.database, "broken") == ("set_aside", "judge_defect")
     assert [event["event"] for event in events].count("judging_failed") == 3
-
-
-async def test_an_absurd_count_of_tokens_is_not_believed(stage: Callable[..., Stage]) -> None:
-    play = stage()
-    play.put("good")
-
-    def boast(request: dict[str, Any]) -> tuple[Any, ...]:
-        status, reply = play.scores(request)
-        return status, {**reply, "usage": {"prompt_tokens": 10**30, "completion_tokens": -1}}
-
-    play.server.script = [boast]
-    await play.judging.step()
-
-    assert play.statuses("good") == {"scored": 1}
-    assert play.kit.calls(play.database)[0].prompt_tokens is None

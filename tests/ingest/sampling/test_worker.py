@@ -219,33 +219,6 @@ async def test_the_rest_of_a_group_whose_first_four_answers_are_alike_is_spared(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
 
 
-async def test_a_group_with_four_free_answers_that_are_alike_asks_for_none(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    choices = tuple(kit.choice("yes", index=n) for n in range(4))
-    (group_id,) = kit.choose(kit.exchange("e1", choices=choices), size=8)
-    sampler = kit.FakeSampler()
-
-    await make_worker(sampler, size=8).step()
-
-    assert kit.row(group_id).reason == "identical_answers"
-    assert sampler.requests == []
-    assert kit.counts("candidate") == {"spared": 4}
-
-
-async def test_a_group_whose_fourth_answer_differs_is_completed(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"), size=8)
-    sampler = kit.FakeSampler("served", "served", "other", "x")
-
-    assert await make_worker(sampler, size=8).step() == 1
-
-    assert len(sampler.requests) == 7
-    assert len(group_of(kit, group_id).answers) == 8
-    assert kit.counts("candidate") == {"kept": 7}
-
-
 async def test_a_worker_that_is_started_again_goes_on_where_the_steps_ended(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
@@ -292,21 +265,6 @@ async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
     assert kit.counts("candidate") == {"kept": 3, "failed": 1}
 
 
-async def test_a_group_that_fails_five_times_is_set_aside(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.FakeSampler(SamplingError("status 500")))
-
-    for _ in range(5):
-        assert kit.row(group_id).status == "sampling"
-        await worker.step()
-        clock.now += 300.0
-
-    assert (kit.row(group_id).status, kit.row(group_id).reason) == ("set_aside", "sampling_failed")
-    assert kit.counts("candidate") == {"failed": 15}
-
-
 async def test_no_more_candidates_are_in_flight_than_allowed(
     kit: Kit, make_worker: MakeWorker
 ) -> None:
@@ -343,17 +301,6 @@ async def test_a_group_that_vllm_refuses_costs_one_request(
     assert len(sampler.requests) == 1
     assert (kit.row(group_id).status, kit.row(group_id).reason) == ("set_aside", "request_refused")
     assert kit.counts("candidate") == {"refused": 1}
-
-
-async def test_a_refused_group_with_two_answers_of_its_own_goes_to_the_judge(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    choices = tuple(kit.choice(f"c{n}", index=n) for n in range(2))
-    (group_id,) = kit.choose(kit.exchange("e1", choices=choices))
-
-    assert await make_worker(kit.FakeSampler(RequestRefusedError("status 400"))).step() == 1
-
-    assert kit.row(group_id).status == "sampled"
 
 
 @pytest.mark.parametrize("role", ["champion", "canary", "previous"])
@@ -643,22 +590,6 @@ async def test_a_worker_that_is_stopped_gives_its_groups_back(
     with kit.database.write() as session:
         claimed = claim_groups(session, "sampling", limit=1, now=clock.now, lease_s=1.0)
     assert claimed == [group_id]
-
-
-async def test_a_running_worker_takes_one_group_after_the_other(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
-    stop = asyncio.Event()
-    running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=2).run(stop))
-
-    async with asyncio.timeout(60):
-        while kit.counts("sampling") != {"sampled": 5}:
-            await asyncio.sleep(0.01)
-    stop.set()
-    await running
-
-    assert {kit.row(group_id).status for group_id in ids} == {"sampled"}
 
 
 async def test_what_was_sampled_is_stored_when_the_store_comes_back(

@@ -397,6 +397,7 @@ rotate(Database(sys.argv[1], Keyring({"new": b"n" * 32, "old": b"o" * 32})), on_
 """
 
 
+@pytest.mark.tier_2
 def test_a_rotation_that_is_killed_is_run_again(new_store: NewStore) -> None:
     plain = new_store()
     names = [f"e{number}" for number in range(12)]

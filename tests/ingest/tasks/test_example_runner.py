@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from ingest.tasks.runner import runner_app
 
@@ -31,6 +32,7 @@ def test_an_art_rollout_moves_over_in_at_most_fifteen_lines() -> None:
     assert len(gone) <= 15
 
 
+@pytest.mark.tier_2
 async def test_the_example_plays_an_attempt_with_its_headers_and_tells_how_it_ended(
     judge_kit: Any,
 ) -> None:

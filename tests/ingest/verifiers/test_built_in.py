@@ -235,11 +235,11 @@ def test_regex(pattern: str, must: str, content: str, score: float) -> None:
 def test_a_pattern_that_backtracking_engines_never_end_with_takes_linear_time() -> None:
     import time
 
-    started = time.monotonic()
+    started = time.process_time()
     found = Regex(pattern=r"^(a+)+$").verify(case("a" * 50_000 + "b"))
 
     assert found.score == 0.0
-    assert time.monotonic() - started < 2.0
+    assert time.process_time() - started < 5.0
 
 
 @pytest.mark.parametrize(

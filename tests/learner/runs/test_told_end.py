@@ -139,7 +139,7 @@ def test_a_run_that_is_cut_short_says_how(
 ) -> None:
     fake_trainer.on_train = cause(run, database)
 
-    with pytest.raises(Exception, match=r"stop|gone|nan|lost its lease"):
+    with pytest.raises(Exception, match=r"stop|gone|nan|lease"):
         run.start()
 
     assert tracker.told == [told]

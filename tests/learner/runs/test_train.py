@@ -34,7 +34,6 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database, set_flag
 from sidecar.store.models import (
     AdapterRow,
-    AnswerRow,
     CounterRow,
     GroupRow,
     JudgeNoiseDayRow,
@@ -126,19 +125,6 @@ def test_a_run_that_fails_keeps_its_steps_and_where_it_was(
     with database.read() as session:
         (step,) = session.scalars(select(RunStepRow)).all()
         assert (step.run_id, step.step, step.body["reward_mean"]) == ("r1", 1, 0.25)
-
-
-def test_a_run_says_that_it_loads_before_its_trainer_does(
-    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, two_groups: None
-) -> None:
-    seen: list[object] = []
-    fake_trainer.on_train = lambda job: seen.append(run_row(database).progress)
-
-    new_run().start()
-
-    (progress,) = seen
-    assert isinstance(progress, dict)
-    assert progress["phase"] == "loading"
 
 
 def a_step(number: int) -> StepMetrics:
@@ -343,25 +329,6 @@ def test_a_parent_behind_a_link_is_not_trained_on(
     assert fake_trainer.jobs == []
 
 
-def test_stale_groups_are_dropped_and_counted(
-    new_run: NewRun,
-    database: Database,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-    put_version: PutVersion,
-) -> None:
-    champion = put_version(2, put_version(1), champion=True)
-    for number in range(3):
-        adapter = "base" if number == 0 else champion
-        put_group(scored_group([0.0, 1.0], group_id=str(number), adapter=adapter))
-
-    new_run(max_age_versions=1).start()
-
-    assert statuses(database)["0"] == ("dropped", "stale")
-    assert counters(database) == {"trained": 2, "stale": 1}
-    assert run_row(database).counts == {"used": 2, "stale": 1}
-
-
 def test_masked_answers_are_counted_by_reason(
     new_run: NewRun,
     database: Database,
@@ -467,22 +434,6 @@ def test_useless_groups_are_dropped_though_nothing_is_learned(
     assert counters(database) == {"no_spread": 2}
     assert run_row(database).counts == {"used": 0, "no_spread": 2}
     assert adapter_folders(settings) == []
-
-
-def test_a_group_without_all_its_scores_is_dropped(
-    new_run: NewRun,
-    database: Database,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-) -> None:
-    for group_id in ("a", "b", "c"):
-        put_group(scored_group([0.0, 1.0], group_id=group_id))
-    with database.write() as session:
-        session.get_one(AnswerRow, ("c", 1)).score = None
-
-    new_run().start()
-
-    assert statuses(database)["c"] == ("dropped", "no_scores")
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -800,31 +751,6 @@ def test_a_run_that_waits_for_the_store_can_be_stopped(
 
     with pytest.raises(RunStoppedError):
         run.start()
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_leftovers_of_killed_runs_are_removed(new_run: NewRun, settings: Settings) -> None:
-    (settings.learner.adapters_dir / ".run-dead").mkdir(parents=True)
-
-    candidate = new_run().start()
-
-    assert adapter_folders(settings) == [candidate.digest]
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_stray_file_or_link_beside_the_work_folders_costs_no_run(
-    new_run: NewRun, settings: Settings, tmp_path: Path
-) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir(mode=0o700)
-    settings.learner.adapters_dir.mkdir()
-    (settings.learner.adapters_dir / ".run-notes.txt").write_text("x")
-    (settings.learner.adapters_dir / ".run-zzz").symlink_to(foreign)
-
-    candidate = new_run().start()
-
-    assert adapter_folders(settings) == sorted([".run-notes.txt", ".run-zzz", candidate.digest])
-    assert foreign.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.usefixtures("two_groups")

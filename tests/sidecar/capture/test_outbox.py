@@ -210,6 +210,7 @@ def test_the_number_of_rows_is_found_without_reading_the_table(path: Path) -> No
     assert steps[0] == steps[1] > 0
 
 
+@pytest.mark.tier_2
 def test_several_processes_may_begin_one_outbox_together(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -257,6 +258,7 @@ def test_a_place_that_cannot_be_made_is_said_to_be_unreachable(tmp_path: Path) -
     assert raised.value.reason == "unreachable"
 
 
+@pytest.mark.tier_2
 def test_what_was_committed_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     import subprocess
     import sys

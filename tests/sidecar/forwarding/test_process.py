@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from sidecar.capture.outbox import Outbox
@@ -27,6 +28,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.tier_2
 async def test_it_is_counted_and_started_again_and_loses_nothing_while_kafka_is_away(
     tmp_path: Path, capfd: object
 ) -> None:

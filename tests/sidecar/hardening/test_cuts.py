@@ -7,7 +7,6 @@ taken (see `say_apart` and `piecewise`).
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
 import pytest
@@ -87,63 +86,6 @@ def framed(body: bytes, *, stream: bool) -> bytes:
     events = [event + b"\n\n" for event in body.split(b"\n\n") if event]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
     return head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
-
-
-@pytest.mark.parametrize("name", ["whole", "tools", "two"])
-@pytest.mark.parametrize("kind", ["reply", "stream"])
-async def test_a_reply_cut_anywhere_is_the_same_reply(
-    name: str,
-    kind: str,
-    recorded: Recorded,
-    start_proxy: StartProxy,
-    dial: Connect,
-    fake_vllm: StrictVllm,
-) -> None:
-    """All that was recorded, every byte a read of its own, then 150 drawn sets of cuts."""
-    suffix = "sse" if kind == "stream" else "json"
-    sent = framed(recorded(f"{name}_{kind}_asked.{suffix}"), stream=kind == "stream")
-    plain = recorded(f"{name}_{kind}_plain.{suffix}")
-    running = await start_proxy()
-    client = await dial(running)
-    fake_vllm.piecewise = True
-    drawn = random.Random(name + kind)
-    cuts = [sorted(drawn.sample(range(1, len(sent)), drawn.randint(1, 12))) for _ in range(150)]
-
-    for places in (list(range(1, len(sent))), *cuts):
-        pieces = [sent[a:b] for a, b in zip([0, *places], [*places, len(sent)], strict=True)]
-        fake_vllm.play(*pieces)
-        client.say(post(BODY))
-        reply = await client.hear()
-        assert reply.body == plain, places
-
-
-async def test_a_stream_cut_inside_a_character_and_a_field_name_is_the_same_stream(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    """Every single cut of a short stream with four-byte characters, comments, CR LF and an event
-    over several chunks."""
-    choice = (
-        '{"index":0,"delta":{"content":"😀é"},"logprobs":%s,"finish_reason":null,"token_ids":%s}'
-    )
-    template = 'data: {"id":"1","choices":[%s],"prompt_token_ids":%s}\n\n'
-    asked = template % (choice % ('{"content":[]}', "[1,2]"), "[3]")
-    plain = template % (choice % ("null", "null"), "null")
-    rest = ": ping\n\ndata: [DONE]\r\n\r\n"
-    body = (asked + asked + rest).encode()
-    half = len(body) // 2
-    head = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    )
-    sent = head + b"%x\r\n%b\r\n" % (half, body[:half])
-    sent += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body) - half, body[half:])
-    running = await start_proxy()
-    client = await dial(running)
-    fake_vllm.piecewise = True
-
-    for cut in range(1, len(sent)):
-        fake_vllm.play(sent[:cut], sent[cut:])
-        client.say(post(BODY))
-        assert (await client.hear()).body == (plain + plain + rest).encode(), cut
 
 
 async def test_an_event_goes_on_when_its_last_byte_comes(

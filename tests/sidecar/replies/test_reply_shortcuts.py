@@ -228,18 +228,6 @@ def test_with_the_short_cuts_every_read_gives_the_same(replies: list[Sent]) -> N
     assert history(replies, shortcuts=True) == history(replies, shortcuts=False)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 14, 15, 16, 17, 255, 256, 4095, 4096, 4097, 70_000])
-def test_every_cut_near_a_chunks_ends_gives_the_same(size: int) -> None:
-    first, second = chunk(b"a"), chunk((EVIL * 1000)[:size]) if size else b""
-    near = [*range(-12, 13)]
-    places = {len(first) + at for at in near} | {len(first + second) + at for at in near}
-    stream = first + second + chunk(b"b" * 17) + LAST
-
-    for place in sorted(places & {*range(1, len(stream))}):
-        sent = alone(STREAM, stream[:place], stream[place:])
-        assert history(sent, shortcuts=True) == history(sent, shortcuts=False), place
-
-
 # -- replies of a known length
 
 
@@ -342,40 +330,6 @@ def test_several_whole_chunks_are_recognised_and_handed_on_one_by_one() -> None:
     assert reader.body == [b"ab", b"c" * 300, b"d", b"d", b"d"]
 
 
-AB = chunk(b"ab")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        AB + b"2\r\na",  # and half of the next
-        AB + b"2\r\n",
-        AB + b"2",
-        AB[:-1],
-        AB[:-2],
-        AB + b"\r\n",
-        AB + b"x",
-        AB + LAST,
-        LAST,
-        b"2;a=b\r\nab\r\n",
-        b"0x2\r\nab\r\n",
-        b"000000002\r\nab\r\n",
-        b"1\r\nab\r\n",
-        b"3\r\nab\r\n",
-        b"f" * 8 + b"\r\nab\r\n",
-        b"2\nab\n",
-        b"2\r\nab\n\r",
-        b"\r\n",
-        b"no chunk has this length" + b"x" * 236 + b"\r\n",
-    ],
-)
-def test_anything_but_whole_chunks_is_not(data: bytes) -> None:
-    parser, _, _ = in_stream(AB)
-    assert parser.whole_chunks(AB)
-
-    assert not parser.whole_chunks(data)
-
-
 def test_no_read_of_any_length_is_taken_for_a_chunk_that_it_is_not() -> None:
     parser, _, _ = in_stream()
 
@@ -387,57 +341,3 @@ def test_no_read_of_any_length_is_taken_for_a_chunk_that_it_is_not() -> None:
             taken = parser.whole_chunks(data)
             start, end = chunk_at(data, 0)
             assert taken == (start > 0 and end + 2 == len(data)), data[:20]
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        (),
-        (OK[:10],),
-        (KNOWN % b"20",),
-        (KNOWN % b"20", b"abc"),
-        (OK + b"x: 1\r\n\r\n",),
-        (INTERIM[0],),
-        (STREAM, AB, LAST),
-        (STREAM, AB + b"2"),
-        (STREAM, AB + b"2\r\n"),
-        (STREAM, b"c\r\n" + AB),
-        (STREAM, b"1;a=b\r\n"),
-        (STREAM, AB, b"0\r\n"),
-        (STREAM, AB, b"0\r\nx-trailer: 1\r\n"),
-    ],
-)
-def test_a_chunk_is_one_only_where_a_chunk_may_begin(before: tuple[bytes, ...]) -> None:
-    parser, _ = new_parser()
-    reply(parser, *before)
-
-    assert not parser.whole_chunks(AB)
-
-
-def test_the_next_reply_begins_with_its_head() -> None:
-    parser, _, _ = in_stream(AB)
-    parser.expect(Reader(), head_only=False)
-
-    assert not parser.whole_chunks(AB)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        *(b"0x1f", b"1_0", b" 5", b"5 ", b"+5", b"-5", b"\t5", b"5;", b"5;a=b", b"g", b"", b"0"),
-        *(b"000", b"5\n", b"\n5", b"\xd9\xa5", b"\xb2", b"5.0", b"0" * 8 + b"5", b"5\x00"),
-    ],
-)
-def test_only_plain_digits_are_a_size(size: bytes) -> None:
-    data = size + b"\r\nabcde" + b"x" * 40 + b"\r\n"
-
-    assert chunk_at(data, 0) == (-1, -1)
-
-
-@pytest.mark.parametrize(
-    ("size", "length"), [(b"5", 5), (b"1F", 31), (b"1f", 31), (b"00000aB", 171)]
-)
-def test_a_size_is_read_in_both_cases(size: bytes, length: int) -> None:
-    start = 2 + len(size) + 2
-
-    assert chunk_at(b"xx" + size + b"\r\n...", 2) == (start, start + length)

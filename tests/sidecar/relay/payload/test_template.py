@@ -129,36 +129,6 @@ def learned(sample: bytes = USUAL_EVENT) -> EventShape:
 # -- events
 
 
-@pytest.mark.parametrize("name", ["whole", "tools", "two"])
-def test_the_recorded_events_are_learned_from_and_equal_the_careful_way(
-    name: str, recorded: Recorded
-) -> None:
-    events = EventSplitter().feed(recorded(f"{name}_stream_asked.sse"))
-    careful = [strip_event(one, STRIP_USUAL) for one in events]
-    usual = [
-        b'"delta":{"' in one and b'"finish_reason":null' in one and b'"logprobs":{' in one
-        for one in events
-    ]
-    assert sum(usual) >= 5
-
-    for teacher, stripped, teaches in zip(events, careful, usual, strict=True):
-        shape = learn_shape(teacher, stripped)
-        assert (shape is not None) == teaches
-        if shape is None:
-            continue
-        choice = teacher[: teacher.index(b'"delta"')]
-        for one, expected, expect_usual in zip(events, careful, usual, strict=True):
-            found = shape.strip(one)
-            assert found == (expected if expect_usual and one.startswith(choice) else None)
-
-
-def test_an_event_of_several_tokens_is_a_usual_one() -> None:
-    two = event(delta_event(tokens=("a", "b"), ids=(7, 8)))
-
-    assert learned().strip(two) == strip_event(two, STRIP_USUAL)
-    assert learned(two).strip(USUAL_EVENT) == strip_event(USUAL_EVENT, STRIP_USUAL)
-
-
 ODD_EVENTS = {
     "finish": delta_event(finish="stop"),
     "held back": delta_event(delta={}),
@@ -183,34 +153,6 @@ ODD_EVENTS = {
 @pytest.mark.parametrize("name", ODD_EVENTS)
 def test_an_odd_event_is_left_to_the_careful_way(name: str) -> None:
     assert learned().strip(event(ODD_EVENTS[name])) is None
-
-
-@pytest.mark.parametrize("name", ODD_EVENTS)
-def test_what_is_learned_from_an_odd_event_is_right_too(name: str) -> None:
-    odd = event(ODD_EVENTS[name])
-    shape = learn_shape(odd, strip_event(odd, STRIP_USUAL))
-
-    for one in (odd, USUAL_EVENT, *map(event, ODD_EVENTS.values())):
-        found = None if shape is None else shape.strip(one)
-        assert found in (None, strip_event(one, STRIP_USUAL))
-
-
-@pytest.mark.parametrize("first", [*ODD_EVENTS, "no fields", "null fields", "comment", "done"])
-def test_two_events_in_one_read_are_not_one(first: str) -> None:
-    """What begins like a usual event and ends like one is not one."""
-    choice = {"index": 0, "delta": {"content": "a"}}
-    fields = {"logprobs": None, "finish_reason": None, "token_ids": [5]}
-    others = {
-        "no fields": event({"id": "1", "model": "m", "choices": [{**choice, "token_ids": [5]}]}),
-        "null fields": event({"id": "1", "model": "m", "choices": [{**choice, **fields}]}),
-        "comment": b": ping\n\n",
-        "done": DONE,
-    }
-    other = others[first] if first in others else event(ODD_EVENTS[first])
-    shape = learned()
-
-    for read in (other + USUAL_EVENT, USUAL_EVENT + other, USUAL_EVENT * 2):
-        assert shape.strip(read) in (None, each_carefully(read))
 
 
 def test_two_choices_in_one_event_are_not_one() -> None:
@@ -328,19 +270,6 @@ def test_any_stream_cut_anywhere_is_the_stream_edited_event_by_event(
     assert fed(EventBody(STRIP_USUAL), pieces) == each_carefully(stream)
 
 
-def test_a_choice_that_ends_in_the_read_of_anothers_event_ends() -> None:
-    """Two answers in one stream: the read begins like the one that was learned, and ends so."""
-    finish = event(delta_event({"content": "the end"}, finish="stop"))
-    other = event(delta_event({"content": "goes on"}, index=1))
-    body = EventBody(STRIP_USUAL)
-
-    out = [body.feed(one) for one in (USUAL_EVENT, finish + other)]
-
-    assert out == [each_carefully(USUAL_EVENT), each_carefully(finish + other)]
-    assert b"the end" in out[1]
-    assert b"goes on" in out[1]
-
-
 def test_a_stream_of_another_kind_is_looked_at_a_few_times_only() -> None:
     body = EventBody(STRIP_USUAL)
     odd = event(ODD_EVENTS["finish"])
@@ -387,58 +316,6 @@ def reply_of(*choices: dict[str, Any], prompt: Any = (1, 2), **behind: Any) -> d
     usage = {"prompt_tokens": 2, "total_tokens": 3}
     last = {"usage": usage, "prompt_logprobs": None, "prompt_token_ids": ids, "metrics": None}
     return {"id": "1", "model": "m", "choices": [*choices], **last, **behind}
-
-
-ANOTHER = choice_of(index=1)
-TOP_CHOICE = {**choice_of(), "logprobs": {"content": [token("a", top=True)]}}
-ODD_REPLIES = {
-    "two answers": reply_of(choice_of(), ANOTHER),
-    "no log-probabilities": reply_of({**choice_of(), "logprobs": None}),
-    "an answer of no tokens": reply_of(choice_of(tokens=(), ids=())),
-    "an answer of no tokens first": reply_of(choice_of(tokens=(), ids=()), ANOTHER),
-    "an answer of no tokens last": reply_of(choice_of(), choice_of(tokens=(), ids=(), index=1)),
-    "an answer without them first": reply_of({**choice_of(), "logprobs": None}, ANOTHER),
-    "an answer without the key first": reply_of({"index": 0, "token_ids": [5]}, ANOTHER),
-    "an answer without the key last": reply_of(choice_of(), {"index": 1, "token_ids": [5]}),
-    "other tokens named": reply_of(TOP_CHOICE),
-    "other tokens named first": reply_of(TOP_CHOICE, ANOTHER),
-    "a member between": reply_of(choice_of(between={"x": 1})),
-    "a member between first": reply_of(choice_of(between={"x": 1}), ANOTHER),
-    "the same end between": reply_of(choice_of(between={"x": {"y": [{"top_logprobs": []}]}})),
-    "no ids": reply_of({**choice_of(), "token_ids": None}),
-    "no ids first": reply_of({**choice_of(), "token_ids": None}, ANOTHER),
-    "no prompt's ids": reply_of(choice_of(), prompt=None),
-    "empty prompt's ids": reply_of(choice_of(), prompt=()),
-    "a long stop": reply_of(choice_of(stop="x" * 500)),
-    "ids of no numbers": reply_of(choice_of(ids=("1",))),  # type: ignore[arg-type]
-    "prompt's ids of lists": reply_of(choice_of(), prompt=([1], [2])),
-    "ids behind": reply_of(choice_of(), last={"x": 1, "token_ids": [9]}),
-    "ids before the prompt's": {**reply_of(choice_of()), "usage": {"x": 1, "token_ids": [9]}},
-    "log-probabilities behind": reply_of(choice_of(), logprobs={"content": []}),
-    **{
-        f"again {number}": reply_of(choice_of(before=said))
-        for number, said in enumerate(OURS_AGAIN)
-    },
-    **{
-        f"inside {number} first": reply_of(choice_of("the first", inside=said), ANOTHER)
-        for number, said in enumerate(INSIDE)
-    },
-    **{
-        f"inside {number} last": reply_of(choice_of(), choice_of(inside=said, index=1))
-        for number, said in enumerate(INSIDE)
-    },
-    "tops in the last token of the first": reply_of(
-        {**choice_of(), "logprobs": {"content": [token("a"), token("b", top=True)]}}, ANOTHER
-    ),
-    "no answer": reply_of(),
-}
-
-
-@pytest.mark.parametrize("name", ODD_REPLIES)
-def test_an_odd_reply_is_edited_as_it_would_be_member_by_member(name: str) -> None:
-    sent = written(ODD_REPLIES[name])
-
-    assert strip_reply(sent, STRIP_USUAL) == member_by_member(sent)
 
 
 CHOICES = st.builds(

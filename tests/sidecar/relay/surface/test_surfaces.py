@@ -34,7 +34,6 @@ TEXT_ONLY = [
     "messages_tools_stream",
 ]
 NOT_RECORDED = ["count_tokens", "embeddings"]
-STREAMS = [name for name in [*PAIRED, *TEXT_ONLY] if name.endswith("_stream")]
 FOUR = ["chat", "completions", "responses", "messages"]
 ADAPTER = "smollm2-135m--v3-0123456789ab"
 
@@ -309,24 +308,3 @@ async def test_an_unknown_model_is_refused_in_the_words_of_that_surface(
     assert ours["error"]["message"].startswith("The model `nope` does not exist.")
     assert {**ours["error"], "message": ""} == {**real["error"], "message": ""}
     assert fake_vllm.requests == []
-
-
-@pytest.mark.parametrize("name", STREAMS)
-async def test_a_stream_may_be_cut_anywhere(
-    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    """Each cut is a read of its own; also where a chunk's length or a character is cut."""
-    plain = wire.recording(f"{name}.plain")
-    item = wire.recording(f"{name}.asked") if name in PAIRED else plain
-    running = await start_proxy()
-    count = 0
-    for cut in range(1, len(item.reply), max(1, len(item.reply) // 50)):
-        fake_vllm.play(item.reply[:cut], 0.001, item.reply[cut:])
-
-        _, _, body = await ask(running, wire, plain)
-
-        assert body == plain.body, cut
-        count += 1
-    exchanges = await running.captured(count)
-    assert {exchange.choices for exchange in exchanges} == {exchanges[0].choices}
-    assert {exchange.outcome for exchange in exchanges} == {"ok"}
