@@ -118,10 +118,11 @@ def test_the_index_has_every_page() -> None:
     named = set(re.findall(r"\]\(([\w.-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
 
     pages = {one.name for one in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    decisions = {one.name for one in (ROOT / "docs" / "decisions").glob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
     assert named == pages
-    assert (
-        set(re.findall(r": docs/([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)) == pages
-    )
+    assert set(re.findall(r": docs/([\w.-]+\.md)$", navigation, re.M)) == pages
+    assert set(re.findall(r": docs/decisions/([\w.-]+\.md)$", navigation, re.M)) == decisions
 
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
