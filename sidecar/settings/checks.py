@@ -105,9 +105,7 @@ WITHOUT_MODEL = (
     "budget",
     "budget_tokens",
     "requests_per_minute",
-    "tokens_per_minute",
     "rubric",
-    "rubric_file",
     "projects",
     "context_tokens",
     "passes",
@@ -129,15 +127,9 @@ def judges(settings: Settings) -> Iterator[Problem]:
     judges: tuple[Judge | Fallback, ...] = (judge, *judge.fallbacks)
     if len({(one.model, one.api_base) for one in judges}) < len(judges):
         yield ("judge", "fallbacks"), "names one judge twice; name each once"
-    for section, asked in (("judge", judge), ("gate_judge", own)):
-        if asked.rubric_file and is_given(asked, "rubric"):
-            yield (
-                (section, "rubric_file"),
-                f"and {section}.rubric are both set; give the rubric once",
-            )
     for name, own_rubric in judge.projects.items():
-        if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
-            yield ("judge", "projects", name), "has no rubric, or two; give rubric or rubric_file"
+        if not own_rubric.rubric.strip():
+            yield ("judge", "projects", name), "has no rubric; give one"
     if not own.model:
         for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 ADVANCED = ("kl_budget", "kl_coef")
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
+RUBRIC_FILE = "rubric_file"
+"""A key of rubrics, which name their file themselves now."""
 
 REMOVED: Mapping[str, str] = {
     "adapters.keep_champions": "KEEP_CHAMPIONS in deploy.adapters.prune is 10",
@@ -73,9 +75,12 @@ REMOVED: Mapping[str, str] = {
     "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
     "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
     "judge.fallbacks.json_schema": "the schema is sent unless that judge takes none",
+    "judge.fallbacks.tokens_per_minute": "the pace is learned from that judge's refusals",
     "judge.json_schema": "the schema is sent unless the judge takes none",
     "judge.rescore_after_s": "noise is measured on the passes of every group, drift once a day",
     "judge.rescore_share": "noise is measured on the passes of every group, drift once a day",
+    "judge.show_reasoning": "the judge sees no reasoning, as in the published RULER",
+    "judge.tokens_per_minute": "the pace is learned from the judge's refusals",
     "kafka.group": "it is the topic's name with .ingest",
     "kafka.max_message_bytes": "MAX_MESSAGE_BYTES in sidecar.forwarding.sender is 8388608",
     "learner.backend": "learner.tinker_url names a server where there is one",
@@ -162,14 +167,19 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
     """Return a section without its removed keys, and with those that moved in their new place."""
     kept: dict[str, Any] = {}
     moved: dict[str, Any] = {}
+    moved_rubric: dict[str, Any] = {}
     for key, value in section.items():
         if name == "learner" and key in ADVANCED:
             moved[key] = value
             log.warning("learner.%s is now learner.advanced.%s", key, key)
+        elif key == RUBRIC_FILE and name.partition(".")[0] in ("judge", "gate_judge"):
+            log.warning('%s.%s is now %s.rubric = "file:PATH"', name, key, name)
+            moved_rubric = {"rubric": f"file:{value}"} if value else {}
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:
             kept[key] = _of_value(f"{name}.{key}", value)
+    kept |= moved_rubric
     if moved:
         kept["advanced"] = moved | dict(kept.get("advanced", {}))
     return kept
@@ -183,4 +193,6 @@ def _of_value(name: str, value: Any) -> Any:  # Any: of TOML
 
 def is_removed(section: str, key: str) -> bool:
     """Tell whether a key was a setting, and is none, or has another place."""
+    if key == RUBRIC_FILE:
+        return section in ("judge", "gate_judge")
     return f"{section}.{key}" in REMOVED or (section == "learner" and key in ADVANCED)
