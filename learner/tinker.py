@@ -50,7 +50,7 @@ from learner.grpo import chance, checks, optimizer, trainer
 from learner.grpo.answers import Judged
 from learner.grpo.checkpoint import Snapshot, draw_curves
 from learner.grpo.losses import Objective, objective, tokens_of
-from learner.policy.adapter_io import ADAPTER, load_shapes, take_adapter
+from learner.policy.adapter_io import ADAPTER, SEED, load_shapes, take_adapter
 from learner.policy.packing import pack_rows
 from learner.records import (
     Fault,
@@ -330,7 +330,7 @@ class TinkerServer:
         asked: dict[str, Any] = {
             "base_model": self._job.base_model_path,
             "rank": settings.rank,
-            "seed": settings.seed % 2**31,
+            "seed": SEED,
             "train_unembed": False,
         }
         create = service.create_lora_training_client

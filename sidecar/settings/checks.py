@@ -726,12 +726,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
                 f'that to "{schedule}", or leave this out',
             )
-    if is_given(rules.advanced, "kl_budget") and not rules.advanced.kl_coef:
-        yield (
-            ("learner", "advanced", "kl_budget"),
-            "is set and kl_coef is 0, so nothing draws a step that is over it back; raise that, or "
-            "leave this out",
-        )
     if 0 < rules.pack_tokens < SHORT_PACK:
         yield (
             ("learner", "pack_tokens"),

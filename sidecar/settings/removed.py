@@ -13,7 +13,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 """Settings are read before a process sets up its log: Python then writes the line to stderr."""
 
-ADVANCED = ("kl_budget", "kl_coef")
+ADVANCED = ("kl_coef",)
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
 RUBRIC_FILE = "rubric_file"
 """A key of rubrics, which name their file themselves now."""
@@ -84,6 +84,7 @@ REMOVED: Mapping[str, str] = {
     "kafka.group": "it is the topic's name with .ingest",
     "kafka.max_message_bytes": "MAX_MESSAGE_BYTES in sidecar.forwarding.sender is 8388608",
     "learner.backend": "learner.tinker_url names a server where there is one",
+    "learner.checkpointing": "CHECKPOINTING in learner.grpo.trainer is auto",
     "learner.doubtful_logprobs": "such an answer is left out",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
     "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
@@ -95,6 +96,7 @@ REMOVED: Mapping[str, str] = {
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
     "learner.advanced.warmup_steps": "the rate is whole from the first step",
+    "learner.seed": "SEED in learner.policy.adapter_io is 0",
     "learner.warmup": "no run takes supervised steps",
     "learner.warmup_steps": "the rate is whole from the first step",
     "learner.steps": "a run takes as many as learner.groups_per_step makes of its groups",
@@ -132,6 +134,10 @@ REMOVED: Mapping[str, str] = {
         f"learner.{table}{name}": "no token or answer is weighed or left out for its age"
         for table in ("", "advanced.")
         for name in ("geometric_limit", "stale_limit", "tis_cap")
+    },
+    **{
+        f"learner.{table}kl_budget": "KL_BUDGET in learner.grpo.trainer is 0.2"
+        for table in ("", "advanced.")
     },
     **{
         f"learner.{table}{name}": f"LossRule in learner/grpo/losses.py has {value}"

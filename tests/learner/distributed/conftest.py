@@ -30,8 +30,9 @@ LENGTHS = ((3, 4), (9, 2), (5, 5, 5), (2, 3), (12, 1, 6), (4, 4), (3, 7))
 
 
 @pytest.fixture
-def several(learner_settings: Learner) -> Learner:
+def several(learner_settings: Learner, monkeypatch: pytest.MonkeyPatch) -> Learner:
     """Settings of a run with most parts: two steps, a start, a term for KL."""
+    monkeypatch.setattr("learner.grpo.trainer.KL_BUDGET", 0.0)
     return learner_settings.model_copy(
         update={
             "groups_per_step": 4,
@@ -39,7 +40,7 @@ def several(learner_settings: Learner) -> Learner:
             "processes_timeout_s": 120.0,
             "pack_tokens": 24,
             "loss": "ppo_decoupled",
-            "advanced": Advanced(kl_coef=0.05, kl_budget=0.0),
+            "advanced": Advanced(kl_coef=0.05),
         }
     )
 

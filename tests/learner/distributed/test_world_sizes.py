@@ -61,8 +61,9 @@ def test_two_processes_train_what_one_trains(
     several: Learner,
     shared: bool,
     checkpointing: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    several = several.model_copy(update={"checkpointing": checkpointing})
+    monkeypatch.setattr("learner.grpo.trainer.CHECKPOINTING", checkpointing)
     one, two = settings_of(several, shared=shared)
 
     expected, found = train(groups, one, quiet=3), train(groups, two, quiet=3)
