@@ -37,7 +37,6 @@ def several(learner_settings: Learner, monkeypatch: pytest.MonkeyPatch) -> Learn
         update={
             "groups_per_step": 4,
             "processes": 2,
-            "processes_timeout_s": 120.0,
             "pack_tokens": 24,
             "loss": "ppo_decoupled",
             "advanced": Advanced(kl_coef=0.05),
@@ -135,7 +134,7 @@ Train = Callable[..., Trained]
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "sidecar.toml"
-    path.write_text('[serving]\nmodel = "m"\n[learner]\nprocesses_timeout_s = 120\n')
+    path.write_text('[serving]\nmodel = "m"\n')
     return path
 
 
