@@ -17,7 +17,7 @@ IngestError
 │   ├── JudgeGarbledError           the reply is no chat completion: send a probe
 │   └── JudgeWithheldError          our own limits: wait until the time it names, blame nobody
 │       ├── JudgeSpentError         a budget is spent
-│       └── JudgeLimitedError       `judge.requests_per_minute` or `tokens_per_minute`
+│       └── JudgeLimitedError       `judge.requests_per_minute`
 ├── JudgeRefusalError (ValueError)  the judge never accepts this request: set the group aside
 │   └── JudgeTooLongError           it is longer than the judge's context
 ├── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside

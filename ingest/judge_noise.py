@@ -478,7 +478,6 @@ class NoiseWatch:
                 on_call=calls.append,
                 subject=SUBJECT,
                 view=self._view,
-                show_reasoning=self._settings.show_reasoning,
             )
             if judgement.judge_model != self._settings.model:
                 return None

@@ -149,12 +149,10 @@ def shown_answer(message: Mapping[str, Any], *, show_reasoning: bool = False) ->
     return {**shown, "tool_calls": calls} if calls else shown
 
 
-def shown_context(message: Mapping[str, Any], *, show_reasoning: bool = False) -> Mapping[str, Any]:
-    """Return a message of the conversation as the judge sees it: whole, or without reasoning."""
-    content = without_media(message.get("content"))
-    if not show_reasoning:
-        content = _plain(content)
-    thinks = not show_reasoning and any(name in message for name in _MORE_THOUGHTS)
+def shown_context(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of the conversation as the judge sees it: without reasoning."""
+    content = _plain(without_media(message.get("content")))
+    thinks = any(name in message for name in _MORE_THOUGHTS)
     if content is message.get("content") and not thinks:
         return message
     left_out = _MORE_THOUGHTS if thinks else ()
@@ -162,9 +160,7 @@ def shown_context(message: Mapping[str, Any], *, show_reasoning: bool = False) -
     return {**kept, "content": content} if "content" in kept else kept
 
 
-def shown_trajectory(
-    messages: Sequence[Mapping[str, Any]], *, show_reasoning: bool = False
-) -> list[dict[str, Any]]:
+def shown_trajectory(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a trajectory as the judge sees them, in the same order.
 
     Each has its role, content and name. Tool calls are numbered through the trajectory, and a
@@ -178,7 +174,7 @@ def shown_trajectory(
         shown: dict[str, Any] = {"role": message.get("role")}
         if message.get("name"):
             shown["name"] = message["name"]
-        shown.update(_said(message, show_reasoning=show_reasoning))
+        shown.update(_said(message))
         calls = []
         for call, function in _calls(message):
             count += 1
@@ -218,7 +214,7 @@ def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _said(message: Mapping[str, Any], *, show_reasoning: bool) -> dict[str, Any]:
+def _said(message: Mapping[str, Any], *, show_reasoning: bool = False) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     content = without_media(message.get("content"))
     if show_reasoning:

@@ -32,7 +32,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     JudgeUnavailableError.reason: "start the judge, correct {0}.api_base, or raise "
     "{0}.timeout_s where it is slow",
     JudgeBusyError.reason: "wait for the end of the limit, and if it comes back, lower "
-    "judge.concurrency, set {0}.requests_per_minute or {0}.tokens_per_minute to the limit, or get "
+    "judge.concurrency, set {0}.requests_per_minute to the limit, or get "
     "a larger one from the provider",
     JudgeNoCreditError.reason: "pay or raise the limit of the provider's account, or name another "
     "{0}.model or {0}.api_key and restart, since no waiting helps",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from transformers import AutoTokenizer
@@ -78,8 +79,9 @@ def make(folder: Path, names: Sequence[str]) -> dict[str, Path]:
         target = made[name] = folder / re.sub(r"\W", "-", name)
         if target.exists():
             continue
-        settings = Learner(rank=8, alpha=32, seed=number)
-        policy = load_policy(str(MODEL_FOLDER), Parent(name=BASE), settings)
+        settings = Learner(rank=8, alpha=32)
+        with mock.patch("learner.policy.adapter_io.SEED", number):
+            policy = load_policy(str(MODEL_FOLDER), Parent(name=BASE), settings)
         if name == NOISE:
             _fill_with_noise(policy, NOISE_STD)
         else:

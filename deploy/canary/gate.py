@@ -546,7 +546,6 @@ class Gate:
                 on_call=note,
                 subject=comparison_id(canary, prompt),
                 view=self._view,
-                show_reasoning=self._judging.show_reasoning,
             )
 
     async def _fault(

@@ -654,8 +654,7 @@ def judge_sessions(
     order = sorted(range(len(found)), key=lambda at: -scores[at].score)
     rows = [_ranking_row(found[at], scores[at]) for at in order]
     if output == "json":
-        shown = settings.judge.show_reasoning
-        hashed = rubric_hash(words, show_reasoning=shown)
+        hashed = rubric_hash(words)
         say_json({"judge": settings.judge.model, "rubric_hash": hashed, "sessions": rows})
         return
     for row in rows:
@@ -708,7 +707,6 @@ async def _score(
             rubric=rubric,
             tools=merged_tools([one.tools for one in found]),
             passes=passes,
-            show_reasoning=settings.judge.show_reasoning,
             view=JudgeView(settings.privacy),
         )
     finally:

@@ -75,9 +75,7 @@ def judge_calibrate(
     settings = settings_of(context)
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
     rubrics = _rubrics(rubric or [], project or [], settings.judge)
-    name, groups, left_out = _groups(
-        file, limit, seed, show_reasoning=settings.judge.show_reasoning
-    )
+    name, groups, left_out = _groups(file, limit, seed)
     plan = Plan(
         passes=passes or settings.judge.passes,
         repeats=repeat,
@@ -90,13 +88,8 @@ def judge_calibrate(
     # With Python's own handler asyncio takes Ctrl-C: it cancels the calls before the command ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        shown = settings.judge.show_reasoning
         with _kept_replies(settings, no_cache) as kept:
-            summaries = asyncio.run(
-                _compare(
-                    judges, rubrics, groups, plan, settings.privacy, kept, show_reasoning=shown
-                )
-            )
+            summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy, kept))
     except KeyboardInterrupt:
         # LiteLLM makes a coroutine in a thread, and a call that is cancelled never awaits it.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -183,7 +176,7 @@ def _rubrics(files: list[Path], projects: list[str], judge: Judge) -> dict[str, 
 
 
 def _groups(
-    file: Path | None, limit: int | None, seed: int, *, show_reasoning: bool
+    file: Path | None, limit: int | None, seed: int
 ) -> tuple[str, list[KnownGroup], dict[str, list[str]]]:
     """The name of the file, its groups, and why others are left out: reason -> ids.
 
@@ -203,7 +196,7 @@ def _groups(
         raise typer.BadParameter(
             f"{path} cannot be read ({error}); name a file of JSON lines", param_hint="FILE"
         ) from None
-    groups, left_out = split_usable(groups, show_reasoning=show_reasoning)
+    groups, left_out = split_usable(groups)
     for line in left_out_lines(left_out):
         note(f"{name}: {line}")
     if not groups:
@@ -220,8 +213,6 @@ async def _compare(
     plan: Plan,
     privacy: Privacy,
     kept: KeptReplies | None,
-    *,
-    show_reasoning: bool,
 ) -> list[Summary]:
     """Ask one judge after the other, so that none slows another down.
 
@@ -243,15 +234,13 @@ async def _compare(
             for title, rubric in rubrics.items():
                 calls = counted(len(groups) * plan.repeats * plan.passes, "call")
                 note(f"asking {name} with {title}: {calls}, {plan.concurrency} at once")
-                runs = await judge_groups(
-                    asked, groups, plan, rubric=rubric, view=view, show_reasoning=show_reasoning
-                )
+                runs = await judge_groups(asked, groups, plan, rubric=rubric, view=view)
                 summaries.append(
                     summarise(
                         runs,
                         judge=name,
                         rubric=title,
-                        rubric_hash=rubric_hash(rubric, show_reasoning=show_reasoning),
+                        rubric_hash=rubric_hash(rubric),
                         seed=plan.seed,
                     )
                 )

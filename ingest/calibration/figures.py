@@ -428,18 +428,15 @@ SHOWN = 5
 """Ids of a reason that are named."""
 
 
-def split_usable(
-    groups: Sequence[KnownGroup], *, show_reasoning: bool = False
-) -> tuple[list[KnownGroup], dict[str, list[str]]]:
+def split_usable(groups: Sequence[KnownGroup]) -> tuple[list[KnownGroup], dict[str, list[str]]]:
     """Return the groups that can be judged and compared, and why the others cannot.
 
-    show_reasoning: candidates that differ in their reasoning alone do not look the same.
     Returns: (the usable groups, reason -> ids of the groups that it leaves out).
     """
     usable: list[KnownGroup] = []
     left_out: dict[str, list[str]] = {}
     for group in groups:
-        why = _why_unusable(group, show_reasoning=show_reasoning)
+        why = _why_unusable(group)
         if why is None:
             usable.append(group)
         else:
@@ -454,9 +451,9 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield f"{len(ids)} left out ({named}): {why}"
 
 
-def _why_unusable(group: KnownGroup, *, show_reasoning: bool) -> str | None:
+def _why_unusable(group: KnownGroup) -> str | None:
     messages = [one.message for one in group.candidates]
-    if len(merge_identical(messages, show_reasoning=show_reasoning)[0]) < 2:
+    if len(merge_identical(messages)[0]) < 2:
         return IDENTICAL
     if group.pairs:
         return None

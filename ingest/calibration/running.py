@@ -71,15 +71,14 @@ async def judge_groups(
     *,
     rubric: str,
     view: JudgeView | None = None,
-    show_reasoning: bool = False,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Run]:
     """Judge every group `plan.repeats` times.
 
-    rubric, view, show_reasoning: as for `score_answers`. sleep: for tests.
+    rubric, view: as for `score_answers`. sleep: for tests.
     Returns: one run for each group and repeat, failed ones too.
     """
-    ask = _Asking(judge=judge, rubric=rubric, view=view, show_reasoning=show_reasoning, sleep=sleep)
+    ask = _Asking(judge=judge, rubric=rubric, view=view, sleep=sleep)
     gate = asyncio.Semaphore(plan.concurrency)
     done: list[Run] = []
 
@@ -101,9 +100,7 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
     detail = ""
     rng = random.Random(f"{plan.seed}/{group.group_id}/{repeat}")
     try:
-        distinct, place_of = merge_identical(
-            [one.message for one in group.candidates], show_reasoning=ask.show_reasoning
-        )
+        distinct, place_of = merge_identical([one.message for one in group.candidates])
         order = list(range(len(distinct)))
         for number in range(plan.passes):
             if number % 2:
@@ -153,7 +150,6 @@ class _Asking:
     judge: Judge
     rubric: str
     view: JudgeView | None
-    show_reasoning: bool
     sleep: Sleep
 
     async def __call__(
@@ -180,7 +176,6 @@ class _Asking:
                     on_call=on_call,
                     subject=group.group_id,
                     view=self.view,
-                    show_reasoning=self.show_reasoning,
                 )
             except JudgeBusyError as error:
                 if attempt == LIMIT_TRIES:

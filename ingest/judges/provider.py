@@ -3,10 +3,9 @@
 Each judge of a process has one clock of waiting (`ingest.ruler.waiting`), shared by all that ask
 it: scoring, the gate, best of N. A call waits until the clock is free and is made again after a
 refusal for its rate, as long as its caller has patience; first come, first served. The limits of
-`judge.requests_per_minute` and `tokens_per_minute` hold for each process by itself. Tokens are
-booked by an estimate before a call and corrected by what the provider reports. A call that turns
-out to need a second request (a judge that takes no schema, or thinks: once for each judge and
-process) books it, and does not hold it up.
+`judge.requests_per_minute` hold for each process by itself. A call that turns out to need a second
+request (a judge that takes no schema, or thinks: once for each judge and process) books it, and
+does not hold it up.
 
 A judgement is made by one judge from its first pass to its last, since the scores of two do not
 compare. When a judge gives no answer, the whole judgement is made again by the next; its calls so
@@ -41,7 +40,7 @@ from ingest.judge_watch import JudgeSeen
 from ingest.judges.replies import CachedJudge, KeptReplies
 from ingest.judges.spending import Ledger, Meter
 from ingest.ruler.judge import Found, Judge, JudgeReply, LiteLlmJudge, context_tokens_of
-from ingest.ruler.waiting import LONGEST_STAY_S, Limits, Reason, Waiting
+from ingest.ruler.waiting import LONGEST_STAY_S, Reason, Waiting
 from sidecar.settings import Judge as JudgeSettings
 
 PERMANENT = (JudgeRejectedError, JudgeGarbledError)
@@ -88,11 +87,9 @@ class Provider:
         self.kept = kept
         self.clock = clock
         self.waiting = Waiting()
-        self._limits = Limits(
-            requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
-        )
-        self._queue: dict[object, float] = {}
-        """The tokens of each call that waits, in their order."""
+        self._per_minute = settings.requests_per_minute
+        self._queued = 0
+        """Calls that wait."""
         self._refused = 0
         """Those of them that were made before and refused: they go first."""
         self._turn = asyncio.Lock()
@@ -156,7 +153,7 @@ class Provider:
     def again(self) -> None:
         """Book a further request of a call, which goes out now."""
         now = self.clock()
-        state = self.waiting.booked(0.0, now, self._limits)
+        state = self.waiting.booked(now)
         self.waiting = state.sent(state.asked, now)
 
     async def judgement(
@@ -219,8 +216,7 @@ class Provider:
         estimate = await self.meter.estimate(messages, schema)
         refused = False
         while True:
-            number = await self._admit(estimate.tokens, until, refused=refused)
-            used = float(estimate.tokens)
+            number = await self._admit(until, refused=refused)
 
             async def send(number: int = number) -> JudgeReply:
                 self.waiting = self.waiting.sent(number, self.clock())
@@ -229,49 +225,45 @@ class Provider:
             try:
                 reply = await self.meter.metered(send, estimate, begun=one.begun)
                 one.begun = one.asked = True
-                if reply.prompt_tokens is not None and reply.completion_tokens is not None:
-                    used = float(reply.prompt_tokens + reply.completion_tokens)
                 self.waiting = self.waiting.accepted(number)
                 return reply
             except JudgeBusyError as error:
-                used, refused = 0.0, True
+                refused = True
                 self.waiting = self.waiting.limited(number, self.clock(), error.retry_after_s)
-                if self._free_at(estimate.tokens)[0] > until:
+                if self._free_at()[0] > until:
                     raise
             except JudgeUnavailableError as error:
                 one.begun = one.begun or error.maybe_paid
-                used = used if error.maybe_paid else 0.0
                 raise
             finally:
-                self.waiting = self.waiting.used(number, used, self._limits)
+                self.waiting = self.waiting.ended(number)
 
-    async def _admit(self, tokens: float, until: float, *, refused: bool) -> int:
+    async def _admit(self, until: float, *, refused: bool) -> int:
         """Wait until one call may go out, and book it. Returns: its number.
 
         refused: it was made before, so it does not queue again.
         Raises: JudgeLimitedError, JudgeBusyError: that takes longer than `until`, as it looks now.
         """
-        call = object()
-        ahead = [tokens] if refused else [*self._queue.values(), tokens]
-        self._check(*self.waiting.free_after(ahead, self.clock(), self._limits), until)
-        self._queue[call] = tokens
+        ahead = 0 if refused else self._queued
+        self._check(*self.waiting.free_after(ahead, self.clock(), self._per_minute), until)
+        self._queued += 1
         self._refused += refused
         try:
             async with nullcontext() if refused else self._turn:
                 while True:
-                    free_at, reason = self._free_at(tokens)
+                    free_at, reason = self._free_at()
                     if reason == "free" and (refused or not self._refused):
-                        self.waiting = self.waiting.booked(tokens, free_at, self._limits)
+                        self.waiting = self.waiting.booked(free_at)
                         return self.waiting.asked
                     self._check(free_at, reason, until)
                     wait_s = max(free_at - self.clock(), SHORTEST_S)
                     await asyncio.sleep(min(wait_s, LOOK_AGAIN_S))
         finally:
             self._refused -= refused
-            del self._queue[call]
+            self._queued -= 1
 
-    def _free_at(self, tokens: float) -> tuple[float, Reason]:
-        return self.waiting.free_at(self.clock(), tokens, self._limits, trying=True)
+    def _free_at(self) -> tuple[float, Reason]:
+        return self.waiting.free_at(self.clock(), self._per_minute, trying=True)
 
     def _check(self, free_at: float, reason: Reason, until: float) -> None:
         if free_at <= until or reason == "free":
@@ -279,8 +271,7 @@ class Provider:
         left_s = free_at - self.clock()
         if reason == "limit":
             raise JudgeLimitedError(
-                "judge.requests_per_minute or judge.tokens_per_minute is reached for another "
-                f"{left_s:.0f} s",
+                f"judge.requests_per_minute is reached for another {left_s:.0f} s",
                 until=free_at,
             )
         asks = "asked for a pause" if reason == "pause" else "refuses more requests"

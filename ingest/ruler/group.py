@@ -161,8 +161,7 @@ async def judge_group(
         material = read_material(group)
     except UnreadableGroupError as error:
         return SetAside(reason=UNREADABLE, detail=str(error), asked=False)
-    shown = settings.show_reasoning
-    if len(merge_identical(material.answers, show_reasoning=shown)[0]) < 2:
+    if len(merge_identical(material.answers)[0]) < 2:
         # Nothing to compare: the scores would be equal whatever the judge says.
         if told_apart:
             return Scored(judgement=_even(len(group.answers)))
@@ -179,7 +178,6 @@ async def judge_group(
             on_call=on_call,
             subject=group.group_id,
             view=view,
-            show_reasoning=shown,
         )
     except NotRedactedError as error:
         return SetAside(reason=NOT_REDACTED, detail=str(error), asked=False)

@@ -84,7 +84,7 @@ from sidecar.store.models import GroupRow
 
 LEASE_SLACK_S = 60.0
 LONGEST_LIMIT_S = 120.0
-"""Longest wait of one call for `judge.requests_per_minute` and `tokens_per_minute`."""
+"""Longest wait of one call for `judge.requests_per_minute`."""
 _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
 """Errors of reading a damaged group."""
 
@@ -98,7 +98,7 @@ def lease_s(settings: JudgeSettings) -> float:
     """Return how long judging one group may take, in seconds: every judge in turn, each of whose
     calls takes as long as it may, and waits for its judge to be free first. Pure."""
     judges: tuple[JudgeSettings | Fallback, ...] = (settings, *settings.fallbacks)
-    limited = any(one.requests_per_minute or one.tokens_per_minute for one in judges)
+    limited = any(one.requests_per_minute for one in judges)
     call_s = settings.timeout_s + (LONGEST_LIMIT_S if limited else LONGEST_STAY_S)
     return len(judges) * settings.passes * ATTEMPTS * call_s + LEASE_SLACK_S
 

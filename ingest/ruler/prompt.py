@@ -145,7 +145,6 @@ def build_prompt(
     rubric: str,
     rng: random.Random,
     reverse: bool = False,
-    show_reasoning: bool = False,
     context_tokens: int | None = None,
 ) -> RulerPrompt:
     """Write the prompt for one judge call over next actions.
@@ -154,14 +153,13 @@ def build_prompt(
     tools: the request's tools; empty when it had none.
     answers: [G] assistant messages, G >= 1.
     rubric, rng, reverse, context_tokens: as for `write_prompt`.
-    show_reasoning: False: neither the answers' reasoning nor that in the context is shown.
     Raises: ValueError without answers; JudgeTooLongError.
     """
     return write_prompt(
         NEXT_ACTIONS,
-        context=[shown_context(one, show_reasoning=show_reasoning) for one in context],
+        context=[shown_context(one) for one in context],
         tools=tools,
-        candidates=[[shown_answer(one, show_reasoning=show_reasoning)] for one in answers],
+        candidates=[[shown_answer(one)] for one in answers],
         rubric=rubric,
         rng=rng,
         reverse=reverse,
@@ -244,14 +242,12 @@ def write_prompt(
 
 def hash_of(judge: Judge) -> str:
     """Return the hash of the scoring standard that a judge with these settings is given."""
-    return rubric_hash(judge.rubric, show_reasoning=judge.show_reasoning)
+    return rubric_hash(judge.rubric)
 
 
-def rubric_hash(rubric: str, *, show_reasoning: bool = False) -> str:
-    """Return a hash of the scoring standard: the rubric, the wording of the instructions, and
-    whether reasoning is shown."""
-    shown = "\x00reasoning" if show_reasoning else ""
-    return hashlib.sha256(f"{WORDING}\x00{rubric.strip()}{shown}".encode()).hexdigest()
+def rubric_hash(rubric: str) -> str:
+    """Return a hash of the scoring standard: the rubric, and the wording of the instructions."""
+    return hashlib.sha256(f"{WORDING}\x00{rubric.strip()}".encode()).hexdigest()
 
 
 def reply_schema(ids: Sequence[str]) -> dict[str, Any]:

@@ -102,7 +102,6 @@ async def score_answers(
     on_call: OnCall | None = None,
     subject: str = "",
     view: JudgeView | None = None,
-    show_reasoning: bool = False,
 ) -> Judgement:
     """Score answers to one prompt against each other.
 
@@ -114,7 +113,6 @@ async def score_answers(
     on_call: receives every answered call at once, also those before an error.
     subject: the group's or comparison's id, for the trace.
     view: hides secrets and personal data; None: by the default settings.
-    show_reasoning: as for `build_prompt`.
     Raises: JudgeReplyError when a reply is unusable twice; JudgeRefusalError when the judge never
         accepts such a request, JudgeTooLongError when it is too long; JudgeUnavailableError when
         the judge does not answer; NotRedactedError when nobody knows what to hide; ValueError
@@ -124,16 +122,13 @@ async def score_answers(
     # In threads, here and below: a megabyte takes tens of milliseconds, and users of best of N
     # wait on this loop.
     seen = await asyncio.to_thread(view or default_view(), whole)
-    distinct, place_of = await asyncio.to_thread(
-        merge_identical, seen.answers, show_reasoning=show_reasoning
-    )
+    distinct, place_of = await asyncio.to_thread(merge_identical, seen.answers)
     write = partial(
         build_prompt,
         context=seen.context,
         tools=seen.tools,
         answers=distinct,
         rubric=rubric,
-        show_reasoning=show_reasoning,
     )
     return await score_candidates(
         judge, write, place_of, passes=passes, seed=seed, on_call=on_call, subject=subject
@@ -233,18 +228,17 @@ def measure_disagreement(
 
 
 def merge_identical(
-    answers: Sequence[Mapping[str, Any]], *, show_reasoning: bool = False
+    answers: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[int]]:
     """Drop answers that look equal to the judge, or differ only in how their JSON is written.
 
-    show_reasoning: answers that differ in their reasoning alone do not look equal.
     Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
     first: dict[str, int] = {}
     distinct: list[Mapping[str, Any]] = []
     place_of: list[int] = []
     for answer in answers:
-        key = looks(shown_answer(answer, show_reasoning=show_reasoning))
+        key = looks(shown_answer(answer))
         if key not in first:
             first[key] = len(distinct)
             distinct.append(answer)

@@ -11,7 +11,6 @@ again, slowly at first, so that it stays near the provider's limit most of the t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +18,7 @@ from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from sidecar.backoff import Backoff
 
 Reason = Literal["free", "limit", "pace", "pause", "failing", "withheld"]
-"""`limit`: requests or tokens a minute, as set. `pace`: learned from refusals. `pause`: the
+"""`limit`: requests a minute, as set. `pace`: learned from refusals. `pause`: the
 provider asked for it (`Retry-After`). `failing`: no answer. `withheld`: by the operator's limits,
 such as a budget."""
 
@@ -54,27 +53,10 @@ AGAIN = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What may be asked in any minute; 0: no limit."""
-
-    requests: int = 0
-    tokens: int = 0
-
-    def counted(self, tokens: float) -> float:
-        """Tokens that a request counts for: one beyond the whole limit goes out alone, since the
-        provider alone can say whether it takes it."""
-        return min(tokens, float(self.tokens)) if self.tokens else tokens
-
-
-UNLIMITED = Limits()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request that counts in the minute after it went out."""
 
     number: int
-    tokens: float
     at: float = math.inf
     """Inf: it is about to go out."""
     taken: bool = False
@@ -116,20 +98,16 @@ class Waiting:
         return self.failing_since is not None
 
     def free_at(
-        self,
-        now: float,
-        tokens: float = 0.0,
-        limits: Limits = UNLIMITED,
-        *,
-        trying: bool = False,
+        self, now: float, per_minute: int = 0, *, trying: bool = False
     ) -> tuple[float, Reason]:
-        """Return when a request of so many tokens may go out, `now` at the earliest, and why.
+        """Return when a request may go out, `now` at the earliest, and why.
 
+        per_minute: requests that may go out in any minute; 0: no limit.
         trying: also while it is failing: the caller decided to try it.
         """
         reasons: list[tuple[float, Reason]] = [
             (now, "free"),
-            (self._fits_at(now, tokens, limits), "limit"),
+            (self._fits_at(now, per_minute), "limit"),
             (self.next_at, "pace"),
             (self.paused_until, "pause"),
             (0.0 if trying else self.retry_at, "failing"),
@@ -137,26 +115,23 @@ class Waiting:
         ]
         return max(reasons, key=lambda reason: reason[0])
 
-    def free_after(
-        self, ahead: Sequence[float], now: float, limits: Limits
-    ) -> tuple[float, Reason]:
-        """Return when the last of some requests of so many tokens may go out, in their order."""
+    def free_after(self, ahead: int, now: float, per_minute: int) -> tuple[float, Reason]:
+        """Return when one more request may go out after so many others."""
         state = self
         found: tuple[float, Reason] = (now, "free")
-        for tokens in ahead:
-            found = state.free_at(found[0], tokens, limits, trying=True)
-            state = state.booked(tokens, found[0], limits).sent(state.asked + 1, found[0])
+        for _ in range(ahead + 1):
+            found = state.free_at(found[0], per_minute, trying=True)
+            state = state.booked(found[0]).sent(state.asked + 1, found[0])
         return found
 
-    def booked(self, tokens: float, now: float, limits: Limits = UNLIMITED) -> Waiting:
+    def booked(self, now: float) -> Waiting:
         """A request is about to go out; its number is `asked`."""
         number = self.asked + 1
-        made = Request(number=number, tokens=limits.counted(tokens))
         rate = self.rate
         return replace(
             self,
             asked=number,
-            requests=(*self._recent(now), made),
+            requests=(*self._recent(now), Request(number=number)),
             next_at=max(self.next_at, now) + 1.0 / rate if math.isfinite(rate) else self.next_at,
         )
 
@@ -164,12 +139,10 @@ class Waiting:
         """A request goes out."""
         return self._changed(number, at=now)
 
-    def used(self, number: int, tokens: float, limits: Limits = UNLIMITED) -> Waiting:
-        """A request used these tokens; one that never went out does not count any more."""
-        if any(one.number == number and math.isinf(one.at) for one in self.requests):
-            kept = tuple(one for one in self.requests if one.number != number)
-            return replace(self, requests=kept)
-        return self._changed(number, tokens=limits.counted(tokens))
+    def ended(self, number: int) -> Waiting:
+        """A request ended; one that never went out does not count any more."""
+        kept = tuple(one for one in self.requests if one.number != number or one.at < math.inf)
+        return replace(self, requests=kept)
 
     def accepted(self, number: int) -> Waiting:
         """A request was answered, other than by a refusal for its rate."""
@@ -246,19 +219,12 @@ class Waiting:
         )
         return replace(self, requests=found)
 
-    def _fits_at(self, now: float, tokens: float, limits: Limits) -> float:
-        """Return when one more request is within the limits of a minute."""
-        if not limits.requests and not limits.tokens:
-            return now
+    def _fits_at(self, now: float, per_minute: int) -> float:
+        """Return when one more request is within the limit of a minute; 0: there is none."""
         # One that is about to go out counts until a minute after that, so at least a minute more.
-        held = sorted((min(one.at, now) + MINUTE_S, one.tokens) for one in self._recent(now))
-        number, used, at = len(held), sum(units for _, units in held), now
-        for ends, units in held:
-            over = limits.requests and number >= limits.requests
-            if not over and not (limits.tokens and used + limits.counted(tokens) > limits.tokens):
-                break
-            at, number, used = ends, number - 1, used - units
-        return at
+        ends = sorted(min(one.at, now) + MINUTE_S for one in self._recent(now))
+        over = len(ends) - per_minute
+        return ends[over] if per_minute and over >= 0 else now
 
     def _measured(self, minute_ends_at: float | None) -> float:
         """Return the rate of the newest requests that were taken; where the limit of a minute is

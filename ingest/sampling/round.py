@@ -180,7 +180,7 @@ def _served(answers: Sequence[Answer]) -> int:
 
 
 def _as_seen(message: bytes) -> str | bytes:
-    """Reasoning counts: a judge may be shown it (`judge.show_reasoning`)."""
+    """Reasoning counts: verifiers see it."""
     try:
         parsed = msgspec.json.decode(message, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -122,7 +122,6 @@ class TaskJudging:
                     on_call=calls.append,
                     subject=group_id,
                     view=self._view,
-                    show_reasoning=settings.show_reasoning,
                 )
             scores = judgement.scores
         except JudgeWithheldError as error:

@@ -77,7 +77,6 @@ async def score_trajectories(
     on_call: OnCall | None = None,
     subject: str = "",
     view: Hide | None = None,
-    show_reasoning: bool = False,
 ) -> Judgement:
     """Score trajectories of one task against each other.
 
@@ -85,7 +84,7 @@ async def score_trajectories(
     The others are as for `ingest.ruler.ruler.score_answers`.
     Raises: IdenticalError, before the judge is asked; the errors of `score_answers`.
     """
-    split = await asyncio.to_thread(split_common, trajectories, show_reasoning=show_reasoning)
+    split = await asyncio.to_thread(split_common, trajectories)
     seen, shown_tools = await asyncio.to_thread(_hidden, split, tools, view or default_view())
     distinct, place_of = await asyncio.to_thread(_merged, seen.own)
     if len(distinct) < 2:
@@ -108,15 +107,13 @@ async def score_trajectories(
     )
 
 
-def split_common(
-    trajectories: Sequence[Sequence[Mapping[str, Any]]], *, show_reasoning: bool = False
-) -> Split:
+def split_common(trajectories: Sequence[Sequence[Mapping[str, Any]]]) -> Split:
     """Take the messages apart that all trajectories begin with. Pure.
 
     Messages are equal when they look the same to the judge: ids of tool calls and the way in which
     the JSON of arguments is written do not count.
     """
-    shown = [shown_trajectory(one, show_reasoning=show_reasoning) for one in trajectories]
+    shown = [shown_trajectory(one) for one in trajectories]
     shared = 0
     for column in zip(*shown, strict=False):
         first = looks(column[0])
@@ -207,7 +204,6 @@ async def ruler_scores(
     passes: int = 2,
     extra_litellm_params: Mapping[str, Any] | None = None,
     context_tokens: int | None = None,
-    show_reasoning: bool = False,
     view: Hide | None = None,
     seed: int | None = None,
     debug: bool = False,
@@ -224,7 +220,6 @@ async def ruler_scores(
     extra_litellm_params: of the call, such as `api_base`, `api_key`, `temperature`, `timeout`.
     context_tokens: most tokens of prompt and reply; the oldest messages are left out, with a
         mark. None: as LiteLLM knows the model, else no limit. For a judge by its LiteLLM name.
-    show_reasoning: shows the agent's reasoning to the judge too.
     view: hides secrets and personal data; None: by the default of `[privacy]` in docs/settings.md.
     seed: draws order and ids, 0 <= seed < 2**29; None: at random.
     debug: writes the verdict to stderr.
@@ -255,7 +250,6 @@ async def ruler_scores(
             passes=passes,
             seed=secrets.randbits(SEED_BITS) if seed is None else seed,
             view=view,
-            show_reasoning=show_reasoning,
         )
     except JudgeReplyError as error:
         if debug:
@@ -285,7 +279,7 @@ async def ruler_score_group(
     """Score the trajectories of a group; everything else of them is kept.
 
     judge: as for `ruler_scores`; options: its `rubric`, `passes`, `extra_litellm_params`,
-        `context_tokens`, `show_reasoning`, `view`, `seed`, `debug`, and `tools` (default: the
+        `context_tokens`, `view`, `seed`, `debug`, and `tools` (default: the
         trajectories' own).
     swallow_exceptions: a group that cannot be scored is returned without rewards, the error in its
         `exceptions` and `logs`, and 1 as its metric `ruler_failed`.

@@ -48,7 +48,7 @@ from learner.grpo.losses import Objective, PackSums, objective, tokens_of
 from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, joint_groups, packs_of
-from learner.policy.memory import prepare
+from learner.policy.memory import Checkpointing, prepare
 from learner.policy.packing import Pack, keys_of
 from learner.policy.self_test import compile_blocks
 from learner.progress.watch import stage
@@ -68,6 +68,10 @@ from sidecar.visible import counted
 
 # What a step adds up over its packs, and the metrics made of it.
 
+KL_BUDGET = 0.2
+"""Nats a token of divergence from the base above which `learner.advanced.kl_coef` works."""
+CHECKPOINTING: Checkpointing = "auto"
+"""Layers that are computed twice to save memory: as many as the longest input needs."""
 UNTOLD = "untold"
 """In place of the reason of an answer that came not trainable, and no reason with it."""
 
@@ -225,7 +229,7 @@ class GrpoTrainer:
         lengths, gathered = _sizes(policy, job)
         prepared = prepare(
             policy,
-            job.settings.checkpointing,
+            CHECKPOINTING,
             longest=max(lengths, default=0),
             gathered=gathered,
             share=job.settings.memory_fraction,
@@ -534,7 +538,7 @@ def _add_group(
 
 def kl_weight(away: BaseKl | None, settings: Learner) -> float:
     """Return the weight of the divergence from the base in a step's loss: 0 within the budget."""
-    over = away is not None and away.nats > settings.advanced.kl_budget
+    over = away is not None and away.nats > KL_BUDGET
     return settings.advanced.kl_coef if over else 0.0
 
 

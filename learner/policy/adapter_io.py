@@ -58,6 +58,8 @@ from sidecar.settings import Learner
 from sidecar.visible import visible
 
 ADAPTER = "default"
+SEED = 0
+"""Random seed for the matrices of an adapter that starts from the base."""
 """Name of the trained adapter in peft."""
 BASE_CURE = "copy or download the files of serving.base_model_path again"
 PARENT_CURE = "restore the folder from a backup, or roll back to another version"
@@ -258,7 +260,7 @@ def plain_config(base_model_path: str) -> Any:  # Any: a config of transformers,
 def _with_adapter(
     base: Any, parent: Parent, settings: Learner, device: torch.device
 ) -> Any:  # Any: peft is not typed
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(SEED)
     if parent.path is None:
         head = base.get_output_embeddings()
         linear = [

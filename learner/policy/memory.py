@@ -435,7 +435,7 @@ def reach(
         rank=settings.rank,
         cuda=device.type == "cuda",
         autocast=autocast,
-        checkpointing=settings.checkpointing != "off",
+        checkpointing=True,
         answers=answers,
     )
     most = positions(base.config) or found

@@ -86,7 +86,6 @@ def build_lineage(
         "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
         "judge_noise": [asdict(one) for _, one in sorted(noise.items())],
         "settings": settings.model_dump(mode="json"),
-        "seed": settings.seed,
         "algorithm": dict(outcome.algorithm),
         "reward": {"before": first.reward_mean, "after": None},
         "kl": {"to_behaviour": last.approx_kl, "to_base": outcome.algorithm.get("kl_to_base")},

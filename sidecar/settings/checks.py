@@ -105,9 +105,7 @@ WITHOUT_MODEL = (
     "budget",
     "budget_tokens",
     "requests_per_minute",
-    "tokens_per_minute",
     "rubric",
-    "rubric_file",
     "projects",
     "context_tokens",
     "passes",
@@ -129,15 +127,9 @@ def judges(settings: Settings) -> Iterator[Problem]:
     judges: tuple[Judge | Fallback, ...] = (judge, *judge.fallbacks)
     if len({(one.model, one.api_base) for one in judges}) < len(judges):
         yield ("judge", "fallbacks"), "names one judge twice; name each once"
-    for section, asked in (("judge", judge), ("gate_judge", own)):
-        if asked.rubric_file and is_given(asked, "rubric"):
-            yield (
-                (section, "rubric_file"),
-                f"and {section}.rubric are both set; give the rubric once",
-            )
     for name, own_rubric in judge.projects.items():
-        if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
-            yield ("judge", "projects", name), "has no rubric, or two; give rubric or rubric_file"
+        if not own_rubric.rubric.strip():
+            yield ("judge", "projects", name), "has no rubric; give one"
     if not own.model:
         for name in ("api_base", "api_key", "params", "price"):
             if is_changed(own, name):
@@ -720,8 +712,6 @@ def _store_file(url: str) -> Path | None:
 # Find settings of `[learner]` that have no effect beside the others. Pure.
 
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
-OF_SEVERAL = ("shard_base", "processes_timeout_s")
-"""Settings of a run that several processes compute."""
 
 
 def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
@@ -734,12 +724,6 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
                 f'that to "{schedule}", or leave this out',
             )
-    if is_given(rules.advanced, "kl_budget") and not rules.advanced.kl_coef:
-        yield (
-            ("learner", "advanced", "kl_budget"),
-            "is set and kl_coef is 0, so nothing draws a step that is over it back; raise that, or "
-            "leave this out",
-        )
     if 0 < rules.pack_tokens < SHORT_PACK:
         yield (
             ("learner", "pack_tokens"),
@@ -747,14 +731,12 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
             'are not sampled, and their groups are left out (too_long); give "auto"',
         )
     # With `manual` a launcher may start the processes (docs/several-processes.md).
-    if rules.processes == 1 and rules.schedule != "manual" and not rules.tinker_url:
-        for name in OF_SEVERAL:
-            if is_given(rules, name) and getattr(rules, name) is not False:
-                yield (
-                    ("learner", name),
-                    "is set and learner.processes is 1, so nothing is shared and nobody is waited "
-                    "for, but in a run that torchrun starts; raise that, or leave this out",
-                )
+    if rules.shard_base and rules.processes == 1 and rules.schedule != "manual":
+        yield (
+            ("learner", "shard_base"),
+            "is set and learner.processes is 1, so nothing is shared, but in a run that torchrun "
+            "starts; raise that, or leave this out",
+        )
 
 
 # Check settings that contradict each other, or the disk, or that do nothing.

@@ -49,12 +49,10 @@ MOST_FALLBACKS = 4
 
 
 class ProjectRubric(Section):
-    """The rubric of one project: one of the two keys."""
+    """The rubric of one project."""
 
     rubric: Word = ""
-    """What makes an answer of this project better, in plain words."""
-    rubric_file: Word = ""
-    """A file of plain text in place of `rubric`, read when a process starts."""
+    """What makes an answer of this project better; `file:PATH` as in `judge.rubric`."""
 
 
 class Judge(Section):
@@ -67,9 +65,8 @@ class Judge(Section):
     api_key: Annotated[Key | None, BeforeValidator(read_secret)] = None
     """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
-    """What makes an answer better, in plain words."""
-    rubric_file: Word = ""
-    """A file of plain text in place of `rubric`, read when a process starts."""
+    """What makes an answer better, in plain words, or `file:PATH`: a file of plain text, read when
+    a process starts."""
     projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
     """Other rubrics for single projects, by name: `[judge.projects.NAME]`."""
     passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 2
@@ -83,9 +80,6 @@ class Judge(Section):
     """Most tokens of a prompt and its reply together. The oldest messages of a conversation that
     is longer are left out, with a mark. 0: `num_ctx` of `params`, or what LiteLLM knows of the
     model; of an unknown model nothing is left out."""
-    show_reasoning: bool = False
-    """Whether the judge sees the reasoning before an answer. Users do not get it, and an agent
-    that is scored by it learns to reason for the judge; but it is trained on with the answer."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
     them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""
@@ -100,8 +94,6 @@ class Judge(Section):
     not asked."""
     requests_per_minute: PerMinute = 0
     """Calls that one process makes in any minute. 0: no limit."""
-    tokens_per_minute: PerMinute = 0
-    """Prompt and reply tokens that one process uses in a minute. 0: no limit."""
     fallbacks: Annotated[
         tuple[Fallback, ...], Field(max_length=MOST_FALLBACKS, validate_default=False)
     ] = ()
@@ -127,8 +119,6 @@ class GateJudge(Section):
     """Key of that judge's API; needs `model`. `judge.api_key` is never sent to it."""
     rubric: Word = ""
     """What makes an answer better, in the gate, for all projects. Empty: those of `[judge]`."""
-    rubric_file: Word = ""
-    """A file of plain text in place of `rubric`, read when a process starts."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""
     price: Price | None = None

@@ -358,8 +358,6 @@ class Fallback(Section):
     """As `judge.price`."""
     requests_per_minute: PerMinute = 0
     """As `judge.requests_per_minute`."""
-    tokens_per_minute: PerMinute = 0
-    """As `judge.tokens_per_minute`."""
 
 
 # Decide which addresses a host in the settings stands for, in any notation.

@@ -23,6 +23,7 @@ from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems, refuse_unsafe
 from sidecar.settings.explain import explain, known, nearest, shown, written
 from sidecar.settings.judge import GateJudge, Judge, ProjectRubric
+from sidecar.settings.kinds import FILE
 from sidecar.settings.removed import is_removed, without_removed
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.settings.store import Store
@@ -70,12 +71,12 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     for key, what in problems(settings):
         raise SettingsError(f"setting {written(key)} {what}")
     refuse_unsafe(settings)
-    return _with_rubrics(settings)
+    return _with_rubrics(settings, folder)
 
 
 _PATHS = frozenset(
     {
-        "adapters_dir", "encryption_key_file", "rubric_file", "secret_file", "spans_file",
+        "adapters_dir", "encryption_key_file", "secret_file", "spans_file",
         "state_dir",
     }
 )  # fmt: skip
@@ -83,6 +84,7 @@ _STORE_URL = "store.url"
 _RELATIVE_SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)(?!/|:|file:)(.+)", re.DOTALL)
 
 Anchored = TypeVar("Anchored")
+Rubric = TypeVar("Rubric", Judge, GateJudge, ProjectRubric)
 
 
 def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
@@ -113,26 +115,21 @@ def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
     return kept
 
 
-def _with_rubrics(settings: Settings) -> Settings:
-    """Put the text of each `rubric_file` in the place of its `rubric`. Raises: SettingsError."""
-    judge, gate = settings.judge, settings.gate_judge
-    projects = {
-        project: one.model_copy(update={"rubric": _rubric(f"judge.projects.{project}", one)})
-        for project, one in judge.projects.items()
-    }
-    own = {"rubric": _rubric("judge", judge), "projects": projects}
-    read = {
-        "judge": judge.model_copy(update=own),
-        "gate_judge": gate.model_copy(update={"rubric": _rubric("gate_judge", gate)}),
-    }
-    return settings.model_copy(update=read)
+def _with_rubrics(settings: Settings, folder: Path) -> Settings:
+    """Put the text of the file that a rubric names in its place. folder: where relative paths
+    begin. Raises: SettingsError."""
 
+    def read(table: str, one: Rubric) -> Rubric:
+        if not one.rubric.startswith(FILE):
+            return one
+        path = folder / one.rubric.removeprefix(FILE)
+        return one.model_copy(update={"rubric": _read_rubric(f"{table}.rubric", path)})
 
-def _rubric(table: str, one: Judge | GateJudge | ProjectRubric) -> str:
-    """Return the text of a table's rubric."""
-    if not one.rubric_file:
-        return one.rubric
-    return _read_rubric(f"{table}.rubric_file", Path(one.rubric_file))
+    judge = read("judge", settings.judge)
+    projects = {name: read(f"judge.projects.{name}", one) for name, one in judge.projects.items()}
+    judge = judge.model_copy(update={"projects": projects})
+    gate_judge = read("gate_judge", settings.gate_judge)
+    return settings.model_copy(update={"judge": judge, "gate_judge": gate_judge})
 
 
 def _read_rubric(key: str, path: Path) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 log = logging.getLogger(__name__)
 """Settings are read before a process sets up its log: Python then writes the line to stderr."""
 
-ADVANCED = ("kl_budget", "kl_coef")
+ADVANCED = ("kl_coef",)
 """Keys of `[learner]` that are in `[learner.advanced]` now."""
+RUBRIC_FILE = "rubric_file"
+"""A key of rubrics, which name their file themselves now."""
 
 REMOVED: Mapping[str, str] = {
     "adapters.keep_champions": "KEEP_CHAMPIONS in deploy.adapters.prune is 10",
@@ -73,12 +75,16 @@ REMOVED: Mapping[str, str] = {
     "judge.cache_bytes": "CACHE_BYTES in ingest.judges.replies is 67108864",
     "judge.cache_days": "CACHE_DAYS in ingest.judges.replies is 7.0",
     "judge.fallbacks.json_schema": "the schema is sent unless that judge takes none",
+    "judge.fallbacks.tokens_per_minute": "the pace is learned from that judge's refusals",
     "judge.json_schema": "the schema is sent unless the judge takes none",
     "judge.rescore_after_s": "noise is measured on the passes of every group, drift once a day",
     "judge.rescore_share": "noise is measured on the passes of every group, drift once a day",
+    "judge.show_reasoning": "the judge sees no reasoning, as in the published RULER",
+    "judge.tokens_per_minute": "the pace is learned from the judge's refusals",
     "kafka.group": "it is the topic's name with .ingest",
     "kafka.max_message_bytes": "MAX_MESSAGE_BYTES in sidecar.forwarding.sender is 8388608",
     "learner.backend": "learner.tinker_url names a server where there is one",
+    "learner.checkpointing": "CHECKPOINTING in learner.grpo.trainer is auto",
     "learner.doubtful_logprobs": "such an answer is left out",
     "learner.idle_window_s": "IDLE_WINDOW_S in learner.schedule.rule is 300.0",
     "learner.kl_limit": "KL_LIMIT in learner.grpo.base_kl is 10.0",
@@ -88,8 +94,10 @@ REMOVED: Mapping[str, str] = {
     "learner.min_spread": "MIN_SPREAD in learner.grpo.advantages is 0.02",
     "learner.missing_logprobs": "the trainer computes them",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
+    "learner.processes_timeout_s": "TIMEOUT_S in learner.ranks is 1800.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
     "learner.advanced.warmup_steps": "the rate is whole from the first step",
+    "learner.seed": "SEED in learner.policy.adapter_io is 0",
     "learner.warmup": "no run takes supervised steps",
     "learner.warmup_steps": "the rate is whole from the first step",
     "learner.steps": "a run takes as many as learner.groups_per_step makes of its groups",
@@ -129,6 +137,10 @@ REMOVED: Mapping[str, str] = {
         for name in ("geometric_limit", "stale_limit", "tis_cap")
     },
     **{
+        f"learner.{table}kl_budget": "KL_BUDGET in learner.grpo.trainer is 0.2"
+        for table in ("", "advanced.")
+    },
+    **{
         f"learner.{table}{name}": f"LossRule in learner/grpo/losses.py has {value}"
         for table in ("", "advanced.")
         for name, value in {
@@ -162,25 +174,29 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
     """Return a section without its removed keys, and with those that moved in their new place."""
     kept: dict[str, Any] = {}
     moved: dict[str, Any] = {}
+    moved_rubric: dict[str, Any] = {}
     for key, value in section.items():
         if name == "learner" and key in ADVANCED:
             moved[key] = value
             log.warning("learner.%s is now learner.advanced.%s", key, key)
+        elif key == RUBRIC_FILE and name.partition(".")[0] in ("judge", "gate_judge"):
+            log.warning('%s.%s is now %s.rubric = "file:PATH"', name, key, name)
+            moved_rubric = {"rubric": f"file:{value}"} if value else {}
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:
-            kept[key] = _of_value(f"{name}.{key}", value)
+            within = isinstance(value, Mapping)
+            kept[key] = of_section(f"{name}.{key}", value) if within else value
+            if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+                kept[key] = [of_section(f"{name}.{key}", one) for one in value]
+    kept |= moved_rubric
     if moved:
         kept["advanced"] = moved | dict(kept.get("advanced", {}))
     return kept
 
 
-def _of_value(name: str, value: Any) -> Any:  # Any: of TOML
-    if isinstance(value, list):
-        return [_of_value(name, one) for one in value]
-    return of_section(name, value) if isinstance(value, Mapping) else value
-
-
 def is_removed(section: str, key: str) -> bool:
     """Tell whether a key was a setting, and is none, or has another place."""
+    if key == RUBRIC_FILE:
+        return section in ("judge", "gate_judge")
     return f"{section}.{key}" in REMOVED or (section == "learner" and key in ADVANCED)

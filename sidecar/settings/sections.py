@@ -317,7 +317,6 @@ class Settings(BaseSettings):
                 "price": own.price,
                 # Those of the other judge; and a fallback to it would mark its own exam.
                 "requests_per_minute": 0,
-                "tokens_per_minute": 0,
                 "fallbacks": (),
             }
         )

@@ -65,11 +65,9 @@ def _or_auto(what: str) -> Callable[[object], object]:
 class Advanced(Section):
     """Constants of the loss and the update (docs/losses.md)."""
 
-    kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
-    """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
-    measured at each step on a few answers."""
     kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
-    """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""
+    """Weight of the divergence from the base in the loss of a step that is over 0.2 nats a token
+    away. It is measured at each step on a few answers."""
 
 
 class ObjectiveSection(Section):
@@ -163,8 +161,6 @@ class Learner(ObjectiveSection):
     """Where adapter folders go. vLLM must see them under the same absolute path."""
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
     """Torch threads; 0 takes what the machine has."""
-    seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0
-    """Random seed for the matrices of an adapter that starts from the base."""
     pack_tokens: Annotated[
         int,
         Between(0, 10_000_000, "a prompt and an answer must fit, and memory grows with it"),
@@ -173,18 +169,10 @@ class Learner(ObjectiveSection):
     """Longest input that is computed at once; memory grows with it. `auto` (0): what the learner
     finds that its memory holds, which it tells ingest through the store. A group is split over
     several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
-    checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Whether the layers are computed twice to save memory. `auto`: as many of them as the longest
-    input needs, by an estimate, to take at most 0.8 of the free memory."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on CPUs, and was run once on an H100."""
-    processes_timeout_s: Annotated[
-        float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
-    ] = 1800.0
-    """How long the processes of a run wait for one of them, and a run for each answer of a Tinker
-    server."""
     tinker_url: Annotated[str, AfterValidator(_http)] = ""
     """URL of a server of the Tinker API, such as http://trainer:8000, which has the base on its
     GPUs and computes in place of this machine (docs/several-processes.md). A key is read from

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from ingest.errors import JudgeBusyError, JudgeLimitedError, JudgeUnavailableError
 from ingest.judges.provider import Patience, Provider
-from ingest.judges.spending import Meter, estimate_call
+from ingest.judges.spending import Meter
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.judging import LONGEST_LIMIT_S, lease_s
 from ingest.ruler.waiting import LONGEST_STAY_S, MINUTE_S
@@ -212,8 +211,6 @@ class Asked:
     delay_s: float
     """Between being let through and the request going out, as the ledger's write takes."""
     lasts_s: float
-    share: float
-    """The share of the estimated tokens that a call uses."""
     ends: str
 
 
@@ -223,14 +220,13 @@ ASKED = st.builds(
     prompt_bytes=st.integers(0, 8_000),
     delay_s=st.one_of(st.just(0.0), st.floats(0.0, 20.0)),
     lasts_s=st.floats(0.0, 90.0),
-    share=st.floats(0.0, 1.0),
     ends=st.sampled_from(["answered", "answered", "silent", "rejected", "never sent", "cut"]),
 )
 
 
-def gone_out(crowd: Sequence[Asked], **limits: int) -> list[tuple[float, float]]:
-    """Let a crowd ask. Returns: (when, tokens used) of each request."""
-    out: list[tuple[float, float]] = []
+def gone_out(crowd: Sequence[Asked], **limits: int) -> list[float]:
+    """Let a crowd ask. Returns: when each request went out."""
+    out: list[float] = []
 
     async def play(loop: VirtualLoop) -> None:
         class Slow(NoLedger):
@@ -246,16 +242,12 @@ def gone_out(crowd: Sequence[Asked], **limits: int) -> list[tuple[float, float]]
 
             async def complete(self, given: Any, schema: Any) -> JudgeReply:
                 asked = crowd[int(asyncio.current_task().get_name())]  # type: ignore[union-attr]
-                estimate = estimate_call(given, schema, {}, None).tokens
-                used = {"silent": estimate, "cut": estimate, "rejected": 0}.get(
-                    asked.ends, math.floor(asked.share * estimate)
-                )
-                out.append((loop.time(), used))
+                out.append(loop.time())
                 await asyncio.sleep(asked.lasts_s)
                 if asked.ends in ("rejected", "cut"):
                     raise JudgeUnavailableError(asked.ends, maybe_paid=asked.ends == "cut")
-                told = None if asked.ends == "silent" else used
-                return JudgeReply(text="{}", prompt_tokens=told, completion_tokens=told and 0)
+                told = None if asked.ends == "silent" else 9
+                return JudgeReply(text="{}", prompt_tokens=told, completion_tokens=told)
 
         made = provider(One(), loop, **limits)
         made.meter._ledger = Slow()  # type: ignore[assignment]
@@ -277,39 +269,26 @@ def gone_out(crowd: Sequence[Asked], **limits: int) -> list[tuple[float, float]]
     return out
 
 
-def most_in_a_minute(out: Sequence[tuple[float, float]]) -> tuple[int, float]:
-    """The most requests and tokens of any minute, by looking at the minute that each one ends."""
-    minutes = [
-        [tokens for at, tokens in out if end - MINUTE_S + 1e-6 < at <= end] for end, _ in out
-    ]
-    return max(map(len, minutes), default=0), max(map(sum, minutes), default=0)
+def most_in_a_minute(out: Sequence[float]) -> int:
+    """The most requests of any minute, by looking at the minute that each one ends."""
+    minutes = [[at for at in out if end - MINUTE_S + 1e-6 < at <= end] for end in out]
+    return max(map(len, minutes), default=0)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    crowd=st.lists(ASKED, min_size=1, max_size=25),
-    calls=st.sampled_from([0, 1, 2, 3, 5, 10]),
-    tokens=st.sampled_from([0, 2_600, 4_000, 10_000]),
-)
-def test_no_minute_has_more_than_either_limit(crowd: list[Asked], calls: int, tokens: int) -> None:
-    """The largest call is estimated at 2,512 tokens."""
-    out = gone_out(crowd, requests_per_minute=calls, tokens_per_minute=tokens)
+@given(crowd=st.lists(ASKED, min_size=1, max_size=25), calls=st.sampled_from([0, 1, 2, 3, 5, 10]))
+def test_no_minute_has_more_than_the_limit(crowd: list[Asked], calls: int) -> None:
+    out = gone_out(crowd, requests_per_minute=calls)
 
-    requests, used = most_in_a_minute(out)
-    assert requests <= (calls or len(crowd))
-    assert used <= (tokens or math.inf)
+    assert most_in_a_minute(out) <= (calls or len(crowd))
     assert len(out) == sum(one.ends != "never sent" for one in crowd)  # nobody waits for ever
 
 
-def test_with_both_limits_as_many_go_as_fit_both() -> None:
-    """Ten calls of 612 tokens fit both limits; a request beyond the whole limit goes alone."""
-    busy = Asked(
-        after_s=0.0, prompt_bytes=400, delay_s=0.0, lasts_s=1.0, share=1.0, ends="answered"
-    )
-    out = gone_out([busy] * 60, requests_per_minute=10, tokens_per_minute=6_200)
-    assert most_in_a_minute(out) == (10, 10 * 612)
-    assert max(at for at, _ in out) == pytest.approx(300.0)
-    assert [at for at, _ in gone_out([busy] * 3, tokens_per_minute=100)] == [0.0, 60.0, 120.0]
+def test_as_many_go_as_fit_the_limit() -> None:
+    busy = Asked(after_s=0.0, prompt_bytes=400, delay_s=0.0, lasts_s=1.0, ends="answered")
+    out = gone_out([busy] * 60, requests_per_minute=10)
+    assert most_in_a_minute(out) == 10
+    assert max(out) == pytest.approx(300.0)
 
 
 async def test_a_group_that_is_put_off_counts_no_attempt_and_is_judged_later(

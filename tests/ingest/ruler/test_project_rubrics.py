@@ -56,18 +56,6 @@ async def test_the_judge_is_given_the_rubric_of_each_groups_project(
         assert [one.rubric_hash for one in calls] == [rubric_hash(rubric)] * 2
 
 
-async def test_reasoning_that_is_shown_is_part_of_each_hash(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "a", "b", project="shop")
-    settings = SETTINGS.model_copy(update={"show_reasoning": True})
-
-    await JudgingWorker(database, judge_kit.FakeJudge(), settings, clock=clock).step()
-
-    expected = rubric_hash(RUBRICS["shop"], show_reasoning=True)
-    assert judge_kit.group_row(database, "g1").rubric_hash == expected
-
-
 async def test_the_probe_at_the_start_has_the_default_rubric(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:

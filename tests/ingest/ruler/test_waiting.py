@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S, MINUTE_S, SLOWEST, Limits, Waiting
+from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S, MINUTE_S, SLOWEST, Waiting
 
 Provider = Callable[[float], float | None]
 """(time of a request) -> None: it takes it; or the `Retry-After` of its refusal, 0: none."""
@@ -73,7 +73,7 @@ def play(
         at, _ = state.free_at(now)
         if idle and (not events or at <= events[0][0]):
             now, idle, order = at, idle - 1, order + 1
-            state = state.booked(1.0, now)
+            state = state.booked(now)
             state = state.sent(state.asked, now)
             answer = provider(now)
             lasts_s = latency_s if answer is None else REFUSED_S
@@ -157,12 +157,12 @@ TIMES = st.floats(0.0, 1_000.0)
 @given(events=st.lists(st.tuples(st.sampled_from("bslfapw"), TIMES), max_size=40), later=TIMES)
 def test_no_reason_to_wait_is_forgotten(events: list[tuple[str, float]], later: float) -> None:
     """Whatever happened in whatever order, the latest of the reasons decides."""
-    limits, state, now = Limits(requests=3, tokens=50), Waiting(), 0.0
+    state, now = Waiting(), 0.0
     for event, number in events:
         now += number / 50.0
         match event:
             case "b":
-                state = state.booked(number / 10, now, limits)
+                state = state.booked(now)
             case "s":
                 state = state.sent(state.asked, now).accepted(state.asked)
             case "l":
@@ -175,7 +175,7 @@ def test_no_reason_to_wait_is_forgotten(events: list[tuple[str, float]], later: 
                 state = state.paused(now + number)
             case "w":
                 state = state.withheld(now + number)
-    at, reason = state.free_at(now + later, 20.0, limits)
+    at, reason = state.free_at(now + later, 3)
     waits = (state.next_at, state.paused_until, state.retry_at, state.withheld_until)
     assert at >= max(now + later, *waits)
     assert at <= max(now + later + MINUTE_S, *waits)

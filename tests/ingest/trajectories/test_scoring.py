@@ -129,17 +129,13 @@ async def test_secrets_are_hidden_with_one_placeholder_in_all_trajectories() -> 
     assert mail not in judge.prompts[0]
 
 
-async def test_reasoning_is_shown_when_asked_for_and_then_tells_trajectories_apart() -> None:
+async def test_reasoning_tells_no_trajectories_apart() -> None:
     lists = [
         [*TASK, {"role": "assistant", "content": "good", "reasoning": f"thought {n}"}]
         for n in range(2)
     ]
     with pytest.raises(IdenticalError):
         await score(RankingJudge({}), lists)
-    judge = RankingJudge({"good": 0.5})
-    await score(judge, lists, show_reasoning=True)
-    assert "thought 0" in judge.prompts[0]
-    assert "thought 1" in judge.prompts[0]
 
 
 async def test_no_trajectory_is_cut() -> None:

@@ -61,8 +61,9 @@ def test_two_processes_train_what_one_trains(
     several: Learner,
     shared: bool,
     checkpointing: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    several = several.model_copy(update={"checkpointing": checkpointing})
+    monkeypatch.setattr("learner.grpo.trainer.CHECKPOINTING", checkpointing)
     one, two = settings_of(several, shared=shared)
 
     expected, found = train(groups, one, quiet=3), train(groups, two, quiet=3)
@@ -174,10 +175,9 @@ def test_a_process_that_ends_before_it_has_come_is_not_waited_for(
 ) -> None:
     """It cannot read its settings. Waiting for it would take this test's time."""
     config.write_text("[learner]\nno_such_setting = 1\n")
-    patient = several.model_copy(update={"processes_timeout_s": 604_800.0})
 
     with pytest.raises(RankLostError, match=r"process 1 failed \(exit code 2\)") as lost:
-        train(groups, patient)
+        train(groups, several)
 
     assert not lost.value.faults
 

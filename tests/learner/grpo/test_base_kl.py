@@ -238,14 +238,14 @@ def test_the_sample_reaches_over_all_groups_whatever_their_number(
 @pytest.mark.parametrize(
     ("away", "weight"),
     [
-        (BaseKl(0.6, 9, 0.6), 0.25),
-        (BaseKl(0.5, 9, 0.5), 0.0),
+        (BaseKl(0.21, 9, 0.21), 0.25),
+        (BaseKl(0.2, 9, 0.2), 0.0),
         (BaseKl(0.1, 9, 0.1), 0.0),
         (None, 0.0),
     ],
 )
 def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float) -> None:
-    assert kl_weight(away, Learner(advanced=Advanced(kl_budget=0.5, kl_coef=0.25))) == weight
+    assert kl_weight(away, Learner(advanced=Advanced(kl_coef=0.25))) == weight
 
 
 def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
@@ -254,14 +254,20 @@ def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
 
 
 def test_the_term_holds_the_policy_nearer_to_the_base(
-    tiny_base: Path, group: MakeGroup, row: MakeRow, learner_settings: Learner
+    tiny_base: Path,
+    group: MakeGroup,
+    row: MakeRow,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("learner.grpo.trainer.KL_BUDGET", 0.0)
+
     def after(coef: float) -> tuple[float, list[float]]:
         settings = learner_settings.model_copy(
             update={
                 "groups_per_step": 1,
                 "learning_rate": 0.005,
-                "advanced": Advanced(kl_budget=0.0, kl_coef=coef),
+                "advanced": Advanced(kl_coef=coef),
                 "max_drift": 10.0,
             }
         )

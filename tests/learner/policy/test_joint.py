@@ -126,10 +126,15 @@ def test_models_that_do_not_pack_are_computed_one_by_one(
 
 @pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
 def test_groups_that_share_a_pack_take_the_steps_that_they_take_alone(
-    tiny_base: Path, learner_settings: Learner, groups: list[TrainingGroup], loss: str
+    tiny_base: Path,
+    learner_settings: Learner,
+    groups: list[TrainingGroup],
+    loss: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three groups, the last two in one pack; with the divergence from the base in the loss."""
-    advanced = Advanced(kl_budget=0.0, kl_coef=0.1)
+    monkeypatch.setattr("learner.grpo.trainer.KL_BUDGET", 0.0)
+    advanced = Advanced(kl_coef=0.1)
     settings = learner_settings.model_copy(update={"loss": loss, "advanced": advanced})
     settings = settings.model_copy(update={"max_drift": 100.0, "learning_rate": 0.005})
     found, computed = [], []

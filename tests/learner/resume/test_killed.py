@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_discarded_and_the_run_begins_anew(
     ("changes", "why"),
     [
         ({"groups_per_step": 3}, "learner.groups_per_step was 2 and is 3"),
-        ({"seed": 1, "rank": 2}, "learner.rank was 4 and is 2; learner.seed was 0 and is 1"),
+        ({"alpha": 4, "rank": 2}, "learner.alpha was 8 and is 4; learner.rank was 4 and is 2"),
     ],
 )
 def test_a_run_whose_settings_changed_meanwhile_begins_anew(

@@ -79,7 +79,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             'so it would not be used; set that to "cron"',
         ),
         ("[learner]\nshard_base = true", "learner.shard_base", "learner.processes is 1"),
-        ("[learner]\nkl_budget = 0.1", "learner.advanced.kl_budget", "kl_coef is 0"),
         ("[best_of]\nenabled = true", "best_of.enabled", "each user gets the first; name a judge"),
         ("[best_of]\ntimeout_s = 2", "best_of.timeout_s", "best_of.enabled is false"),
         (
@@ -109,11 +108,10 @@ def test_a_setting_that_does_nothing_is_warned_of(
         'schedule = "interval"\ninterval_s = 60',
         'schedule = "cron"\ncron = "0 3 * * *"',
         "idle_below = 5",
-        "processes = 2\nshard_base = true\nprocesses_timeout_s = 60",
-        'tinker_url = "http://trainer:8000"\nprocesses_timeout_s = 60',
+        "processes = 2\nshard_base = true",
+        'tinker_url = "http://trainer:8000"',
         'schedule = "manual"\nshard_base = true',  # torchrun starts the processes
         "shard_base = false",
-        "kl_coef = 0.1\nkl_budget = 2",
         "steps = 256",
     ],
 )

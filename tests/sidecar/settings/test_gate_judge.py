@@ -59,8 +59,7 @@ def test_another_model_gets_neither_key_nor_address_nor_parameters_of_the_reward
         ("api_key = 'k'", "gate_judge.api_key is set without"),
         ("params = {temperature = 1}", "gate_judge.params is set without"),
         ("model = 'x/y'\nparams = {stream = true}", "gate_judge.params holds stream"),
-        ("rubric = 'r'\nrubric_file = 'f'", "gate_judge.rubric_file and gate_judge.rubric are"),
-        ("rubric_file = 'gone.txt'", "gone.txt cannot be read"),
+        ("rubric = 'file:gone.txt'", "gone.txt cannot be read"),
     ],
 )
 def test_what_would_not_be_used_or_cannot_be_is_refused(
@@ -76,8 +75,8 @@ def test_a_rubric_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "reward.txt").write_text("be brief")
     (tmp_path / "exam.txt").write_text("be right\n")
     text = (
-        f"[judge]\nrubric_file = '{tmp_path}/reward.txt'\n"
-        f"[gate_judge]\nrubric_file = '{tmp_path}/exam.txt'\n"
+        "[judge]\nrubric = 'file:reward.txt'\n"
+        f"[gate_judge]\nrubric_file = '{tmp_path}/exam.txt'\n"  # as older files have it
     )
 
     settings = load(tmp_path, text)
@@ -94,7 +93,7 @@ def test_a_file_that_is_no_rubric_is_refused(tmp_path: Path, content: bytes, mes
     (tmp_path / "rubric.txt").write_bytes(content)
 
     with pytest.raises(SettingsError, match=message):
-        load(tmp_path, f"[judge]\nrubric_file = '{tmp_path}/rubric.txt'\n")
+        load(tmp_path, "[judge]\nrubric = 'file:rubric.txt'\n")
 
 
 def test_its_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +109,8 @@ def test_its_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_context_of_one_judge_is_not_taken_for_that_of_another() -> None:
-    judge = Judge(model="openai/a", context_tokens=32_768, show_reasoning=True)
+    judge = Judge(model="openai/a", context_tokens=32_768)
     unknown = GateJudge(model="hosted_vllm/b")
 
     assert Settings(judge=judge).judge_of_gate.context_tokens == 32_768
     assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.context_tokens == 0
-    assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.show_reasoning

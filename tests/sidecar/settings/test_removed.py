@@ -67,11 +67,22 @@ def test_a_key_that_moved_keeps_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sidecar.toml"
-    path.write_text("[learner]\nkl_budget = 0.5\n")
+    path.write_text("[learner]\nkl_coef = 0.5\n")
+
+    assert load_settings(path).learner.advanced.kl_coef == 0.5
+    assert "learner.kl_coef is now learner.advanced.kl_coef" in caplog.messages
     monkeypatch.setenv("SIDECAR_LEARNER__KL_COEF", "0.3")
-
-    chosen = load_settings(path).learner.advanced
-
-    assert (chosen.kl_coef, chosen.kl_budget) == (0.3, 0.5)
-    assert "learner.kl_budget is now learner.advanced.kl_budget" in caplog.messages
+    assert load_settings(path).learner.advanced.kl_coef == 0.3
     assert set(ADVANCED) == set(known("learner", "advanced"))
+
+
+def test_a_removed_key_of_a_list_of_tables_is_read_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    fallback = '[[judge.fallbacks]]\nmodel = "openai/b"\njson_schema = "off"\n'
+    path.write_text(f'[judge]\nmodel = "openai/a"\n{fallback}')
+
+    assert load_settings(path).judge.fallbacks[0].model == "openai/b"
+
+    assert [one for one in caplog.messages if one.startswith("judge.fallbacks.json_schema is no")]

@@ -193,7 +193,7 @@ url = "sqlite:///state/store.db?timeout=5"
 url = "sqlite:////var/outbox.db"
 [judge]
 model = "openai/x"
-rubric_file = "rubric.txt"
+rubric = "file:rubric.txt"
 [telemetry]
 spans_file = "spans.jsonl"
 [notify.hooks.ops]
