@@ -195,9 +195,12 @@ def recompute_layers(policy: Policy, number: int | None = None) -> None:
     base = policy.model.get_base_model()
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for block in blocks_of(base.get_decoder())[:number]:
-        # transformers checkpoints layers in training alone. The flag of the modules inside,
-        # which would switch dropout on, stays as it is.
+        # transformers checkpoints layers in training alone. The flag of the modules inside, which
+        # would switch dropout on, stays as it is; what a block drops by itself (OPT) is set to 0.
         block.training = True
+        for name in [one for one in vars(block) if "dropout" in one]:
+            if isinstance(getattr(block, name), float):
+                setattr(block, name, 0.0)
     if policy.device.type == "cpu":
         _return_freed_blocks()
 

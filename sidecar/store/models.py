@@ -370,9 +370,6 @@ class GroupRow(Base):
         Index("ix_answer_group_session", "session_id", "created_at"),
         Index("ix_answer_group_status", "status", "seq"),
         partial_index(
-            "ix_answer_group_project", "project", "created_at", where="project IS NOT NULL"
-        ),
-        partial_index(
             "ix_answer_group_near_key", "near_key", "created_at", where="near_key IS NOT NULL"
         ),
         partial_index(

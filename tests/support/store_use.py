@@ -91,7 +91,7 @@ from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from sidecar.feedback import Feedback, TargetKind, encode_feedback
 from sidecar.lines import Line, lines_of
-from sidecar.records import BASE, Choice, Exchange, encode_exchange
+from sidecar.records import BASE, IMPORTED, Choice, Exchange, encode_exchange
 from sidecar.scoring import Material
 from sidecar.settings import (
     Groups,
@@ -204,6 +204,7 @@ def _ingest(use: _Use) -> None:
     *moved, mover = _moved("moved")
     exchanges = [
         *(_exchange(f"new-{number}") for number in range(16)),
+        _exchange("imported", origin=IMPORTED, untrainable_reason=IMPORTED),
         _exchange("forgotten"),
         *(_long("talk", turns) for turns in (0, 1)),
         _exchange("retry", turn_id=retried, retry_count=1),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from structlog.testing import capture_logs
+from transformers import OPTConfig, OPTForCausalLM
 
 from learner.policy import costs as of_sizes
 from learner.policy import memory
@@ -348,3 +350,21 @@ def test_free_memory_is_within_the_limit_of_the_control_group(
     assert free_bytes(CPU) == 4_000_000
     (tmp_path / "memory.max").write_text("900000\n")
     assert free_bytes(CPU) == 0
+
+
+def test_a_block_that_drops_by_itself_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT's layers call `dropout` with their own flag, which checkpointing sets."""
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, dropout=0.5,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
+    base = OPTForCausalLM(config).eval()
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        wrapped = SimpleNamespace(get_base_model=lambda: base)
+        recompute_layers(cast("Policy", SimpleNamespace(model=wrapped, device=ids.device)))
+        again = base(ids).logits
+
+    assert torch.equal(before, again)
