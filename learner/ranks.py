@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+TIMEOUT_S = 1_800.0
+"""How long the processes of a run wait for one of them, and a run for each answer of a Tinker
+server: one that hangs would hold the run for ever."""
 
 
 class Group(Protocol):

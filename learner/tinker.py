@@ -37,6 +37,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 import torch
 
+from learner import ranks
 from learner.adapter_folder import CONFIG, LINEAGE, MAX_FILE_BYTES, WEIGHTS, read_plain
 from learner.errors import (
     FaultyGroupsError,
@@ -339,7 +340,7 @@ class TinkerServer:
     def call(
         self, doing: str, work: Callable[[], T], refused: type[LearnerError] = TinkerServerError
     ) -> T:
-        """Do a call of the client until the run is stopped, or for `learner.processes_timeout_s`.
+        """Do a call of the client until the run is stopped, or for `ranks.TIMEOUT_S`.
 
         refused: what to raise where the server says no to this very request.
         """
@@ -352,14 +353,12 @@ class TinkerServer:
                 future.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        limit_s, began = self._job.settings.processes_timeout_s, time.monotonic()
+        limit_s, began = ranks.TIMEOUT_S, time.monotonic()
         what = f"the Tinker server at {self._url} failed at {doing}"
         while not wait([future], POLL_S).done:
             self._job.check_stop()
             if time.monotonic() - began > limit_s:
-                raise TinkerServerError(
-                    f"{what}: no answer in {limit_s:g} s (learner.processes_timeout_s); is it up?"
-                )
+                raise TinkerServerError(f"{what}: no answer in {limit_s:g} s; is it up?")
         error = future.exception()
         if error is None:
             return future.result()

@@ -466,7 +466,7 @@ class Measure:
 
 
 COMPUTED: Mapping[str, Checkpointing] = {"twice": "on", "once": "off"}
-"""How often layers are computed -> setting `learner.checkpointing`."""
+"""How often layers are computed -> what `prepare` is told."""
 
 
 def measures(at: Bench) -> list[Measure]:

@@ -171,8 +171,7 @@ class Exchange:
         if not known and any(word in said for word in SLOW):
             return RankLostError(
                 f"process {self.rank} of {self.size} waited {self._timeout_s:g} s for another "
-                "(learner.processes_timeout_s, which covers its start too, with torch and the "
-                "base); its own lines in the log say where it is: raise the setting if it is slow",
+                "(its start with torch and the base too); its own lines in the log say where it is",
                 faults,
             )
         return RankLostError(

@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its list
     rendezvous,
 )
 
+from learner import ranks
 from learner.command import ended_words, learner_command
 from learner.distributed.exchange import DataParallel, Exchange, attention_share
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE, Place
@@ -63,12 +64,12 @@ def threads_of(settings: Learner, local_size: int) -> int:
 def joined(place: Place, settings: Learner) -> Iterator[Exchange]:
     """Connect with the processes that a launcher started. Raises: RankLostError."""
     try:
-        store, _, _ = next(rendezvous("env://", timeout=_timeout(settings)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=ranks.TIMEOUT_S)))
     except (RuntimeError, ValueError) as error:
         raise RankLostError(
             f"process {place.rank} of {place.size} cannot reach the first one at "
             f"{os.environ.get(ADDRESS)}:{os.environ.get(PORT)} within "
-            f"{settings.processes_timeout_s:g} s (learner.processes_timeout_s): is it started, and "
+            f"{ranks.TIMEOUT_S:g} s: is it started, and "
             f"may this machine connect to that port? ({one_line(error)})"
         ) from error
     with _open(place, settings, store) as exchange:
@@ -87,7 +88,7 @@ def started(settings: Learner, config: Path | None) -> Iterator[Exchange]:
         listening.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        timeout=_timeout(settings),
+        timeout=timedelta(seconds=ranks.TIMEOUT_S),
         master_listen_fd=listening.detach(),  # else it would listen on all addresses
     )
     children = _Children([_launch(rank, size, store.port, config) for rank in range(1, size)])
@@ -110,17 +111,13 @@ def _open(
         place=place,
         store=PrefixStore("learner", store),
         cards=settings.device.startswith("cuda"),
-        timeout_s=settings.processes_timeout_s,
+        timeout_s=ranks.TIMEOUT_S,
         killed=killed,
     )
     try:
         yield exchange
     finally:
         exchange.close()
-
-
-def _timeout(settings: Learner) -> timedelta:
-    return timedelta(seconds=settings.processes_timeout_s)
 
 
 def _launch(rank: int, size: int, port: int, config: Path | None) -> subprocess.Popen[bytes]:

@@ -712,8 +712,6 @@ def _store_file(url: str) -> Path | None:
 # Find settings of `[learner]` that have no effect beside the others. Pure.
 
 SCHEDULE_OF: Mapping[str, str] = {"interval_s": "interval", "cron": "cron"}
-OF_SEVERAL = ("shard_base", "processes_timeout_s")
-"""Settings of a run that several processes compute."""
 
 
 def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
@@ -733,14 +731,12 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
             'are not sampled, and their groups are left out (too_long); give "auto"',
         )
     # With `manual` a launcher may start the processes (docs/several-processes.md).
-    if rules.processes == 1 and rules.schedule != "manual" and not rules.tinker_url:
-        for name in OF_SEVERAL:
-            if is_given(rules, name) and getattr(rules, name) is not False:
-                yield (
-                    ("learner", name),
-                    "is set and learner.processes is 1, so nothing is shared and nobody is waited "
-                    "for, but in a run that torchrun starts; raise that, or leave this out",
-                )
+    if rules.shard_base and rules.processes == 1 and rules.schedule != "manual":
+        yield (
+            ("learner", "shard_base"),
+            "is set and learner.processes is 1, so nothing is shared, but in a run that torchrun "
+            "starts; raise that, or leave this out",
+        )
 
 
 # Check settings that contradict each other, or the disk, or that do nothing.

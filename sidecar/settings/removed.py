@@ -94,6 +94,7 @@ REMOVED: Mapping[str, str] = {
     "learner.min_spread": "MIN_SPREAD in learner.grpo.advantages is 0.02",
     "learner.missing_logprobs": "the trainer computes them",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
+    "learner.processes_timeout_s": "TIMEOUT_S in learner.ranks is 1800.0",
     "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
     "learner.advanced.warmup_steps": "the rate is whole from the first step",
     "learner.seed": "SEED in learner.policy.adapter_io is 0",
@@ -184,17 +185,14 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:
-            kept[key] = _of_value(f"{name}.{key}", value)
+            within = isinstance(value, Mapping)
+            kept[key] = of_section(f"{name}.{key}", value) if within else value
+            if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+                kept[key] = [of_section(f"{name}.{key}", one) for one in value]
     kept |= moved_rubric
     if moved:
         kept["advanced"] = moved | dict(kept.get("advanced", {}))
     return kept
-
-
-def _of_value(name: str, value: Any) -> Any:  # Any: of TOML
-    if isinstance(value, list):
-        return [_of_value(name, one) for one in value]
-    return of_section(name, value) if isinstance(value, Mapping) else value
 
 
 def is_removed(section: str, key: str) -> bool:

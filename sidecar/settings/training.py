@@ -173,11 +173,6 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on CPUs, and was run once on an H100."""
-    processes_timeout_s: Annotated[
-        float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
-    ] = 1800.0
-    """How long the processes of a run wait for one of them, and a run for each answer of a Tinker
-    server."""
     tinker_url: Annotated[str, AfterValidator(_http)] = ""
     """URL of a server of the Tinker API, such as http://trainer:8000, which has the base on its
     GPUs and computes in place of this machine (docs/several-processes.md). A key is read from

@@ -395,7 +395,7 @@ def served(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
 
 
 def asking(job: TrainingJob, **changes: Any) -> TrainingJob:
-    wanted = {"tinker_url": "http://127.0.0.1:1", "processes_timeout_s": 0.1, **changes}
+    wanted = {"tinker_url": "http://127.0.0.1:1", **changes}
     return replace(job, settings=job.settings.model_copy(update=wanted))
 
 
@@ -413,6 +413,7 @@ def test_a_server_that_does_not_answer_ends_the_run(
 ) -> None:
     end = threading.Event()
     served(monkeypatch, lambda **_: end.wait(60))
+    monkeypatch.setattr("learner.ranks.TIMEOUT_S", 0.1)
 
     with pytest.raises(TinkerServerError, match=r"failed at connecting: no answer in 0\.1 s"):
         TinkerServer(asking(job))
@@ -429,7 +430,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_server(
         raise RunStoppedError("asked to stop")
 
     with pytest.raises(RunStoppedError):
-        TinkerServer(replace(asking(job, processes_timeout_s=60.0), check_stop=stop))
+        TinkerServer(replace(asking(job), check_stop=stop))
     end.set()
 
 

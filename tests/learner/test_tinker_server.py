@@ -124,7 +124,6 @@ def job(url: str, base: Path, row: MakeRow, group: MakeGroup) -> TrainingJob:
         groups_per_step=2,
         precision="float32",
         pack_tokens=256,
-        processes_timeout_s=900,
     )
     answers = [
         ([504, 253, 1250], [314, 253, 3575, 30], [28, 339, 416]),

@@ -453,9 +453,9 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         ("SIDECAR_CANARY__GATE_ANSWERS", "0", "setting SIDECAR_CANARY__GATE_ANSWERS: 0 is out of"),
         ("SIDECAR_ADMIN__PORT", "99999", "setting SIDECAR_ADMIN__PORT: 99999 is out of range"),
         (
-            "SIDECAR_LEARNER__MIN_SPREAD",
+            "SIDECAR_LEARNER__MAX_DRIFT",
             "nan",
-            "setting SIDECAR_LEARNER__MIN_SPREAD: nan is out",
+            "setting SIDECAR_LEARNER__MAX_DRIFT: nan is out",
         ),
         ("SIDECAR_CANARY__STEPS", "[]", "setting SIDECAR_CANARY__STEPS is empty"),
         ("SIDECAR_CANARY__STEPS", "[-1]", "setting SIDECAR_CANARY__STEPS: -1 is out of range"),

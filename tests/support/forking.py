@@ -3,8 +3,8 @@
 torch and LiteLLM take seconds of CPU to import, and a test that kills processes starts several. How
 a process is started and what it imports, other tests prove. As a program: `forking.py MODULE...`
 imports the modules; each line of standard input is a JSON object. `main`, a module, `arguments`,
-`environ` and `out`: the answer is the pid of a process that runs `main(arguments)` of it. `poll`, a
-pid: the answer is how it ended, a negative number for a signal, null while it runs.
+`environ`, `out` and `constants`: the answer is the pid of a process that runs `main(arguments)` of
+it. `poll`, a pid: the answer is how it ended, a negative number for a signal, null while it runs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Forked:
 
 
 Fork = Callable[..., Forked]
-"""fork(main, *arguments, environ=, out=): `main` of this module with these arguments; what it
-prints goes into the file `out`, else to standard error."""
+"""fork(main, *arguments, environ=, out=, constants=): `main` of this module with these arguments;
+what it prints goes into the file `out`, else to standard error. constants: MODULE:NAME -> value."""
 
 
 @contextmanager
@@ -84,15 +84,23 @@ def forking(*modules: str) -> Iterator[Fork]:
             *arguments: str,
             environ: Mapping[str, str] | None = None,
             out: Path | None = None,
+            constants: Mapping[str, Any] | None = None,
         ) -> Forked:
             asked = {"main": main, "arguments": arguments, "environ": dict(environ or {})}
+            asked["constants"] = dict(constants or {})
             return Forked(ask, ask({**asked, "out": str(out) if out is not None else None}))
 
         yield fork
         asking.close()
 
 
-def _fork(main: str, arguments: Sequence[str], environ: Mapping[str, str], out: str | None) -> int:
+def _fork(
+    main: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    out: str | None,
+    constants: Mapping[str, Any],
+) -> int:
     child = os.fork()
     if child == 0:
         code = 99
@@ -101,6 +109,9 @@ def _fork(main: str, arguments: Sequence[str], environ: Mapping[str, str], out: 
             # Standard output is the parent's pipe.
             os.dup2(2 if out is None else os.open(out, os.O_WRONLY | os.O_CREAT), 1)
             os.environ.update(environ)
+            for where, value in constants.items():
+                module, _, name = where.partition(":")
+                setattr(import_module(module), name, value)
             code = import_module(main).main(list(arguments))
             sys.stdout.flush()
         finally:

@@ -17,6 +17,7 @@ from learner.adapter_folder import WEIGHTS
 from learner.distributed import trainer
 from learner.distributed.place import ADDRESS, LOCAL_RANK, LOCAL_SIZE, PORT, RANK, SIZE
 from learner.distributed.trainer import RankedTrainer, started
+from learner.grpo import trainer as grpo_trainer
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import packs_of
@@ -37,7 +38,6 @@ def several(learner_settings: Learner, monkeypatch: pytest.MonkeyPatch) -> Learn
         update={
             "groups_per_step": 4,
             "processes": 2,
-            "processes_timeout_s": 120.0,
             "pack_tokens": 24,
             "loss": "ppo_decoupled",
             "advanced": Advanced(kl_coef=0.05),
@@ -114,9 +114,12 @@ def forked(monkeypatch: pytest.MonkeyPatch, fork: Fork) -> list[Forked]:
     def launch(rank: int, size: int, port: int, config: Path | None) -> Forked:
         numbers = {RANK: rank, SIZE: size, LOCAL_RANK: rank, LOCAL_SIZE: size, PORT: port}
         environ = {ADDRESS: trainer.LOOPBACK, **{name: str(one) for name, one in numbers.items()}}
-        launched.append(
-            fork("learner.__main__", "--once", "--config", str(config), environ=environ)
-        )
+        constants = {
+            f"learner.grpo.trainer:{name}": getattr(grpo_trainer, name)
+            for name in ("CHECKPOINTING", "KL_BUDGET")
+        }
+        command = ("learner.__main__", "--once", "--config", str(config))
+        launched.append(fork(*command, environ=environ, constants=constants))
         return launched[-1]
 
     monkeypatch.setattr(trainer, "_launch", launch)
@@ -135,7 +138,7 @@ Train = Callable[..., Trained]
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "sidecar.toml"
-    path.write_text('[serving]\nmodel = "m"\n[learner]\nprocesses_timeout_s = 120\n')
+    path.write_text('[serving]\nmodel = "m"\n')
     return path
 
 

@@ -49,7 +49,6 @@ def config(settings: Settings, tmp_path: Path) -> Callable[..., Path]:
             "learning_rate": 0.02,
             "threads": 1,
             "adapters_dir": str(settings.learner.adapters_dir),
-            "processes_timeout_s": 100,
             **learner,
         }
         lines = [

@@ -25,19 +25,18 @@ KILLS = [  # process, event, steps that are kept
     (1, ("check", 1), 0),
     (1, ("group of a step", 1), 0),
 ]
-CHANGES = {"processes_timeout_s": 60.0}
 
 
 def test_a_run_of_two_processes_goes_on_after_a_kill_to_the_same_weights(
     start: Start, world: World
 ) -> None:
-    whole = world("whole", **CHANGES)
+    whole = world("whole")
     assert start(whole, "r1", processes=2)["codes"] == [0, 0]
     expected = left_by(whole)
     assert expected.groups == {**dict.fromkeys("012356", "trained"), "4": "dropped"}
     for rank, at, steps in KILLS:
         where = f"process {rank} at {at[0]} {at[1]}"
-        settings = world(where, **CHANGES)
+        settings = world(where)
         killed = start(settings, "r1", kill_at=at, processes=2, rank=rank)
         # The process that is left says that it lost the other.
         assert killed["codes"][rank] == -signal.SIGKILL, where
@@ -53,7 +52,7 @@ def test_a_run_of_two_processes_goes_on_after_a_kill_to_the_same_weights(
 
 
 def test_a_run_of_two_processes_with_a_shared_base_goes_on_too(start: Start, world: World) -> None:
-    changes = {**CHANGES, "shard_base": True}
+    changes = {"shard_base": True}
     whole, settings = world("whole", **changes), world("one", **changes)
     start(whole, "r1", processes=2)
     killed = start(settings, "r1", kill_at=("group of a step", 1), processes=2, rank=1)
@@ -69,7 +68,7 @@ def test_a_launcher_that_is_drained_stops_a_run_which_goes_on_later(
     start: Start, world: World, rank: int
 ) -> None:
     """The launcher sends TERM to all; which process takes it first is chance."""
-    whole, settings = world("whole", **CHANGES), world("one", **CHANGES)
+    whole, settings = world("whole"), world("one")
     start(whole, "r1", processes=2)
     stopped = start(
         settings,
@@ -91,7 +90,7 @@ def test_a_launcher_that_is_drained_stops_a_run_which_goes_on_later(
 
 def test_another_number_of_processes_begins_anew(start: Start, world: World) -> None:
     """Sums of two processes round otherwise than those of one."""
-    settings = world("one", **CHANGES)
+    settings = world("one")
     start(settings, "r1", kill_at=("step", 2), processes=2)
 
     assert start(settings, "r2")["code"] == 0
@@ -104,7 +103,7 @@ def test_another_number_of_processes_begins_anew(start: Start, world: World) -> 
 def test_a_run_whose_process_dies_at_one_place_again_and_again_is_given_up(
     start: Start, world: World
 ) -> None:
-    settings = world("one", **CHANGES)
+    settings = world("one")
     for number in range(3):
         killed = start(settings, f"r{number}", kill_at=("check", 1), processes=2, rank=1)
         assert killed["codes"] == [FAILED, -signal.SIGKILL]

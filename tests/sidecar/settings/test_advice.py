@@ -108,8 +108,8 @@ def test_a_setting_that_does_nothing_is_warned_of(
         'schedule = "interval"\ninterval_s = 60',
         'schedule = "cron"\ncron = "0 3 * * *"',
         "idle_below = 5",
-        "processes = 2\nshard_base = true\nprocesses_timeout_s = 60",
-        'tinker_url = "http://trainer:8000"\nprocesses_timeout_s = 60',
+        "processes = 2\nshard_base = true",
+        'tinker_url = "http://trainer:8000"',
         'schedule = "manual"\nshard_base = true',  # torchrun starts the processes
         "shard_base = false",
         "steps = 256",

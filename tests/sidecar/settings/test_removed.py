@@ -74,3 +74,15 @@ def test_a_key_that_moved_keeps_its_value(
     monkeypatch.setenv("SIDECAR_LEARNER__KL_COEF", "0.3")
     assert load_settings(path).learner.advanced.kl_coef == 0.3
     assert set(ADVANCED) == set(known("learner", "advanced"))
+
+
+def test_a_removed_key_of_a_list_of_tables_is_read_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    fallback = '[[judge.fallbacks]]\nmodel = "openai/b"\njson_schema = "off"\n'
+    path.write_text(f'[judge]\nmodel = "openai/a"\n{fallback}')
+
+    assert load_settings(path).judge.fallbacks[0].model == "openai/b"
+
+    assert [one for one in caplog.messages if one.startswith("judge.fallbacks.json_schema is no")]
