@@ -25,7 +25,7 @@ from deploy.canary.controller import guard_facts, quality_facts
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.registry import aliases as history
-from deploy.registry import canaries, routing_writer, versions
+from deploy.registry import canaries, proof_rule, routing_writer, versions
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
@@ -58,11 +58,11 @@ RULES: dict[str, Any] = {
     "step_min_exchanges": 4,
     "step_min_sessions": 4,
 }
+LEVELS = ("PROMOTE_LEVEL", "HARM_LEVEL", "GUARD_LEVEL")
+LEVEL = 0.5
+"""So that six judged groups prove what a promotion asks for."""
 SHORT = {
-    # So that six judged groups prove what a promotion asks for.
-    "deploy.registry.proof_rule:PROMOTE_LEVEL": 0.5,
-    "deploy.registry.proof_rule:HARM_LEVEL": 0.5,
-    "deploy.registry.proof_rule:GUARD_LEVEL": 0.5,
+    **{f"deploy.registry.proof_rule:{name}": LEVEL for name in LEVELS},
     "deploy.line_loops:POLL_S": 0.02,
     "deploy.engine.reconcile:UNLOAD_GRACE_S": 0.05,
     "deploy.engine.reconcile:MISSING_S": 0.1,
@@ -289,6 +289,13 @@ class Seen:
 def two_vllms() -> Iterator[tuple[list[str], list[AdapterEndpoints]]]:
     with vllm_in_thread() as (first, one), vllm_in_thread() as (second, other):
         yield [first, second], [one, other]
+
+
+@pytest.fixture(autouse=True)
+def levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process reads the evidence by the levels of the control that it started."""
+    for name in LEVELS:
+        monkeypatch.setattr(proof_rule, name, LEVEL)
 
 
 @pytest.mark.parametrize("name", [name for name in STORIES if "guard" not in name])
