@@ -9,8 +9,7 @@ was decided about it: its canary ends as by an abort. The learner is paused unti
 resumes it: what it learned last was taken from the users, and somebody should look why. A rollback
 to a descendant of the champion undoes an earlier one: the champion is retired, and neither marked
 nor banned, because the target has learned from it.
-Its next run starts from the new champion, with that version's own optimiser state, which stands
-beside its weights. A rollback that names a banned version lifts its ban.
+Its next run starts from the new champion. A rollback that names a banned version lifts its ban.
 
 An anchor that is taken away goes back to the one before it, or to the new champion when that was
 rolled back too.

@@ -180,8 +180,11 @@ def of_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:  # Any:
             moved[key] = value
             log.warning("learner.%s is now learner.advanced.%s", key, key)
         elif key == RUBRIC_FILE and name.partition(".")[0] in ("judge", "gate_judge"):
-            log.warning('%s.%s is now %s.rubric = "file:PATH"', name, key, name)
-            moved_rubric = {"rubric": f"file:{value}"} if value else {}
+            if value and not section.get("rubric"):
+                log.warning('%s.%s was read as %s.rubric = "file:%s"', name, key, name, value)
+                moved_rubric = {"rubric": f"file:{value}"}
+            elif value:
+                log.warning("%s.%s was left out: %s.rubric is set too, and holds", name, key, name)
         elif f"{name}.{key}" in REMOVED:
             log.warning("%s.%s is no longer a setting: %s", name, key, REMOVED[f"{name}.{key}"])
         else:

@@ -263,7 +263,8 @@ def test_prompts_of_an_imported_log_get_groups_of_exact_answers(story: Story) ->
     """vLLM renders a logged prompt to the ids that its candidates have."""
     groups = story.rows(
         "SELECT count(*), sum(a.origin = 'sampled'), sum(a.untrainable_reason IS NOT NULL)"
-        " FROM answer a JOIN answer_group g USING (group_id) JOIN exchange e USING (exchange_id)"
+        " FROM answer a JOIN answer_group g USING (group_id)"
+        " JOIN exchange e ON e.exchange_id = g.exchange_id"
         " WHERE e.origin = 'imported' GROUP BY a.group_id"
     )
 

@@ -85,6 +85,17 @@ def test_a_rubric_may_be_a_file(tmp_path: Path) -> None:
     assert settings.judge_of_gate.rubric == "be right\n"
 
 
+def test_of_a_rubric_and_an_older_file_beside_it_the_rubric_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old.txt").write_text("be old")
+
+    settings = load(tmp_path, "[judge]\nrubric = 'be new'\nrubric_file = 'old.txt'\n")
+
+    assert settings.judge.rubric == "be new"
+    assert "judge.rubric_file was left out: judge.rubric is set too, and holds" in caplog.messages
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"  \n", "is empty"), (b"\xff\xfe", "is not UTF-8"), (b"a" * 70_000, "is longer than")],
