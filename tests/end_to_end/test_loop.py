@@ -48,7 +48,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "learner": {"min_groups": 4, "max_groups": 4, "groups_per_step": 2, "learning_rate": 1.5e-3},
     "canary": {
-        "steps": [5000, 8000],
+        # Nearly all answers are cut at MAX_TOKENS: at a larger weight a dozen sessions in a row may
+        # be the canary's, and the breaker has no champion to compare them with.
+        "steps": [3000, 5000],
         "step_min_s": 4.0,
         "turn_wait_s": 0.0,
         "promote_on": "quick",
@@ -304,7 +306,7 @@ def test_the_canary_ramped_through_two_weights(story: Story) -> None:
     }
 
     assert arms["canary"] >= 6
-    assert propensities == {0.5, 0.8}
+    assert propensities == {0.3, 0.5}
 
 
 def test_rollback_is_obeyed_and_fails_no_request(story: Story) -> None:
