@@ -31,7 +31,7 @@ import msgspec
 from ingest.grouping.request import has_media
 from sidecar.capture.exchange_id import exchange_id
 from sidecar.feedback import ID_PREFIX, LONGEST, Feedback, TargetKind
-from sidecar.records import IMPORTED, Choice, Exchange, Sampling, Timings
+from sidecar.records import BASE, IMPORTED, Choice, Exchange, Sampling, Timings
 from sidecar.replies.parts import answer_text, message_json
 from sidecar.routing.opening import mark, opening
 from sidecar.routing.session_key import session_key, short_name
@@ -409,15 +409,13 @@ def exchange_of(
     form: str,
     *,
     public_model: str,
-    adapter: str,
     project: str,
     prompt_token_ids: Sequence[int],
 ) -> Exchange:
     """Make the record of a logged request.
 
-    form: of `FORMS`; its part of the id keeps the ids of two logs apart. adapter: whose candidates
-    its group will have. prompt_token_ids: [P] of the prompt as vLLM renders it. Raises:
-    LeftOutError.
+    form: of `FORMS`; its part of the id keeps the ids of two logs apart. prompt_token_ids: [P] of
+    the prompt as vLLM renders it. Raises: LeftOutError.
     """
     if not logged.source_id:
         raise LeftOutError("no_id")
@@ -436,7 +434,7 @@ def exchange_of(
         exchange_id=imported_id(form, logged.source_id, logged.at),
         surface="chat",
         public_model=public_model,
-        adapter=adapter,
+        adapter=BASE,  # selection takes the champion of the time when it chooses
         arm=IMPORTED,
         propensity=1.0,
         replica="",
@@ -546,7 +544,6 @@ class Import:
         form: str,
         *,
         public_model: str,
-        adapter: str,
         project: str,
         scores: Mapping[str, tuple[float, float]],
         render: Callable[[dict[str, Any]], tuple[Sequence[int], int] | None],
@@ -554,7 +551,7 @@ class Import:
         """scores: name of a score -> the values that mean bad and good; other scores are left out.
         render: returns the token ids of a request's prompt, and how many tokens of an answer this
         vLLM has room for behind it; None: it takes no such request."""
-        self._form, self._model, self._adapter = form, public_model, adapter
+        self._form, self._model = form, public_model
         self._project, self._scores, self._render = project, scores, render
         self._targets: dict[str, tuple[TargetKind, str]] = {}
         self.left_out: Counter[str] = Counter()
@@ -616,7 +613,6 @@ class Import:
             replace(logged, parameters=within(logged.parameters, room)),
             self._form,
             public_model=self._model,
-            adapter=self._adapter,
             project=self._project,
             prompt_token_ids=ids,
         )

@@ -244,12 +244,10 @@ def exchanges_import(
         raise typer.BadParameter(
             "letters, digits, '.', '_' and '-', 64 at most", param_hint="--project"
         )
-    own = project if project in settings.serving.own_adapters else None
     with _renderer(settings) as render:
         work = Import(
             log,
             public_model=settings.serving.model,
-            adapter=_champion(settings, own),
             project=project,
             scores=dict(map(_score_range, score or ())),
             render=render,
@@ -257,7 +255,7 @@ def exchanges_import(
         try:
             rows = work.read(files)
             imported = _to_bus(settings, map(work.record, rows))
-        except (OSError, OutboxError) as error:
+        except OSError as error:  # an OutboxError too
             note(f"{error}; what was imported stays, and the same command goes on")
             raise typer.Exit(1) from None
     exchanges, scores = imported["exchanges"], imported["scores"]
@@ -278,13 +276,6 @@ def _score_range(text: str) -> tuple[str, tuple[float, float]]:
     if found[0] == found[1] or not all(map(math.isfinite, found)):
         raise typer.BadParameter(f"{text}: NAME=BAD:GOOD, two numbers", param_hint="--score")
     return name, found
-
-
-def _champion(settings: Settings, project: str | None) -> str:
-    from deploy.registry.versions import champion
-
-    with open_store(settings) as database, database.read() as session:
-        return champion(session, settings.line_named(project).name)
 
 
 @contextmanager

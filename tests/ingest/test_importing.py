@@ -125,7 +125,7 @@ def read(form: str, row: Mapping[str, Any]) -> Logged | Scored:
 def made(form: str, row: Mapping[str, Any], **changes: Any) -> Exchange:
     logged = read(form, row)
     assert isinstance(logged, Logged)
-    plain = {"public_model": "smollm", "adapter": "base", "project": "default"}
+    plain = {"public_model": "smollm", "project": "default"}
     return exchange_of(logged, form, **{**plain, "prompt_token_ids": IDS, **changes})
 
 
@@ -287,7 +287,6 @@ def new_import(form: str = "litellm", ids: Sequence[int] | None = IDS, **scores:
     return Import(
         form,
         public_model="smollm",
-        adapter="base",
         project="default",
         scores=scores,
         render=lambda _: None if ids is None else (ids, 100),
