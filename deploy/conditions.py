@@ -21,17 +21,14 @@ from deploy.records import LEARNER_AWAY_S, Canary, nobody_has, short
 from deploy.registry import canaries, flags, tallies
 from deploy.supervise import LoopView
 from ingest.intake.bus import KIND as BUS
-from ingest.intake.consume import POISON
-from ingest.intake.consume import STAGE as CONSUMED
+from ingest.intake.consume import POISON, STAGE as CONSUMED
 from ingest.judge_noise import read_noise_state
 from ingest.judge_watch import JUDGE, NANO, advice_on, newest_scored
 from ingest.judges.spending import read_spending
 from ingest.reward_watch.store import ask
 from ingest.store.groups import SAMPLED
-from ingest.tasks.grouping import STAGE as TASKS
-from ingest.tasks.grouping import WITHOUT_OUTCOME
-from ingest.verifiers.state import KIND as VERIFIER
-from ingest.verifiers.state import held_groups, waiting_for
+from ingest.tasks.grouping import STAGE as TASKS, WITHOUT_OUTCOME
+from ingest.verifiers.state import KIND as VERIFIER, held_groups, waiting_for
 from learner.schedule.loop import SCHEDULE
 from sidecar.conditions import Condition, read_all
 from sidecar.hiding import hide_in_url

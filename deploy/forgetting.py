@@ -1,4 +1,4 @@
-"""Find and remove in the store what belongs to a target."""
+"""Forget a user, a session or an exchange: find and remove it, give back the traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add up the durable counters to stages: what entered each, and where it ended. Pure.
+"""The funnel: what entered each stage and where it ended, from durable counters.
 
 Every record that entered a stage has passed on, ended there for a reason, or waits:
 
@@ -21,16 +21,13 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from ingest.best_of import SCORED
-from ingest.grouping.selection import BACKLOG, CHOSEN, live_adapters
-from ingest.grouping.selection import STAGE as SELECTION
+from ingest.grouping.selection import BACKLOG, CHOSEN, STAGE as SELECTION, live_adapters
 from ingest.intake.choose import pending_by_status
-from ingest.intake.consume import REPEATED, STORED
-from ingest.intake.consume import STAGE as CONSUME
+from ingest.intake.consume import REPEATED, STAGE as CONSUME, STORED
 from ingest.retention.deletion import DELETED_GROUPS
 from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
-from learner.runs.source import NOT_GROUPS, TRAINED
-from learner.runs.source import STAGE as LEARN
+from learner.runs.source import NOT_GROUPS, STAGE as LEARN, TRAINED
 from sidecar.capture.outbox import BUS, CAPTURE, FORWARDED, KEPT, REFUSED, REQUESTS
 from sidecar.records import IMPORTED
 from sidecar.store.models import AdapterRow, CounterRow, GroupRow

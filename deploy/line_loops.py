@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 
 from deploy.canary.controller import Controller
 from deploy.canary.exam import TaskExam
-from deploy.canary.gate import EVERY_S as SHADOW_S
-from deploy.canary.gate import Gate, Shadow
+from deploy.canary.gate import EVERY_S as SHADOW_S, Gate, Shadow
 from deploy.engine.reconcile import CHECK_S, ChampionGuard, Fleet, registered_path
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl

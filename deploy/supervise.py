@@ -1,4 +1,4 @@
-"""`sidecar up`: start every process of one machine, keep them running, stop what was started.
+"""`sidecar up`: start every process of one machine, wait until it answers, restart it, stop it.
 
 Only one `sidecar up` works with a `state_dir` at a time. Each child writes to its own log under
 `state_dir/logs` (`deploy.supervise`). A child that dies is started again after a back-off and
@@ -40,8 +40,13 @@ from deploy.supervisor_rules import (
 from sidecar.backoff import STEADY_S, Waits
 from sidecar.errors import StateLockError, StoreError
 from sidecar.parent_death import guarded_command
-from sidecar.processes import VARIABLE as READY_VARIABLE
-from sidecar.processes import holder, only_one, own_environment, read_report
+from sidecar.processes import (
+    VARIABLE as READY_VARIABLE,
+    holder,
+    only_one,
+    own_environment,
+    read_report,
+)
 from sidecar.settings import Settings
 from sidecar.upstreams import Upstreams
 from sidecar.workers.worker import BALANCER_S, bind_listeners, cannot_listen

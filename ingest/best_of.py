@@ -1,4 +1,4 @@
-"""Judge answers while a user waits: the scoring process's side of best of N.
+"""Best of N, the scoring process's side: judge answers while a user waits, keep them.
 
 Each question is one task and uses the same code as every other judgement: RULER, one pass. The
 verdict is returned first, and the store is written after that. A judgement that has begun is
@@ -86,8 +86,8 @@ from sidecar.scoring import (
     WireError,
     encode_frame,
     read_frame,
+    read_material as read_frame_material,
 )
-from sidecar.scoring import read_material as read_frame_material
 from sidecar.settings import Settings
 from sidecar.store.contents import keyring_of
 from sidecar.store.database import Database, count, insert_into

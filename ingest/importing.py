@@ -131,19 +131,19 @@ def open_rows(path: Path) -> Iterator[Row]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begin = len(BOM_UTF8) if data[:3] == BOM_UTF8 else 0
     view = memoryview(data)[begin:]
-    if data[begin : begin + 256].lstrip()[:1] == b"[":
+    array = data[begin : begin + 256].lstrip()[:1] == b"["
+    reply = data[begin : begin + 64].replace(b" ", b"").lstrip()[:9] == b'{"data":['  # of an API
+    if array or reply:
         try:
-            rows = msgspec.json.decode(view, type=list[msgspec.Raw])
+            rows = (
+                msgspec.json.decode(view, type=list[msgspec.Raw])
+                if array
+                else msgspec.json.decode(view, type=_Page).data
+            )
         except (msgspec.MsgspecError, RecursionError):
             raise LeftOutError("not_json") from None
         yield from map(Row, rows)
         return
-    if data[begin : begin + 64].replace(b" ", b"").lstrip()[:9] == b'{"data":[':  # an API's reply
-        try:
-            yield from map(Row, msgspec.json.decode(view, type=_Page).data)
-            return
-        except (msgspec.MsgspecError, RecursionError):
-            raise LeftOutError("not_json") from None
     start = begin
     while start < len(data):
         end = data.find(b"\n", start)

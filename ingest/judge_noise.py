@@ -1,4 +1,4 @@
-"""The noise and position bias of a judge, from the passes over each scored group, and its drift.
+"""A judge's noise, position bias and drift, from the two passes over each scored group.
 
 The passes over a group show the same answers in other orders. What is left of their scores without
 the mean of each answer, the mean of each pass and a straight line over the positions is noise. Its

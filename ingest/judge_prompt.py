@@ -1,4 +1,4 @@
-"""Which parts of messages a judge sees, and when two messages look the same to it. Pure.
+"""What a judge sees of messages: which parts, escaped, without the bytes of files. Pure.
 
 Ids of tool calls are drawn by the server and say nothing. A next action is shown without them; in
 a trajectory, where results refer to calls, calls are numbered. Their arguments are written in one

@@ -1,4 +1,4 @@
-"""One run now, or several: their output and exit codes, in one process or in several.
+"""Runs of the learner in one process or several: their output and exit codes.
 
 Of several processes the first has the store; what it does is `run_once`. The others get their work
 from it, compute, and end (`follow`). Under a launcher such as torchrun, which takes every exit code

@@ -1,4 +1,4 @@
-"""What a killed or stopped run goes on from: its holder, its deaths, and the folder it works in.
+"""Resume a killed or stopped run: its holder, its deaths, and the folder it works in.
 
     <adapters_dir>/.run-<run_id>/
         claimed.json    the groups, in their order; written as soon as they are claimed

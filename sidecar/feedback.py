@@ -1,4 +1,4 @@
-"""Read the body of a feedback request. Pure.
+"""Feedback and outcomes: routes at the proxy, records, and their way into the outbox.
 
 Numbers are numbers (`true` is none), finite and bounded; unknown fields, NUL and halves of
 surrogate pairs are refused, because no store could hold them or nobody would see the mistake.

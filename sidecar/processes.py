@@ -1,5 +1,4 @@
-"""Report to `sidecar up` through an inherited pipe: that a child process works, and what a person
-at the terminal must know.
+"""What all processes share: starting, reports to `sidecar up`, locks, limits of files.
 
 Only a child of this start has the pipe, so another program on the same port is never taken for it.
 """

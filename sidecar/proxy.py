@@ -14,7 +14,7 @@ from sidecar.access.admission import open_access
 from sidecar.access.key_source import KeySource
 from sidecar.access.limits import open_limits
 from sidecar.app import make_app
-from sidecar.capture.outbox import RECORD_BYTES, Outbox, outbox_path
+from sidecar.capture.outbox import Outbox, outbox_path
 from sidecar.capture.recorder import LIMITS, Capture, ExchangeSink, Yielding
 from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.feedback import LOCKED_S, FeedbackReceiver, FeedbackWriter
@@ -85,7 +85,6 @@ class Proxy:
         keyring = open_keyring(settings.store)
         sink = sink or Outbox(
             bus,
-            max_rows=1 + settings.bus.max_bytes // RECORD_BYTES,
             max_bytes=settings.bus.max_bytes,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
             yield_cpu=yield_cpu,
@@ -152,7 +151,6 @@ class Proxy:
             FeedbackWriter(
                 Outbox(
                     bus,
-                    max_rows=1 + settings.bus.max_bytes // RECORD_BYTES,
                     max_bytes=settings.bus.max_bytes,
                     busy_timeout_s=LOCKED_S,
                     on_rows_gone=self.metrics.outbox_rows_gone.inc,

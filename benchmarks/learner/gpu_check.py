@@ -35,8 +35,7 @@ from learner.policy.attention import FORMS, HALF_TOLERANCE, TOLERANCE, WINDOW, d
 from learner.policy.logprobs import Policy, joint_pack, packs_of
 from learner.policy.memory import Checkpointing, is_out_of_memory, pack_estimate, prepare
 from learner.policy.packing import keys_of, pack_group
-from learner.policy.self_test import BF16_TOLERANCE
-from learner.policy.self_test import TOLERANCE as FP32_TOLERANCE
+from learner.policy.self_test import BF16_TOLERANCE, TOLERANCE as FP32_TOLERANCE
 from learner.records import Parent, Phase, Silent, Stage, StepMetrics, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -109,14 +109,16 @@ async def _sample(
     return [list(found[at : at + answers]) for at in range(0, len(found), answers)]
 
 
-def serve(url: str, name: str, path: Path, *, instead_of: str) -> None:
-    """Load an adapter, and unload the one before it (not the base). Raises: EngineError."""
+def serve(url: str, name: str, path: Path) -> None:
+    """Load an adapter. Raises: EngineError."""
+    asyncio.run(_change(url, lambda control: control.load(name, str(path))))
 
-    async def change() -> None:
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-            control = VllmControl(client)
-            await control.load(name, str(path))
-            if instead_of != "base":
-                await control.unload(instead_of)
 
-    asyncio.run(change())
+def unload(url: str, name: str) -> None:
+    """Unload an adapter. Raises: EngineError."""
+    asyncio.run(_change(url, lambda control: control.unload(name)))
+
+
+async def _change(url: str, change: Callable[[VllmControl], Awaitable[object]]) -> None:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        await change(VllmControl(client))

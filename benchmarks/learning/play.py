@@ -1,45 +1,52 @@
-"""One run: an exam, rounds of sampling, reward and training, and the same exam again.
+"""One night: an exam, answers to many prompts, and what several runs learn from them.
 
 No proxy, store or canary is in it: the sampler, the selection, the trainer and vLLM are the
-product's own. Each round starts from the adapter of the round before.
+product's own. The answers of a night are sampled once; the runs of a night differ in how many of
+its groups they use and in the scores, start from the base, and take the same exam.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, Literal
 
-from benchmarks.learning.engine import sample, serve, vllm
+from benchmarks.learning.engine import sample, serve, unload, vllm
 from benchmarks.learning.tasks import Message, Prompt, Task
 from demo.stack import MODEL, MODEL_FOLDER
 from ingest.judge_noise import MeasuredNoise
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.vllm.sampler import SampledAnswer
-from learner.records import Parent, StepMetrics, TrainingJob
+from learner.records import Parent, TrainingJob
 from learner.runs.selection import Noise, select_groups
 from sidecar.settings import Learner
 
-Kind = Literal["real", "null", "null, gate off"]
-"""real: the task's reward. null: random rewards, whose noise is measured as the product measures a
-judge's. null, gate off: random rewards whose noise nobody measured."""
+Kind = Literal["few", "real", "noisy", "squeezed", "null"]
+"""few: the first groups alone, scored as `real`. real: the task's reward. noisy: with Gaussian
+noise. squeezed: in a tenth of the scale. null: random rewards. The noise of `noisy` and `null` is
+measured as the product measures a judge's."""
+NOISE: Final = 0.2
+"""Standard deviation of a noisy judge's score, on a scale of 1."""
+SQUEEZED: Final = (0.45, 0.1)
+"""Scores of a judge that says little: the least, and how far they reach."""
 PASSES: Final = 2
 """As `judge.passes`: a random reward is the mean over two."""
-JUDGE: Final = ("random", "none", PASSES)
+JUDGE: Final = ("benchmark", "none", PASSES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The size of one run."""
+    """The size of one night."""
 
-    rounds: int
     groups: int
-    """Prompts in a round."""
+    """Of a night."""
+    few: int
+    """Of those, the ones that the run `few` uses."""
     size: int
     """Answers in a group."""
     exam_answers: int
@@ -76,66 +83,76 @@ class Played:
     update_norm: float
     """Sum over the steps of the L2 norms of the weights' changes."""
     seconds: float
+    """Selection and training."""
 
 
-def play(task: Task, kind: Kind, seed: int, plan: Plan, folder: Path) -> Played:
-    """Run once. folder: empty; gets the adapters and the engine's log.
+def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, folder: Path) -> list[Played]:
+    """Play one night. folder: empty; gets the adapters and the engine's log.
 
     Raises: RuntimeError when vLLM does not come up, SamplingError, LearnerError.
     """
+    prompts = drawn(task.train, plan.groups, seed)
+    played = list[Played]()
+    with vllm(folder) as url:
+        before = _exam(url, task, "base", plan)
+        answers = sample(
+            url, prompts, adapter="base", answers=plan.size, max_tokens=task.max_tokens
+        )
+        for kind in kinds:
+            made = folder / kind
+            made.mkdir()
+            scored = [
+                scored_group(prompt, found, kind, f"{seed}/{at}")
+                for at, (prompt, found) in enumerate(zip(prompts, answers, strict=True))
+            ]
+            noise = measured_noise(prompts, answers, kind, seed)
+            used = scored[: plan.few] if kind == "few" else scored
+            played.append(_run(url, task, kind, seed, plan, used, noise, before, made))
+    return played
+
+
+def _run(
+    url: str,
+    task: Task,
+    kind: Kind,
+    seed: int,
+    plan: Plan,
+    scored: Sequence[ScoredGroup],
+    noise: Noise | None,
+    before: Exam,
+    folder: Path,
+) -> Played:
     from learner.grpo.trainer import GrpoTrainer
 
     began = time.monotonic()
-    parent = Parent(name="base")
-    metrics: list[StepMetrics] = []
-    trained = dropped = 0
-    with vllm(folder) as url:
-        before = _exam(url, task, parent.name, plan)
-        for number in range(1, plan.rounds + 1):
-            drawn = random.Random(f"{seed}/{number}")
-            prompts = drawn.sample(task.train, min(plan.groups, len(task.train)))
-            answers = sample(
-                url,
-                prompts,
-                adapter=parent.name,
-                answers=plan.size,
-                max_tokens=task.max_tokens,
+    chosen = select_groups(
+        scored,
+        pack_tokens=plan.learner.pack_tokens,
+        noise=noise,
+        advantage=plan.learner.advantage,
+    )
+    after, dropped, trained, norms, seconds = before, len(chosen.dropped), 0, list[float](), 0.0
+    if chosen.groups:
+        outcome = GrpoTrainer().train(
+            TrainingJob(
+                base_model_path=str(MODEL_FOLDER),
+                parent=Parent(name="base"),
+                groups=chosen.groups,
+                settings=plan.learner,
+                folder=folder,
+                check_stop=lambda: None,
+                quiet=chosen.quiet,
             )
-            scored = [
-                _scored(prompt, found, parent.name, kind, f"{seed}/{number}/{at}")
-                for at, (prompt, found) in enumerate(zip(prompts, answers, strict=True))
-            ]
-            chosen = select_groups(
-                scored,
-                pack_tokens=plan.learner.pack_tokens,
-                noise=_noise(seed, number, plan) if kind == "null" else None,
-                advantage=plan.learner.advantage,
-            )
-            dropped += len(chosen.dropped)
-            if not chosen.groups:
-                continue
-            made = folder / f"round-{number}"
-            made.mkdir()
-            outcome = GrpoTrainer().train(
-                TrainingJob(
-                    base_model_path=str(MODEL_FOLDER),
-                    parent=parent,
-                    groups=chosen.groups,
-                    settings=plan.learner,
-                    folder=made,
-                    check_stop=lambda: None,
-                    quiet=chosen.quiet,
-                )
-            )
-            dropped += len(outcome.faults)
-            trained += len(chosen.groups) - len(outcome.faults)
-            if not outcome.metrics:
-                continue
-            metrics += outcome.metrics
-            name = f"{MODEL}--v{number}"
-            serve(url, name, made, instead_of=parent.name)
-            parent = Parent(name=name, version=number, path=made)
-        after = _exam(url, task, parent.name, plan) if metrics else before
+        )
+        seconds = time.monotonic() - began
+        dropped += len(outcome.faults)
+        trained = len(chosen.groups) - len(outcome.faults)
+        norms = [step.update_norm for step in outcome.metrics]
+        if norms:
+            name = f"{MODEL}--{kind}"
+            serve(url, name, folder)
+            after = _exam(url, task, name, plan)
+            unload(url, name)
     return Played(
         task=task.name,
         kind=kind,
@@ -144,49 +161,42 @@ def play(task: Task, kind: Kind, seed: int, plan: Plan, folder: Path) -> Played:
         after=after,
         groups=trained,
         dropped=dropped,
-        steps=len(metrics),
-        update_norm=sum(step.update_norm for step in metrics),
-        seconds=time.monotonic() - began,
+        steps=len(norms),
+        update_norm=sum(norms),
+        seconds=seconds,
     )
+
+
+def drawn(prompts: Sequence[Prompt], number: int, seed: int) -> list[Prompt]:
+    """Return so many prompts: all of them in a drawn order before one comes again."""
+    rng, found = random.Random(seed), list[Prompt]()
+    while len(found) < number:
+        found += rng.sample(prompts, min(len(prompts), number - len(found)))
+    return found
 
 
 def _exam(url: str, task: Task, adapter: str, plan: Plan) -> Exam:
     answers = sample(
-        url,
-        task.exam,
-        adapter=adapter,
-        answers=plan.exam_answers,
-        max_tokens=task.max_tokens,
+        url, task.exam, adapter=adapter, answers=plan.exam_answers, max_tokens=task.max_tokens
     )
-    told = [[_message(one) for one in found] for found in answers]
-    passed = [
-        prompt.passes(message)
-        for prompt, found in zip(task.exam, told, strict=True)
-        for message in found
-    ]
-    lengths = [len(one.token_ids) for found in answers for one in found]
+    messages = [[_message(one) for one in found] for found in answers]
+    pairs = list(zip(task.exam, messages, strict=True))
     return Exam(
-        rewards=tuple(
-            sum(map(prompt.reward, found)) / len(found)
-            for prompt, found in zip(task.exam, told, strict=True)
-        ),
-        passed=sum(passed) / len(passed),
-        tokens=sum(lengths) / len(lengths),
+        rewards=tuple(fmean(map(prompt.reward, found)) for prompt, found in pairs),
+        passed=fmean(prompt.passes(one) for prompt, found in pairs for one in found),
+        tokens=fmean(len(one.token_ids) for found in answers for one in found),
     )
 
 
-def _scored(
-    prompt: Prompt, answers: Sequence[SampledAnswer], adapter: str, kind: Kind, key: str
+def scored_group(
+    prompt: Prompt, answers: Sequence[SampledAnswer], kind: Kind, key: str
 ) -> ScoredGroup:
-    if kind == "real":
-        scores = tuple(prompt.reward(_message(one)) for one in answers)
-    else:
-        scores = random_scores(len(answers), key)
+    """Return the answers to a prompt as a group that a judge of this kind has scored."""
     group = Group(
         group_id=key,
         exchange_id=key,
         session_key=key,
-        adapter=adapter,
+        adapter="base",
         request=json.dumps(prompt.chat).encode(),
         prompt_token_ids=answers[0].prompt_token_ids,
         answers=tuple(
@@ -202,6 +212,7 @@ def _scored(
         ),
     )
     model, rubric, passes = JUDGE
+    scores = scores_of(prompt, answers, kind, key)
     return ScoredGroup(
         group=group,
         scores=scores,
@@ -212,32 +223,46 @@ def _scored(
     )
 
 
-def random_scores(number: int, key: str) -> tuple[float, ...]:
-    """Return scores that say nothing: each the mean of `PASSES` uniform numbers."""
-    rng = random.Random(f"null/{key}")
-    return tuple(sum(rng.random() for _ in range(PASSES)) / PASSES for _ in range(number))
+def scores_of(
+    prompt: Prompt, answers: Sequence[SampledAnswer], kind: Kind, key: str
+) -> tuple[float, ...]:
+    """Return a score for each answer; those that are drawn follow from the key."""
+    rng = random.Random(f"{kind}/{key}")
+    if kind == "null":
+        return tuple(fmean(rng.random() for _ in range(PASSES)) for _ in answers)
+    rewards = [prompt.reward(_message(one)) for one in answers]
+    if kind == "noisy":
+        return tuple(min(1.0, max(0.0, one + rng.gauss(0.0, NOISE))) for one in rewards)
+    if kind == "squeezed":
+        least, reach = SQUEEZED
+        return tuple(least + reach * one for one in rewards)
+    return tuple(rewards)
 
 
-def _noise(seed: int, number: int, plan: Plan) -> Noise:
-    """Measure the random judge: sd(difference of two scorings) / sqrt(2)."""
+def measured_noise(
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[SampledAnswer]], kind: Kind, seed: int
+) -> Noise | None:
+    """Measure a judge that is not exact: sd(difference of two scorings) / sqrt(2)."""
+    if kind not in ("noisy", "null"):
+        return None
     squares = [
         (one - other) ** 2
-        for at in range(plan.groups)
+        for at, (prompt, found) in enumerate(zip(prompts, answers, strict=True))
         for one, other in zip(
-            random_scores(plan.size, f"{seed}/{number}/{at}"),
-            random_scores(plan.size, f"{seed}/{number}/{at}/again"),
+            scores_of(prompt, found, kind, f"{seed}/{at}"),
+            scores_of(prompt, found, kind, f"{seed}/{at}/again"),
             strict=True,
         )
     ]
-    sd = math.sqrt(sum(squares) / len(squares) / 2)
+    sd = (fmean(squares) / 2) ** 0.5
     model, rubric, passes = JUDGE
     measured = MeasuredNoise(
         judge_model=model,
         rubric_hash=rubric,
         passes=passes,
-        groups=plan.groups,
+        groups=len(prompts),
         sd=sd,
-        pass_sd=sd * math.sqrt(passes),
+        pass_sd=sd * passes**0.5,
     )
     return {JUDGE: measured}
 

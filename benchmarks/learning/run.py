@@ -1,4 +1,4 @@
-"""`make bench BENCH=learning`: held-out reward before and after, three seeds a task, and null runs.
+"""`make bench BENCH=learning`: what one night of many groups teaches, three seeds a task.
 
 A gain is the difference of one prompt's mean reward, after less before. The interval of one run is
 a bootstrap over the prompts of the exam, which nothing was trained on: it is about other prompts.
@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import variance
+from statistics import fmean, variance
 from typing import Final
 
 from benchmarks import results
@@ -32,7 +32,7 @@ TASKS: Final[dict[str, Callable[[], Task]]] = {
     "tools": tools,
 }
 WORK: Final = Path(__file__).resolve().parents[2] / ".bench/learning"
-"""The adapters and logs of the latest run of each kind stay here."""
+"""The adapters and logs of the latest night of each task and seed stay here."""
 RESAMPLES: Final = 4_000
 TAIL: Final = 0.025
 """Probability on each side of a 95% interval."""
@@ -42,7 +42,9 @@ LEAST_GAIN: Final = 0.001
 """No gain at all is not one."""
 NULL_UPDATE: Final = 0.2
 """The update of a null run is at most this share of a real run's."""
-KINDS: Final[tuple[Kind, ...]] = ("real", "null", "null, gate off")
+KINDS: Final[tuple[Kind, ...]] = ("few", "real", "noisy", "squeezed", "null")
+EACH_SEED: Final = ("few", "real")
+"""The other kinds run with the first seed alone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,38 +52,38 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks learning")
     parser.add_argument("--task", action="append", choices=list(TASKS))
     parser.add_argument("--kind", action="append", choices=list(KINDS))
-    parser.add_argument("--seeds", type=int, default=3, help="of real runs; null runs have one")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--groups", type=int, default=16, help="prompts in a round")
+    parser.add_argument("--seeds", type=int, default=3, help="of few and real; the others have one")
+    parser.add_argument("--groups", type=int, default=128, help="of a night")
+    parser.add_argument("--few", type=int, default=16, help="groups of the run `few`")
     parser.add_argument("--size", type=int, default=8, help="answers in a group")
     parser.add_argument("--exam-answers", type=int, default=6, help="to each prompt of the exam")
-    parser.add_argument("--per-step", type=int, default=4, help="learner.groups_per_step")
-    parser.add_argument("--rate", type=float, default=4e-4, help="learner.learning_rate")
+    parser.add_argument("--per-step", type=int, help="learner.groups_per_step; else its default")
+    parser.add_argument("--rate", type=float, help="learner.learning_rate; else its default")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the runs of the same options that a broken-off call finished with the same code",
+        help="keep the nights of the same options that a broken-off call finished, same code",
     )
     options = parser.parse_args(argv)
     machine = results.machine()
     sizes = {
         name: value
         for name, value in sorted(vars(options).items())
-        if name not in ("task", "kind", "out", "resume")
+        if name not in ("task", "out", "resume", "seeds")
     }
-    machine["options"] = sizes
+    machine["options"] = sizes | {"seeds": options.seeds}
+    given = {"groups_per_step": options.per_step, "learning_rate": options.rate}
     plan = Plan(
-        rounds=options.rounds,
         groups=options.groups,
+        few=options.few,
         size=options.size,
         exam_answers=options.exam_answers,
         learner=Learner(
-            groups_per_step=options.per_step, learning_rate=options.rate, pack_tokens=2048
+            pack_tokens=2048, **{key: value for key, value in given.items() if value is not None}
         ),
     )
     played: list[Played] = []
-    rows: list[results.Row] = []
     missing: dict[str, str] = {}
     for name in options.task or TASKS:
         try:
@@ -89,22 +91,25 @@ def main(argv: Sequence[str]) -> int:
         except NoDataError as error:
             missing[name] = str(error)
             continue
-        for kind in options.kind or KINDS:
-            for seed in range(1, options.seeds + 1 if kind == "real" else 2):
-                folder = WORK / f"{name}-{kind.replace(', ', '-').replace(' ', '-')}-{seed}"
-                one = kept(folder, sizes) if options.resume else None
-                if one is None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir(parents=True)
-                    one = play(task, kind, seed, plan, folder)
-                    write(one, folder, sizes)
-                played.append(one)
-                rows.append(row(played[-1]))
-                print(f"  {rows[-1]}", file=sys.stderr, flush=True)
+        for seed in range(1, options.seeds + 1):
+            folder = WORK / f"{name}-{seed}"
+            night = kept(folder, sizes) if options.resume else None
+            if night is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                wanted = options.kind or KINDS
+                kinds = [kind for kind in wanted if seed == 1 or kind in EACH_SEED]
+                night = play(task, kinds, seed, plan, folder)
+                write(night, folder, sizes)
+            played += night
+            for one in night:
+                print(f"  {row(one)}", file=sys.stderr, flush=True)
+    rows = [row(one) for one in played]
     columns = list(rows[0]) if rows else []
     for name in options.task or TASKS:
-        if len(real := [one for one in played if (one.task, one.kind) == (name, "real")]) > 1:
-            rows.append(row_of_all(real))
+        for kind in EACH_SEED:
+            if len(runs := _of(played, name, kind)) > 1:
+                rows.append(row_of_all(runs))
     print(results.table(rows, columns))
     targets = [one for name in options.task or TASKS for one in _targets(name, played, missing)]
     print(f"\n{results.targets_table(targets)}")
@@ -119,8 +124,8 @@ def row(one: Played) -> results.Row:
         "task": one.task,
         "kind": one.kind,
         "seed": one.seed,
-        "before": round(_mean(one.before.rewards), 3),
-        "after": round(_mean(one.after.rewards), 3),
+        "before": round(fmean(one.before.rewards), 3),
+        "after": round(fmean(one.after.rewards), 3),
         "gain": round(gain, 3),
         "low": round(low, 3),
         "high": round(high, 3),
@@ -166,11 +171,11 @@ def interval_over_runs(gains_SP: Sequence[Sequence[float]]) -> tuple[float, floa
     which errs on the safe side. A bootstrap over both has S values to draw seeds from: with 3 it
     covers 0.74 to 0.97 of true gains where this covers 0.93 to 0.97 (docs/log.md, 2026-11-27).
     """
-    by_seed = [_mean(values) for values in gains_SP]
-    by_prompt = [_mean(values) for values in zip(*gains_SP, strict=True)]
+    by_seed = [fmean(values) for values in gains_SP]
+    by_prompt = [fmean(values) for values in zip(*gains_SP, strict=True)]
     of_seeds = variance(by_seed) / len(by_seed)
     of_prompts = variance(by_prompt) / len(by_prompt)
-    mean, total = _mean(by_seed), of_seeds + of_prompts
+    mean, total = fmean(by_seed), of_seeds + of_prompts
     if total == 0:
         return mean, mean, mean
     freedom = total**2 / (of_seeds**2 / (len(by_seed) - 1) + of_prompts**2 / (len(by_prompt) - 1))
@@ -181,24 +186,39 @@ def interval_over_runs(gains_SP: Sequence[Sequence[float]]) -> tuple[float, floa
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of one run's gains and its 95% bootstrap interval, for other prompts."""
     rng = random.Random(1)
-    means = sorted(_mean(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return _mean(values), means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
+    means = sorted(fmean(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return fmean(values), means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
 
 
 def _targets(name: str, played: Sequence[Played], missing: dict[str, str]) -> list[results.Target]:
-    real = [one for one in played if (one.task, one.kind) == (name, "real")]
-    null = [one for one in played if (one.task, one.kind) == (name, "null")]
+    few, real, noisy, squeezed, null = (_of(played, name, kind) for kind in KINDS)
     why = missing.get(name, "it was not run")
     by_seed = [interval(gains(one)) for one in real]
     least = min((low for _, low, _ in by_seed), default=None)
     lost = interval(gains(null[0])) if null else None
-    update = _mean([one.update_norm for one in real]) if real else 0.0
+    update = fmean(one.update_norm for one in real) if real else 0.0
+    more = [fmean(gains(one)) - fmean(gains(less)) for less, one in zip(few, real, strict=False)]
     return [
         results.at_least(
             f"{name}: lower end of the held-out gain's interval, the least of the seeds",
             least,
             LEAST_GAIN,
             _over_seeds(real) or why,
+        ),
+        results.at_least(
+            f"{name}: gain of all groups less that of a few, the least of the seeds",
+            min(more, default=None),
+            LEAST_GAIN,
+            f"few: {_over_seeds(few)}" if more else why,
+        ),
+        *(
+            results.at_least(
+                f"{name}, {one.kind} scores: lower end of the held-out gain's interval",
+                interval(gains(one))[1],
+                LEAST_GAIN,
+                f"gain {fmean(gains(one)):+.3f}",
+            )
+            for one in (*noisy, *squeezed)
         ),
         results.at_most(
             f"{name}, null: lower end of the held-out gain's interval",
@@ -214,11 +234,15 @@ def _targets(name: str, played: Sequence[Played], missing: dict[str, str]) -> li
         ),
         results.at_most(
             f"{name}, null: update over that of the real runs",
-            _mean([one.update_norm for one in null]) / update if null and update else None,
+            fmean(one.update_norm for one in null) / update if null and update else None,
             NULL_UPDATE,
             "L2 norms of the weights' changes" if null and update else why,
         ),
     ]
+
+
+def _of(played: Sequence[Played], task: str, kind: Kind) -> list[Played]:
+    return [one for one in played if (one.task, one.kind) == (task, kind)]
 
 
 def _over_seeds(runs: Sequence[Played]) -> str:
@@ -227,7 +251,3 @@ def _over_seeds(runs: Sequence[Played]) -> str:
         return f"gain {interval(gains(runs[0]))[0]:+.3f}, one seed" if runs else ""
     gain, low, high = interval_over_runs([gains(one) for one in runs])
     return f"gain {gain:+.3f}; for other seeds and prompts {low:+.3f} to {high:+.3f}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

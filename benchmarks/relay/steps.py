@@ -23,8 +23,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from benchmarks.compiled import build as build_compiled
-from benchmarks.compiled import search_path
+from benchmarks.compiled import build as build_compiled, search_path
 from benchmarks.relay import ours, scenarios
 from benchmarks.relay.contenders import Launch, Place
 from benchmarks.relay.ends import build

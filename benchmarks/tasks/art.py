@@ -22,9 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.learner import sides
-from benchmarks.learner.art import CHUNK, FOLDER, surroundings
-from benchmarks.learner.art import Art as Step
-from benchmarks.learner.art import load as load_step
+from benchmarks.learner.art import CHUNK, FOLDER, Art as Step, load as load_step, surroundings
 from benchmarks.tasks import world
 from benchmarks.tasks.spoken import CASES, Turn, make_tokenizer, turns
 from ingest.sessions.rows import join_rows

@@ -1,4 +1,4 @@
-"""Remove the folders of adapter versions that nothing needs, so that a kill leaves nothing half.
+"""Remove adapter folders that nothing needs, safe against kills, and bring one back from a copy.
 
 For each folder, in this order:
 

@@ -40,8 +40,7 @@ from deploy.engine.reconcile import EngineView
 from deploy.engine.validation import check_digest
 from deploy.errors import InvalidAdapterError, TransitionError, UnknownAdapterError, error_line
 from deploy.records import Canary
-from deploy.registry import audit, canaries, transitions, versions
-from deploy.registry import switches as learner_switches
+from deploy.registry import audit, canaries, switches as learner_switches, transitions, versions
 from deploy.registry.rollback import rollback
 from ingest.store.groups import CLAIMED, SAMPLED, SCORED, SET_ASIDE, retry_judging
 from learner.runs.source import TRAINED

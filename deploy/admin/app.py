@@ -39,16 +39,8 @@ NO_TABLE = (
 
 
 def create_app(context: AdminContext) -> FastAPI:
-    """Build the ASGI application."""
-    app = create_routes(context)
-    # The last one that is added is the first one that a request meets.
-    app.add_middleware(Reception, tokens=context.tokens, refusals=context.refusals)
-    return app
-
-
-def create_routes(context: AdminContext) -> FastAPI:
-    """Build the application without its reception: for a caller in this process, which states the
-    `grant` and the `source` of a request itself."""
+    """Build the ASGI application. A caller in this process may state the `grant` and the `source`
+    of a request in its scope; whoever comes over the network is authenticated."""
     app = FastAPI(
         telemetry={"tracing": False},
         title="Learning sidecar: admin",
@@ -77,6 +69,8 @@ def create_routes(context: AdminContext) -> FastAPI:
     app.include_router(change_router(context))
     app.include_router(event_router(context))
     _add_probes(app, context)
+    # The last one that is added is the first one that a request meets.
+    app.add_middleware(Reception, tokens=context.tokens, refusals=context.refusals)
     return app
 
 

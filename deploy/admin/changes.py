@@ -1,4 +1,4 @@
-"""The aliases of the admin API: where each points, where each pointed at a time, and moving one.
+"""What operators change through the admin API: aliases, rollbacks, canaries and bans.
 
 An operator moves `anchor`, and `champion` by the rules of a rollback: to the base or a version that
 was champion before, with all that a rollback does. `previous` and `canary` follow from those.
@@ -30,9 +30,7 @@ from deploy.admin.records import naming, page_of
 from deploy.admin.wire import PREFIX
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.records import MAX_REASON, cut_reason
-from deploy.registry import aliases as bans
-from deploy.registry import aliases as history
-from deploy.registry import canaries, candidates, versions
+from deploy.registry import aliases as bans, aliases as history, canaries, candidates, versions
 from deploy.registry.rollback import RollbackResult, roll_back_in
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation

@@ -20,9 +20,13 @@ from deploy.registry import versions
 from deploy.supervise import LoopView
 from sidecar.conditions import Condition
 from sidecar.lines import Line
-from sidecar.settings import Canary as CanarySettings
-from sidecar.settings import Groups, Learner, Watch
-from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import (
+    Canary as CanarySettings,
+    Groups,
+    Judge as JudgeSettings,
+    Learner,
+    Watch,
+)
 from sidecar.settings.learning import Rehearsals
 from sidecar.store.database import Database
 

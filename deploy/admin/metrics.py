@@ -25,8 +25,7 @@ from deploy.evidence.progress import Point
 from deploy.funnel import Counters, Stage, exchanges_by_selection, read_funnel
 from deploy.judging import judge_metrics
 from deploy.records import version_of
-from deploy.registry import canaries, routing_writer
-from deploy.registry import switches as learner_switches
+from deploy.registry import canaries, routing_writer, switches as learner_switches
 from deploy.supervise import LoopView
 from ingest.intake.bus import KIND as BUS
 from ingest.judge_noise import read_noise_state

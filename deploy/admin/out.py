@@ -1,4 +1,4 @@
-"""The base class of the admin API's replies, and the parts that need no records of its own room."""
+"""Reply bodies of the admin API: canaries, conditions, budgets and lines of adapters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from sqlalchemy.orm import Session
 
-from deploy.evidence.live import Answer as ApprovalAnswer
-from deploy.evidence.live import MetricState, Mode, Outcome, Stage
+from deploy.evidence.live import Answer as ApprovalAnswer, MetricState, Mode, Outcome, Stage
 from deploy.outside.telling import HookState
 from deploy.records import Phase
 from deploy.registry import canaries, switches, versions

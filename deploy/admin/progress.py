@@ -23,8 +23,7 @@ from deploy.records import Canary, version_of
 from deploy.registry import canaries, proof_rule, versions
 from ingest.judge_watch import NANO
 from ingest.judges.spending import PAID, PROMPTS, REPLIES, read_spending
-from ingest.sampling.round import DAY as SAMPLED
-from ingest.sampling.round import SERVED, read_sampled_today
+from ingest.sampling.round import DAY as SAMPLED, SERVED, read_sampled_today
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import CanaryRow, CounterRow, ExchangeRow, GateComparisonRow, RunRow

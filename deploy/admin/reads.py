@@ -60,9 +60,14 @@ from deploy.funnel import (
 )
 from deploy.outside.telling import read_states
 from deploy.records import Canary
-from deploy.registry import aliases as bans
-from deploy.registry import canaries, routing_writer, tallies, versions
-from deploy.registry import switches as learner_switches
+from deploy.registry import (
+    aliases as bans,
+    canaries,
+    routing_writer,
+    switches as learner_switches,
+    tallies,
+    versions,
+)
 from deploy.registry.candidates import best_so_far, pace, sessions_a_day
 from ingest.feedback.deriving import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL

@@ -93,7 +93,7 @@ class Reception:
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or "grant" in scope:  # the latter: asked in this process
             await self._app(scope, receive, send)
             return
         source, request_id = source_of(scope), request_id_of(scope)

@@ -1,5 +1,4 @@
-"""Connections of the admin listener: each must ask in time and read its replies, and their number
-is bounded.
+"""The admin listener: its connections, the scopes and description of its routes, and its JSON.
 
 uvicorn times a connection between two requests, but neither one whose request head never ends nor
 one whose client does not read. Without a bound such connections take every file that control may

@@ -1,4 +1,4 @@
-"""The canary controller: every tick reads the active canary and advances it by one decision.
+"""The canary controller: each tick advances the active canary by one decision.
 
 A canary's phase, clock and evidence are in the store, so a restarted controller continues where a
 killed one stopped; what it keeps in memory is read from the store again, with the same result.
@@ -53,8 +53,7 @@ from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
 from sidecar.lines import Line, public_model
-from sidecar.settings import Approval as ApprovalSettings
-from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Approval as ApprovalSettings, Canary as CanarySettings
 from sidecar.store.database import Database, count
 from sidecar.store.models import COUNTED, ExchangeRow, FeedbackRow
 from sidecar.visible import counted

@@ -1,4 +1,4 @@
-"""Fresh answers of candidate, champion and anchor to one prompt, judged blind in one group.
+"""The gate: candidate, champion and anchor answer a prompt and are judged blind in one group.
 
 `advance` serves the gate, on held-out prompts; `shadow` goes on during the ramp, also on prompts of
 users' sessions that began after the canary did, so the candidate was not trained on them. No user
@@ -72,8 +72,7 @@ from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.lines import Line
-from sidecar.settings import Canary as CanarySettings
-from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import Canary as CanarySettings, Judge as JudgeSettings
 from sidecar.store.database import Database, count
 
 # Keep what the gate has paid for until the store takes it.

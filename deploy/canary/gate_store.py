@@ -1,4 +1,4 @@
-"""Reads and writes of the gate in the store: held-out prompts and comparisons."""
+"""The gate in the store: held-out prompts, comparisons, and what they say so far."""
 
 from __future__ import annotations
 

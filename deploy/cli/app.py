@@ -1,4 +1,4 @@
-"""The commands of `sidecar`. Thin: each parses, asks the admin API or starts a process, and prints.
+"""The commands of `sidecar`: each asks the admin API or starts a process, and prints.
 
 A command imports what it needs when it runs: `--help` and a rollback do not wait for libraries that
 they do not use. Help is plain text for the same reason: `rich` takes 0.3 s of CPU to load.

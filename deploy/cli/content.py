@@ -319,15 +319,14 @@ def _renderer(
 
 def _to_bus(settings: Settings, records: Iterable[Exchange | Feedback | None]) -> Counter[str]:
     """Write records to the bus, in batches, as fast as it is read. Raises: OutboxError."""
-    from sidecar.capture.outbox import RECORD_BYTES, Outbox, OutboxReader, outbox_path
+    from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
     from sidecar.feedback import Feedback, encode_feedback
     from sidecar.records import encode_exchange
     from sidecar.settings import open_keyring
 
-    most = settings.bus.max_bytes
     path = outbox_path(settings.bus.url, settings.state_dir)
     keyring = open_keyring(settings.store)
-    outbox = Outbox(path, max_rows=1 + most // RECORD_BYTES, max_bytes=most, keyring=keyring)
+    outbox = Outbox(path, max_bytes=settings.bus.max_bytes, keyring=keyring)
     written: Counter[str] = Counter()
     with closing(outbox), closing(OutboxReader(path)) as reader:
         for record in records:

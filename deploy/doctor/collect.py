@@ -1,4 +1,4 @@
-"""Collect the facts: read the store, ask vLLM, judge and Kafka, and see what runs.
+"""Collect the facts of the doctor: read the store, ask vLLM, judge and Kafka, and see what runs.
 
 Nothing is made or changed. Every check works without the others, so the doctor says what it can
 while processes are down. It reads the store itself, and not by the admin API.

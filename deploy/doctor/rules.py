@@ -1,4 +1,4 @@
-"""Say at which stages records stop, and why. Pure.
+"""Say at which stages records stop, why, and what to do, for the host and for each line. Pure.
 
 Each rule looks at one stage. What a check finds now comes before what the counts of the past say;
 of two causes in one stage the first is the likelier. The first diagnosis is the one to repair

@@ -1,4 +1,4 @@
-"""Check an adapter's `adapter_config.json`. Pure.
+"""Check an adapter's files, without torch: config, tensors, and whether they fit the base.
 
 vLLM reads `r`, `lora_alpha`, the two patterns and `target_modules` without checking that they are
 numbers or fit the weights, and uses the patterns' keys as regular expressions. It refuses some

@@ -1,4 +1,4 @@
-"""Reconcile one vLLM replica's loaded adapters with the store. `fleet` has one for each replica.
+"""Reconcile the loaded adapters of every vLLM with the store; roll back what none can serve.
 
 A restart of vLLM loses the adapters loaded at run time. So the store says what should be loaded
 (`deploy.engine.reconcile`), and vLLM is compared with it on a timer and after every change. The

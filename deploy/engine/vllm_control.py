@@ -1,4 +1,4 @@
-"""Control vLLM's adapters: list, load, unload and probe them.
+"""Control vLLM's adapters, and prove that a loaded one is the registered one.
 
 `AdapterControl` is the interface: `VllmControl` implements it over HTTP, the tests in memory, and
 one contract suite runs against both. Loading and unloading are idempotent. A name is never loaded

@@ -1,4 +1,4 @@
-"""What users' sessions say of a candidate: guards, and whether traffic is split as it should be.
+"""What a ramp says of a candidate: guards, users' turns, numbers and approvals from outside.
 
 The unit is what is assigned: the sessions of one assignment key share an arm, so they are one unit
 however many requests they hold. Two kinds of e-processes read the units in the order in which their

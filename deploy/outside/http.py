@@ -1,4 +1,4 @@
-"""Ask for a metric's value: a Prometheus query, or a number in a JSON document over HTTP."""
+"""Calls of services that an operator named: bounded, never redirected, each a task of its own."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deploy.admin.app import create_app, create_routes
+from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
 from deploy.page.changing import Watchers, changing_views
 from deploy.page.overview import overview_views, record_views
@@ -56,7 +56,8 @@ The pages about the line of a project have the same paths behind `/project/<proj
 
 def with_page(context: AdminContext) -> ASGIApp:
     """Return the application of the admin listener."""
-    api, page = create_app(context), create_page(context)
+    api = create_app(context)
+    page = create_page(api, context)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -68,9 +69,9 @@ def with_page(context: AdminContext) -> ASGIApp:
     return app
 
 
-def create_page(context: AdminContext) -> Starlette:
-    """Build the page alone."""
-    server = PageServer(create_routes(context), context)
+def create_page(api: ASGIApp, context: AdminContext) -> Starlette:
+    """Build the page alone. api: the admin API, which the page asks in its visitors' names."""
+    server = PageServer(api, context)
     views = {
         **overview_views(server),
         **record_views(server),

@@ -1,4 +1,4 @@
-"""Render pages, read their forms, and ask the admin API in the visitor's name."""
+"""Render pages from templates, read their forms, and ask the admin API in the visitor's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks for a page, what they may do, and the headers of the reply: the same for every page."""
+"""Sessions of the page: cookies, form tokens and origins, who asks and what they may do."""
 
 from __future__ import annotations
 

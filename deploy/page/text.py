@@ -1,4 +1,4 @@
-"""Sentences, rows and charts of the status page, made of replies of the admin API. Pure."""
+"""Texts, rows and charts of the status page, made of replies of the admin API. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask each vLLM for what the sidecar needs: the model, the key, adapters, token ids."""
+"""Ask what the sidecar depends on: each vLLM, the judge, and every verifier once."""
 
 from __future__ import annotations
 

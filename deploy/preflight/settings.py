@@ -1,4 +1,4 @@
-"""The settings file that `sidecar config init` writes: every setting, its meaning and its default.
+"""Preflight: what `config init` writes, and the checks of `config check` and `up`.
 
 It is made from the settings classes, so it lacks none and names no other. A line that starts with
 `# ` and holds `=` is a setting with its default; lines that start with `#:` explain.
@@ -41,13 +41,13 @@ from sidecar.forwarding.sender import describe, missing_topics
 from sidecar.processes import holder
 from sidecar.settings import (
     EntryPointVerifier,
+    Judge as JudgeSettings,
     KafkaUrl,
     Section,
     Settings,
     load_settings,
     read_bus_url,
 )
-from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings.checks import advice as settings_advice
 from sidecar.settings.judge import JsonSchemaVerifier
 from sidecar.settings.kinds import outbox_file

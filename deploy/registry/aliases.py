@@ -1,4 +1,4 @@
-"""The history of every alias: append-only, each move with the hash of the move before it.
+"""The history of aliases: append-only, each move with the hash of the move before it.
 
 It answers who was champion at any time by one query, and shows an edit of the past: a changed,
 removed or inserted row breaks the chain, and a removed end disagrees with the aliases themselves

@@ -1,4 +1,4 @@
-"""Choose the adapter of the next canary, and queue what comes while one runs.
+"""Choose the adapter of the next canary, queue the others, and tell how long a decision takes.
 
 While no canary runs, the queued one begins, else the newest registered adapter; older ones are
 retired. While one runs, a registered adapter joins the queue as an operator's version does
@@ -20,8 +20,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState, AdapterVersion, Canary
-from deploy.registry import aliases, audit, canaries, transitions, versions
-from deploy.registry import canaries as waiting
+from deploy.registry import aliases, audit, canaries, canaries as waiting, transitions, versions
 from deploy.registry.canary_rule import MANY_GROUPS, SLOWEST, Move
 from deploy.registry.proof_rule import is_proven
 from ingest.store.exchanges import first_since

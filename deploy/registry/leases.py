@@ -1,4 +1,4 @@
-"""A lease in the store: of several processes of control one acts, the others wait.
+"""Leases in the store: which process of control acts, and until when each adapter is needed.
 
 The holder lets the row's `beat` grow every BEAT_S. One that waits watches it, and takes the lease
 when it has not grown for LEASE_S of its own monotonic clock: no two machines' clocks are compared.

@@ -27,8 +27,16 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState
-from deploy.registry import aliases, audit, canaries, flags, routing_writer, transitions, versions
-from deploy.registry import aliases as bans
+from deploy.registry import (
+    aliases,
+    aliases as bans,
+    audit,
+    canaries,
+    flags,
+    routing_writer,
+    transitions,
+    versions,
+)
 from sidecar.records import BASE
 from sidecar.store.database import Database, count
 

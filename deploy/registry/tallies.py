@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from ingest.grouping.selection import REHEARSAL
-from ingest.grouping.selection import STAGE as SELECTION
-from ingest.intake.consume import STAGE as CONSUME
-from ingest.intake.consume import STORED
+from ingest.grouping.selection import REHEARSAL, STAGE as SELECTION
+from ingest.intake.consume import STAGE as CONSUME, STORED
 from sidecar.lines import Line
 from sidecar.store.models import CounterRow, ExchangeRow
 

@@ -15,8 +15,15 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import LOADS, AdapterState, Canary, Phase, version_of
-from deploy.registry import aliases, audit, canaries, proof_rule, routing_writer, versions
-from deploy.registry import canaries as waiting
+from deploy.registry import (
+    aliases,
+    audit,
+    canaries,
+    canaries as waiting,
+    proof_rule,
+    routing_writer,
+    versions,
+)
 from deploy.registry.canary_rule import Hold, Move
 from sidecar import conditions
 from sidecar.lines import project_of

@@ -23,8 +23,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
-from deploy.registry import aliases as history
-from deploy.registry import audit
+from deploy.registry import aliases as history, audit
 from sidecar.lines import line_name
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation

@@ -1,4 +1,4 @@
-"""Sum up the runs of one judge with one rubric. Pure."""
+"""The figures of a calibration: agreement with a known order, position bias and chance. Pure."""
 
 from __future__ import annotations
 

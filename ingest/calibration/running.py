@@ -1,4 +1,4 @@
-"""Let a judge score groups whose order is known, as the product does, and keep each pass apart.
+"""Calibrate a judge: score groups whose order is known as the product does; show it.
 
 A run of a group is what the product calls a judgement: some passes, every second one in the reverse
 order of the one before. Each pass is asked for alone here, because the scores and the order of each

@@ -1,5 +1,4 @@
-"""Read what clients and the traffic told of exchanges. Nothing learns from it yet: whoever will
-reads it here (`told_of`, `Told.summary`)."""
+"""Signals in the store: what clients and traffic tell of exchanges; abandoned sessions."""
 
 from __future__ import annotations
 

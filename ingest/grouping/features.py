@@ -1,4 +1,4 @@
-"""What is known of a step before anything is sampled for it. Pure.
+"""What is known of a step before its group: turns, masks, held-out sessions. Pure.
 
 Each feature is cheap: it is in the exchange, or was stored with it, or is told by the groups of the
 same opening (`opening_key`), whose answers were sampled and scored already.

@@ -1,4 +1,4 @@
-"""The meaning of each chat request field for sampling. Pure.
+"""What a chat request means for sampling, with vLLM's defaults and implicit grammars. Pure.
 
 The fields are those of `/v1/chat/completions` in vLLM 0.32, in four lists: fields that form the
 prompt or end the answer (kept in a candidate's request); fields that set the sampling (replaced,

@@ -1,4 +1,4 @@
-"""Kafka as the bus of ingest: a consumer group, with offsets committed once the store has them.
+"""The bus as ingest reads it: embedded, or Kafka with offsets committed after the store.
 
 What was read and not committed is kept here and given again, as the `BusReader` contract wants.
 The brokers give each partition to one process of the group. When a partition comes from another

@@ -1,5 +1,4 @@
-"""Apply selection to exchanges: those just stored, those stored earlier, and the backlog when there
-is room.
+"""Apply selection to exchanges, just stored and waiting, with what the store knows of them.
 
 `consume` decides what it stores in the transaction that stores it, from the records that it has in
 memory. `choose_new` decides what was stored before the first probe of vLLM. Each is one write

@@ -34,10 +34,8 @@ from ingest.feedback.deriving import (
 from ingest.feedback.signals import tool_error
 from ingest.feedback.store import save_derived, withdraw_abandonments
 from ingest.intake.bus import BusReader, Envelope
-from ingest.intake.choose import PLACING_STAGE as SESSIONS_STAGE
-from ingest.intake.choose import Sessions, as_moved
-from ingest.privacy.screen import STAGE as PRIVACY_STAGE
-from ingest.privacy.screen import Screened, keep_all
+from ingest.intake.choose import PLACING_STAGE as SESSIONS_STAGE, Sessions, as_moved
+from ingest.privacy.screen import STAGE as PRIVACY_STAGE, Screened, keep_all
 from ingest.retention.deletion import remove_leftovers
 from ingest.sampling.round import completion_tokens, count_rehearsed, count_served
 from ingest.store.exchanges import (

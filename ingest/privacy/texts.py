@@ -1,4 +1,4 @@
-"""Search and change the texts of a JSON value, also of JSON inside its texts. Pure."""
+"""Search and change the texts of a JSON value, also of JSON inside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the traits of served answers, each once, soon after it was stored.
+"""The reward watch in the store: traits of answers, their sums, and what is asked of them.
 
 A pass takes a page of the newest exchanges in the order of the table, and keeps what it found in
 `watched_answer`: the newest `window` answers of each adapter. It does not try to keep up with
@@ -22,6 +22,7 @@ from ingest.reward_watch.rules import (
     Finding,
     Gain,
     Limits,
+    Line as WatchLine,
     Mean,
     Moments,
     Rate,
@@ -32,7 +33,6 @@ from ingest.reward_watch.rules import (
     pooled_correlation,
     rate_of,
 )
-from ingest.reward_watch.rules import Line as WatchLine
 from ingest.reward_watch.traits import (
     KINDS,
     MeanOf,

@@ -1,4 +1,4 @@
-"""Tell refusals and clarifying questions by their words. Pure.
+"""Traits of an answer without a judge: refusals, loops, misfit tool calls; their sums.
 
 A refusal is told by English phrases at the beginning of a sentence, in the first sentences of a
 short answer. A clarifying question is told by its form in every language (the answer is nothing

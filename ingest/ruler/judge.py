@@ -1,4 +1,4 @@
-"""The judge: any model that LiteLLM can call, behind one method.
+"""The judge: any model that LiteLLM can call, its errors, and what it does not take.
 
 LiteLLM is imported at the first call, in a thread: the import takes seconds, and a process without
 a judge never needs it. LiteLLM's own retries, cache, telemetry and price-list download are off:

@@ -75,8 +75,7 @@ from ingest.store.groups import load_group, load_scored_group, mark_scored, set_
 from ingest.store.listing import patiently
 from ingest.verifiers.rewarding import LONGEST_S, Rewarding
 from sidecar.errors import StoreError
-from sidecar.settings import Fallback
-from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import Fallback, Judge as JudgeSettings
 from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
 

@@ -1,4 +1,4 @@
-"""The prompt that asks a judge to score the candidates of one group against each other. Pure.
+"""RULER's prompt for one group, and the reading of the judge's reply. Pure.
 
 The conversation is sent once. The candidates follow in a random order under random ids, both drawn
 for this prompt alone. All text of users, tools and models is untrusted: it is sent as JSON inside

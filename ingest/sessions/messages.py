@@ -1,4 +1,4 @@
-"""Bring the messages of a request, on any surface, into one canonical form. Pure.
+"""A request's messages in one canonical form, and digests that find its session. Pure.
 
 Two requests of one conversation repeat each other's messages, but not byte for byte: clients change
 white space, the order of keys, `cache_control` marks, the ids of tool calls, and leave reasoning

@@ -1,4 +1,4 @@
-"""Find the exchange that a request continues. Pure."""
+"""Find the exchange that a request continues, also when it repeats no beginning. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from ingest.sessions import messages
-from ingest.sessions import messages as marks
+from ingest.sessions import messages, messages as marks
 from ingest.sessions.messages import (
     LIST_KEYS,
     MESSAGE_KEYS,

@@ -1,4 +1,4 @@
-"""Save and load groups, claim them with a lease, and change their status.
+"""Groups in the store: save, load, claim with a lease, change their status, and their rewards.
 
 A worker claims groups for a limited time; when it dies, its lease expires and another worker takes
 them over. So a change of status happens only from the status that it starts in: of two workers that

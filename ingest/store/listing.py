@@ -1,4 +1,4 @@
-"""List exchanges and scored groups page by page, for people and for exports."""
+"""Lists of exchanges and scored groups for people, days of budgets, and patient transactions."""
 
 from __future__ import annotations
 

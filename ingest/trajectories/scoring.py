@@ -1,4 +1,4 @@
-"""RULER as plain functions: no running sidecar, no store.
+"""RULER as plain functions, for groups and whole trajectories: no running sidecar, no store.
 
 `ruler_scores` takes lists of messages, `ruler_score_group` a group of trajectories; each has a twin
 without `await`. The judge is a model's LiteLLM name, or any object of the `Judge` protocol.
@@ -39,8 +39,7 @@ from ingest.trajectories.records import (
     read_messages,
     read_tools,
 )
-from sidecar.settings import DEFAULT_RUBRIC
-from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import DEFAULT_RUBRIC, Judge as JudgeSettings
 from sidecar.settings.learning import ADVISED_SIZES, SIZES
 from sidecar.visible import counted, visible
 

@@ -46,7 +46,7 @@ from sidecar.store.models import ExchangeRow
 FAIL_TOP = 0.4
 PASS_BOTTOM = 0.6
 """The gap is ten times `MIN_SPREAD` of `learner.grpo.advantages`, so that a gate always tells."""
-Rule = Literal["weights", "gate_then_rank"]
+JUDGE_WEIGHT = 1.0
 OnError = Literal["ignore", "fail", "hold"]
 
 
@@ -76,16 +76,10 @@ def weighted_mean(scores: Sequence[float], weights: Sequence[float]) -> float | 
     return min(max(mean, min(scores)), max(scores))  # rounding must not leave the range
 
 
-def combine(
-    ruler_scores: Sequence[float],
-    checked: Sequence[Checked],
-    *,
-    rule: Rule,
-    judge_weight: float = 1.0,
-) -> Rewarded:
-    """Make the rewards of one group.
+def combine(ruler_scores: Sequence[float], checked: Sequence[Checked]) -> Rewarded:
+    """Make the rewards of one group: the weighted mean, and what fails a gate below what passes.
 
-    ruler_scores: [G] the judge's scores, 0..1. judge_weight: above 0.
+    ruler_scores: [G] the judge's scores, 0..1, with JUDGE_WEIGHT beside the verifiers' weights.
     Returns: rewards in 0..1; the judge's scores themselves when no verifier counts.
     """
     counting = [one for one in checked if one.scores]
@@ -95,9 +89,9 @@ def combine(
         for i in places
     ]
     independent = tuple(mean for mean in means if mean is not None)
-    gates = [one for one in counting if one.gate] if rule == "gate_then_rank" else []
-    ranking = [one for one in counting if one not in gates]
-    weights = [judge_weight, *(one.weight for one in ranking)]
+    gates = [one for one in counting if one.gate]
+    ranking = [one for one in counting if not one.gate]
+    weights = [JUDGE_WEIGHT, *(one.weight for one in ranking)]
     if ranking:
         ranks = [
             weighted_mean([ruler_scores[i], *(one.scores[i] for one in ranking)], weights) or 0.0
@@ -109,7 +103,7 @@ def combine(
     return Rewarded(
         rewards=tuple(_place(rank, ok, passes) for rank, ok in zip(ranks, passes, strict=True)),
         independent=independent,
-        rule=_rule(checked, rule, judge_weight),
+        rule=_rule(checked),
         checks=tuple([_check(one, i) for one in checked] for i in places),
     )
 
@@ -120,10 +114,10 @@ def _place(rank: float, passes: bool, all_passes: Sequence[bool]) -> float:
     return PASS_BOTTOM + (1.0 - PASS_BOTTOM) * rank if passes else FAIL_TOP * rank
 
 
-def _rule(checked: Sequence[Checked], rule: Rule, judge_weight: float) -> dict[str, Any]:
+def _rule(checked: Sequence[Checked]) -> dict[str, Any]:
     return {
-        "combine": rule,
-        "judge_weight": judge_weight,
+        "combine": "gate_then_rank" if any(one.gate for one in checked) else "weights",
+        "judge_weight": JUDGE_WEIGHT,
         "verifiers": [
             {
                 "name": one.name,
@@ -245,11 +239,7 @@ class Rewarding:
 
     def reward(self, verified: Verified, ruler_scores: Sequence[float]) -> Rewarded:
         """Combine what verifiers found with the judge's scores."""
-        return combine(
-            ruler_scores,
-            verified.checked,
-            rule="gate_then_rank" if any(one.gate for one in verified.checked) else "weights",
-        )
+        return combine(ruler_scores, verified.checked)
 
     async def aclose(self) -> None:
         """End the processes, close the connections, and store what is not counted yet."""

@@ -1,4 +1,4 @@
-"""The processes of a run: what they tell each other, with bounded waits, and how they share work.
+"""The processes of one run: their messages with bounded waits, and how they share the work.
 
 Objects go by gloo in any case, and tensors by the backend of their device. A process that is gone
 closes its connections, so the others stop at once; one that hangs is waited for until the group's

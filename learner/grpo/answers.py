@@ -1,4 +1,4 @@
-"""What the check decides about each answer of a group: `judge_answers`. Pure.
+"""Check each answer of a group: masks, and log-probabilities that agree with the trainer's.
 
 `excess` says whether recorded log-probabilities are too far from the trainer's.
 

@@ -1,4 +1,4 @@
-"""What a pack costs: its bytes, by the numbers of a model's config, and its time in tokens.
+"""What packs cost in bytes and time, and which packs are cheapest for a group. Pure.
 
 `pack_bytes` is the memory, `cheapest` chooses the packs of a group by the time, `known_base` reads
 the numbers of a base before it is loaded. Computes nothing with torch.

@@ -1,4 +1,4 @@
-"""Log-probabilities of a pack's targets under a model, as vLLM would report them.
+"""Log-probabilities of a pack's targets, as vLLM would report them, behind a frozen head.
 
 The decoder runs once over the pack; the head only where a trainable token is predicted. Logits are
 fp32 and divided by the temperature of their own answer. `learner.policy.architecture` says what

@@ -1,4 +1,4 @@
-"""Compare our log-probabilities with the model's own forward pass; write some for vLLM to match.
+"""Trial runs of a policy: against the model's own pass, compiled, and probes for vLLM.
 
 `checked` runs at the start of a run, `write_probe` at its end.
 

@@ -1,4 +1,4 @@
-"""Send a run and its steps to TensorBoard, MLflow or Weights & Biases; draw its steps.
+"""Send a run and its steps to TensorBoard, MLflow or Weights & Biases; draw them.
 
 The packages are no dependency, and are imported when a run is opened. A tracker that is not
 installed, or fails, is said once in the log and costs its curves only: the store has them too. The

@@ -1,4 +1,4 @@
-"""What a trainer tells while it works goes to the store, a tracker, the log and a terminal.
+"""The progress of a run, in the store, a tracker, the log and a terminal.
 
 `RunWatch` counts, and passes on a report at each change of
 phase and at most every few seconds. It is told from the run's own thread. A step is stored when it

@@ -1,4 +1,4 @@
-"""Build an adapter's lineage: `lineage.json` and the model card. Pure.
+"""An adapter's lineage, with the origin of its weights: `lineage.json` and the model card. Pure.
 
 The lineage holds everything that is known when the folder is sealed. Later events (the adapter's
 version, its canary, its end) are in the store's audit, because the folder never changes.

@@ -19,8 +19,7 @@ from sqlalchemy.orm import Session
 from ingest.grouping.selection import rules_now, rules_of
 from ingest.judge_noise import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
-from ingest.store.groups import CLAIMED as CLAIMED_STATUS
-from ingest.store.groups import SCORED
+from ingest.store.groups import CLAIMED as CLAIMED_STATUS, SCORED
 from ingest.tasks.keys import PREFIX
 from ingest.tasks.material import TaskGroup
 from learner.errors import NotResumedError
@@ -35,8 +34,7 @@ from learner.origin import (
 )
 from learner.records import Fault, Parent
 from learner.resume import CLAIMED, RUN, WorkFolder
-from learner.runs import source
-from learner.runs import source as retry
+from learner.runs import source, source as retry
 from learner.runs.runs import last_failed
 from learner.runs.selection import Noise, Selection, select_by, select_tasks
 from learner.runs.source import FAILED_RUNS, blame

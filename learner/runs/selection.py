@@ -1,4 +1,4 @@
-"""Select the scored groups to train on, and the reason why others are dropped. Pure.
+"""Select the scored groups and whole sessions to train on, and say why others are dropped. Pure.
 
 A bad group is dropped for its reason and never affects the others. A group that is too long is
 dropped and not cut, because leaving out its longest answers would teach that length costs nothing.

@@ -1,4 +1,4 @@
-"""Scored groups in the store, for the learner: claim, load, mark as trained, drop, give back.
+"""Scored groups in the store, for the learner: claim, load, settle, suspect.
 
 Functions work in the caller's transaction. A claimed group carries the run's id, so no group is
 used by two runs; the groups of a dead run are given back (`give_back`).

@@ -1,4 +1,4 @@
-"""When a run of the learner starts: the rule that decides it, and the times of `learner.schedule`.
+"""When a run of the learner starts: the rule, the scheduled times, and what a run waits for.
 
 `decide` is the rule. `Turns` are the scheduled times of an interval or of a line of cron; the row
 `schedule_job` of the store has the next one, so they go on after a restart. `UserRate` counts the

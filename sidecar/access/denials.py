@@ -1,4 +1,4 @@
-"""What a client is told about its key and its limits: denials and rate-limit headers. Pure.
+"""What a client is told about its key and limits; which headers and pages are refused. Pure.
 
 `kind` is an error type of the Messages surface, `code` an error code of the OpenAI surfaces; each
 surface writes the one that its clients read. A denial never repeats the key that was sent, and does

@@ -1,4 +1,4 @@
-"""Limits that hold across all workers of a proxy: a table in memory that they share.
+"""Limits of keys across all workers of a proxy: the rule, and a table in shared memory.
 
 The parent of the workers makes the memory, and each worker inherits its descriptor. A slot of 64
 bytes holds one key's usage. One lock guards the whole table, as in nginx's `limit_req_zone`; it is

@@ -1,4 +1,4 @@
-"""The embedded bus: one SQLite file between the proxy, which writes it, and ingest, which reads it.
+"""The embedded bus: one SQLite file that the proxy writes and ingest reads, and its upkeep.
 
 The writer and the reader are both here, because the file format has one owner. A record stays until
 the reader confirms that it is stored, so either process may die at any time: WAL mode keeps what
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +30,7 @@ from sidecar.errors import OutboxError, SettingsError
 from sidecar.metrics.families import Family, merge_tables
 from sidecar.records import Exchange, encode_exchange
 from sidecar.settings.kinds import outbox_file
-from sidecar.store.keyring import BUS as BUS_KEYS
-from sidecar.store.keyring import NO_KEYS, Keyring
+from sidecar.store.keyring import BUS as BUS_KEYS, NO_KEYS, Keyring
 from sidecar.store.write_ahead import WAIT_S, empty_log
 
 # Remove single records from an outbox, or from a file of dead letters, and every trace of them.
@@ -305,7 +305,7 @@ class _File:
 
 
 RECORD_BYTES = 20_000
-"""The outbox keeps a record for each so many bytes of `bus.max_bytes`."""
+"""The outbox keeps one record more than `bus.max_bytes` has multiples of this."""
 
 
 class Outbox:
@@ -315,19 +315,22 @@ class Outbox:
         self,
         path: Path,
         *,
-        max_rows: int,
         max_bytes: int | None = None,
+        max_rows: int | None = None,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
         yield_cpu: CooperativeYield = never_yield,
         keyring: Keyring = NO_KEYS,
     ) -> None:
-        """max_bytes: of the file's pages in use; None: no limit.
+        """max_bytes: of the file's pages in use; None: no limit. max_rows: unread records; None: as
+        many as RECORD_BYTES and max_bytes allow.
         on_rows_gone: called with the number of unread records lost with a deleted or moved file,
         by only one of its writers. yield_cpu: called between two steps of a write.
         keyring: encrypts the records."""
         self._file = _File(path, busy_timeout_s, on_rows_gone, synchronous="FULL")
+        if max_rows is None:
+            max_rows = sys.maxsize if max_bytes is None else 1 + max_bytes // RECORD_BYTES
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._clock = clock

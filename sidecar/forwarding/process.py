@@ -1,4 +1,4 @@
-"""Move records from the outbox to Kafka, in order, each until it is acknowledged.
+"""The process that moves records from the outbox to Kafka, and what it reports.
 
 A record leaves the outbox only when all in-sync replicas have it, or when it has been set aside
 because the topic can never hold it. So nothing is lost when this process, the brokers or the

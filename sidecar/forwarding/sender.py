@@ -1,4 +1,4 @@
-"""Send records to Kafka and wait until the brokers have them: the edge, and its real side."""
+"""Send records to Kafka until the brokers have them; keep apart what is not taken."""
 
 from __future__ import annotations
 

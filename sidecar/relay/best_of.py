@@ -1,4 +1,4 @@
-"""Best of N, between a flight and its upstream connection.
+"""Best of N at the proxy: what vLLM is asked, and the reply made of its N answers.
 
 `BestOf` is the state of one request: what is asked, how it ended, what the reply's header says.
 `BestOfConnection` replaces the flight's upstream connection and has its interface. It holds vLLM's

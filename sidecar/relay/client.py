@@ -1,4 +1,4 @@
-"""One client connection: an asyncio protocol that reads requests and starts their flights.
+"""A client connection: an asyncio protocol that reads requests and starts their flights.
 
 Requests are answered one at a time and in order. While one is in flight the connection goes on
 reading, because a read is how it learns that the client has left. Pipelined bytes wait unparsed;

@@ -1,4 +1,4 @@
-"""The objects that one relay shares between its connections; made once in `proxy.py`."""
+"""What one relay shares between its connections, and a request as the client sent it."""
 
 from __future__ import annotations
 

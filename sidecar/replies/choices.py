@@ -1,4 +1,4 @@
-"""Read a reply of chat or text completions, whole or streamed. Pure.
+"""Read a reply of chat or text completions, whole or streamed, many events at once. Pure.
 
 On both surfaces a choice carries token ids and log-probabilities. They differ in the place of the
 text and in the form of the log-probabilities; one reader handles both.

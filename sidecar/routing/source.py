@@ -1,4 +1,4 @@
-"""Poll the store: one thread and one connection for everything that the proxy follows there.
+"""Follow the routing tables of all lines: one thread polls, the relay reads attributes.
 
 The relay reads attributes that the readers set; no request ever waits for the store. A poll of an
 SQLite file that did not change since the last poll costs tens of microseconds instead of 700:

@@ -1,4 +1,4 @@
-"""Check the sections of judges: [judge] with its fallbacks, and [gate_judge]. Pure."""
+"""Checks of settings beyond one value: each section, contradictions, open listeners, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of values that settings may have, each with its check and the reason for it. Pure.
+"""The types of values that settings may have, each with its check and its reason. Pure.
 
 A message never quotes a value that may hold a secret: URLs, keys and tokens are only described.
 """

@@ -1,4 +1,4 @@
-"""The section of privacy: what is hidden from the judge, and what becomes of flagged exchanges."""
+"""The sections of the store, its keys, privacy and Kafka."""
 
 from __future__ import annotations
 

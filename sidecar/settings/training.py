@@ -1,4 +1,4 @@
-"""The section `[learner]`: when it runs, what it takes, and what one run does."""
+"""The sections `[learner]` and `[adapters]`."""
 
 from __future__ import annotations
 

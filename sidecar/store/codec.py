@@ -1,4 +1,4 @@
-"""Compress one value of the store, by itself or as its difference from another value. Pure.
+"""Encode values of the store: compressed, as differences, or as packed arrays. Pure.
 
 A value is one zstd frame with the size of its content and a checksum. With a base, the base is the
 frame's dictionary (`zstd --patch-from` does the same): a request that repeats the conversation of

@@ -26,8 +26,6 @@ from sqlalchemy.exc import (
     OperationalError,
     ProgrammingError,
     SQLAlchemyError,
-)
-from sqlalchemy.exc import (
     TimeoutError as NoConnectionError,
 )
 from sqlalchemy.orm import Session

@@ -1,4 +1,4 @@
-"""Make the engine of a store, SQLite or PostgreSQL, and tell what its errors mean. Needs no ORM."""
+"""Engines of a store, SQLite or PostgreSQL: their options, types, URLs and errors. Needs no ORM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of groups: the answers to one prompt, their scores, and what the judge was asked."""
+"""The store's tables as row classes, by domain: the one place that states each column."""
 
 from __future__ import annotations
 

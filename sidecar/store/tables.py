@@ -1,4 +1,4 @@
-"""The tables that a proxy reads or writes, and the metadata that all tables of the store share.
+"""Tables that a proxy reads or writes, and the metadata that all tables share. Needs no ORM.
 
 These are SQLAlchemy Core tables because a proxy does without the ORM: importing it with all
 models costs 0.3 s of CPU and 8 MB in every worker. `sidecar.store.models` maps its row classes onto

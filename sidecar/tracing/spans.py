@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of finished requests, made off the request path with explicit times.
+"""OpenTelemetry spans of finished requests, made off the request path, and W3C trace context.
 
 The span ids were chosen when the request was sent (`sidecar/tracing/spans.py`), so vLLM's
 own spans are children of the span made here later. Names follow the GenAI semantic conventions.

@@ -1,4 +1,4 @@
-"""Set up OpenTelemetry, in the same way for every process.
+"""OpenTelemetry for every process: set-up, names, and attributes of spans and metrics.
 
 Spans hold sizes, names and outcomes; content only with `telemetry.content`, and never keys. Without
 an endpoint or a file no provider is made, and no spans.

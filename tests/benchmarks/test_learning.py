@@ -15,20 +15,18 @@ from benchmarks.learning.instructions import instructions
 from benchmarks.learning.play import (
     Exam,
     Kind,
-    Plan,
     Played,
-    _noise,
-    _scored,
-    random_scores,
+    drawn,
+    measured_noise,
+    scored_group,
+    scores_of,
 )
 from benchmarks.learning.run import _targets, gains, interval_over_runs, row, row_of_all
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
 from ingest.vllm.sampler import SampledAnswer
 from learner.runs.selection import select_groups
-from sidecar.settings import Learner
 
-PLAN = Plan(rounds=1, groups=16, size=8, exam_answers=1, learner=Learner())
 FUNCTION = json_schema(
     {
         "name": "area",
@@ -135,43 +133,72 @@ def test_the_interval_of_three_seeds_covers_the_true_gain_about_19_times_in_20(
     assert (alone / 400 < 0.75) == (spread > 0.05)
 
 
-def test_each_seed_must_gain_and_the_null_runs_interval_lie_under_that_of_each() -> None:
-    def real(seed: int, gain: float) -> Played:
+def test_each_seed_must_gain_and_more_with_all_groups_than_with_a_few() -> None:
+    def real(seed: int, gain: float, kind: Kind = "real") -> Played:
         before = [0.1 * (at % 3) for at in range(30)]
         after = [one + gain + 0.01 * (at % 2) for at, one in enumerate(before)]
-        return run(exam(*before), exam(*after), seed=seed)
+        return run(exam(*before), exam(*after), seed=seed, kind=kind)
 
+    few = [real(seed, 0.05, "few") for seed in (1, 2, 3)]
     null = run(exam(*[0.5] * 30), exam(*[0.4, 0.6] * 15), kind="null", update_norm=0.01)
-    runs = [real(1, 0.26), real(2, 0.1), real(3, 0.27), null]
+    runs = [*few, real(1, 0.26), real(2, 0.1), real(3, 0.27), real(1, 0.2, "noisy"), null]
 
     found = _targets("t", runs, {})
-    weak = _targets("t", [*runs, real(4, -0.02)], {})
+    weak = _targets("t", [*runs, real(4, -0.02), real(4, 0.0, "few")], {})
 
-    assert [one.holds for one in found] == [True] * 4
+    assert [one.holds for one in found] == [True] * 6
     assert found[0].value == pytest.approx(0.1032, abs=0.002)
     assert "gain +0.215; for other seeds and prompts -0.02" in found[0].why
-    assert [one.holds for one in weak] == [False, True, False, True]
-    assert [one.holds for one in _targets("t", [], {"t": "no data"})] == [False] * 4
+    assert found[1].value == pytest.approx(0.05)
+    assert [one.holds for one in weak] == [False, False, True, True, False, True]
+    assert [one.holds for one in _targets("t", [], {"t": "no data"})] == [False] * 5
 
 
-@pytest.mark.parametrize(("kind", "most"), [("null", 3), ("null, gate off", 16)])
-def test_random_rewards_are_left_out_once_their_noise_is_measured(kind: Kind, most: int) -> None:
-    prompt = Prompt(id="p", chat={"messages": []}, reward=lambda _: 0.0, passes=lambda _: False)
-    answers = [
-        SampledAnswer(
-            message=b'{"content": "x"}', finish_reason="stop", token_ids=(1, at),
-            logprobs=(-1.0, -1.0), prompt_token_ids=(5,), model="base",
-        )
-        for at in range(8)
-    ]  # fmt: skip
-    scored = [_scored(prompt, answers, "base", kind, f"1/1/{at}") for at in range(16)]
-
-    chosen = select_groups(
-        scored,
-        pack_tokens=2048,
-        noise=_noise(1, 1, PLAN) if kind == "null" else None,
+LENGTHS = Prompt(
+    id="p",
+    chat={"messages": []},
+    reward=lambda message: len(message["content"]) / 10,
+    passes=lambda _: False,
+)
+ANSWERS = [
+    SampledAnswer(
+        message=json.dumps({"content": "x" * at}).encode(), finish_reason="stop",
+        token_ids=(1, at), logprobs=(-1.0, -1.0), prompt_token_ids=(5,), model="base",
     )
+    for at in range(8)
+]  # fmt: skip
 
-    assert len(chosen.groups) <= most
-    assert (len(chosen.groups) == 16) == (kind == "null, gate off")
-    assert random_scores(8, "1/1/0") == scored[0].scores
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("null", 0, 3), ("noisy", 12, 16)])
+def test_random_rewards_are_left_out_by_their_noise_and_noisy_ones_are_not(
+    kind: Kind, least: int, most: int
+) -> None:
+    scored = [scored_group(LENGTHS, ANSWERS, kind, f"1/{at}") for at in range(16)]
+
+    noise = measured_noise([LENGTHS] * 16, [ANSWERS] * 16, kind, 1)
+    chosen = select_groups(scored, pack_tokens=2048, noise=noise)
+
+    assert least <= len(chosen.groups) <= most
+
+
+def test_scores_of_a_kind_follow_from_the_rewards_and_the_key() -> None:
+    rewards = tuple(at / 10 for at in range(8))
+
+    assert scores_of(LENGTHS, ANSWERS, "real", "k") == rewards
+    assert scores_of(LENGTHS, ANSWERS, "squeezed", "k") == pytest.approx(
+        [0.45 + 0.1 * one for one in rewards]
+    )
+    for kind in ("noisy", "null"):
+        assert scores_of(LENGTHS, ANSWERS, kind, "k") == scores_of(LENGTHS, ANSWERS, kind, "k")
+        assert scores_of(LENGTHS, ANSWERS, kind, "k") != scores_of(LENGTHS, ANSWERS, kind, "l")
+    assert measured_noise([LENGTHS], [ANSWERS], "real", 1) is None
+
+
+def test_a_prompt_comes_again_after_all_others() -> None:
+    prompts = support().train
+
+    found = [one.id for one in drawn(prompts, 2 * len(prompts) + 3, 7)]
+
+    assert sorted(found[: len(prompts)]) == sorted(one.id for one in prompts)
+    assert len(set(found[-3:])) == 3
+    assert found == [one.id for one in drawn(prompts, len(found), 7)]

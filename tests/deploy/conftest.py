@@ -34,9 +34,7 @@ from learner.adapter_folder import folder_digest
 from sidecar.lines import Line
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable
-from sidecar.settings import Approval, Privacy
-from sidecar.settings import Canary as CanarySettings
-from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import Approval, Canary as CanarySettings, Judge as JudgeSettings, Privacy
 from sidecar.store.database import Database, compress, count
 from sidecar.store.models import (
     AdapterRow,

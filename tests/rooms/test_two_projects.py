@@ -22,8 +22,7 @@ from deploy.funnel import read_funnel, read_pile_up
 from deploy.registry import audit, canaries, flags, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from ingest.grouping.request import EngineFacts
-from ingest.grouping.selection import BACKLOG
-from ingest.grouping.selection import STAGE as SELECTION
+from ingest.grouping.selection import BACKLOG, STAGE as SELECTION
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
 from ingest.ruler.judging import JudgingWorker

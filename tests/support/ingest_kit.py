@@ -25,8 +25,7 @@ from sidecar.forwarding.process import Tally
 from sidecar.forwarding.sender import ensure_topics
 from sidecar.records import Choice, Exchange, Sampling, Timings, encode_exchange
 from sidecar.routing.table import RoutingTable, encode_table
-from sidecar.settings import Kafka as KafkaSettings
-from sidecar.settings import KafkaUrl, read_bus_url
+from sidecar.settings import Kafka as KafkaSettings, KafkaUrl, read_bus_url
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,

@@ -69,8 +69,7 @@ from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
 from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
-from ingest.tasks.keys import IDLE_S
-from ingest.tasks.keys import group_id_of as task_group_id
+from ingest.tasks.keys import IDLE_S, group_id_of as task_group_id
 from ingest.tasks.material import load_task_group
 from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
 from ingest.trajectories.recorded import load_trajectory
@@ -95,6 +94,8 @@ from sidecar.records import BASE, IMPORTED, Choice, Exchange, encode_exchange
 from sidecar.scoring import Material
 from sidecar.settings import (
     Groups,
+    Judge as JudgeSettings,
+    Learner as LearnerSettings,
     Metric,
     Notify,
     Retention,
@@ -103,8 +104,6 @@ from sidecar.settings import (
     Settings,
     Store,
 )
-from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings import Learner as LearnerSettings
 from sidecar.settings.judge import LengthVerifier
 from sidecar.settings.learning import Rehearsals, Tasks
 from sidecar.store.database import Database, set_flag

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.canary import controller as controller_module
-from deploy.canary import live_turns
+from deploy.canary import controller as controller_module, live_turns
 from deploy.canary.controller import MAX_TICK_ERRORS
 from deploy.errors import EngineError
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest

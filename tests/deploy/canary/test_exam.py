@@ -22,8 +22,7 @@ from ingest.store.listing import day_of
 from ingest.tasks import attempts
 from ingest.tasks.runner import Answer, Scenario
 from sidecar.records import BASE
-from sidecar.settings import Canary as CanarySettings
-from sidecar.settings import Settings
+from sidecar.settings import Canary as CanarySettings, Settings
 from sidecar.store.database import count
 from sidecar.store.models import CounterRow, ExchangeRow, RehearsalRow, TaskMemberRow
 

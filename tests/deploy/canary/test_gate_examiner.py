@@ -20,8 +20,7 @@ from ingest.retention.deletion import blank_comparisons
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.prompt import rubric_hash
 from sidecar.backoff import Backoff
-from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings import ProjectRubric
+from sidecar.settings import Judge as JudgeSettings, ProjectRubric
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, ExchangeRow, JudgeCallRow, JudgeReplyRow
 from support.fake_judge import FakeJudge, Shown, scores_reply

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deploy.canary.gate_store import SETTLED_S, drawn_turn, held_out_prompts, live_prompts
 from sidecar.lines import Line

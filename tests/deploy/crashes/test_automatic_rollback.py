@@ -13,8 +13,7 @@ import pytest
 
 from demo.ports import free_port
 from deploy.engine.reconcile import MISSING
-from deploy.registry import aliases as history
-from deploy.registry import flags
+from deploy.registry import aliases as history, flags
 from sidecar import conditions
 from sidecar.store.models import BannedDigestRow, CounterRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread

@@ -24,8 +24,7 @@ from demo.ports import free_port
 from deploy.canary.controller import guard_facts, quality_facts
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
-from deploy.registry import aliases as history
-from deploy.registry import canaries, proof_rule, routing_writer, versions
+from deploy.registry import aliases as history, canaries, proof_rule, routing_writer, versions
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database

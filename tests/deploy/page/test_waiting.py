@@ -19,8 +19,7 @@ from deploy.registry import transitions
 from deploy.registry.canary_rule import ArmCounts, Hold, Move, RampEvidence, decide
 from deploy.registry.proof_rule import limits_of
 from sidecar.conditions import Condition
-from sidecar.settings import Approval as ApprovalSettings
-from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Approval as ApprovalSettings, Canary as CanarySettings
 from support.made_canary import made_canary
 from tests.deploy.page.test_pages import words_of
 from tests.deploy.page.test_shown import NOON, canary, status

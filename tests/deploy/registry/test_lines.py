@@ -10,8 +10,8 @@ import pytest
 from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns, count_ramp
 from deploy.engine.reconcile import Reconciler, read_desired
-from deploy.registry import aliases as bans
 from deploy.registry import (
+    aliases as bans,
     audit,
     canaries,
     candidates,

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ingest.grouping.selection import SHARE, Caller, Shares, daily_demand, fill_level
 

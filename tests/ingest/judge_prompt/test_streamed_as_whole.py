@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ingest.judge_prompt import shown_answer, shown_trajectory
 from ingest.sessions.messages import read_reply as read_said

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ingest.errors import JudgeBusyError, JudgeLimitedError, JudgeUnavailableError
 from ingest.judges.provider import Patience, Provider

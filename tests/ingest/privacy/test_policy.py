@@ -13,8 +13,7 @@ from ingest.grouping.selection import group_id_of
 from ingest.intake.bus import OutboxBus
 from ingest.intake.choose import Sessions, choose_new
 from ingest.intake.consume import Consumed, consume
-from ingest.privacy import screen, texts
-from ingest.privacy import texts as judge_view
+from ingest.privacy import screen, texts, texts as judge_view
 from ingest.privacy.screen import Screen
 from ingest.privacy.texts import JudgeView
 from ingest.records import Answer, Group

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ingest.privacy.detectors import Detectors
 from ingest.privacy.texts import Searched, kinds_in

@@ -19,8 +19,7 @@ from deploy.funnel import exchanges_by_selection, groups_by_status, read_funnel
 from ingest.feedback.deriving import save_feedback
 from ingest.intake.loop import Intake
 from ingest.judges.replies import ReplyStore
-from ingest.retention import deletion, sweep
-from ingest.retention import deletion as pages
+from ingest.retention import deletion, deletion as pages, sweep
 from ingest.retention.sweep import Sweeper, read_state
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply

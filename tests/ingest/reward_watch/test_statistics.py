@@ -7,8 +7,7 @@ from random import Random
 from statistics import correlation, fmean, stdev
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ingest.reward_watch.rules import (
     MOST_FREEDOM,

@@ -17,8 +17,7 @@ from ingest.store.rotation import rotate
 from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
 from learner.runs.selection import select_groups
-from sidecar.settings import Judge as JudgeSettings
-from sidecar.settings import Reward, Settings
+from sidecar.settings import Judge as JudgeSettings, Reward, Settings
 from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring

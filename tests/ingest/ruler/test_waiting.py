@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S, MINUTE_S, SLOWEST, Waiting
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ingest.sessions.messages import Arrival, Conversation, Message, Place
 from ingest.sessions.node import MAX_CALLERS, MAX_OPENINGS

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ingest.sessions.messages import Arrival, Conversation, Message, Place
 from ingest.sessions.tree import SessionTree

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Literal
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from ingest.verifiers.records import Checked, Failure, FailureReason, Finding
 from ingest.verifiers.rewarding import FAIL_TOP, PASS_BOTTOM, combine, counted_scores, weighted_mean
-
-Rule = Literal["weights", "gate_then_rank"]
 
 
 def checked(
@@ -30,16 +26,14 @@ def checked(
     )
 
 
-def rewards(rule: Rule, ruler: tuple[float, ...], *verifiers: Checked) -> tuple[float, ...]:
-    return combine(ruler, verifiers, rule=rule, judge_weight=1.0).rewards
+def rewards(ruler: tuple[float, ...], *verifiers: Checked) -> tuple[float, ...]:
+    return combine(ruler, verifiers).rewards
 
 
 def test_weights_make_the_weighted_mean() -> None:
     made = combine(
         (0.8, 0.2),
         [checked(0.0, 1.0, weight=2.0), checked(1.0, 1.0, name="w", weight=1.0)],
-        rule="weights",
-        judge_weight=1.0,
     )
 
     # (1*0.8 + 2*0 + 1*1) / 4, (1*0.2 + 2*1 + 1*1) / 4
@@ -59,7 +53,7 @@ def test_without_a_verifier_that_counts_the_reward_is_the_score() -> None:
         results=(Failure(reason="timeout", why="slow"), Finding(score=1.0)),
     )
 
-    made = combine((0.31, 0.77), [left_out], rule="weights", judge_weight=3.0)
+    made = combine((0.31, 0.77), [left_out])
 
     assert made.rewards == (0.31, 0.77)
     assert made.independent == ()
@@ -76,7 +70,7 @@ def test_without_a_verifier_that_counts_the_reward_is_the_score() -> None:
 def test_what_fails_a_gate_comes_below_all_that_pass_in_its_own_order() -> None:
     gate = checked(1.0, 0.0, 1.0, 0.9, gate=True)
 
-    made = rewards("gate_then_rank", (0.1, 1.0, 0.3, 0.5), gate)
+    made = rewards((0.1, 1.0, 0.3, 0.5), gate)
 
     assert made == pytest.approx((0.64, 0.4, 0.72, 0.2))
 
@@ -84,12 +78,12 @@ def test_what_fails_a_gate_comes_below_all_that_pass_in_its_own_order() -> None:
 def test_a_gate_passes_from_its_own_limit_on() -> None:
     gate = checked(0.5, 0.49, gate=True, pass_at=0.5)
 
-    assert rewards("gate_then_rank", (0.0, 1.0), gate) == (PASS_BOTTOM, FAIL_TOP)
+    assert rewards((0.0, 1.0), gate) == (PASS_BOTTOM, FAIL_TOP)
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0])
 def test_a_gate_that_tells_no_answer_apart_leaves_the_mean(score: float) -> None:
-    assert rewards("gate_then_rank", (0.2, 0.9), checked(score, score, gate=True)) == (0.2, 0.9)
+    assert rewards((0.2, 0.9), checked(score, score, gate=True)) == (0.2, 0.9)
 
 
 def test_an_answer_that_fails_over_counts_as_wrong_only_under_fail() -> None:
@@ -116,7 +110,7 @@ WEIGHT = st.floats(0, 1000)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[tuple[float, ...], list[Checked], Rule, float]:
+def groups(draw: st.DrawFn) -> tuple[tuple[float, ...], list[Checked]]:
     size = draw(st.integers(2, 8))
     column = st.tuples(*[SHARE] * size)
     verifiers = [
@@ -129,17 +123,16 @@ def groups(draw: st.DrawFn) -> tuple[tuple[float, ...], list[Checked], Rule, flo
         )
         for number in range(draw(st.integers(0, 4)))
     ]
-    rule: Rule = draw(st.sampled_from(["weights", "gate_then_rank"]))
-    return draw(column), verifiers, rule, draw(st.floats(0.001, 1000))
+    return draw(column), verifiers
 
 
 @given(groups())
 def test_rewards_are_shares_one_for_each_answer(
-    group: tuple[tuple[float, ...], list[Checked], Rule, float],
+    group: tuple[tuple[float, ...], list[Checked]],
 ) -> None:
-    ruler, verifiers, rule, weight = group
+    ruler, verifiers = group
 
-    made = combine(ruler, verifiers, rule=rule, judge_weight=weight)
+    made = combine(ruler, verifiers)
 
     assert len(made.rewards) == len(made.checks) == len(ruler)
     assert all(0.0 <= one <= 1.0 for one in (*made.rewards, *made.independent))
@@ -147,10 +140,10 @@ def test_rewards_are_shares_one_for_each_answer(
 
 @given(groups())
 def test_an_answer_that_is_nowhere_worse_is_not_ranked_lower(
-    group: tuple[tuple[float, ...], list[Checked], Rule, float],
+    group: tuple[tuple[float, ...], list[Checked]],
 ) -> None:
-    ruler, verifiers, rule, weight = group
-    made = combine(ruler, verifiers, rule=rule, judge_weight=weight).rewards
+    ruler, verifiers = group
+    made = combine(ruler, verifiers).rewards
 
     for a, b in combinations(range(len(ruler)), 2):
         for low, high in ((a, b), (b, a)):
@@ -161,9 +154,9 @@ def test_an_answer_that_is_nowhere_worse_is_not_ranked_lower(
 
 @given(groups(), st.data())
 def test_a_better_score_never_costs_an_answer_reward(
-    group: tuple[tuple[float, ...], list[Checked], Rule, float], data: st.DataObject
+    group: tuple[tuple[float, ...], list[Checked]], data: st.DataObject
 ) -> None:
-    ruler, verifiers, rule, weight = group
+    ruler, verifiers = group
     place = data.draw(st.integers(0, len(ruler) - 1))
     better = tuple(
         data.draw(st.floats(score, 1)) if i == place else score for i, score in enumerate(ruler)
@@ -182,22 +175,22 @@ def test_a_better_score_never_costs_an_answer_reward(
         for one in verifiers
     ]
 
-    before = combine(ruler, verifiers, rule=rule, judge_weight=weight).rewards[place]
-    after = combine(better, improved, rule=rule, judge_weight=weight).rewards[place]
+    before = combine(ruler, verifiers).rewards[place]
+    after = combine(better, improved).rewards[place]
 
     assert after >= before - 1e-12
 
 
 @given(groups())
 def test_all_that_pass_the_gates_are_above_all_that_fail(
-    group: tuple[tuple[float, ...], list[Checked], Rule, float],
+    group: tuple[tuple[float, ...], list[Checked]],
 ) -> None:
-    ruler, verifiers, _, weight = group
+    ruler, verifiers = group
     gates = [one for one in verifiers if one.gate]
     passing = [all(one.scores[i] >= one.pass_at for one in gates) for i in range(len(ruler))]
     assume(len(set(passing)) == 2)
 
-    made = combine(ruler, verifiers, rule="gate_then_rank", judge_weight=weight).rewards
+    made = combine(ruler, verifiers).rewards
 
     low = [reward for reward, passes in zip(made, passing, strict=True) if not passes]
     high = [reward for reward, passes in zip(made, passing, strict=True) if passes]
@@ -206,13 +199,13 @@ def test_all_that_pass_the_gates_are_above_all_that_fail(
 
 @given(groups())
 def test_gates_keep_the_judges_order_within_each_kind(
-    group: tuple[tuple[float, ...], list[Checked], Rule, float],
+    group: tuple[tuple[float, ...], list[Checked]],
 ) -> None:
-    ruler, verifiers, _, weight = group
+    ruler, verifiers = group
     gates = [one for one in verifiers if one.gate]
     passing = [all(one.scores[i] >= one.pass_at for one in gates) for i in range(len(ruler))]
 
-    made = combine(ruler, gates, rule="gate_then_rank", judge_weight=weight).rewards
+    made = combine(ruler, gates).rewards
 
     for a, b in combinations(range(len(ruler)), 2):
         if passing[a] == passing[b] and ruler[a] <= ruler[b]:

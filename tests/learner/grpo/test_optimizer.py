@@ -11,8 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.errors import NonFiniteError
-from learner.grpo import optimizer as module
-from learner.grpo import trainer
+from learner.grpo import optimizer as module, trainer
 from learner.grpo.optimizer import Moments, SignalAdamW
 
 SIZE = 400

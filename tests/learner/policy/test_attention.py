@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
-from learner.policy import attention
-from learner.policy import attention as attention_check
+from learner.policy import attention, attention as attention_check
 from learner.policy.architecture import Form
 from learner.policy.attention import (
     by_calls,

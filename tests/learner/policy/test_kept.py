@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.policy import adapter_io, memory
-from learner.policy import kept as module
+from learner.policy import adapter_io, kept as module, memory
 from learner.policy.adapter_io import load_policy
 from learner.policy.kept import GROWTH, KeptBase
 from learner.policy.memory import recompute_layers, room_of

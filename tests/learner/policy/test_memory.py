@@ -13,8 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from structlog.testing import capture_logs
 from transformers import OPTConfig, OPTForCausalLM
 
-from learner.policy import costs as of_sizes
-from learner.policy import memory
+from learner.policy import costs as of_sizes, memory
 from learner.policy.adapter_io import load_policy
 from learner.policy.costs import (
     CHUNK_BYTES,

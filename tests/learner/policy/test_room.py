@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.errors import NoRoomError
-from learner.policy import costs, memory
-from learner.policy import memory as room
+from learner.policy import costs, memory, memory as room
 from learner.policy.costs import CHUNK_BYTES, Sizes
 from learner.policy.memory import Room, check_room, least_bytes, shortage
 from sidecar.settings import Learner

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from learner.policy.attention import dense_mask
 from learner.policy.packing import Segment, Trie, chain, fold, pairs, unique_tokens

@@ -14,7 +14,7 @@ import pytest
 from ingest.judge_noise import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded
 from ingest.verifiers.records import Checked, Finding
-from ingest.verifiers.rewarding import Rule, combine
+from ingest.verifiers.rewarding import combine
 from learner.runs.selection import (
     PASSING,
     Selection,
@@ -155,9 +155,7 @@ def test_answers_that_do_not_count_have_no_part_in_the_gate(
     selection = select(scored_group([0.4, 0.6, 0.9], answers=masked), sd=0.05)
     assert selection.gates == {"g": two}
 
-    found = rewarded(
-        checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), rule="gate_then_rank", scores=group.scores
-    )
+    found = rewarded(checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), scores=group.scores)
     told = replace(group, rewarded=found)
     gate = spread_gate(told, measured(0.05), counted=counted)
     assert gate.noise_sd == 0.05, "the answer that fails the gate is not trained on"
@@ -210,22 +208,21 @@ def checked(name: str, *scores: float, weight: float = 1.0, gate: bool = False) 
     )  # fmt: skip
 
 
-def rewarded(*found: Checked, rule: Rule, scores: Sequence[float] = (0.4, 0.6)) -> Rewarded:
-    return combine(scores, found, rule=rule, judge_weight=3.0)
+def rewarded(*found: Checked, scores: Sequence[float] = (0.4, 0.6)) -> Rewarded:
+    return combine(scores, found)
 
 
 @pytest.mark.parametrize(
     ("found", "share"),
     [
         (None, 1.0),
-        (rewarded(rule="weights"), 1.0),  # no verifier counts
-        (rewarded(checked("v", 1.0, 1.0), rule="weights"), 0.75),
-        (rewarded(checked("v", 1.0, 0.0, weight=3.0), rule="weights"), 0.5),
-        (rewarded(checked("g", 1.0, 1.0, gate=True), rule="gate_then_rank"), 1.0),
-        (rewarded(checked("g", 1.0, 0.5, gate=True), rule="gate_then_rank"), 0.0),
-        (rewarded(checked("g", 1.0, 0.5, gate=True, weight=0.0), rule="gate_then_rank"), 0.0),
-        (rewarded(checked("g", 0.0, 0.0, gate=True), checked("v", 1.0, 0.0),
-                  rule="gate_then_rank"), 0.75),
+        (rewarded(), 1.0),  # no verifier counts
+        (rewarded(checked("v", 1.0, 1.0, weight=3.0)), 0.25),
+        (rewarded(checked("v", 1.0, 0.0)), 0.5),
+        (rewarded(checked("g", 1.0, 1.0, gate=True)), 1.0),
+        (rewarded(checked("g", 1.0, 0.5, gate=True)), 0.0),
+        (rewarded(checked("g", 1.0, 0.5, gate=True, weight=0.0)), 0.0),
+        (rewarded(checked("g", 0.0, 0.0, gate=True), checked("v", 1.0, 0.0)), 0.5),
         (Rewarded(rewards=(0.1, 0.2), independent=(0.5, 0.5), rule={"verifiers": [{}]}), 1.0),
     ],
     ids=["none", "nothing counts", "weights", "half", "all pass", "gate tells", "no weight",
@@ -245,8 +242,8 @@ def test_the_noise_in_a_reward_is_that_of_the_judges_part(
 def test_the_share_is_how_far_a_change_of_the_judges_score_moves_the_reward(weight: float) -> None:
     found = [checked("v", 1.0, 0.0, weight=weight)]
 
-    before = combine((0.4, 0.6), found, rule="weights", judge_weight=3.0)
-    after = combine((0.4, 0.8), found, rule="weights", judge_weight=3.0)
+    before = combine((0.4, 0.6), found)
+    after = combine((0.4, 0.8), found)
 
     moved = after.rewards[1] - before.rewards[1]
     assert moved == pytest.approx(0.2 * judge_share(before))
@@ -256,9 +253,9 @@ def test_what_a_gate_or_a_verifier_tells_apart_is_learned_from(
     scored_group: MakeScoredGroup,
 ) -> None:
     scores = (0.45, 0.55)
-    by_gate = rewarded(checked("g", 1.0, 0.0, gate=True), rule="gate_then_rank", scores=scores)
-    alike = rewarded(checked("g", 1.0, 1.0, gate=True), rule="gate_then_rank", scores=scores)
-    by_weight = rewarded(checked("v", 1.0, 0.0), rule="weights", scores=scores)
+    by_gate = rewarded(checked("g", 1.0, 0.0, gate=True), scores=scores)
+    alike = rewarded(checked("g", 1.0, 1.0, gate=True), scores=scores)
+    by_weight = rewarded(checked("v", 1.0, 0.0), scores=scores)
     groups = [
         replace(scored_group(scores, group_id=name), rewarded=one)
         for name, one in (("gate", by_gate), ("alike", alike), ("weight", by_weight))
@@ -274,7 +271,7 @@ def test_what_a_gate_or_a_verifier_tells_apart_is_learned_from(
 def test_scores_of_answers_that_the_judge_was_not_asked_about_have_no_noise(
     scored_group: MakeScoredGroup,
 ) -> None:
-    told_apart = rewarded(checked("v", 1.0, 0.0), rule="weights", scores=(0.5, 0.5))
+    told_apart = rewarded(checked("v", 1.0, 0.0), scores=(0.5, 0.5))
     group = replace(scored_group([0.5, 0.5]), rewarded=told_apart)
 
     assert spread_gate(group, measured(0.4)).least == 0.02

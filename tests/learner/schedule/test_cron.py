@@ -8,8 +8,7 @@ from itertools import pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from learner.schedule.rule import Cron, next_times, read_cron
 from sidecar.errors import SettingsError

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from structlog.testing import capture_logs
 
 from sidecar.access.admission import KEEP, Access, Admission, Credentials, Mode, open_access

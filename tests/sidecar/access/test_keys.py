@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key, secret_hash
 from sidecar.errors import InvalidKeyError

@@ -11,8 +11,7 @@ from typing import Any
 
 import h11
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from support.proxy_kit import Running, StartProxy
 from support.strict_peers import Connect, StrictVllm, Tools

@@ -8,12 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec.json import Decoder
 
-from sidecar.replies import choices as reply_choices
-from sidecar.replies import choices as reply_runs
+from sidecar.replies import choices as reply_choices, choices as reply_runs
 from sidecar.replies.choices import read_stream, read_whole
 from sidecar.replies.parts import Document, UnreadableReplyError, decode, message_json
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.table import RoutingTable, encode_table

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.store.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 

@@ -21,8 +21,7 @@ from sidecar.errors import (
     StoreLockedError,
     StoreNewerError,
 )
-from sidecar.store import engines
-from sidecar.store import engines as store_url
+from sidecar.store import engines, engines as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.engines import open_existing
 from sidecar.store.models import AuditRow, CounterRow, DeadLetterRow, FlagRow, RunRow

@@ -7,8 +7,7 @@ import zlib
 
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.store.codec import (
     HEAD_BYTES,

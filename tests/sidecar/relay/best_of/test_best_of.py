@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sidecar.relay.best_of import BestOfPlan, plan_best_of, refuse_surface, wanted_answers
 from sidecar.relay.peek import peek_request

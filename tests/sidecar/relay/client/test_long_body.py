@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.relay.request_edit import JOINED_BYTES, PiecedBody, edit_request, splice_request
 from support.fake_vllm import FakeVllm

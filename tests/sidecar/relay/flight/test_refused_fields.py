@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.reply import PASSED, StreamOpening, is_error

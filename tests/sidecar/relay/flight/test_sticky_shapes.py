@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.peek import HALF_TEXT_BYTES, MARKS_KEPT, PROMPT_KEY_BYTES, peek_request

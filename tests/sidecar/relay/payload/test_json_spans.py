@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.relay import request_edit as json_spans
 from sidecar.relay.reply_edit import STRIP_USUAL, strip_reply

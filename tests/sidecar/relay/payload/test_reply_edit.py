@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from sidecar.relay.reply import EventBody, HeldBody, PassedBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING, Strip, strip_event, strip_reply

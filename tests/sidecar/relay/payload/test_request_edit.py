@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.relay.peek import UnreadableBodyError, peek_request
 from sidecar.relay.request_edit import SCANNED_BYTES, edit_request, splice_request

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sidecar.relay.reply import LESSONS, EventBody
 from sidecar.relay.reply_edit import STRIP_USUAL, _cuts, _replace, strip_event, strip_reply

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from sidecar.relay.replicas import FAILURES_TO_EJECT, Replica, Replicas
 from sidecar.relay.upstream import endpoint
