@@ -18,7 +18,7 @@ from deploy.registry import audit, canaries, versions
 from deploy.registry.rollback import RollbackResult, rollback
 from deploy.registry.versions import lines_in
 from ingest.grouping.selection import group_id_of
-from ingest.retention.deletion import chunks, delete_exchanges
+from ingest.retention.deletion import delete_exchanges, divide
 from ingest.retention.sweep import BYTES, ROWS
 from ingest.ruler.group import SUBJECT
 from ingest.store.sessions import SKEW_S, name_digest, save_forgotten
@@ -248,9 +248,12 @@ _FOUND = (
     ExchangeRow.session_key,
     ExchangeRow.session_id,
     ExchangeRow.trace_id,
-    func.length(ExchangeRow.request_body)
-    + func.length(ExchangeRow.prompt_token_ids)
-    + ExchangeRow.reply_bytes,
+    func.coalesce(
+        func.length(ExchangeRow.request_body)
+        + func.length(ExchangeRow.prompt_token_ids)
+        + ExchangeRow.reply_bytes,
+        0,
+    ),
 )
 _REHEARSED = ExchangeRow.origin == "rehearsal"
 
@@ -270,13 +273,9 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        found = [_found(*one) for one in rows]
+        found = [Found(*one) for one in rows]
         yield found
         yield from _rehearsals_of(database, [one.exchange_id for one in found])
-
-
-def _found(seq: int, name: str, key: str, session: str, trace: str, size: int | None) -> Found:
-    return Found(seq, name, key, session, trace, size or 0)
 
 
 def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Found]]:
@@ -285,7 +284,7 @@ def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Fo
         rows = session.execute(
             select(*_FOUND).where(text(IN_TASK), _REHEARSED, ExchangeRow.task.in_(tasks))
         ).all()
-    for page in _pages([_found(*one) for one in rows]):
+    for page in _pages([Found(*one) for one in rows]):
         yield list(page)
 
 
@@ -659,7 +658,8 @@ def forget(
     for _ in range(PASSES):
         gone = 0
         for page in exchanges_of(database, target):
-            for names in chunks(page, rows=ROWS, limit_bytes=BYTES):
+            sizes = [(one.exchange_id, one.stored_bytes) for one in page]
+            for names in divide(sizes, rows=ROWS, limit_bytes=BYTES):
                 deleted = delete_exchanges(
                     database, names, why="forgotten", now=now, release=release
                 )

@@ -154,7 +154,15 @@ def stages_of(
             waiting={CLAIMED: claimed},
             rest=SCORED,
         ),
-        _serving(adapters),
+        _stage(  # counted from the rows of adapters: they are few, and each is kept
+            "serving",
+            "adapters",
+            "champion now",
+            entered=sum(adapters.values()),
+            passed=adapters.get(SERVES, 0),
+            ended={state: adapters[state] for state in DECIDED if adapters.get(state)},
+            waiting=_without(adapters, SERVES, *DECIDED),
+        ),
     )
 
 
@@ -193,20 +201,6 @@ def groups_by_reason(stages: tuple[Stage, ...]) -> dict[str, int]:
             for reason, number in stage.ended.items():
                 found[reason] = found.get(reason, 0) + number
     return found
-
-
-def _serving(adapters: Mapping[str, int]) -> Stage:
-    """Return the stage of finished adapters, which is counted from their rows: they are few, and
-    a record of each is kept."""
-    return _stage(
-        "serving",
-        "adapters",
-        "champion now",
-        entered=sum(adapters.values()),
-        passed=adapters.get(SERVES, 0),
-        ended={state: adapters[state] for state in DECIDED if adapters.get(state)},
-        waiting=_without(adapters, SERVES, *DECIDED),
-    )
 
 
 def _stage(

@@ -133,7 +133,6 @@ def make_controller(
             bases=frozenset(bases),
             base_model_path=serving.base_model_path,
         ),
-        model=settings.line.name,
         line=settings.line,
         approval=settings.approval,
         on_change=on_change,

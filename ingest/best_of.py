@@ -158,12 +158,10 @@ def oldest_scores(session: Session, *, limit: int) -> list[BestOfScores]:
 
 
 def any_scores(session: Session) -> bool:
-    """Return True when scores wait."""
     return session.scalar(select(BestOfScoreRow.exchange_id).limit(1)) is not None
 
 
 def remove_scores(session: Session, exchange_id: str) -> None:
-    """Remove scores that have become a group, or never will."""
     session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id == exchange_id))
 
 
@@ -243,7 +241,7 @@ def settle(
         unchanged.
     """
     remove_scores(session, scores.exchange_id)
-    reason = _settle(session, stored, scores, rules, live=live, now=now)
+    reason = _settle(session, stored, scores, rules, live, now)
     count(session, STAGE, reason)
     return reason == SCORED
 
@@ -253,7 +251,6 @@ def _settle(
     stored: StoredExchange,
     scores: BestOfScores,
     rules: Rules,
-    *,
     live: Live,
     now: float,
 ) -> str:
@@ -283,24 +280,22 @@ def _settle(
     if not chosen and stored.selection not in LEFT_OUT:
         return CAME_SECOND  # left out for another reason, which is not decided again
     if chosen:
-        if not _untouched(session, group):
-            return CAME_SECOND
+        held = load_group(session, group.group_id)
+        if held is None or held.answers != group.answers:
+            return CAME_SECOND  # it has candidates
     elif not save_group(session, group, now=now):
         return CAME_SECOND
     else:
-        _choose(session, stored)
+        set_selection(session, [exchange.exchange_id], CHOSEN)
+        count(session, "selection", CHOSEN)
+        if stored.selection != NEW:
+            count(session, "selection", stored.selection, -1)
     mark_sampled(session, group.group_id)
     judged = (scores.scores, scores.explanations, scores.judge_model, scores.rubric_hash)
     if rules.verified:  # score lets verifiers check it, and does not ask the judge again
         keep_scores(session, group.group_id, *judged)
         return SCORED
-    marked = mark_scored(
-        session,
-        group.group_id,
-        *judged,
-        now,
-    )
-    return SCORED if marked else CAME_SECOND
+    return SCORED if mark_scored(session, group.group_id, *judged, now) else CAME_SECOND
 
 
 def _digest(exchange: Exchange) -> str | None:
@@ -308,19 +303,6 @@ def _digest(exchange: Exchange) -> str | None:
         return answers_digest([json.loads(choice.message) for choice in exchange.choices])
     except (ValueError, TypeError, AttributeError):  # not messages: nothing was judged of the kind
         return None
-
-
-def _untouched(session: Session, group: Group) -> bool:
-    """Return True when the group that selection made holds these answers and no candidate yet."""
-    held = load_group(session, group_id_of(group.exchange_id))
-    return held is not None and held.answers == group.answers
-
-
-def _choose(session: Session, stored: StoredExchange) -> None:
-    set_selection(session, [stored.exchange.exchange_id], CHOSEN)
-    count(session, "selection", CHOSEN)
-    if stored.selection != NEW:
-        count(session, "selection", stored.selection, -1)
 
 
 EXPIRE_S = 86_400.0
@@ -364,7 +346,6 @@ class BestOfJudge:
         self._judge = judge
         # One pass only: passes are sequential calls, and a user is waiting.
         self._settings = settings.judge.model_copy(update={"passes": 1})
-        self._concurrency = CONCURRENCY
         self._rules = rules_of(settings)
         self._view = JudgeView(settings.privacy)
         self._model = settings.serving.model
@@ -379,7 +360,7 @@ class BestOfJudge:
 
         Cancelling the caller does not stop the judgement.
         """
-        if len(self._judging) >= self._concurrency:
+        if len(self._judging) >= CONCURRENCY:
             return NoPick(reason="busy")
         _, why = self._waiting.free_at(self._clock())
         if why != "free":
@@ -470,13 +451,14 @@ class BestOfJudge:
 
     def _store(self, judged: Judged) -> None:
         now, outcome, keep = self._clock(), judged.outcome, judged.material.keep
+        rubric_hash = hash_of(self._settings.of(judged.group.project))
         with self._database.write() as session:
             if keep:
                 save_judge_calls(
                     session,
                     judged.group.group_id,
                     judged.calls,
-                    rubric_hash=self._hash_of(judged.group),
+                    rubric_hash=rubric_hash,
                     now=now,
                 )
             else:  # the calls quote the answers, so they are stored only with an exchange
@@ -491,7 +473,16 @@ class BestOfJudge:
             elif not keep:
                 count(session, STAGE, NOT_KEPT)
             else:
-                scores = self._scores(judged.group, outcome, now)
+                judgement = outcome.judgement
+                scores = BestOfScores(
+                    exchange_id=judged.group.exchange_id,
+                    at=now,
+                    answers_digest=answers_digest(read_material(judged.group).answers),
+                    scores=judgement.scores,
+                    explanations=judgement.explanations,
+                    judge_model=judgement.judge_model or self._judge.model,
+                    rubric_hash=rubric_hash,
+                )
                 save_scores(session, scores)
                 stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:  # selection has decided it
@@ -499,20 +490,6 @@ class BestOfJudge:
                     settle(
                         session, stored, scores, rules_now(session, self._rules), live=live, now=now
                     )
-
-    def _scores(self, group: Group, outcome: Scored, now: float) -> BestOfScores:
-        return BestOfScores(
-            exchange_id=group.exchange_id,
-            at=now,
-            answers_digest=answers_digest(read_material(group).answers),
-            scores=outcome.judgement.scores,
-            explanations=outcome.judgement.explanations,
-            judge_model=outcome.judgement.judge_model or self._judge.model,
-            rubric_hash=self._hash_of(group),
-        )
-
-    def _hash_of(self, group: Group) -> str:
-        return hash_of(self._settings.of(group.project))
 
     def _exchange(self, session: Session, exchange_id: str) -> StoredExchange | None:
         """Load an exchange; None also when it is damaged: its scores then make no group."""
@@ -650,7 +627,6 @@ async def _question(reader: asyncio.StreamReader) -> Material | None:
 
 
 async def _answers(path: Path) -> bool:
-    """Return True when a process listens on this path."""
     try:
         with kernel_path(path) as name:
             _, writer = await asyncio.open_unix_connection(name)

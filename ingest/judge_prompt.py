@@ -252,7 +252,6 @@ def _is_thought(part: Any) -> bool:  # Any: JSON
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-    """Return the tool calls of a message: their ids and functions."""
     found = [
         (call.get("id"), call.get("function") or {})
         for call in message.get("tool_calls") or ()

@@ -188,21 +188,17 @@ def write_judge_state(session: Session, state: JudgeState, *, now: float) -> Non
     )
     conditions.write(session, found, now=now)
     for place, one in enumerate(state.judges if len(state.judges) > 1 else ()):
-        _write_one(session, place, one, now=now)
-
-
-def _write_one(session: Session, place: int, one: JudgeSeen, *, now: float) -> None:
-    """Write the condition of one judge of several. place: in the order in which they are asked."""
-    fails, role = one.since is not None, f"fallback {place}" if place else "the first judge"
-    found = conditions.Condition(
-        kind=f"{JUDGE} {place}",
-        state="look" if fails else "ok",
-        code=f"judge_{one.breaker}",
-        message=f"{one.model} ({role}) fails: {one.error}" if fails else f"{one.model} ({role})",
-        since=one.since or 0.0,
-        until=one.until,
-    )
-    conditions.write(session, found, now=now)
+        fails = one.since is not None
+        named = f"{one.model} ({f'fallback {place}' if place else 'the first judge'})"
+        found = conditions.Condition(
+            kind=f"{JUDGE} {place}",
+            state="look" if fails else "ok",
+            code=f"judge_{one.breaker}",
+            message=f"{named} fails: {one.error}" if fails else named,
+            since=one.since or 0.0,
+            until=one.until,
+        )
+        conditions.write(session, found, now=now)
 
 
 _SPENT_TO_DO: Final = "wait, or raise the budget that is named and restart score and control"

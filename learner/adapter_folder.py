@@ -69,10 +69,8 @@ def open_folder(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
-    """Open a plain file of a folder for reading.
-
-    Raises: OSError, also for a link, a pipe, a device, or more than MAX_FILE_BYTES.
-    """
+    """Open a plain file of a folder. Raises: OSError, also for a link, a pipe, a device, or more
+    than MAX_FILE_BYTES."""
     # O_NONBLOCK: opening a pipe must not wait for its writer.
     with _plain(_open(name, os.O_NONBLOCK, folder), name) as file:
         if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
@@ -82,10 +80,8 @@ def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
 
 @contextlib.contextmanager
 def open_plain(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a plain file for reading, of any size and also behind a link.
-
-    Raises: OSError, also for a pipe or a device, which could make its reader wait for ever.
-    """
+    """Open a plain file of any size, also behind a link. Raises: OSError, also for a pipe or a
+    device, which could make its reader wait for ever."""
     with _plain(os.open(path, os.O_RDONLY | os.O_NONBLOCK), str(path)) as file:
         yield file
 
@@ -111,10 +107,8 @@ def read_state(folder: Path) -> FolderState:
 
 
 def manifest_digest(manifest: Sequence[Mapping[str, Any]]) -> str:
-    """Return the digest of a folder from its digested files, in the order of DIGESTED.
-
-    manifest: `path`, `size` in bytes and `sha256` (hex) of each.
-    """
+    """Return the digest of a folder from `path`, `size` in bytes and `sha256` (hex) of its files,
+    in the order of DIGESTED."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -153,7 +147,6 @@ def _open(path: Path | str, flags: int, folder: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _plain(descriptor: int, name: str) -> Iterator[io.BufferedReader]:
-    """Read what was opened without waiting for a pipe's writer, and close it."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is not a plain file", name)

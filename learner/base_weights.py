@@ -77,10 +77,7 @@ def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def base_folder(name: str) -> Path | None:
-    """Return the folder of a base; of a hub name, the one in the cache, if it is there.
-
-    Without huggingface_hub, which `.[learner]` installs, there is no cache to look into.
-    """
+    """Return the folder of a base; of a hub name, the one in the cache, if it is there."""
     folder = Path(name)
     if name and folder.is_dir():
         return folder

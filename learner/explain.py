@@ -17,10 +17,8 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def explain(error: BaseException, *, adapters_dir: Path) -> str:
-    """Explain the error of a failed run in one line.
-
-    adapters_dir: the folder that the run writes into, for disk errors without a file name.
-    """
+    """Explain the error of a failed run in one line. adapters_dir: for disk errors without a file
+    name."""
     if isinstance(error, (LearnerError, IngestError, SidecarError)):
         return one_line(error)
     if isinstance(error, MemoryError):

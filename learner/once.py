@@ -130,17 +130,14 @@ def run_once(
 
 
 def _groups_line(counts: Mapping[str, int]) -> str:
-    """Return a line about the groups that were used and left out."""
     out = [f"{number} {why}" for why, number in sorted(counts.items()) if why != "used" and number]
     left = f"{', '.join(out)} (`sidecar groups ls`)" if out else "none"
     return f"{counted(counts.get('used', 0), 'group')} used; left out: {left}\n"
 
 
 def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:
-    """Return the settings with the longest input that the memory holds, where they say `auto`.
-
-    It is told to ingest, which then draws no group for a longer prompt.
-    """
+    """Return the settings with the longest input that the memory holds, where they say `auto`, and
+    tell it to ingest, which then draws no group for a longer prompt."""
     if settings.learner.pack_tokens or settings.learner.tinker_url:
         return settings
     from learner.policy.adapter_io import open_device
@@ -168,10 +165,9 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
 
 
 def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], bool]) -> Candidate:
-    """Start a run; if another holds the lease, wait to see whether that one is alive.
+    """Start a run; while another holds the lease, wait: a killed run keeps it for a while, and a
+    new heartbeat shows a live one.
 
-    A killed run keeps its lease for a while without a heartbeat, so waiting helps. A new heartbeat
-    shows a live run, and ends the wait.
     wait: sleeps this many seconds; returns True when it was woken to stop.
     Raises: RunInProgressError, and what `start` raises.
     """
@@ -214,7 +210,6 @@ def _check_room(settings: Settings) -> None:
 
 
 def torch_trainer() -> Trainer:
-    """Return the real trainer."""
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()
@@ -285,10 +280,7 @@ def lead(
     place: Place | None,
     run: Callable[[Callable[[], Trainer]], int],
 ) -> int:
-    """Do a run as its first process, or as its only one.
-
-    run: does it with a trainer of this kind. Returns: the exit code.
-    """
+    """Do a run as its first process, or as its only one. Returns: the exit code."""
     if place is None:
         return run(partial(trainer_of, settings, config))
     from learner.distributed.trainer import RankedTrainer, joined
@@ -317,21 +309,16 @@ def follow(settings: Learner, place: Place, stopping: threading.Event) -> int:
 
 
 def telemetry_of(telemetry: Telemetry, place: Place | None) -> Telemetry:
-    """Return how a process of a run logs: others than the first say no more than what is wrong.
-
-    They compute the same, so each event would be there once for each process. With `debug` they
-    say all, with their `rank`.
-    """
+    """Return how a process of a run logs: others than the first, which compute the same, say no
+    more than what is wrong, but with `debug`."""
     if place is None or place.rank == 0 or telemetry.log_level != "info":
         return telemetry
     return telemetry.model_copy(update={"log_level": "warning"})
 
 
 def as_launched(settings: Settings, place: Place | None) -> Settings:
-    """Return the settings with the number of processes that a launcher started.
-
-    The rounding of the result depends on it, so a run that is resumed, or replayed, has as many.
-    """
+    """Return the settings with the number of processes that a launcher started: the rounding of
+    the result depends on it, so a run that is resumed, or replayed, has as many."""
     if place is None:
         return settings
     if settings.learner.tinker_url:
@@ -341,8 +328,7 @@ def as_launched(settings: Settings, place: Place | None) -> Settings:
 
 
 def trainer_of(settings: Learner, config: Path | None) -> Trainer:
-    """Return the trainer with as many processes, on this machine, as the settings say; or that of
-    a Tinker server."""
+    """Return the trainer that the settings name."""
     if settings.tinker_url:
         from learner.tinker import TinkerTrainer
 

@@ -42,8 +42,6 @@ Hashes = Mapping[str, tuple[int, int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseDigest:
-    """Which base model it is."""
-
     digest: str
     """SHA-256 (hex) of the canonical list of (path, size, SHA-256) of its files."""
     revision: str
@@ -273,8 +271,6 @@ _KNOWN = frozenset((
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPlain:
-    """Why a config is not that of a plain LoRA."""
-
     member: str
     why: str
     """Completes the sentence "MEMBER is VALUE, ..."."""
@@ -373,10 +369,7 @@ def library_versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """Describe the machine, without what only its owner may know (no names, no addresses)."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-    }
+    return {"system": f"{platform.system()} {platform.machine()}", "processor": _processor()}
 
 
 @cache
@@ -401,7 +394,6 @@ def _version(name: str) -> str:
 
 
 def _recorded_commit() -> str | None:
-    """Return the commit that pip installed from a repository; None when it did not."""
     try:
         text = Distribution.from_name(LIBRARIES[0]).read_text("direct_url.json")
         found = json.loads(text or "{}").get("vcs_info", {}).get("commit_id")

@@ -28,8 +28,7 @@ def when_unlocked(work: Callable[[], T], *, stopping: threading.Event, doing: st
     """Do a store operation; again, while another program has locked the store.
 
     work: changes nothing when it raises. doing: what waits, in the log.
-    Raises: StoreLockedError after `LOCKED_S`, or once `stopping` is set; another StoreError at
-        once.
+    Raises: StoreLockedError after `LOCKED_S`, or once `stopping` is set.
     """
     began = time.monotonic()
     while True:

@@ -39,14 +39,12 @@ class Ranks(Protocol):
     @property
     def size(self) -> int:
         """Number of processes."""
-        ...
 
     def place(self, model: Any, device: torch.device) -> Any:  # Any: transformers is not typed
         """Put a model with its LoRA onto the device of this process, or this process's share of it.
 
         Returns: the model. Its trainable weights are those of the first process.
         """
-        ...
 
     def each(self, groups: Sequence[G], compute: Callable[[G], T]) -> list[T]:
         """Have each group computed by one process.
@@ -54,23 +52,18 @@ class Ranks(Protocol):
         Returns: [groups] what was found of all of them, in order.
         Raises: what `compute` raises, and RankFailedError in the other processes.
         """
-        ...
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all processes: the same bits in each of them."""
-        ...
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of a loss of this process."""
-        ...
 
     def first(self, work: Callable[[], T]) -> T:
         """Return what the first process finds. Only its files and its store are to be kept."""
-        ...
 
     def require_same(self, tensors: Mapping[str, Tensor]) -> None:
         """Compare tensors bit by bit. Raises: RanksDisagreeError when a process has others."""
-        ...
 
 
 class Alone:

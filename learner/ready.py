@@ -79,7 +79,6 @@ def _neither(path: str) -> str:
 
 
 def _of_device(settings: Settings, *, base_is_there: bool) -> Iterator[Missing]:
-    """Yield what is wrong with the device, or with its room for a run with this base."""
     name = settings.learner.device
     if name == "cpu" and not base_is_there:
         return  # torch always has it, and takes seconds to load

@@ -259,26 +259,21 @@ class Watch(Protocol):
 
     def phase(self, name: Phase) -> None:
         """A phase begins in which nothing is counted."""
-        ...
 
     def plan(self, stages: Sequence[Stage]) -> None:
         """The first of these stages begins now; the others follow. It replaces an older plan."""
-        ...
 
     def done(self, group_id: str) -> None:
         """This group of the present stage is computed, or given up."""
-        ...
 
     def begin_steps(self, done: Sequence[StepMetrics]) -> None:
         """The steps begin, or begin anew: those that were told before do not count.
 
         done: the steps that the run did before it was killed, behind which it goes on.
         """
-        ...
 
     def step(self, metrics: StepMetrics) -> None:
         """An optimiser step is done."""
-        ...
 
 
 class Silent:
@@ -296,7 +291,6 @@ class Checkpoints(Protocol):
 
     def newest(self) -> Path | None:
         """Return the folder of the newest checkpoint; None when there is none."""
-        ...
 
     def keep(self, fill: Callable[[Path], None]) -> None:
         """Keep another checkpoint in place of the one before; one that the disk refuses costs
@@ -305,11 +299,9 @@ class Checkpoints(Protocol):
         fill: writes the files into the folder that it gets.
         Raises: RunStoppedError when the run is another process's by now.
         """
-        ...
 
     def discard(self, why: str) -> None:
         """Remove every checkpoint, and log why. Raises: OSError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import msgspec
 from pydantic import ValidationError
@@ -47,8 +47,8 @@ from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
 from sidecar.visible import counted
 
 SAME, DIFFERENT = 0, 1
-MOST_QUIET = 2**53
-"""Most quiet groups that a lineage may tell of: above it a float no longer counts them."""
+Groups = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Above it a float no longer counts them."""
 
 
 class _NotPossibleError(Exception):
@@ -104,16 +104,12 @@ def replay(
 def _recipe(
     session: Session, settings: Settings, row: AdapterRow
 ) -> tuple[TrainingJob, Mapping[str, Any]]:
-    """Return the job of a version's run, without a folder, and its lineage.
-
-    Raises: _NotPossibleError, LearnerError, OSError.
-    """
     lineage = _lineage(row)
     try:
         learner = Learner.model_validate(of_section("learner", lineage["settings"]))
         noise = noise_of_json(lineage["judge_noise"])
         run_id = str(lineage["run_id"])
-        quiet = _quiet(lineage["algorithm"].get("quiet_groups", 0))
+        quiet = msgspec.convert(lineage["algorithm"].get("quiet_groups", 0), Groups)
         code = msgspec.convert(lineage["code"], dict[str, Any])
         of_tasks = lineage.get("task_groups", [])
         ids = [str(group["group_id"]) for group in (*lineage["groups"], *of_tasks)]
@@ -155,7 +151,6 @@ def _recipe(
 
 
 def _steps(sessions: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the steps of sessions that were trained on. Raises: KeyError, ValueError."""
     return {str(one["session_id"]): msgspec.convert(one["steps"], list[str]) for one in sessions}
 
 
@@ -179,8 +174,6 @@ def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
 
 
 def _altered(session: Session, row: AdapterRow) -> str | None:
-    """Say that a version's lineage is not the file that it was registered with; None: it is, or
-    the registration recorded no digest, or there is no such file. Raises: OSError."""
     said, path = document_digests(session, row.name).get(LINEAGE), Path(row.path) / LINEAGE
     if not said or not path.is_file():
         return None
@@ -191,13 +184,6 @@ def _altered(session: Session, row: AdapterRow) -> str | None:
         f"{path} was changed after {row.name} was registered (SHA-256 {found[:12]}, the audit "
         f"says {str(said)[:12]})"
     )
-
-
-def _quiet(value: object) -> int:
-    """Read a number of groups. Raises: ValueError."""
-    if type(value) is not int or not 0 <= value <= MOST_QUIET:
-        raise ValueError(f"quiet_groups is {str(value)[:40]}, which is no number of groups")
-    return value
 
 
 def _lineage(row: AdapterRow) -> dict[str, Any]:
@@ -259,7 +245,6 @@ def _gone(session: Session, broken: Mapping[str, Any]) -> str:
 def _reasons(
     lineage: Mapping[str, Any], outcome: TrainingOutcome, *, altered: bool
 ) -> Sequence[str]:
-    """Say what is not as it was when the run trained, a line each. altered: so is the lineage."""
     code = lineage["code"]
     before = {"libraries": lineage.get("libraries"), "commit": code.get("commit")}
     now = {"libraries": library_versions(), "commit": code_version().commit}

@@ -43,8 +43,6 @@ RELEASED = "released"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that runs a training run."""
-
     token: str
     """Random: no two holders of a lease have the same."""
     host: str
@@ -57,7 +55,6 @@ class Holder:
 
 
 def present_holder() -> Holder:
-    """Return this process as a holder."""
     pid = os.getpid()
     return Holder(
         token=uuid.uuid4().hex,
@@ -80,11 +77,8 @@ def how_released(stored: object) -> Released | None:
 
 
 def is_gone(stored: object) -> bool:
-    """Return True when the process of a stored holder has given its lease back, or has certainly
-    ended.
-
-    stored: JSON of a `Holder`; False for anything else.
-    """
+    """Return True when the process of a stored holder (JSON of a `Holder`) has given its lease
+    back, or has certainly ended."""
     if not isinstance(stored, Mapping):
         return False
     if how_released(stored) is not None:
@@ -105,7 +99,6 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a living process; None when there is none of this pid."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -125,8 +118,6 @@ DEATHS_AT_ONE_CHECKPOINT = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """One time that a run was killed."""
-
     at: float
     """When it was found dead, in Unix seconds."""
     checkpoint: int
@@ -185,12 +176,8 @@ def resumed_words(deaths: object) -> str:
 
 def was_stopped(deaths: object) -> bool:
     """Return True when a run was resumed last after it had been asked to stop."""
-    return (
-        isinstance(deaths, list)
-        and bool(deaths)
-        and isinstance(deaths[-1], dict)
-        and bool(deaths[-1].get("stopped"))
-    )
+    last = deaths[-1] if isinstance(deaths, list) and deaths else None
+    return isinstance(last, dict) and bool(last.get("stopped"))
 
 
 log = structlog.get_logger()
@@ -229,7 +216,6 @@ class WorkFolder:
         self._discarded = discarded
 
     def make(self) -> None:
-        """Create the folder if it is not there. Raises: OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def empty_adapter(self) -> Path:
@@ -244,7 +230,6 @@ class WorkFolder:
         return self.adapter
 
     def remove(self) -> None:
-        """Delete it all. Raises: OSError."""
         remove_folder(self.path)
 
     def write(self, name: str, value: Mapping[str, Any] | str) -> None:
@@ -332,10 +317,8 @@ def work_folders(adapters_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, read-only or not, if it is there. Raises: OSError.
-
-    Of a link or a file in its place only the name is deleted: a link is not followed.
-    """
+    """Delete a folder, read-only or not, if it is there. Of a link or a file in its place only the
+    name is deleted. Raises: OSError."""
     if _is_folder(folder):
         folder.chmod(0o755)
         shutil.rmtree(folder)
@@ -344,7 +327,6 @@ def remove_folder(folder: Path) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return True for a folder itself, not for a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:

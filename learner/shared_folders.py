@@ -170,7 +170,7 @@ class SharedFolders:
         return system, str(root).rstrip("/")
 
     def _do(self, verb: str, work: Callable[[], None]) -> None:
-        """Run the work. Raises: SharedFolderError for whatever the plugin raises."""
+        """Raises: SharedFolderError for whatever the plugin raises."""
         try:
             work()
         except SharedFolderError:
@@ -202,10 +202,8 @@ def share(settings: Settings, folder: Path, digest: str) -> None:
 
 
 def on_this_machine(settings: Settings, parent: Parent) -> Parent:
-    """Return the parent with its folder here, fetched if another machine made it.
-
-    Raises: SharedFolderError; OSError.
-    """
+    """Return the parent with its folder here, fetched if another machine made it. Raises:
+    SharedFolderError; OSError."""
     shared = shared_folders(settings)
     if shared is None or parent.path is None or parent.digest is None:
         return parent

@@ -87,15 +87,12 @@ class Lora(Protocol):
 
     def forward(self, data: Sequence[Datum]) -> list[list[float]]:
         """Return [T] log-probabilities of the targets of each datum, nats."""
-        ...
 
     def step(self, data: Sequence[Datum], rate: float) -> Mapping[str, float]:
         """Take one optimiser step. Returns: what the server says of it."""
-        ...
 
     def save(self, folder: Path) -> str:
         """Write the server's PEFT folder. Returns: its name of the state that it keeps."""
-        ...
 
 
 Open = Callable[[Parent], Lora]
@@ -172,7 +169,6 @@ def _trainable(group: TrainingGroup) -> list[TrainableRow]:
 
 
 def _checked(opened: Open, lora: Lora, job: TrainingJob) -> Snapshot:
-    """As `check_groups`; the rows get `start`."""
     job.watch.plan(trainer.stages(job, job.groups, ["checking", "training"]))
     found: dict[str, Judged | Fault] = {}
     for name in dict.fromkeys(group.adapter for group in job.groups):
@@ -228,7 +224,7 @@ def datum(
     logprobs_S: Sequence[float] = (),
     advantages_S: Sequence[float] = (),
 ) -> Datum:
-    """Lay an answer behind its prompt. The values are of its tokens."""
+    """Lay an answer behind its prompt."""
     whole = (*group.prompt_token_ids, *row.token_ids)
     before = (0.0,) * (len(group.prompt_token_ids) - 1)
     return {

@@ -85,9 +85,7 @@ def make_app(
         if reply is None:
             refusal = upstream_failed(vllm.url, "no model list")
             return Response(refusal.body, refusal.status, media_type="application/json")
-        body = reply.body
-        if reply.status == 200:
-            body = public_only(body, routing.table.model)
+        body = public_only(reply.body, routing.table.model) if reply.status == 200 else reply.body
         return JSONResponse(body, status_code=reply.status)
 
     if feedback is not None:
@@ -112,15 +110,14 @@ async def _take(receiver: FeedbackReceiver, kind: Kind, request: Request) -> Res
     for name, value in request.headers.raw:
         headers.setdefault(name.lower(), value)
     try:
-        accepted = await receiver.take(kind, await request.body(), headers)
+        feedback_id = await receiver.take(kind, await request.body(), headers)
     except FeedbackRefusedError as error:
         kinds = {401: "Unauthorized", 403: "Forbidden", 503: "ServiceUnavailableError"}
         kind_of_error = kinds.get(error.status, "Bad Request")
         refusal = vllm_error(error.status, str(error), kind=kind_of_error, param=error.param)
         extra = {"retry-after": "1"} if error.status == 503 else None
         return Response(refusal.body, error.status, extra, media_type="application/json")
-    body = {"id": accepted.feedback_id, "status": "queued"}
-    return JSONResponse(body, status_code=202)
+    return JSONResponse({"id": feedback_id, "status": "queued"}, status_code=202)
 
 
 def public_only(body: dict[str, Any], model: str) -> dict[str, Any]:

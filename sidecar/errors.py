@@ -1,23 +1,4 @@
-"""Errors of the data plane. One base; one class per thing a caller can do about it.
-
-SidecarError
-├── SettingsError (ValueError)      the settings file or environment is wrong: fix it, start again
-├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
-├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
-├── UnstorableError (ValueError)    no store can hold the record: put it aside, the message says why
-├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
-│   └── OutOfFilesError             this process may open no more files: answer 503
-├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
-├── StoreError (OSError)            the store cannot be reached or is of another revision
-│   ├── StoreNewerError             a newer release migrated it: install that release
-│   ├── StoreOlderError             no migration leads from its schema: upgrade it as the line says
-│   ├── StoreBusyError              the transaction conflicts with another one, or damaged rows
-│   │                               went into quarantine: repeat it
-│   └── StoreLockedError            another program holds its lock: wait, or end that program
-├── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
-├── DamagedColumnError              a column of the store holds no value of its type
-└── ForwardingError (ConnectionError) Kafka takes no records: they stay in the outbox
-"""
+"""Errors of the data plane. One base; one class per thing a caller can do about it."""
 
 from __future__ import annotations
 
@@ -35,7 +16,7 @@ class SettingsError(SidecarError, ValueError):
 
 
 class BadRequestError(SidecarError, ValueError):
-    """The request body is not a JSON object that vLLM would accept."""
+    """The request body is not a JSON object that vLLM would accept: answer 400 as vLLM does."""
 
 
 class InvalidKeyError(SidecarError, ValueError):
@@ -43,15 +24,15 @@ class InvalidKeyError(SidecarError, ValueError):
 
 
 class UnstorableError(SidecarError, ValueError):
-    """A record holds a value that no store can hold: too long a name, too large a number."""
+    """A record holds a value that no store can hold, too long a name for one: put it aside."""
 
 
 class UpstreamError(SidecarError, ConnectionError):
-    """vLLM refused, dropped or never answered before the first byte of a reply."""
+    """vLLM refused, dropped or never answered before the first byte of a reply: answer 502."""
 
 
 class OutOfFilesError(UpstreamError):
-    """This process may open no further file, so it could not connect."""
+    """This process may open no further file, so it could not connect: answer 503."""
 
 
 class StateLockError(SidecarError, OSError):
@@ -63,7 +44,7 @@ class StoreError(SidecarError, OSError):
 
 
 class StoreNewerError(StoreError):
-    """A newer release has migrated the store."""
+    """A newer release has migrated the store: install that release."""
 
 
 class StoreOlderError(StoreError):

@@ -330,7 +330,6 @@ LOCKED_S: Final = 1.0
 """Longest wait of one attempt for the lock of the file; writers hold it for milliseconds."""
 WAIT_S: Final = 5.0
 """Longest wait of a record, whatever holds it up: a disk whose syncs take seconds, for one."""
-LOCKED: Final = "locked"
 
 
 class RecordSink(Protocol):
@@ -399,7 +398,7 @@ class FeedbackWriter:
                     error = OutboxError("outbox_full", "the outbox is full (bus.max_bytes)")
             except OutboxError as failure:
                 error = failure
-            if error is not None and error.reason == LOCKED:
+            if error is not None and error.reason == "locked":
                 # The others would wait as long for the same lock.
                 batch += self._waiting
                 self._waiting.clear()
@@ -421,13 +420,6 @@ MayAsk = Callable[[bytes | None], Awaitable[int | None]]
 none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The record is on the disk of the proxy."""
-
-    feedback_id: str
-
-
 class FeedbackReceiver:
     """Answers the requests of one proxy process."""
 
@@ -445,10 +437,10 @@ class FeedbackReceiver:
         self._may_ask = may_ask
         self._clock = clock
 
-    async def take(self, kind: Kind, body: bytes, headers: dict[bytes, bytes]) -> Accepted:
-        """Write the record of a request. headers: by lower-case name.
+    async def take(self, kind: Kind, body: bytes, headers: dict[bytes, bytes]) -> str:
+        """Write the record of a request to the disk. headers: by lower-case name.
 
-        Raises: FeedbackRefusedError, counted by its reason.
+        Returns: its id. Raises: FeedbackRefusedError, counted by its reason.
         """
         try:
             await self._check_sender(headers.get(b"authorization"))
@@ -465,7 +457,7 @@ class FeedbackReceiver:
             self._metrics.feedback_refused.inc((error.reason,))
             raise
         self._metrics.feedback_accepted.inc((kind,))
-        return Accepted(record.feedback_id)
+        return record.feedback_id
 
     async def stop(self) -> None:
         await self._writer.stop()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 import structlog
+from structlog.typing import EventDict
 
 from sidecar.hiding import hide_values, values_beside_path
 from sidecar.settings import Telemetry
@@ -32,23 +33,31 @@ DIGITS = 4
 
 def configure_logging(telemetry: Telemetry, process: str) -> None:
     """Send events to stderr, one line each, with the process's name bound to all of them."""
-    level = logging.getLevelNamesMapping()[telemetry.log_level.upper()]
+    level, lines = logging.getLevelNamesMapping()[telemetry.log_level.upper()], Lines(sys.stderr)
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.JSONRenderer()]
         if telemetry.log_json
         else [_escape, _rounded, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
+    in_words = sys.stderr.isatty() and not telemetry.log_json
+
+    def unmarked(_logger: object, _method: str, event: EventDict) -> EventDict:
+        """Drop an event that a person at the terminal is told in words."""
+        if event.pop(IN_WORDS, False) and in_words:
+            raise structlog.DropEvent
+        return event
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            _said if sys.stderr.isatty() and not telemetry.log_json else _unmarked,
+            unmarked,
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=_LinesFactory(sys.stderr),
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
@@ -88,14 +97,6 @@ class Lines:
     fatal = failure = err = error = critical = exception = msg
 
 
-class _LinesFactory:
-    def __init__(self, stream: TextIO) -> None:
-        self._lines = Lines(stream)
-
-    def __call__(self, *_args: object) -> Lines:
-        return self._lines
-
-
 class _OfLibraries(logging.Handler):
     """Logs what libraries log as events of ours, and hides what the telemetry URLs hold beside
     their path: the exporters' libraries quote it."""
@@ -112,25 +113,7 @@ class _OfLibraries(logging.Handler):
         structlog.get_logger().log(level, "library_said", library=record.name, said=said)
 
 
-def _said(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """Drop an event that a person at the terminal is told in words."""
-    if event.pop(IN_WORDS, False):
-        raise structlog.DropEvent
-    return event
-
-
-def _unmarked(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    event.pop(IN_WORDS, None)
-    return event
-
-
-def _rounded(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
+def _rounded(_logger: object, _method: str, event: EventDict) -> EventDict:
     """Return the event with numbers that a person can read."""
     return {key: rounded(value) for key, value in event.items()}
 
@@ -145,18 +128,13 @@ def rounded(value: object) -> object:
     return round(value) if abs(value) >= 10**DIGITS else float(f"{value:.{DIGITS}g}")
 
 
-def _escape(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
+def _escape(_logger: object, _method: str, event: EventDict) -> EventDict:
     """Return text fields without control characters; a traceback keeps its lines."""
     for key, value in event.items():
         if isinstance(value, str):
-            event[key] = "\n".join(visible(line) for line in _lines(key, value))
+            lines = value.split("\n") if key in ("exception", "stack") else [value]
+            event[key] = "\n".join(map(visible, lines))
     return event
-
-
-def _lines(key: str, value: str) -> list[str]:
-    return value.split("\n") if key in ("exception", "stack") else [value]
 
 
 # Log what may happen to every request, without a line for every request.

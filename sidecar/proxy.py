@@ -30,7 +30,7 @@ from sidecar.relay.server import RelayServer
 from sidecar.relay.upstream import Endpoint, endpoint
 from sidecar.relay.watch import ReplicaWatch
 from sidecar.routing.source import FollowedLines
-from sidecar.scoring import CONCURRENCY, MAX_WAITING, Picker, SocketPicker, socket_path
+from sidecar.scoring import SocketPicker, socket_path
 from sidecar.settings import Settings, open_keyring
 from sidecar.tracing.spans import Propagation, request_spans
 from sidecar.tracing.telemetry import Tracing
@@ -75,7 +75,6 @@ class Proxy:
             row = handover.slot - 1
         self.metrics = Metrics(self.metrics_table, others)
         upstreams = Upstreams(settings.serving.upstreams)
-        endpoints = [endpoint(url) for url in upstreams.now()]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
         if handover is not None:
             name = f"proxy-{handover.port}-{handover.slot}.sock"
@@ -109,9 +108,9 @@ class Proxy:
             readers=() if self._keys is None else (self._keys,),
         )
         self.routing, self.breaker = self.lines.default
-        timeout_s = CONNECT_TIMEOUT_S
         app = Endpoint(url="the sidecar's application", unix_path=self._socket_path)
-        replicas = Replicas([Replica(where, connect_timeout_s=timeout_s) for where in endpoints])
+        vllms = map(endpoint, upstreams.now())
+        replicas = Replicas([Replica(one, connect_timeout_s=CONNECT_TIMEOUT_S) for one in vllms])
         api_key = settings.serving.api_key
         self._watch = ReplicaWatch(
             replicas,
@@ -134,7 +133,7 @@ class Proxy:
                 ),
                 replicas=replicas,
                 models_changed=self._watch.poll_soon,
-                app=Replica(app, connect_timeout_s=timeout_s),
+                app=Replica(app, connect_timeout_s=CONNECT_TIMEOUT_S),
                 routing=self.routing,
                 own_lines=self.lines.own,
                 capture=self.capture,
@@ -142,7 +141,9 @@ class Proxy:
                 breaker=self.breaker,
                 slow_first_byte_s=SLOW_FIRST_BYTE_S,
                 best_of=settings.best_of,
-                picker=_picker(settings),
+                picker=SocketPicker(socket_path(settings.state_dir))
+                if settings.best_of.enabled
+                else None,
                 rate_limited_log=RateLimitedLog(),
                 outgoing_trace=propagation.outgoing if traced else None,
             )
@@ -258,13 +259,3 @@ class _AppServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self.stopping.wait()
-
-
-def _picker(settings: Settings) -> Picker | None:
-    if not settings.best_of.enabled:
-        return None
-    return SocketPicker(
-        socket_path(settings.state_dir),
-        concurrency=CONCURRENCY,
-        max_waiting=MAX_WAITING,
-    )

@@ -178,8 +178,8 @@ class SocketPicker:
         self,
         path: Path,
         *,
-        concurrency: int,
-        max_waiting: int,
+        concurrency: int = CONCURRENCY,
+        max_waiting: int = MAX_WAITING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """concurrency: questions asked at once; max_waiting: questions that wait for their turn."""

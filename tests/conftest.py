@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from support.kafka_broker import broker, running_broker
 from support.stores import (
@@ -34,6 +35,9 @@ __all__ = [  # fixtures of all tests
     "running_broker",
     "store_kind",
 ]
+
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")  # no test asserts a time
 
 FIRST = ("tests/end_to_end/test_loop.py", "tests/end_to_end/", "tests/clients/test_vllm_unasked.py")
 """Beginnings of node ids. The engines of `end_to_end` and the one of `test_vllm_unasked.py` end

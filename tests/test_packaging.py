@@ -127,17 +127,6 @@ def test_a_process_names_what_its_extra_installs() -> None:
     assert PROJECT["name"] == PACKAGE
 
 
-def test_the_learners_matplotlib_is_that_of_the_tests() -> None:
-    """The tests draw too, also where the learner's libraries are not installed."""
-    drawn = {
-        extra: [one for one in EXTRAS[extra] if one.startswith("matplotlib")]
-        for extra in ("learner", "dev")
-    }
-
-    assert drawn["learner"] == drawn["dev"]
-    assert len(drawn["dev"]) == 1
-
-
 def test_the_learners_libraries_are_ranges_and_the_engine_is_one_minor_version() -> None:
     operators = {
         one.name: {part.operator for part in one.specifier}
@@ -147,6 +136,14 @@ def test_the_learners_libraries_are_ranges_and_the_engine_is_one_minor_version()
     assert set(operators) == {"torch", "transformers", "peft", "safetensors", "matplotlib"}
     assert set(map(frozenset, operators.values())) == {frozenset({">=", "<"})}
     assert EXTRAS["engine-gpu"] == ["vllm>=0.32,<0.33"]
+    (drawn,) = (one for one in EXTRAS["learner"] if one.startswith("matplotlib"))
+    assert drawn in EXTRAS["dev"], "the tests draw too"
+
+
+def shell_function(name: str) -> str:
+    """A function of scripts/setup."""
+    setup = (ROOT / "scripts" / "setup").read_text()
+    return setup[setup.index(f"{name}() {{") :].split("\n}\n", 1)[0] + "\n}\n"
 
 
 def installed_torch(folder: Path, index_has: str) -> tuple[list[str], str]:
@@ -157,13 +154,11 @@ def installed_torch(folder: Path, index_has: str) -> tuple[list[str], str]:
         f'#!/bin/sh\nfor last; do :; done\necho "$*" >> {folder}/asked\n[ "$last" = {index_has} ]\n'
     )
     python.chmod(0o755)
+    function = shell_function("install_torch")
     setup = (ROOT / "scripts" / "setup").read_text()
-    function = setup[setup.index("install_torch() {") :].split("\n}\n", 1)[0] + "\n}\n"
     (version,) = re.findall(r"^TORCH=(\S+)", setup, re.MULTILINE)
-    run = (
-        f'set -eu; TORCH={version}; say() {{ echo "$*"; }}; {function} install_torch {folder} 3>&1'
-    )
-    done = subprocess.run(["bash", "-c", run], check=True, capture_output=True, text=True)
+    run = f'set -eu; TORCH={version}; say() {{ echo "$*"; }}; {function} install_torch {folder}'
+    done = subprocess.run(["bash", "-c", f"{run} 3>&1"], check=True, capture_output=True, text=True)
     return (folder / "asked").read_text().splitlines(), done.stdout
 
 
@@ -176,12 +171,9 @@ def test_the_setup_goes_on_with_pip_where_there_is_no_uv_or_uv_fails(
         command.parent.mkdir(parents=True)
         command.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/{command.name}.asked\n{code}\n')
         command.chmod(0o755)
-    setup = (ROOT / "scripts" / "setup").read_text()
-    function = setup[setup.index("install_locked() {") :].split("\n}\n", 1)[0] + "\n}\n"
+    run = f"set -eu; {shell_function('install_locked')} install_locked env lock.txt"
 
-    subprocess.run(
-        ["bash", "-c", f"set -eu; {function} install_locked env lock.txt"], check=True, cwd=tmp_path
-    )
+    subprocess.run(["bash", "-c", run], check=True, cwd=tmp_path)
 
     said = {one.name: one.read_text().strip() for one in tmp_path.glob("*.asked")}
     assert ("uv.asked" in said) == (uv is not None)

@@ -191,8 +191,8 @@ def merged() -> list[list[Step]]:
 
     def step(at: int, *, user: str = "u", parent: str | None = "ex_0", task: str = "t") -> Step:
         return Step(
-            exchange_id=f"ex_{at}", began_at=float(at), parent=parent, adapter="base",
-            held_out=False, answered=True, trainable=True, task=task, origin="user",
+            exchange_id=f"ex_{at}", began_at=float(at), stored_at=float(at), parent=parent,
+            adapter="base", held_out=False, answered=True, trainable=True, task=task, origin="user",
             caller=("default", "", user),
         )  # fmt: skip
 

@@ -256,28 +256,19 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
             switches = learner_switches.read(session, line)
             if action != "pause":
                 check_match(if_match, switches.etag)
+            allowed, now = learner_switches.allowed_actions(switches), context.clock()
             if action in ("run", "override") and switches.paused:
-                raise ConflictError(
-                    "the learner is paused", learner_switches.allowed_actions(switches)
-                )
+                raise ConflictError("the learner is paused", allowed)
             if action == "override":
                 try:
                     learner_switches.override(
-                        session,
-                        line,
-                        context.watch,
-                        now=context.clock(),
-                        actor=actor,
-                        reason=reason,
+                        session, line, context.watch, now=now, actor=actor, reason=reason
                     )
                 except TransitionError as error:
-                    allowed = learner_switches.allowed_actions(switches)
                     raise ConflictError(str(error), allowed) from error
                 session.flush()
             else:
-                learner_switches.switch(
-                    session, line, action, now=context.clock(), actor=actor, reason=reason
-                )
+                learner_switches.switch(session, line, action, now=now, actor=actor, reason=reason)
             response.headers["etag"] = learner_switches.read(session, line).etag
             return read_learner(session, line)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Request
 
-from deploy.admin.wire import EVERY_SCOPE, UnreadableError, check_scope, scopes_of
+from deploy.admin.wire import EVERY_SCOPE, ScopeError, UnreadableError, check_scope, scopes_of
 from deploy.errors import DeployError
 from sidecar.access.denials import host_name, is_other_site
 from sidecar.settings.kinds import AdminScope, is_loopback
@@ -50,6 +50,13 @@ class RefusedError(DeployError):
         self.reason: RefusalReason = reason
 
 
+def reason_of(error: Exception) -> RefusalReason:
+    """Return why a request is refused with this error."""
+    if isinstance(error, RefusedError):
+        return error.reason
+    return "no_scope" if isinstance(error, ScopeError) else "unreadable"
+
+
 class UnauthorizedError(RefusedError, PermissionError):
     """The request has no valid bearer token."""
 
@@ -79,7 +86,10 @@ def admit(headers: Iterable[tuple[bytes, bytes]], tokens: Collection[str]) -> Gr
         found[name] = value
     host, origin = _text(found, b"host"), _text(found, b"origin")
     asked_host = _host_name(host)
-    other_site = _is_other_site(origin, host)
+    try:
+        other_site = is_other_site(origin, host)
+    except ValueError as error:
+        raise UnreadableError("header origin: is not a URL") from error
     if tokens:
         return grant_of(found.get(b"authorization"), tokens)
     if not is_loopback(asked_host):
@@ -147,10 +157,3 @@ def _host_name(host: str | None) -> str:
     if name is None:
         raise UnreadableError("header host: is not a host name with an optional port")
     return name
-
-
-def _is_other_site(origin: str | None, host: str | None) -> bool:
-    try:
-        return is_other_site(origin, host)
-    except ValueError as error:
-        raise UnreadableError("header origin: is not a URL") from error

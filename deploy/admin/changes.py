@@ -19,16 +19,16 @@ from deploy.admin.auth import Caller
 from deploy.admin.context import AdminContext
 from deploy.admin.models import AdapterOut, CanaryOut, Page
 from deploy.admin.out import AliasOut, Out
-from deploy.admin.paging import Project, encode_cursor, new_router
+from deploy.admin.paging import Project, new_router
 from deploy.admin.problems import (
     BlankReasonError,
     ConflictError,
     PreconditionRequiredError,
     StaleError,
 )
-from deploy.admin.records import naming, page_of
+from deploy.admin.records import adapter_in, adapter_out, naming, page_of
 from deploy.admin.wire import PREFIX
-from deploy.errors import TransitionError, UnknownAdapterError
+from deploy.errors import TransitionError
 from deploy.records import MAX_REASON, cut_reason
 from deploy.registry import aliases as bans, aliases as history, canaries, candidates, versions
 from deploy.registry.rollback import RollbackResult, roll_back_in
@@ -249,13 +249,9 @@ def _add_begin(router: APIRouter, context: AdminContext) -> None:
         """Lift the ban of a version's files. Idempotent, so it takes no If-Match."""
         reason, model = reason_in(body), context.line_of(project)
         with database.write() as session:
-            name = versions.resolve(session, model, version)
-            if name == BASE:
-                raise UnknownAdapterError("the base model is no adapter version")
+            name = adapter_in(session, model, version)
             bans.lift(session, name, now=context.clock(), actor=actor, reason=reason)
-            aliases = versions.aliases_of(session, model)
-            banned = bans.reasons(session, model)
-            return AdapterOut.of(versions.find(session, name), aliases, context.loaded(), banned)
+            return adapter_out(session, model, name, context.loaded())
 
 
 MOST_NAMED = 10
@@ -298,13 +294,7 @@ def _add_aliases(router: APIRouter, context: AdminContext) -> None:
                 return Page(items=items)
             statement = select(AliasRow).where(AliasRow.model == model).order_by(AliasRow.alias)
             rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            len(rows),
-            show=AliasOut.model_validate,
-            name=lambda row: f"alias {row.alias}",
-            cursor=lambda row: encode_cursor("aliases", row.alias),
-        )
+        return page_of(rows, show=AliasOut.model_validate, name="alias {0.alias}")
 
     @router.get("/aliases/{name}")
     def alias(name: Alias, response: Response, project: Project = None) -> AliasOut:

@@ -68,42 +68,39 @@ class AdminContext:
     lease: Callable[[], tuple[bool, str]] = lambda: (True, "")
     """Returns whether this control acts, and else who does, in words."""
 
-    def line_of(self, project: str | None) -> str:
-        """Return the name of a project's line; of the default line for None.
-
-        Raises: UnknownProjectError.
-        """
-        if project is None:
-            return self.model
-        for line in self.lines:
+    def whole_line(self, project: str | None) -> Line:
+        """Return a project's line; the default line for None. Raises: UnknownProjectError."""
+        for line in self.all_lines:
             if line.project == project:
-                return line.name
+                return line
         known = ", ".join(self.projects) or "none (serving.own_adapters)"
         raise UnknownProjectError(
-            f"{project[:SHOWN]} has no adapters of its own; projects that have: {known}"
+            f"{(project or '')[:SHOWN]} has no adapters of its own; projects that have: {known}"
         )
 
-    def whole_line(self, project: str | None) -> Line:
-        """Return the line of `line_of`. Raises: UnknownProjectError."""
-        name = self.line_of(project)
-        return next((line for line in self.lines if line.name == name), Line(name=name))
+    def line_of(self, project: str | None) -> str:
+        """Return the name of the line. Raises: UnknownProjectError."""
+        return self.whole_line(project).name
+
+    @property
+    def all_lines(self) -> tuple[Line, ...]:
+        """The default one first."""
+        return self.lines or (Line(name=self.model),)
 
     @property
     def projects(self) -> list[str]:
         """The projects with a line of their own."""
         return [line.project for line in self.lines if line.project is not None]
 
-    @property
-    def line_names(self) -> list[str]:
-        """The names of all lines, the default one first."""
-        return [line.name for line in self.lines] or [self.model]
-
     def conditions(self, session: Session, line: str, now: float) -> list[Condition]:
         """Return every condition, what needs a person first. line: its name; now: Unix seconds."""
-        lines = self.lines or (Line(name=self.model),)
-        funnel = read_funnel(session, *self.line_names)
         stored = read_conditions(
-            session, lines, funnel, watch=self.watch, most_pending=self.most_pending_groups, now=now
+            session,
+            self.all_lines,
+            read_funnel(session, *(one.name for one in self.all_lines)),
+            watch=self.watch,
+            most_pending=self.most_pending_groups,
+            now=now,
         )
         own = control_conditions(
             session,

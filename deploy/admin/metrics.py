@@ -7,7 +7,7 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import get_args
 
@@ -79,7 +79,9 @@ class StoreCollector(Collector):
         with self._database.read() as session:
             found = read_funnel(session, self._model)
             yield from self._tallies(session)
-            yield _exchanges(found.stages)
+            selected = exchanges_by_selection(found.stages).items()
+            samples = [([selection], number) for selection, number in selected]
+            yield _labelled("exchanges", "Exchanges, by selection.", ["selection"], samples)
             yield from _funnel(found.stages)
             yield from self._singles(session)
             yield from _of_projects(session, self._own)
@@ -108,12 +110,10 @@ class StoreCollector(Collector):
             ("canaries", "Canaries, by state.", CanaryRow.state, CanaryRow.model),
         )
         for name, help_text, column, line in tallies:
-            family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[column.key])
             where = () if line is None else (line == self._model,)
             rows = session.execute(select(column, func.count()).where(*where).group_by(column))
-            for value, number in rows:
-                family.add_metric([str(value)], number)
-            yield family
+            samples = (([str(value)], number) for value, number in rows)
+            yield _labelled(name, help_text, [column.key], samples)
 
     def _singles(self, session: Session) -> Iterator[Metric]:
         engine, line = self._engine(), _figures(session, self._model)
@@ -160,23 +160,19 @@ class StoreCollector(Collector):
             ),
         )
         for name, help_text, value in singles:
-            yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
-        replicas = GaugeMetricFamily(
-            "sidecar_engine_replica_reachable",
+            yield _single(name, help_text, value)
+        yield _labelled(
+            "engine_replica_reachable",
             "Whether the vLLM replica is reachable (1) or not (0).",
-            labels=["replica"],
+            ["replica"],
+            (([url], float(view.away is None)) for url, view in engine.replicas.items()),
         )
-        for url, view in engine.replicas.items():
-            replicas.add_metric([url], float(view.away is None))
-        yield replicas
-        failures = GaugeMetricFamily(
-            "sidecar_control_loop_failures",
+        yield _labelled(
+            "control_loop_failures",
             "Consecutive failed iterations of a loop of control, by loop.",
-            labels=["loop"],
+            ["loop"],
+            (([name], float(loop.failures)) for name, loop in self._loops().items()),
         )
-        for name, loop in self._loops().items():
-            failures.add_metric([name], float(loop.failures))
-        yield failures
 
 
 def _in_both_arms(session: Session, model: str) -> float:
@@ -193,10 +189,8 @@ def _of_projects(session: Session, own: Mapping[str, str]) -> Iterator[Metric]:
     found = {project: _figures(session, line) for project, line in own.items()}
     for name in ("canary_weight", "canary_paused", "routing_generation", "learner_paused"):
         said = f"As sidecar_{name}, of a project's own adapters."
-        family = GaugeMetricFamily(f"sidecar_project_{name}", said, labels=["project"])
-        for project, figures in found.items():
-            family.add_metric([project], figures[name])
-        yield family
+        samples = [([project], figures[name]) for project, figures in found.items()]
+        yield _labelled(f"project_{name}", said, ["project"], samples)
 
 
 def _figures(session: Session, line: str) -> dict[str, float]:
@@ -210,48 +204,53 @@ def _figures(session: Session, line: str) -> dict[str, float]:
     }
 
 
-def _needy(found: Sequence[Condition]) -> Metric:
-    family = GaugeMetricFamily(
-        "sidecar_condition",
-        "Conditions that a person should know of (state look) or has to act on (act): 1 each.",
-        labels=["kind", "code", "state", "project"],
-    )
-    for one in found:
-        if one.state != "ok":
-            family.add_metric([one.kind, one.code, one.state, project_of(one.line) or ""], 1.0)
+def _single(name: str, text: str, value: float | None) -> Metric:
+    """Return a gauge; without a value it has no sample."""
+    return GaugeMetricFamily(f"sidecar_{name}", text, value=value)
+
+
+def _labelled(
+    name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """Return a gauge. samples: the labels' values, and the value."""
+    family = GaugeMetricFamily(f"sidecar_{name}", text, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
     return family
+
+
+def _needy(found: Sequence[Condition]) -> Metric:
+    return _labelled(
+        "condition",
+        "Conditions that a person should know of (state look) or has to act on (act): 1 each.",
+        ["kind", "code", "state", "project"],
+        (
+            ([one.kind, one.code, one.state, project_of(one.line) or ""], 1.0)
+            for one in found
+            if one.state != "ok"
+        ),
+    )
 
 
 def _bus(session: Session) -> Iterator[Metric]:
     state = conditions.read(session, BUS)
-    lag = GaugeMetricFamily("sidecar_bus_lag", "Records on the bus that wait to be stored.")
-    reachable = GaugeMetricFamily(
-        "sidecar_bus_reachable", "Whether ingest reaches the bus (1) or not (0)."
-    )
-    at = GaugeMetricFamily(
-        "sidecar_bus_reported_timestamp_seconds", "When ingest last looked at the bus."
-    )
+    lag, reachable, at = None, None, None
     if state is not None:
-        reachable.add_metric([], float(state.state == "ok"))
-        at.add_metric([], state.at)
-        if "lag" in state.data:
-            lag.add_metric([], state.data["lag"])
-    yield from (lag, reachable, at)
+        lag, reachable, at = state.data.get("lag"), float(state.state == "ok"), state.at
+    yield _single("bus_lag", "Records on the bus that wait to be stored.", lag)
+    yield _single("bus_reachable", "Whether ingest reaches the bus (1) or not (0).", reachable)
+    yield _single("bus_reported_timestamp_seconds", "When ingest last looked at the bus.", at)
 
 
 def _store(session: Session) -> Iterator[Metric]:
     state = read_retention(session)
-    used = GaugeMetricFamily("sidecar_store_used_bytes", "Bytes of the store that hold something.")
-    free = GaugeMetricFamily("sidecar_store_free_bytes", "Free bytes in the file of the store.")
-    oldest = GaugeMetricFamily(
-        "sidecar_store_oldest_timestamp_seconds", "When the oldest exchange was stored."
+    figures = (
+        ("used_bytes", "Bytes of the store that hold something.", "used_bytes"),
+        ("free_bytes", "Free bytes in the file of the store.", "free_bytes"),
+        ("oldest_timestamp_seconds", "When the oldest exchange was stored.", "oldest_at"),
     )
-    if state is not None:
-        used.add_metric([], state.used_bytes)
-        free.add_metric([], state.free_bytes)
-        if state.oldest_at is not None:
-            oldest.add_metric([], state.oldest_at)
-    yield from (used, free, oldest)
+    for name, text, field in figures:
+        yield _single(f"store_{name}", text, getattr(state, field, None))
 
 
 def _judge_noise(session: Session) -> Iterator[Metric]:
@@ -262,18 +261,10 @@ def _judge_noise(session: Session) -> Iterator[Metric]:
         ("flips", "Share of pairs that two passes put in opposite order, 0..1.", "flips"),
         ("noise_groups", "Scored groups that the judge's noise comes from.", "groups"),
     )
-    for name, help_text, field in figures:
-        family = GaugeMetricFamily(f"sidecar_judge_{name}", help_text)
-        value = getattr(state, field, None)
-        if value is not None:
-            family.add_metric([], value)
-        yield family
-    drift = GaugeMetricFamily(
-        "sidecar_judge_drift", "Whether the judge is not as it was (1) or is (0)."
-    )
-    if state is not None:
-        drift.add_metric([], float(bool(state.drift)))
-    yield drift
+    for name, text, field in figures:
+        yield _single(f"judge_{name}", text, getattr(state, field, None))
+    drift = None if state is None else float(bool(state.drift))
+    yield _single("judge_drift", "Whether the judge is not as it was (1) or is (0).", drift)
 
 
 def _watch(session: Session, model: str) -> Iterator[Metric]:
@@ -284,11 +275,8 @@ def _watch(session: Session, model: str) -> Iterator[Metric]:
         .order_by(RunRow.started_at.desc())
         .limit(1)
     ).first()
-    yield GaugeMetricFamily(
-        "sidecar_learner_held",
-        "Whether the reward watch held the newest run (1) or not (0).",
-        value=float(newest == "held"),
-    )
+    held = "Whether the reward watch held the newest run (1) or not (0)."
+    yield _single("learner_held", held, float(newest == "held"))
     shares = GaugeMetricFamily(
         "sidecar_watch_share",
         "Share of an adapter's newest served answers that are of a kind, 0..1.",
@@ -330,20 +318,9 @@ def _gains(points: Sequence[Point]) -> Iterator[Metric]:
         ("_high", "High end of the 95% interval of sidecar_gain.", "high"),
     )
     for end, help_text, name in ends:
-        family = GaugeMetricFamily(f"sidecar_gain{end}", help_text, labels=["version"])
-        for one in points[-MOST_GAINS:]:
-            if one.gain is not None:
-                family.add_metric([version_of(one.adapter)], getattr(one.gain, name))
-        yield family
-
-
-def _exchanges(stages: tuple[Stage, ...]) -> Metric:
-    family = GaugeMetricFamily(
-        "sidecar_exchanges", "Exchanges, by selection.", labels=["selection"]
-    )
-    for selection, number in exchanges_by_selection(stages).items():
-        family.add_metric([selection], number)
-    return family
+        shown = [one for one in points[-MOST_GAINS:] if one.gain is not None]
+        samples = [([version_of(one.adapter)], getattr(one.gain, name)) for one in shown]
+        yield _labelled(f"gain{end}", help_text, ["version"], samples)
 
 
 def _funnel(stages: tuple[Stage, ...]) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -25,7 +25,7 @@ from deploy.admin.out import (
     columns,
 )
 from deploy.engine.reconcile import EngineView
-from deploy.records import AdapterState, AdapterVersion, Canary, Phase
+from deploy.records import AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
@@ -53,30 +53,21 @@ class ReplicaOut(Out):
     """Wanted adapters that it refuses -> reason."""
 
     @classmethod
-    def of(cls, view: EngineView) -> ReplicaOut:
-        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
+    def of(cls, view: EngineView, **more: Any) -> Self:
+        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused), **more)
 
 
-class EngineOut(Out):
+class EngineOut(ReplicaOut):
     """All vLLM replicas together."""
 
-    away: str | None
-    """Reason why no replica is reachable; null when one is."""
-    loaded: list[str]
-    """Adapters loaded in every reachable replica."""
-    refused: dict[str, str]
-    """Wanted adapters that a replica refuses -> reason."""
     replicas: dict[str, ReplicaOut]
     """Replicas by base URL."""
 
     @classmethod
-    def of(cls, view: EngineView) -> EngineOut:
-        return cls(
-            away=view.away,
-            loaded=sorted(view.loaded),
-            refused=dict(view.refused),
-            replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
-        )
+    def of_all(cls, view: EngineView) -> Self:
+        """`away` is why no replica is reachable; `loaded`, what every reachable one has."""
+        replicas = {url: ReplicaOut.of(one) for url, one in view.replicas.items()}
+        return cls.of(view, replicas=replicas)
 
 
 T = TypeVar("T")
@@ -92,19 +83,13 @@ class Page(BaseModel, Generic[T]):
     """Rows of this page that cannot be shown, each with its columns and what is wrong there."""
 
 
-class AdapterOut(Out):
-    name: str
-    version: int
-    state: AdapterState
-    reason: str | None
-    digest: str
-    path: str
-    parent: str
-    run_id: str | None
-    created_at: float
-    forgotten_at: float | None
-    removed_at: float | None
-    """When retention removed its folder; null: it is there."""
+class AdapterOut(
+    columns(  # type: ignore[misc]
+        AdapterVersion,
+        "name version state reason digest path parent run_id created_at forgotten_at removed_at",
+    ),
+    Out,
+):
     aliases: list[str]
     banned: str | None
     """Why its files are banned; null: they are not."""

@@ -8,14 +8,22 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from sqlalchemy.orm import Session
 
-from deploy.evidence.live import Answer as ApprovalAnswer, MetricState, Mode, Outcome, Stage
+from deploy.admin.progress import Cost, Kind, Running
+from deploy.evidence.live import Approval, Check, MetricState
+from deploy.evidence.progress import Estimate, Point
+from deploy.examiner import Examiner
+from deploy.funnel import Stage
 from deploy.outside.telling import HookState
 from deploy.records import Phase
-from deploy.registry import canaries, switches, versions
+from deploy.registry import canaries, switches, tallies, versions
+from ingest.judge_noise import NoiseState
+from ingest.retention.sweep import RetentionState
+from ingest.reward_watch.rules import Finding
 from ingest.reward_watch.store import Answer
 from ingest.reward_watch.traits import Profile
 from sidecar.conditions import Condition
 from sidecar.lines import Line, project_of
+from sidecar.routing.table import RoutingTable
 from sidecar.store.models import Base, ExchangeRow, FeedbackRow, GateComparisonRow, SignalRow
 
 
@@ -32,11 +40,19 @@ class Out(BaseModel):
         return cls(**fields, **more)
 
 
-def columns(row: type[Base], names: str) -> type[Out]:
-    """Return the base of a reply that has these columns of a row. names: a space between two."""
-    hints = get_type_hints(row)  # Mapped[...]
-    fields: dict[str, Any] = {one: (get_args(hints[one])[0], ...) for one in names.split()}
-    return create_model(f"{row.__name__}Columns", __base__=Out, **fields)
+def columns(record: type, names: str = "", **others: Any) -> type[Out]:
+    """Return the base of a reply that has these columns of a row, or fields of another record.
+
+    names: a space between two; all fields if empty. others: types of fields that the record has of
+    another type, or as a property.
+    """
+    hints = get_type_hints(record) | others
+    if issubclass(record, Base):
+        hints = {
+            name: get_args(hint)[0] for name, hint in hints.items() if get_args(hint)
+        }  # Mapped
+    fields: dict[str, Any] = {one: (hints[one], ...) for one in names.split() or hints}
+    return create_model(f"{record.__name__}Columns", __base__=Out, **fields)
 
 
 class FeedbackOut(
@@ -95,110 +111,55 @@ class AliasOut(Out):
     generation: int
 
 
-class GateJudgeOut(Out):
+class GateJudgeOut(
+    columns(  # type: ignore[misc]
+        Examiner, "model rubric_hash passes own_judge own_rubric warning", warning=str
+    ),
+    Out,
+):
     """The judge of the deployment gate, by the settings of control."""
 
-    model: str
-    """Empty: there is none, and the gate waits."""
-    rubric_hash: str
-    passes: int
-    own_judge: bool
-    """True when another judge gives the reward."""
-    own_rubric: bool
-    """True when the reward of every project is given by another rubric."""
-    warning: str
-    """Says that the reward marks its own exam; empty when it does not."""
 
-
-class JudgeNoiseOut(Out):
+class JudgeNoiseOut(
+    columns(  # type: ignore[misc]
+        NoiseState,
+        "at judge_model rubric_hash project passes groups sd slope flips drift drift_at",
+    ),
+    Out,
+):
     """The judge's noise, as the passes over each group show it. Score units; null: unknown."""
 
-    at: float  # when score last wrote this, unix seconds
-    judge_model: str
-    rubric_hash: str
-    project: str  # whose rubric it is; empty: judge.rubric
-    passes: int
-    groups: int
-    """Groups that the figures come from: the newest."""
-    sd: float | None
-    """Standard deviation of the noise of an answer's score, the mean over `passes`."""
-    slope: float | None
-    """What the last position shown gets above the first."""
-    flips: float | None
-    """Share of the pairs of answers that two passes put in opposite order."""
-    drift: str
-    """How the judge differs from what it was; empty: it does not."""
-    drift_at: float | None
 
-
-class UsersOut(Out):
+class UsersOut(columns(tallies.Users), Out):  # type: ignore[misc]
     """What users got of late: the line's requests among the newest 200 that are stored."""
 
-    requests: int
-    failed: int
-    since: float | None
-    first_byte_s: float | None
-    """Median; null: not known."""
-    first_byte_slow_s: float | None
-    """90th percentile."""
 
-
-class EstimateOut(Out):
+class EstimateOut(columns(Estimate), Out):  # type: ignore[misc]
     """A mean difference of judged scores, -1..1, with the interval that holds at every look."""
 
-    mean: float
-    low: float
-    high: float
-    groups: int
-    """Comparisons that it rests on."""
 
-
-class PointOut(Out):
+class PointOut(columns(Point, gain=EstimateOut | None), Out):  # type: ignore[misc]
     """A promoted version."""
 
-    adapter: str
-    promoted_at: float
-    gain: EstimateOut | None
-    """Over the origin; null: it was not compared with it, nor with a version that was."""
-    links: int
-    """Comparisons that the gain is the sum of."""
 
-
-class RunningOut(Out):
+class RunningOut(columns(Running, difference=EstimateOut | None), Out):  # type: ignore[misc]
     """What the groups of the active canary say so far."""
 
-    adapter: str
-    champion: str
-    difference: EstimateOut | None
-    """To the champion; null: nothing is judged yet."""
-    evidence: float | None
-    """E-value of what a promotion lacks most; null: it waits for no proof."""
-    wanted: float | None
-    """E-value that proves it."""
 
-
-class KindOut(Out):
+class KindOut(columns(Kind, difference=EstimateOut), Out):  # type: ignore[misc]
     """How the champion compared with the one before it, on one kind of requests."""
 
-    name: str
-    """`openings` of sessions, `later turns`, or `project NAME`."""
-    difference: EstimateOut
 
-
-class CostOut(Out):
+class CostOut(
+    columns(  # type: ignore[misc]
+        Cost,
+        "judge_tokens judge_usd candidate_tokens user_tokens candidate_share judge_usd_today "
+        "candidate_tokens_today run_minutes",
+        candidate_share=float | None,
+    ),
+    Out,
+):
     """What learning has cost since the store was made: of all lines, the runs of this one."""
-
-    judge_tokens: int
-    judge_usd: float
-    """By known prices."""
-    candidate_tokens: int
-    user_tokens: int
-    candidate_share: float | None
-    """Candidates' tokens by those that users got; null while there are none."""
-    judge_usd_today: float
-    candidate_tokens_today: int
-    run_minutes: float
-    """Time of the training runs."""
 
 
 class ProgressOut(Out):
@@ -225,27 +186,16 @@ class ProgressOut(Out):
     """What 0.01 of gain has cost; empty unless the gain's interval is above 0."""
 
 
-class StageOut(Out):
+class StageOut(
+    columns(  # type: ignore[misc]
+        Stage, name=str, ended=dict[str, int], waiting=dict[str, int]
+    ),
+    Out,
+):
     """One stage of the funnel, since the store was made.
 
     entered + unreported = passed + the sum of ended + the sum of waiting.
     """
-
-    name: str
-    unit: str
-    """What is counted: requests, exchanges, groups or adapters."""
-    passed_as: str
-    """What a record is called that passed."""
-    entered: int
-    passed: int
-    """Records that went on to the next stage."""
-    ended: dict[str, int]
-    """Records that go no further, by reason."""
-    waiting: dict[str, int]
-    """Records still in the stage, by state."""
-    unreported: int
-    """Records that left the stage without having been counted as they entered it: a process that
-    is killed takes its last seconds of counts along."""
 
 
 class FunnelOut(Out):
@@ -270,18 +220,8 @@ class FunnelOut(Out):
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
 
-class RetentionOut(Out):
+class RetentionOut(columns(RetentionState), Out):  # type: ignore[misc]
     """The size of the store and its oldest content, as ingest last saw it."""
-
-    at: float
-    """When that was, unix seconds."""
-    used_bytes: int
-    free_bytes: int
-    """Bytes of SQLite's file that the next records use; 0 with PostgreSQL."""
-    max_bytes: int
-    """`retention.max_bytes`; 0: no limit."""
-    oldest_at: float | None
-    """When the oldest exchange was stored, unix seconds; null: there is none."""
 
 
 class Problem(BaseModel):
@@ -296,14 +236,13 @@ class Problem(BaseModel):
     """Actions that the present state allows; of a rollback or an alias, what it may name."""
 
 
-class FindingOut(Out):
+class FindingOut(
+    columns(  # type: ignore[misc]
+        Finding, check=str, figures=dict[str, float]
+    ),
+    Out,
+):
     """One breach that the reward watch found."""
-
-    check: str
-    reference: str
-    """The adapter that the champion is compared with; "": none."""
-    text: str
-    figures: dict[str, float]
 
 
 class ProfileOut(Out):
@@ -371,34 +310,30 @@ class WatchOut(Out):
         )
 
 
-class RoutingOut(Out):
-    champion: str
-    canary: str | None
-    canary_weight_bp: int
-    generation: int
+class RoutingOut(
+    columns(  # type: ignore[misc]
+        RoutingTable, "champion canary canary_weight_bp generation"
+    ),
+    Out,
+):
+    pass
 
 
 # What a canary's decisions rest on, as the admin API shows it.
 
 
-class MetricOut(Out):
+class MetricOut(
+    columns(  # type: ignore[misc]
+        MetricState,
+        "name mode outcome value min max at why failures fails_at errors errs_at",
+        name=str,
+        **{one: get_type_hints(Check)[one] for one in ("outcome", "value", "at", "why")},
+    ),
+    Out,
+):
     """A number from outside that a canary is held to."""
 
-    name: str
-    mode: Mode
-    outcome: Outcome
-    """How the newest check ended. `error`: the provider gave no answer; `no_data`: it has none."""
-    value: float | None
-    min: float | None
-    max: float | None
-    at: float
-    why: str
-    failures: int
-    """Failing checks in a row; at `fails_at` a guardrail rolls back and a signal holds."""
-    fails_at: int
-    errors: int
-    """Errors in a row; at `errs_at` the ramp stands."""
-    errs_at: int
+    # `outcome`, `value`, `at` and `why` are of the newest check.
 
     @classmethod
     def of(cls, name: str, state: MetricState) -> MetricOut | None:
@@ -410,33 +345,20 @@ class MetricOut(Out):
         return cls.of_record(state, name=name, **of_last)
 
 
-class ApprovalOut(Out):
+class ApprovalOut(columns(Approval), Out):  # type: ignore[misc]
     """A move that waits for the approval service, or did."""
 
-    before: Stage
-    since: float
-    answer: ApprovalAnswer
-    """`asked`: none yet; `error`: it could not be asked, or its answer was none."""
-    reason: str
-    at: float
-    """When it last answered or failed to; 0: not yet."""
-    asked: int
-    """Calls so far."""
 
-
-class HookOut(Out):
+class HookOut(
+    columns(  # type: ignore[misc]
+        HookState,
+        "name tries next_at delivered dead told_at error",
+        name=str,
+        next_at=float | None,
+    ),
+    Out,
+):
     """A web hook."""
-
-    name: str
-    tries: int
-    """Tries of the next event that failed; 0: it works, or nothing has happened."""
-    next_at: float | None
-    """When it is tried again; null: at the next event."""
-    delivered: int
-    dead: int
-    """Events that were given up: too many tries, or too old."""
-    told_at: float | None
-    error: str
 
     @classmethod
     def of(cls, name: str, state: HookState) -> HookOut:
@@ -490,15 +412,10 @@ class ConditionOut(Out):
 
     @classmethod
     def of(cls, one: Condition) -> ConditionOut:
-        return cls(
-            kind=one.kind,
+        return cls.of_record(
+            one,
             project=project_of(one.line),
-            state=one.state,
-            code=one.code,
-            message=one.message,
-            to_do=one.to_do,
             since=one.since or None,
-            until=one.until,
             at=one.at or None,
             data=dict(one.data),
         )

@@ -10,8 +10,8 @@ import base64
 import binascii
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypeVar, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 from fastapi import APIRouter, Depends, Query, Request
 from sqlalchemy import Select, tuple_
@@ -61,23 +61,29 @@ def decode_cursor(cursor: str, listing: str, *kinds: type) -> tuple[Any, ...]:
     return tuple(key[1:])
 
 
-def newest_first(
-    statement: Select[T],
-    listing: str,
-    *,
-    limit: int,
-    cursor: str | None,
-    key: Mapping[InstrumentedAttribute[Any], type],
-) -> Select[T]:
-    """Select one page of rows after the cursor, and one row more.
+class Newest(NamedTuple):
+    """A page of a listing, the newest first."""
 
-    listing: as of `encode_cursor`; key: columns of the sort key with their types, as in the cursor.
-    Raises: BadCursorError.
-    """
-    if cursor is not None:
-        place = decode_cursor(cursor, listing, *key.values())
-        statement = statement.where(tuple_(*key) < tuple_(*place))
-    return statement.order_by(*(column.desc() for column in key)).limit(limit + 1)
+    listing: str
+    """As of `encode_cursor`."""
+    key: Mapping[InstrumentedAttribute[Any], type]
+    """Columns of the sort key with their types, as in the cursor."""
+    limit: int
+    cursor: str | None
+
+    def select(self, statement: Select[T]) -> Select[T]:
+        """Select the rows after the cursor, and one more. Raises: BadCursorError."""
+        if self.cursor is not None:
+            place = decode_cursor(self.cursor, self.listing, *self.key.values())
+            statement = statement.where(tuple_(*self.key) < tuple_(*place))
+        return statement.order_by(*(column.desc() for column in self.key)).limit(self.limit + 1)
+
+    def following(self, rows: Sequence[Any]) -> str | None:
+        """Return the cursor of the next page; None: the selected rows are the last ones."""
+        if len(rows) <= self.limit:
+            return None
+        last = rows[self.limit - 1]
+        return encode_cursor(self.listing, *(getattr(last, column.key) for column in self.key))
 
 
 # Query parameters of the admin API, and the values that the listings filter by.

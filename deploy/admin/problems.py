@@ -120,10 +120,14 @@ def problem(
     )
 
 
+def kind_of(error: Exception) -> tuple[int, str, str]:
+    """Return status, slug and title of a known error."""
+    return next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
+
+
 def refusal(path: str, error: Exception) -> JSONResponse:
     """Build the reply for a known error. path: the request's path, decoded."""
-    kind = next(one for one in type(error).__mro__ if one in _KINDS)
-    status, slug, title = _KINDS[kind]
+    status, slug, title = kind_of(error)
     allowed: Sequence[str] = getattr(error, "allowed_actions", ())
     return problem(
         path, status=status, slug=slug, title=title, detail=str(error), allowed_actions=allowed
@@ -135,12 +139,7 @@ async def _on_known(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_scope(request: Request, error: Exception) -> JSONResponse:
-    request.scope["refusals"].note(
-        "no_scope",
-        source=request.scope["source"],
-        method=request.method,
-        path=_path(request),
-    )
+    request.scope["refusals"].note("no_scope", request.scope)
     return refusal(_path(request), error)
 
 

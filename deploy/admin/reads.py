@@ -44,14 +44,12 @@ from deploy.admin.paging import (
     Cursor,
     EveryVersion,
     Limit,
+    Newest,
     Project,
-    encode_cursor,
     new_router,
-    newest_first,
     refuse_unknown,
 )
-from deploy.admin.records import naming, page_of, read_learner, shown
-from deploy.errors import UnknownAdapterError
+from deploy.admin.records import adapter_in, adapter_out, naming, page_of, read_learner, shown
 from deploy.funnel import (
     exchanges_by_selection,
     groups_by_reason,
@@ -158,7 +156,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 learner=read_learner(session, model),
                 by_hand=context.learner.schedule == "manual",
                 cron_times=_cron_times(context.learner, now),
-                engine=EngineOut.of(context.engine),
+                engine=EngineOut.of_all(context.engine),
                 conditions=list(map(ConditionOut.of, context.conditions(session, model, now))),
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups_by_status(funnel.stages),
@@ -234,34 +232,26 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
         if state is not None:
             refuse_unknown("state", state, ADAPTER_STATES)
             statement = statement.where(AdapterRow.state == state)
-        statement = newest_first(
-            statement, "adapters", limit=limit, cursor=cursor, key={AdapterRow.version: int}
-        )
+        newest = Newest("adapters", {AdapterRow.version: int}, limit, cursor)
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
-            rows = session.scalars(statement).all()
+            rows = session.scalars(newest.select(statement)).all()
             banned = bans.reasons(session, model)
         loaded = context.loaded()
         return page_of(
             rows,
-            limit,
+            newest,
             show=lambda row: AdapterOut.of(versions.to_version(row), aliases, loaded, banned),
-            name=lambda row: f"adapter {row.name}",
-            cursor=lambda row: encode_cursor("adapters", row.version),
+            name="adapter {0.name}",
         )
 
     @router.get("/adapters/{version}")
     def adapter(version: str, project: Project = None) -> AdapterOut:
         model = context.line_of(project)
         with database.read() as session:
-            name = versions.resolve(session, model, version)
-            if name == BASE:
-                raise UnknownAdapterError("the base model is no adapter version")
-            aliases = versions.aliases_of(session, model)
+            name = adapter_in(session, model, version)
             with naming(f"adapter {name}"):
-                version_found = versions.find(session, name)
-                banned = bans.reasons(session, model)
-                return AdapterOut.of(version_found, aliases, context.loaded(), banned)
+                return adapter_out(session, model, name, context.loaded())
 
 
 def _add_canaries(router: APIRouter, context: AdminContext) -> None:
@@ -273,15 +263,14 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[CanaryOut]:
         statement = select(CanaryRow).where(CanaryRow.model == context.line_of(project))
         key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
-        statement = newest_first(statement, "canaries", limit=limit, cursor=cursor, key=key)
+        newest = Newest("canaries", key, limit, cursor)
         with database.read() as session:
-            rows = session.scalars(statement).all()
+            rows = session.scalars(newest.select(statement)).all()
         return page_of(
             rows,
-            limit,
+            newest,
             show=lambda row: CanaryOut.of(canaries.to_canary(row), context.rules),
-            name=lambda row: f"canary {row.canary_id}",
-            cursor=lambda row: encode_cursor("canaries", row.created_at, row.canary_id),
+            name="canary {0.canary_id}",
         )
 
     @router.get("/canaries/{canary_id}")

@@ -26,6 +26,7 @@ from deploy.admin.auth import (
     TooLargeError,
     TooSlowError,
     admit,
+    reason_of,
 )
 from deploy.admin.problems import refusal
 from deploy.admin.wire import NEEDED, OPEN, UnreadableError, check_quoted, read_json
@@ -57,7 +58,7 @@ class Refusals:
         self._clock = clock
         self._logged: dict[RefusalReason, tuple[float, int]] = {}
 
-    def note(self, reason: RefusalReason, *, source: str, method: str, path: str) -> None:
+    def note(self, reason: RefusalReason, scope: Scope) -> None:
         """Count a refusal, and log it unless the same reason was logged within LOG_INTERVAL_S."""
         self.counts[reason] += 1
         now = self._clock()
@@ -69,9 +70,9 @@ class Refusals:
         log.warning(
             "admin_refused",
             reason=reason,
-            source=source,
-            method=method[:20],
-            path=path[:_LOGGED_PATH_CHARACTERS],
+            source=scope.get("source") or source_of(scope),
+            method=scope["method"][:20],
+            path=scope["path"][:_LOGGED_PATH_CHARACTERS],
             unlogged_before=unlogged,
         )
 
@@ -108,8 +109,7 @@ class Reception:
                 scope["grant"] = admit(scope["headers"], self._tokens)
                 body = await self._read_body(scope, receive)
         except (RefusedError, UnreadableError) as error:
-            reason = error.reason if isinstance(error, RefusedError) else "unreadable"
-            self._refusals.note(reason, source=source, method=scope["method"], path=scope["path"])
+            self._refusals.note(reason_of(error), scope)
             await _answer_and_close(refusal(scope["path"], error), scope, receive, send)
             return
         except ConnectionAbortedError:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.context import AdminContext
 from deploy.admin.models import (
+    AdapterOut,
     AnswerOut,
     AuditOut,
     ChoiceOut,
@@ -37,16 +38,15 @@ from deploy.admin.paging import (
     TASK_STATUSES,
     Cursor,
     Limit,
+    Newest,
     OfProject,
     Project,
-    encode_cursor,
     new_router,
-    newest_first,
     refuse_unknown,
 )
 from deploy.admin.wire import read_stored
-from deploy.errors import DamagedRecordError, UnknownRecordError
-from deploy.registry import switches as learner_switches
+from deploy.errors import DamagedRecordError, UnknownAdapterError, UnknownRecordError
+from deploy.registry import aliases as bans, switches as learner_switches, versions
 from deploy.registry.aliases import subjects_of
 from ingest.feedback.store import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
@@ -55,7 +55,8 @@ from ingest.store.sessions import stored_name
 from ingest.tasks.grouping import members_of
 from learner.schedule.loop import SCHEDULE
 from sidecar import conditions
-from sidecar.lines import Line, public_model
+from sidecar.lines import public_model
+from sidecar.records import BASE
 from sidecar.store.codec import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
@@ -102,7 +103,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[GroupOut]:
         statement = select(GroupRow)
         if project is not None:
-            line = Line(name=context.line_of(project))
+            line = context.whole_line(project)
             of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
             # Groups of best-of-N requests and of older versions have no project of their own.
             of_group = func.coalesce(GroupRow.project, ExchangeRow.project)
@@ -112,18 +113,10 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             statement = statement.where(GroupRow.status == status)
         if reason is not None:
             statement = statement.where(GroupRow.reason == reason)
-        statement = newest_first(
-            statement, "groups", limit=limit, cursor=cursor, key={GroupRow.seq: int}
-        )
+        newest = Newest("groups", {GroupRow.seq: int}, limit, cursor)
         with database.read() as session:
-            rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            limit,
-            show=GroupOut.of_record,
-            name=lambda row: f"group {row.group_id}",
-            cursor=lambda row: encode_cursor("groups", row.seq),
-        )
+            rows = session.scalars(newest.select(statement)).all()
+        return page_of(rows, newest, show=GroupOut.of_record, name="group {0.group_id}")
 
     @router.get("/groups/{group_id}")
     def group(group_id: str) -> GroupDetailOut:
@@ -157,22 +150,15 @@ def _add_task_groups(router: APIRouter, context: AdminContext) -> None:
         """Groups of whole sessions."""
         statement = select(row)
         if project is not None:
-            line = Line(name=context.line_of(project))
+            line = context.whole_line(project)
             statement = statement.where(of_line(row.project, line))
         if status is not None:
             refuse_unknown("status", status, TASK_STATUSES)
             statement = statement.where(row.status == status)
-        key = {row.seq: int}
-        statement = newest_first(statement, "task-groups", limit=limit, cursor=cursor, key=key)
+        newest = Newest("task-groups", {row.seq: int}, limit, cursor)
         with database.read() as session:
-            rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            limit,
-            show=TaskGroupOut.of_record,
-            name=lambda one: f"task group {one.group_id}",
-            cursor=lambda one: encode_cursor("task-groups", one.seq),
-        )
+            rows = session.scalars(newest.select(statement)).all()
+        return page_of(rows, newest, show=TaskGroupOut.of_record, name="task group {0.group_id}")
 
     @router.get("/task-groups/{task_group_id}")
     def task_group(task_group_id: str) -> TaskGroupDetailOut:
@@ -194,17 +180,10 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, project: Project = None
     ) -> Page[RunOut]:
         statement = select(RunRow).where(RunRow.model == context.line_of(project))
-        key = {RunRow.started_at: float, RunRow.run_id: str}
-        statement = newest_first(statement, "runs", limit=limit, cursor=cursor, key=key)
+        newest = Newest("runs", {RunRow.started_at: float, RunRow.run_id: str}, limit, cursor)
         with database.read() as session:
-            rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            limit,
-            show=RunOut.of_record,
-            name=lambda row: f"run {row.run_id}",
-            cursor=lambda row: encode_cursor("runs", row.started_at, row.run_id),
-        )
+            rows = session.scalars(newest.select(statement)).all()
+        return page_of(rows, newest, show=RunOut.of_record, name="run {0.run_id}")
 
     @router.get("/runs/{run_id}")
     def run(run_id: str) -> RunDetailOut:
@@ -214,11 +193,9 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session, naming(f"run {run_id}"):
             row = _find_run(session, context.model, run_id)
             page = page_of(
-                rows := session.scalars(steps).all()[::-1],
-                len(rows),
+                session.scalars(steps).all()[::-1],
                 show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
-                name=lambda row: f"step {row.step} of run {run_id}",
-                cursor=lambda row: encode_cursor("steps", row.step),
+                name="step {0.step} of run {0.run_id}",
             )
             return RunDetailOut.of_record(row, steps=page.items, damaged=page.damaged)
 
@@ -229,18 +206,15 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
-        statement = newest_first(
-            select(AuditRow), "audit", limit=limit, cursor=cursor, key={AuditRow.seq: int}
-        )
+        newest = Newest("audit", {AuditRow.seq: int}, limit, cursor)
         with database.read() as session:
-            rows = session.scalars(statement).all()
+            rows = session.scalars(newest.select(select(AuditRow))).all()
             subjects = subjects_of(session, rows)
         return page_of(
             rows,
-            limit,
+            newest,
             show=lambda row: AuditOut.of(row, subjects[row.seq]),
-            name=lambda row: f"audit {row.seq}",
-            cursor=lambda row: encode_cursor("audit", row.seq),
+            name="audit {0.seq}",
         )
 
 
@@ -256,18 +230,12 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             stored = stored_name(session, session_id)
             statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == stored)
-            key = {ExchangeRow.seq: int}
-            rows = session.execute(
-                newest_first(statement, "session", limit=limit, cursor=cursor, key=key)
-            ).all()
+            newest = Newest("session", {ExchangeRow.seq: int}, limit, cursor)
+            rows = session.execute(newest.select(statement)).all()
             if not rows and cursor is None:
                 raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
             page = page_of(
-                rows,
-                limit,
-                show=TurnOut.model_validate,
-                name=lambda row: f"exchange {row.exchange_id}",
-                cursor=lambda row: encode_cursor("session", row.seq),
+                rows, newest, show=TurnOut.model_validate, name="exchange {0.exchange_id}"
             )
             with naming(f"what was told of session {stored}"):
                 return SessionOut(
@@ -292,24 +260,23 @@ def _told(told: Told) -> dict[str, Any]:
 
 def page_of(
     rows: Sequence[Row],
-    limit: int,
+    newest: Newest | None = None,
     *,
     show: Callable[[Row], OutT],
-    name: Callable[[Row], str],
-    cursor: Callable[[Row], str],
+    name: str,
 ) -> Page[OutT]:
-    """Build a page of at most `limit` rows. One row more means that there is a next page.
+    """Build a page of the rows that `newest` selected; of all rows without it.
 
-    A damaged row is left out of the items and named in `damaged`.
+    A damaged row is left out of the items and named in `damaged`, by `name`, a format of the row.
     """
     items: list[OutT] = []
     left_out: list[str] = []
-    for row in rows[:limit]:
+    for row in rows if newest is None else rows[: newest.limit]:
         try:
             items.append(show(row))
         except DAMAGE as error:
-            left_out.append(str(damaged(name(row), error)))
-    following = cursor(rows[limit - 1]) if len(rows) > limit else None
+            left_out.append(str(damaged(name.format(row), error)))
+    following = None if newest is None else newest.following(rows)
     return Page(items=items, damaged=left_out, next_cursor=following)
 
 
@@ -383,6 +350,21 @@ def _find_run(session: Session, model: str, run_id: str) -> RunRow:
     if row is None or public_model(row.model) != model:
         raise UnknownRecordError(f"no run {run_id}; `sidecar runs ls` has them")
     return row
+
+
+def adapter_in(session: Session, model: str, version: str) -> str:
+    """Return the name of a version that is named. Raises: UnknownAdapterError."""
+    name = versions.resolve(session, model, version)
+    if name == BASE:
+        raise UnknownAdapterError("the base model is no adapter version")
+    return name
+
+
+def adapter_out(
+    session: Session, model: str, name: str, loaded: frozenset[str] | None
+) -> AdapterOut:
+    aliases, banned = versions.aliases_of(session, model), bans.reasons(session, model)
+    return AdapterOut.of(versions.find(session, name), aliases, loaded, banned)
 
 
 # What the status and `GET /learner` say of the learner in one line of adapters.

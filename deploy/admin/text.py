@@ -462,13 +462,10 @@ def running_words(running: Json) -> str:
     else:
         said = f"{told} {difference_words(Estimate(**found), against)}"
     if running["evidence"] is not None:
-        said += f"; proven {_evidence(running['evidence'])} of {running['wanted']:g}"
+        # Rounded down: what is short of a limit must not look as if it had reached it.
+        proven = int(running["evidence"] * 10) / 10
+        said += f"; proven {proven:.1f} of {running['wanted']:g}"
     return said
-
-
-def _evidence(value: float) -> str:
-    """Rounded down: what is short of a limit must not look as if it had reached it."""
-    return f"{int(value * 10) / 10:.1f}"
 
 
 def cost_words(cost: Json) -> str:
@@ -497,7 +494,9 @@ def status_lines(found: Json, now: float) -> Iterator[str]:
     yield from _on_canary(found["canary"], now)
     if found["pace"]:
         yield f"  {found['pace']}"
-    yield from _queued(found["queued"], now)
+    if (queued := found["queued"]) is not None:
+        since = shown_time(queued["step_started_at"], now)
+        yield f"Queue: {queued['candidate']} waits since {since} (canary {queued['canary_id']})."
     yield from _learner(found, now)
     yield from _engine(found["engine"])
     yield f"Adapters: {_tally(found['adapters'])}."
@@ -560,12 +559,6 @@ def _other_lines(lines: list[Json], project: str | None) -> Iterator[str]:
             text += f", and the canary {one['canary']} for {percent(one['canary_weight_bp'])}"
         command = f" (`sidecar status --project {one['project']}`)"
         yield f"{text}{'' if one['project'] is None else command}."
-
-
-def _queued(queued: Json | None, now: float) -> Iterator[str]:
-    if queued is not None:
-        since = shown_time(queued["step_started_at"], now)
-        yield f"Queue: {queued['candidate']} waits since {since} (canary {queued['canary_id']})."
 
 
 def _on_canary(canary: Json | None, now: float) -> Iterator[str]:

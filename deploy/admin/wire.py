@@ -371,7 +371,7 @@ def read_stored(data: bytes) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict) and _depth(value) <= MAX_SHOWN_DEPTH:
+    if isinstance(value, dict) and max(depth for _, depth in _walk(value)) <= MAX_SHOWN_DEPTH:
         return value
     return {"unreadable": data.decode("utf-8", "replace")}
 
@@ -435,10 +435,6 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
             waiting += [(item, depth + 1) for item in one]
         elif isinstance(one, dict):
             waiting += [(item, depth + 1) for pair in one.items() for item in pair]
-
-
-def _depth(value: Any) -> int:
-    return max(depth for _, depth in _walk(value))
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -315,15 +315,13 @@ class Controller:
         gate: Gate,
         rules: CanarySettings,
         limits: ServingLimits,
-        model: str,
-        line: Line | None = None,
+        line: Line,
         approval: ApprovalSettings | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
         folder_of: Callable[[str, str], str] = registered_path,
     ) -> None:
-        """replicas: every vLLM replica, by base URL. model: name of the line.
-        line: the same as a record; None: the default line of a model without others.
+        """replicas: every vLLM replica, by base URL.
         approval: None asks nobody.
         folder_of: as of `deploy.engine.reconcile.Reconciler`.
         on_change: called after every transition, so that vLLM is reconciled at once."""
@@ -332,12 +330,11 @@ class Controller:
         self._gate = gate
         self._rules = rules
         self._limits = limits
-        self._model = model
         self._approval = approval or ApprovalSettings()
         self._judged = Judged(rules)
-        self._line = line or Line(name=model)
-        self._turns = LiveTurns(rules, self._line)
-        self._told = Told(rules.turn_wait_s, self._line)
+        self._line = line
+        self._turns = LiveTurns(rules, line)
+        self._told = Told(rules.turn_wait_s, line)
         self._on_change = on_change
         self._clock = clock
         self._folder_of = folder_of
@@ -396,11 +393,11 @@ class Controller:
 
     def _active_canary(self) -> Canary | None:
         with self._database.read() as session:
-            table = routing_writer.current(session, self._model)
-            row = canaries.active_row(session, self._model)
+            table = routing_writer.current(session, self._line.name)
+            row = canaries.active_row(session, self._line.name)
             canary = None if row is None else canaries.to_canary(row)
-            lost = canary is None and "canary" in versions.aliases_of(session, self._model)
-            waits = candidates.has_waiting(session, self._model)
+            lost = canary is None and "canary" in versions.aliases_of(session, self._line.name)
+            waits = candidates.has_waiting(session, self._line.name)
         if lost:
             self._end_lost()
             return None
@@ -410,7 +407,7 @@ class Controller:
             return canary
         with self._database.write() as session:
             found = candidates.begin_next(
-                session, self._model, steps=self._rules.ramp, now=self._clock()
+                session, self._line.name, steps=self._rules.ramp, now=self._clock()
             )
         if canary is None and found is not None:
             log.info("canary_began", canary=found.canary_id, candidate=found.candidate)
@@ -419,7 +416,7 @@ class Controller:
     def _end_lost(self) -> None:
         """End a canary whose row went into quarantine."""
         with self._database.write() as session:
-            candidate = transitions.end_lost(session, self._model, now=self._clock())
+            candidate = transitions.end_lost(session, self._line.name, now=self._clock())
         log.error("canary_row_lost", candidate=candidate)
         self._on_change()
 
@@ -427,7 +424,7 @@ class Controller:
         """Write a routing table anew that is damaged or absent, or that sends users to a canary
         that the store does not have any more: nobody would decide about that one."""
         with self._database.write() as session:
-            table = routing_writer.write(session, self._model, now=self._clock())
+            table = routing_writer.write(session, self._line.name, now=self._clock())
         log.warning("routing_table_mended", generation=table.generation, champion=table.champion)
 
     def _follow_clock(self, canary: Canary) -> Canary:

@@ -262,6 +262,13 @@ is spent is renewed; another control may have the lease."""
 
 _NO_SCORE = (JudgeUnavailableError, JudgeRefusalError, NotRedactedError, JudgeReplyError)
 """Errors by which the judge gives no score for some answers."""
+_SET_ASIDE: dict[type[Exception], str] = {
+    SamplingError: "sampling_failed",
+    NoOutcomeError: "no_outcome",
+    NotRedactedError: NOT_REDACTED,
+    JudgeReplyError: "judge_rubbish",
+}
+"""Errors that set a prompt aside at once -> its status."""
 _ARM_FAULT: dict[str, Fault] = {"candidate": "candidate", "champion": "champion"}
 """Arm whose answers vLLM fails to give -> whose fault it is; of another arm, nobody's."""
 
@@ -310,11 +317,10 @@ class Gate:
         screen: Screen | None = None,
         judge_gives_reward: bool = False,
         exam: TaskExam | None = None,
-        line: Line | None = None,
+        line: Line,
         acts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """line: of the canaries; None: the default one of a model without others.
-        acts: False once another control may act.
+        """line: of the canaries. acts: False once another control may act.
         judging: the settings of the gate's judge; each prompt is judged by its project's rubric.
         parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
@@ -491,18 +497,12 @@ class Gate:
                 )
             status = TOO_LONG
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except SamplingError as error:
-            status = "sampling_failed"
-            fault = _ARM_FAULT.get(error.arm) if isinstance(error, ArmFailedError) else None
-            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except NoOutcomeError as error:
-            status, fault = "no_outcome", "unknown"
-            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except NotRedactedError as error:
-            status = NOT_REDACTED
-            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except JudgeReplyError as error:
-            status = "judge_rubbish"
+        except (SamplingError, NoOutcomeError, NotRedactedError, JudgeReplyError) as error:
+            status = next(name for kind, name in _SET_ASIDE.items() if isinstance(error, kind))
+            if isinstance(error, ArmFailedError):
+                fault = _ARM_FAULT.get(error.arm)
+            elif isinstance(error, NoOutcomeError):
+                fault = "unknown"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         if status != SCORED and fault is None:
             fault = await self._fault(canary, prompt, answered)

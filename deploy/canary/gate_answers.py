@@ -284,12 +284,12 @@ class Drawing:
         *,
         parallel: int,
         clock: Callable[[], float],
-        line: Line | None = None,
+        line: Line,
         whole_tasks: bool = False,
     ) -> None:
-        """line: of the canaries; None: the default one of a model without others. whole_tasks: the
-        prompt of a session is always its first one, with which its task begins."""
-        self._of = line
+        """line: of the canaries. whole_tasks: the prompt of a session is always its first one, with
+        which its task begins."""
+        self._line = line
         self._whole_tasks = whole_tasks
         self._database = database
         self._rules = rules
@@ -300,9 +300,6 @@ class Drawing:
         self._drawn_for = ""
         """Id of the canary."""
         self._judged = Judged(rules)
-
-    def _line(self, canary: Canary) -> Line:
-        return self._of or Line(name=canary.model)
 
     def _counted(self, canary: Canary) -> tuple[str, ...]:
         """Return the ids of the canaries whose sessions are not judged again."""
@@ -391,7 +388,7 @@ class Drawing:
                 missing += gate_store.live_prompts(
                     session,
                     canary,
-                    self._line(canary),
+                    self._line,
                     after=canary.created_at if canary.tried_since is None else canary.tried_since,
                     until=self._clock() - gate_store.SETTLED_S,
                     limit=room - len(missing),
@@ -415,7 +412,7 @@ class Drawing:
             return []
         return gate_store.held_out_prompts(
             session,
-            self._line(canary),
+            self._line,
             limit=limit,
             known=known,
             without=canary.candidate,

@@ -111,15 +111,13 @@ def count_ramp(
     *,
     step_min_exchanges: int,
     step_min_sessions: int = 0,
-    line: Line | None = None,
+    line: Line,
 ) -> RampEvidence:
     """Return both arms' counts in the present step of a ramping canary, as progress and for the
     reader: what they prove is `deploy.canary.live_turns`.
 
     step_min_sessions: so many sessions are looked for, beyond the newest exchanges too.
-    line: the canary's; None: the default one of a model without others.
     """
-    line = line or Line(name=canary.model)
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
     candidate = _window(session, canary, canary.candidate, "canary", window)
@@ -142,7 +140,8 @@ def count_ramp(
             oldest, tries = read[-1].seq, MOST_TRIES * lacking
             older = _newest(session, canary, canary.champion, "champion", tries, before_seq=oldest)
             earlier += [one for one in older if line.has(one.project)]
-        earlier = _newest_turns(earlier, lacking)
+        newest = list(_turns(earlier).values())[:lacking]
+        earlier = [one for turn in newest for one in turn]
     text_edge = max(_text_edge(compared), _text_edge(beside))
     return RampEvidence(
         candidate=_counts(session, compared, text_edge),
@@ -233,11 +232,6 @@ def _turns(seen: Iterable[Seen]) -> dict[tuple[str, ...], list[Seen]]:
     for one in seen:
         turns.setdefault(one.turn, []).append(one)
     return turns
-
-
-def _newest_turns(seen: Sequence[Seen], limit: int) -> list[Seen]:
-    kept = list(_turns(seen).values())[:limit]
-    return [one for turn in kept for one in turn]
 
 
 def _text_edge(seen: Sequence[Seen]) -> int:
@@ -387,8 +381,8 @@ TURN_COLUMNS = tuple(getattr(ExchangeRow, name) for name in Row._fields)
 class LiveTurns:
     """Keeps the state of one canary's ramp between ticks."""
 
-    def __init__(self, rules: CanarySettings, line: Line | None = None) -> None:
-        """line: of the canaries; None: the default one of a model without others."""
+    def __init__(self, rules: CanarySettings, line: Line) -> None:
+        """line: of the canaries."""
         self._rules = rules
         self._line = line
         self._of: tuple[object, ...] = ()
@@ -410,9 +404,8 @@ class LiveTurns:
             self._order = InOrder(self._rules.turn_wait_s)
         for _ in range(PAGES):
             rows, full = _page(session, canary, self._mark)
-            line = self._line or Line(name=canary.model)
             # The base is champion in several lines; the mark passes their rows all the same.
-            own = [row for row in rows if line.has(row.project)]
+            own = [row for row in rows if self._line.has(row.project)]
             for row, turn in _turns_of_sessions(session, canary, own):
                 self._order.add(
                     turn,
@@ -469,17 +462,13 @@ def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]
 def _turns_of_sessions(
     session: Session, canary: Canary, rows: Sequence[Row]
 ) -> Iterator[tuple[Row, Turn]]:
-    rows = [row for row in rows if _turn_counts(row, canary)]
+    rows = [row for row in rows if row.started_at >= canary.ramp_began_at]
     whole = [row.exchange_id for row in rows if not row.failed and not row.cut]
     flaws = _flaws(session, whole)
     for row in rows:
         kind = "failed" if row.failed else "cut" if row.cut else None
         bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
         yield row, row.turn(canary, bad)
-
-
-def _turn_counts(row: Row, canary: Canary) -> bool:
-    return row.started_at >= canary.ramp_began_at
 
 
 def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozenset[str]]:

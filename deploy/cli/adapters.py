@@ -32,6 +32,7 @@ from deploy.cli.output import (
     GivenReason,
     Output,
     completed_by,
+    group,
     note,
     print_found,
     refuse_unknown,
@@ -535,7 +536,7 @@ Trained elsewhere, and imported into learning-sidecar. `lineage.json` says from 
 
 EVERY_VERSION = 10_000
 """The most that the admin API lists at once."""
-adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
+adapters_app = group("Adapter versions.")
 adapters_app.command("import")(adapters_import)
 adapters_app.command("push")(adapters_push)
 adapters_app.command("diff")(adapters_diff)

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deploy.cli.context import Project, admin_client, show
-from deploy.cli.output import Output, Reason, note, say, say_json, say_json_line
+from deploy.cli.output import Output, Reason, group, note, say, say_either, say_json
 from deploy.errors import DeployError, UnknownCanaryError
 from deploy.records import version_of
 from deploy.text import iso
@@ -35,14 +35,8 @@ QUIET_S = 60.0
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
-class Reader(Protocol):
-    """Reads a resource of the admin API."""
-
-    def get(self, *path: str) -> Any: ...  # Any: JSON
-
-
 def looks(
-    client: Reader,
+    client: AdminClient,
     canary: str,
     timeout_s: float | None,
     *,
@@ -117,9 +111,7 @@ def interrupt_raises() -> Iterator[None]:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
-canary_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The canary of a new adapter."
-)
+canary_app = group("The canary of a new adapter.")
 CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
 NEEDS_ETAG = ("resume", "promote", "skip-step")
 NEWEST = 20
@@ -146,22 +138,6 @@ def canary_get(
     """The newest canary, or the one named."""
     client = admin_client(context, project)
     show(client, output, "/canaries", canary or _newest_canary(client))
-
-
-def _act(
-    context: typer.Context,
-    action: str,
-    canary: str,
-    reason: str | None,
-    project: str | None,
-    output: str,
-) -> None:
-    client = admin_client(context, project)
-    name = canary or _newest_canary(client)
-    # Pause and abort never fail on a race; the others must know the state that they change.
-    etag = client.etag("/canaries", name) if action in NEEDS_ETAG else None
-    body = {} if reason is None else {"reason": reason}
-    show(client, output, "/canaries", name, action, method="POST", body=body, etag=etag)
 
 
 @canary_app.command("start")
@@ -193,7 +169,12 @@ def _add_action(action: str, doc: str) -> None:
         project: Project = None,
         output: Output = "text",
     ) -> None:
-        _act(context, action, canary, reason, project, output)
+        client = admin_client(context, project)
+        name = canary or _newest_canary(client)
+        # Pause and abort never fail on a race; the others must know the state that they change.
+        etag = client.etag("/canaries", name) if action in NEEDS_ETAG else None
+        body = {} if reason is None else {"reason": reason}
+        show(client, output, "/canaries", name, action, method="POST", body=body, etag=etag)
 
     act.__doc__ = doc
     canary_app.command(action)(act)
@@ -223,12 +204,9 @@ def canary_wait(
     """Wait for a canary to end; the exit code says how. 4: no admin API, or no such canary."""
 
     def tell(found: Mapping[str, Any]) -> None:
-        if not has_ended(found):
-            return
-        if output == "json":
-            say_json(found)
-        else:
-            say(f"{found.get('canary_id')}: {found['state']}: {found.get('reason') or ''}")
+        if has_ended(found):
+            said = f"{found.get('canary_id')}: {found['state']}: {found.get('reason') or ''}"
+            say_either(output, found, [said])
 
     _follow(context, canary, timeout_s, project, tell)
 
@@ -254,7 +232,7 @@ def canary_watch(
             return
         now = time.time()
         if output == "json":
-            say_json_line({"seen_at": now, **found})
+            say_json({"seen_at": now, **found}, indent=None)
         else:
             say(progress_line(found, now))
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, say, say_json
+from deploy.cli.output import Output, group, note, say, say_json
 
 if TYPE_CHECKING:
     from deploy.preflight.peers import Finding
     from sidecar.settings import Settings
 
-config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings.")
+config_app = group("Settings.")
 
 
 @config_app.command("init")
@@ -90,20 +90,22 @@ def config_check(
     settings = checked_settings(context.obj)
     for one in advice(settings):
         note(f"warning: {one}")
-    if output != "json" and (times := shown_cron(settings.learner, time.time())):
-        note(f"to know: learner.cron runs next {times}")
+    found = _findings(settings, online=online, learner=learner)
+    fails = any(finding.level == "error" for finding in found)
     if output == "json":
-        _check_json(settings, online=online, learner=learner)
-        return
+        items = [{"level": one.level, "setting": one.setting, "text": one.text} for one in found]
+        say_json({"sound": not fails, "online": online, "findings": items})
+        raise typer.Exit(int(fails))
+    if times := shown_cron(settings.learner, time.time()):
+        note(f"to know: learner.cron runs next {times}")
     if not online and not learner:
         for one in will_not_happen(settings):
             note(f"to know: {one}")
         say("settings are sound")
         return
-    found = _findings(settings, online=online, learner=learner)
     for finding in found:
         say(f"{finding.level}: {finding.setting}: {finding.text}")
-    if any(finding.level == "error" for finding in found):
+    if fails:
         note("these settings cannot run here")
         raise typer.Exit(1)
     say(f"settings are sound, and {'can run' if online else 'runs can train'} here")
@@ -118,14 +120,3 @@ def _findings(settings: Settings, *, online: bool, learner: bool) -> Sequence[Fi
         return learner_findings(settings) if learner else ()
     running = runs_already(settings)
     return asyncio.run(preflight(settings, running=running, learner=learner))
-
-
-def _check_json(settings: Settings, *, online: bool, learner: bool) -> None:
-    """Print the findings; none without `--online` and `--learner`. Raises: typer.Exit after an
-    error."""
-    found = _findings(settings, online=online, learner=learner)
-    items = [{"level": one.level, "setting": one.setting, "text": one.text} for one in found]
-    fails = any(one.level == "error" for one in found)
-    say_json({"sound": not fails, "online": online, "findings": items})
-    if fails:
-        raise typer.Exit(1)

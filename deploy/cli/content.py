@@ -27,6 +27,7 @@ from deploy.cli.output import (
     Output,
     Reason,
     completed_by,
+    group,
     note,
     read_length,
     read_rubric,
@@ -51,11 +52,7 @@ if TYPE_CHECKING:
     from sidecar.store.database import Database
 
 
-exchanges_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Recorded exchanges: list, show, export, import.",
-)
+exchanges_app = group("Recorded exchanges: list, show, export, import.")
 FORMS = ("jsonl", "trl-sft", "trl-preference", "art")
 SNIPPET = 60
 """Characters of the last message in a listing."""
@@ -730,9 +727,7 @@ def _ranking_row(found: RecordedTrajectory, score: TrajectoryScore) -> dict[str,
 
 # `sidecar groups`: the groups of answers, their scores, and why some were set aside.
 
-groups_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
-)
+groups_app = group("Groups of answers, and their scores.")
 
 
 def _statuses() -> list[str]:
@@ -770,9 +765,7 @@ def groups_show(context: typer.Context, group_id: str, output: Output = "text") 
 
 # `sidecar tasks`: the groups of whole sessions.
 
-tasks_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Groups of whole sessions, and their rewards."
-)
+tasks_app = group("Groups of whole sessions, and their rewards.")
 
 
 @tasks_app.command("ls")

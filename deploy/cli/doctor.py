@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, say, say_json
+from deploy.cli.output import Output, say_either
 
 
 @contextmanager
@@ -55,10 +55,6 @@ def doctor(
     with without_logs():
         facts = collect(settings, online=not offline, refused=refused, limit_s=limit_s)
     found = diagnose(facts)
-    if output == "json":
-        say_json(report_json(facts, found))
-    else:
-        for line in report_lines(facts, found):
-            say(line)
+    say_either(output, report_json(facts, found), report_lines(facts, found))
     if found:
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ import typer
 from deploy.cli.context import admin_client, settings_of
 from deploy.cli.output import (
     Output,
+    group,
     note,
     say,
     say_either,
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from sidecar.settings import Hook, Settings
 
 
-hooks_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Web hooks on transitions."
-)
+hooks_app = group("Web hooks on transitions.")
 
 
 def hook_lines(hooks: Iterable[Mapping[str, Any]], now: float) -> Iterator[str]:
@@ -43,10 +42,8 @@ def hook_lines(hooks: Iterable[Mapping[str, Any]], now: float) -> Iterator[str]:
 def hooks_ls(context: typer.Context, output: Output = "text") -> None:
     """Each hook: events taken and given up, and why the newest one fails."""
     found = admin_client(context).get("/status").get("hooks", [])
-    if output == "text" and not found:
-        say("there is no hook; [notify.hooks.NAME] in the settings makes one")
-        return
-    say_either(output, {"items": found}, hook_lines(found, time.time()))
+    none = ["there is no hook; [notify.hooks.NAME] in the settings makes one"]
+    say_either(output, {"items": found}, hook_lines(found, time.time()) if found else none)
 
 
 @hooks_app.command("test")

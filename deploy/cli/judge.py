@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import open_store, settings_of
-from deploy.cli.output import Output, note, read_rubric, say, say_json
+from deploy.cli.output import Output, group, note, read_rubric, say_either
 from deploy.text import shown_time
 from sidecar.visible import counted
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sidecar.settings import Judge, Privacy, Settings
 
 
-judge_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The judge.")
+judge_app = group("The judge.")
 AT = "@http"
 """What separates a model from the URL of its server."""
 
@@ -68,7 +68,7 @@ def judge_calibrate(
     output: Output = "text",
 ) -> None:
     """Compare judges and rubrics with known scores: agreement, position bias, noise, cost."""
-    from ingest.calibration.running import Plan, table_lines
+    from ingest.calibration.running import Plan, draw, table_lines
     from sidecar.logs import configure_logging
     from sidecar.processes import INTERRUPTED
 
@@ -83,7 +83,13 @@ def judge_calibrate(
         seed=seed,
     )
     if out is not None:
-        _make(out)
+        try:  # before the judge is paid
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"{out} cannot be made ({error.strerror}); name a folder that can be written",
+                param_hint="--out",
+            ) from None
     configure_logging(settings.telemetry, "judge")  # to stderr: stdout is the table's
     # With Python's own handler asyncio takes Ctrl-C: it cancels the calls before the command ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,14 +114,8 @@ def judge_calibrate(
         **asdict(plan),
         "judges": [asdict(one) for one in summaries],
     }
-    if output == "json":
-        say_json(found)
-    else:
-        for line in lines:
-            say(line)
+    say_either(output, found, lines)
     if out is not None:
-        from ingest.calibration.running import draw
-
         _write(out, "calibration", lines, found, lambda path: draw(summaries, path))
     if any(not one.scored for one in summaries):
         note("a judge scored no group: see the failures, then `sidecar config check --online`")
@@ -260,7 +260,8 @@ def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | 
     from ingest.judges.replies import open_kept
     from sidecar.errors import StoreError
     from sidecar.settings import open_keyring
-    from sidecar.store.database import Database, newest_revision
+    from sidecar.store.database import Database
+    from sidecar.store.engines import newest_revision
 
     url = make_url(settings.store.url)
     missing = url.get_backend_name() == "sqlite" and not Path(url.database or "").exists()
@@ -277,17 +278,6 @@ def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | 
         yield open_kept(database) if usable else None
     finally:
         database.close()
-
-
-def _make(out: Path) -> None:
-    """Make the folder before the judge is paid."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{out} cannot be made ({error.strerror}); name a folder that can be written",
-            param_hint="--out",
-        ) from None
 
 
 def _write(
@@ -343,17 +333,14 @@ def judge_noise(
             state = read_noise_state(session)
     drift = state.drift if state is not None and state.judge_model == judge.model else ""
     found = [figures_of(day, sums, judge.passes) for day, sums in days]
-    if output == "json":
-        of_judge = {"judge_model": judge.model, "rubric_hash": hashed, "passes": judge.passes}
-        say_json({**of_judge, "drift": drift, "days": found})
-        return
+    of_judge = {"judge_model": judge.model, "rubric_hash": hashed, "passes": judge.passes}
     of = counted(judge.passes, "pass", "passes")
-    say(f"{judge.model}, rubric {hashed[:12]}: noise of a score over {of}")
+    lines = [f"{judge.model}, rubric {hashed[:12]}: noise of a score over {of}"]
     if drift:
-        say(f"the judge is NOT AS IT WAS: {drift}")
-    if not days:
-        say("nothing is known yet: no group has been scored in two passes")
-    else:
+        lines.append(f"the judge is NOT AS IT WAS: {drift}")
+    if days:
         heads = ("day (UTC)", "groups", "noise sd", "of a pass", "position slope", "flips")
-        for line in ("", *table_lines(heads, [[*map(str, one.values())] for one in found])):
-            say(line)
+        lines += ["", *table_lines(heads, [[*map(str, one.values())] for one in found])]
+    else:
+        lines.append("nothing is known yet: no group has been scored in two passes")
+    say_either(output, {**of_judge, "drift": drift, "days": found}, lines)

@@ -16,16 +16,22 @@ from deploy.cli.context import (
     open_store,
     settings_of,
 )
-from deploy.cli.output import GivenReason, Output, note, print_found, read_length, require_store
+from deploy.cli.output import (
+    GivenReason,
+    Output,
+    group,
+    note,
+    print_found,
+    read_length,
+    require_store,
+)
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
 from sidecar.errors import InvalidKeyError, StoreError
 
 if TYPE_CHECKING:
     from sidecar.settings import Settings
 
-keys_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="API keys of the data plane."
-)
+keys_app = group("API keys of the data plane.")
 ACTOR = "sidecar keys"
 STORE_VARIABLE = "SIDECAR_STORE__URL"
 MOST = 2**53
@@ -56,9 +62,14 @@ def keys_create(
     from sidecar.store.database import Database
 
     settings = settings_of(context)
-    require_place(context, settings)
+    _require_place(context, settings)
     now = time.time()
-    expires_at = now + seconds_of(expires) if expires else None
+    length_s = read_length(expires) if expires else None
+    if expires and length_s is None:
+        raise InvalidKeyError(
+            f"--expires {expires}: not a length of time; give a number and m, h, d or w, such as "
+            "30d"
+        )
 
     def wanted(fresh: FreshKey) -> ApiKey:
         return ApiKey(
@@ -66,7 +77,7 @@ def keys_create(
             project=project,
             secret_hash=fresh.secret_hash,
             scopes=frozenset({"infer", *(scope or ())}),
-            expires_at=expires_at,
+            expires_at=None if length_s is None else now + length_s,
             requests_per_minute=rpm,
             tokens_per_day=tokens_per_day,
             best_of_max=best_of,
@@ -126,7 +137,7 @@ def keys_revoke(
     print_found({"key_id": key_id, "revoked_at": revoked_at}, output)
 
 
-def require_place(context: typer.Context, settings: Settings) -> None:
+def _require_place(context: typer.Context, settings: Settings) -> None:
     """Refuse to make a store where nothing names one: `sidecar up` would look elsewhere for keys.
 
     Raises: StoreError.
@@ -147,16 +158,6 @@ def require_place(context: typer.Context, settings: Settings) -> None:
             f"neither {DEFAULT_FILE.absolute()} nor a store at {settings.store.url} exists; go to "
             f"the folder of your settings, or name them by --config or {STORE_VARIABLE}"
         ) from None
-
-
-def seconds_of(text: str) -> int:
-    """A time such as `90m`, `12h`, `30d`, `8w`, in seconds. Raises: InvalidKeyError."""
-    length_s = read_length(text)
-    if length_s is None:
-        raise InvalidKeyError(
-            f"--expires {text}: not a length of time; give a number and m, h, d or w, such as 30d"
-        )
-    return length_s
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:  # Any: JSON

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.context import Project, admin_client, show
-from deploy.cli.output import GivenReason, Output, Reason, note, say
+from deploy.cli.output import GivenReason, Output, Reason, group, note, say
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
 
-runs_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Training runs and their optimiser steps."
-)
+runs_app = group("Training runs and their optimiser steps.")
 
 RunId = Annotated[str, typer.Argument(help="default: the newest run")]
 
@@ -74,9 +72,7 @@ def _newest(client: AdminClient) -> str:
 
 # `sidecar learner`: steer the learner by hand, and see what the reward watch says of it.
 
-learner_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The learner, and what holds it."
-)
+learner_app = group("The learner, and what holds it.")
 
 
 def _act(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from deploy.cli.context import open_store, settings_of
-from deploy.cli.output import Output, say_either
-from deploy.text import WHOLE, shown_age, table_lines
+from deploy.cli.output import Output, group, say_either
+from deploy.text import shown_age, table_lines
 
-rehearsals_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Recorded tasks that the runner played again."
-)
+rehearsals_app = group("Recorded tasks that the runner played again.")
 HEADS = ("TASK", "AGE", "ATTEMPTS", "COUNT", "OUTCOMES", "SPREAD", "TOKENS", "REST")
 
 
@@ -36,13 +34,6 @@ def _row(one: Mapping[str, Any], now: float) -> tuple[str, ...]:
     )
 
 
-def _lines(found: Sequence[Mapping[str, Any]], now: float) -> Iterator[str]:
-    if not found:
-        yield "nothing was rehearsed; [rehearsals] runner and tokens_per_day turn it on"
-        return
-    yield from table_lines(HEADS, [_row(one, now) for one in found], WHOLE)
-
-
 @rehearsals_app.command("ls")
 def rehearsals_ls(
     context: typer.Context,
@@ -54,4 +45,8 @@ def rehearsals_ls(
 
     with open_store(settings_of(context)) as database, database.read() as session:
         found = rehearsed_tasks(session)[:limit]
-    say_either(output, {"items": found}, _lines(found, time.time()))
+    lines = ["nothing was rehearsed; [rehearsals] runner and tokens_per_day turn it on"]
+    if found:
+        now = time.time()
+        lines = table_lines(HEADS, [_row(one, now) for one in found])
+    say_either(output, {"items": found}, lines)

@@ -19,7 +19,7 @@ from deploy.cli.context import (
     show,
 )
 from deploy.cli.files import alone, replace_file
-from deploy.cli.output import Output, note, print_found, require_store, say
+from deploy.cli.output import Output, group, note, print_found, require_store, say
 from sidecar.store.keyring import KEY_BYTES, read_keys
 from sidecar.visible import counted
 
@@ -59,9 +59,7 @@ def audit_verify(context: typer.Context, output: Output = "text") -> None:
         raise typer.Exit(1)
 
 
-store_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Encrypt, back up and restore the store."
-)
+store_app = group("Encrypt, back up and restore the store.")
 
 
 @store_app.command("new-key")

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,7 +32,14 @@ from deploy.preflight.peers import (
     check_verifiers,
     error,
 )
-from deploy.preflight.settings import LOCKS, check_bus, check_places, check_store, learner_findings
+from deploy.preflight.settings import (
+    LOCKS,
+    check_bus,
+    check_places,
+    check_store,
+    is_held,
+    learner_findings,
+)
 from deploy.registry import canaries
 from deploy.registry.candidates import sessions_a_day
 from ingest.store.groups import SET_ASIDE
@@ -42,10 +49,10 @@ from learner.schedule.rule import read_cron
 from sidecar.conditions import Condition
 from sidecar.errors import SettingsError, StoreError
 from sidecar.lines import Line
-from sidecar.processes import holder
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
-from sidecar.store.database import Database, newest_revision
+from sidecar.store.database import Database
+from sidecar.store.engines import newest_revision
 from sidecar.store.models import AdapterRow, AnswerRow, ExchangeRow, FeedbackRow, GroupRow
 from sidecar.upstreams import Upstreams
 
@@ -252,6 +259,11 @@ def run_checks(
     return dict(results), dict(failures)
 
 
+FINDERS = (
+    *("places", "the store's server", "Kafka", "vLLM", "judge", "verifiers", "learner"),
+    "settings",
+)
+"""Checks that return findings, the first stage first."""
 ASK_S = 3.0
 """Longest wait for a process of this machine."""
 
@@ -271,7 +283,7 @@ def collect(
         the judge may take 30 s, and loading its library some seconds.
     """
     now = time.time()
-    running = frozenset(name for name in (*LOCKS, "learn") if _held(settings.state_dir, name))
+    running = frozenset(name for name in (*LOCKS, "learn") if is_held(settings.state_dir, name))
     checks: dict[str, Callable[[], Any]] = {
         "store": lambda: _store(settings, now),
         "schedule": lambda: _schedule(settings, now),
@@ -282,8 +294,8 @@ def collect(
         checks |= {
             "places": lambda: list(check_places(settings, running=bool(running))),
             "the store's server": lambda: list(check_store(settings.store.url)),
-            "Kafka": lambda: _one(check_bus(settings)),
-            "vLLM": lambda: asyncio.run(_replicas(settings)),
+            "Kafka": lambda: list(check_bus(settings)),
+            "vLLM": lambda: asyncio.run(check_replicas(settings)),
             "clocks": lambda: {
                 url: seconds
                 for url in Upstreams(settings.serving.upstreams).now()
@@ -301,20 +313,7 @@ def collect(
         checks["settings"] = lambda: list(_unset(settings))
     found, failed = run_checks(checks, limit_s)
     answering = {name for name in ("proxy", "control") if name in found}
-    findings: list[Finding] = [
-        one
-        for name in (
-            "places",
-            "the store's server",
-            "Kafka",
-            "vLLM",
-            "judge",
-            "verifiers",
-            "learner",
-            "settings",
-        )
-        for one in found.get(name, ())
-    ]
+    findings: list[Finding] = [one for name in FINDERS for one in found.get(name, ())]
     if answering:  # so their ports are taken by themselves
         findings = [one for one in findings if one.setting not in ("proxy.port", "admin.port")]
     if "store" in failed and not any(one.setting == "store.url" for one in findings):
@@ -407,14 +406,6 @@ def _unset(settings: Settings) -> Iterator[Finding]:
         yield error("serving.base_model_path", EMPTY)
 
 
-async def _replicas(settings: Settings) -> list[Finding]:
-    return [one async for one in check_replicas(settings)]
-
-
-def _one(finding: Finding | None) -> Sequence[Finding]:
-    return () if finding is None else (finding,)
-
-
 def _date(url: str) -> float | None:
     """Return by how many seconds a server's clock is ahead; None when it does not say its time.
 
@@ -425,7 +416,3 @@ def _date(url: str) -> float | None:
         return parsedate_to_datetime(reply.headers["date"]).timestamp() - time.time()
     except (KeyError, ValueError):
         return None
-
-
-def _held(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.lock").exists() and holder(folder, name) is not None

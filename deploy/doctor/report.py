@@ -56,7 +56,10 @@ def report_json(facts: Facts, found: Sequence[Diagnosis]) -> dict[str, Any]:  # 
         "cause": found[0].cause if found else None,
         "diagnoses": [asdict(one) for one in found],
         "waits_for": waits_for(facts) or None,
-        "stages": [_plain(stage) for stage in _stages(facts)],
+        "stages": [
+            {**asdict(one), "ended": dict(one.ended), "waiting": dict(one.waiting)}
+            for one in _stages(facts)
+        ],
         "running": sorted(facts.running | facts.answering),
         "unchecked": list(facts.unchecked),
         "whole_tasks": of_tasks(facts) or None,
@@ -66,10 +69,6 @@ def report_json(facts: Facts, found: Sequence[Diagnosis]) -> dict[str, Any]:  # 
 
 def _stages(facts: Facts) -> tuple[Stage, ...]:
     return facts.store.funnel.stages if facts.store is not None else ()
-
-
-def _plain(stage: Stage) -> dict[str, Any]:  # Any: JSON
-    return {**asdict(stage), "ended": dict(stage.ended), "waiting": dict(stage.waiting)}
 
 
 def _stage(stage: Stage) -> str:

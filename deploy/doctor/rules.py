@@ -110,72 +110,55 @@ MASKS: Final[Mapping[str, str]] = {
     "defaults_unknown": "state serving.sampling_defaults, or name serving.base_model_path",
 }
 """Mask of served answers -> what to do when nearly all have it."""
-ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
-    "adapter_gone": ("sampling", "adapter_gone", "see why vLLM lost it: `sidecar status`"),
-    "prompt_mismatch": (
-        "sampling",
-        "prompt_mismatch",
-        "vLLM renders prompts differently than it did: restart it with the chat template of before",
-    ),
-    "private": (
-        "sampling",
-        "private",
-        "the candidates hold what privacy.flag names: leave out the kind that is no secret here, "
-        "or learn from other prompts",
-    ),
-    "request_refused": (
-        "sampling",
-        "request_refused",
-        "vLLM refuses (400) to sample again what it has answered: `candidate_dropped` in score's "
-        "log has its words; its options, or the chat template, may have changed",
-    ),
-    "sampling_failed": (
-        "sampling",
-        "sampling_failed",
-        "`candidate_dropped` in score's log says why candidates fail",
-    ),
-    "identical_answers": (
-        "judging",
-        "tied",
-        "all answers to a prompt are the same: raise the agents' temperature, or give harder tasks",
-    ),
-    "judge_rejected": ("judging", "judge_key", advice("judge_rejected")),
-    "judge_no_credit": ("judging", "judge_no_credit", advice("judge_no_credit")),
-    "judge_rubbish": ("judging", "judge_rubbish", advice("judge_rubbish")),
-    "judge_refused": ("judging", "judge_refused", "a judge without a content filter"),
-    "judge_too_long": (
-        "judging",
-        "judge_too_long",
-        "a judge with a longer context, or judge.context_tokens if the set one is too small",
-    ),
-    "judge_garbled": ("judging", "judge_garbled", advice("judge_garbled")),
-    "judge_unavailable": ("judging", "judge_away", advice("judge_unavailable")),
-    "judge_busy": ("judging", "judge_busy", advice("judge_busy")),
-    "no_spread": (
-        "learning",
-        "tied",
-        "the judge sees no difference: make judge.rubric say what is better, or raise the agents' "
-        "temperature",
-    ),
-    "within_noise": (
-        "learning",
-        "within_noise",
-        "the scores differ by no more than the judge's noise (`sidecar judge noise`): more "
-        "judge.passes, a steadier judge, or a rubric that tells answers further apart",
-    ),
-    "stale": ("learning", "stale", "raise learner.max_age_versions, or run less often"),
-    "too_few_trainable": (
-        "learning",
-        "too_few_trainable",
-        "most answers are masked: `answer_masked_...` in the counters of stage learn",
-    ),
-    "too_long": ("learning", "too_long", "raise learner.pack_tokens"),
-    "drift": ("learning", "drift", "see `DriftError` among the symptoms in docs/runbook.md"),
-    "drift_unchecked": ("learning", "drift", "keep the folders of the last versions"),
-    "failed_runs": ("learning", "failed_runs", "see why runs fail: `sidecar status`"),
-    "out_of_memory": ("learning", "out_of_memory", "lower learner.pack_tokens"),
+ENDS: Final[Mapping[Name, Mapping[str, str]]] = {
+    "sampling": {
+        "adapter_gone": "see why vLLM lost it: `sidecar status`",
+        "prompt_mismatch": "vLLM renders prompts differently than it did: restart it with the chat "
+        "template of before",
+        "private": "the candidates hold what privacy.flag names: leave out the kind that is no "
+        "secret here, or learn from other prompts",
+        "request_refused": "vLLM refuses (400) to sample again what it has answered: "
+        "`candidate_dropped` in score's log has its words; its options, or the chat template, may "
+        "have changed",
+        "sampling_failed": "`candidate_dropped` in score's log says why candidates fail",
+    },
+    "judging": {
+        "identical_answers": "all answers to a prompt are the same: raise the agents' temperature, "
+        "or give harder tasks",
+        "judge_refused": "a judge without a content filter",
+        "judge_too_long": "a judge with a longer context, or judge.context_tokens if the set one "
+        "is too small",
+        **{
+            f"judge_{why}": advice(f"judge_{why}")
+            for why in ("rejected", "no_credit", "rubbish", "garbled", "unavailable", "busy")
+        },
+    },
+    "learning": {
+        "no_spread": "the judge sees no difference: make judge.rubric say what is better, or raise "
+        "the agents' temperature",
+        "within_noise": "the scores differ by no more than the judge's noise (`sidecar judge "
+        "noise`): more judge.passes, a steadier judge, or a rubric that tells answers further "
+        "apart",
+        "stale": "raise learner.max_age_versions, or run less often",
+        "too_few_trainable": "most answers are masked: `answer_masked_...` in the counters of "
+        "stage learn",
+        "too_long": "raise learner.pack_tokens",
+        "drift": "see `DriftError` among the symptoms in docs/runbook.md",
+        "drift_unchecked": "keep the folders of the last versions",
+        "failed_runs": "see why runs fail: `sidecar status`",
+        "out_of_memory": "lower learner.pack_tokens",
+    },
 }
-"""Reason of a group's end -> stage, cause, what to do when most groups end so."""
+"""Stage -> reason of a group's end -> what to do when most groups end so."""
+STAGE_OF: Final[Mapping[str, Name]] = {why: stage for stage in ENDS for why in ENDS[stage]}
+CAUSES_OF_ENDS: Final[Mapping[str, str]] = {
+    "identical_answers": "tied",
+    "no_spread": "tied",
+    "judge_rejected": "judge_key",
+    "judge_unavailable": "judge_away",
+    "drift_unchecked": "drift",
+}
+"""Reason of a group's end -> cause of the diagnosis, where it has another name."""
 
 
 # Say where the records of a line of adapters stop: at its learner, or before it serves. Pure.
@@ -359,7 +342,8 @@ def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
 def _clocks(facts: Facts) -> Iterator[Diagnosis]:
     ahead = dict(facts.ahead_s)
     store = facts.store
-    if (bus := _known(facts, "bus")) is not None and bus.at > facts.now:
+    bus = next((one for one in _every(facts) if one.kind == "bus"), None)
+    if bus is not None and bus.at > facts.now:
         ahead["ingest"] = bus.at - facts.now
     if store is not None:
         ahead["the proxy (against ingest)"] = store.recent.started_ahead_s
@@ -432,15 +416,12 @@ def _every(facts: Facts) -> tuple[Condition, ...]:
     return facts.store.conditions if facts.store is not None else ()
 
 
-def _known(facts: Facts, kind: str) -> Condition | None:
-    return next((one for one in _every(facts) if one.kind == kind), None)
-
-
 def _conditions(
     facts: Facts, store: StoreFacts, stages: Mapping[Name, Stage]
 ) -> Iterator[Diagnosis]:
     """Yield the conditions that stop records, but for what was asked just now."""
     asked, model = {one.cause for one in facts.findings}, facts.settings.judge.model
+    ingest_lacks = "ingest" not in facts.running and sum(stages["bus"].waiting.values()) > 0
     for one in store.conditions:
         kind = one.kind.partition(" ")[0]
         stage = OF_CONDITIONS.get(kind)
@@ -453,7 +434,7 @@ def _conditions(
             or (kind == "verifier" and facts.verifiers_tried)
             or (kind == "fields" and one.data["exchanges"] < FEW)
             or (one.code == PILE_UP and _planned(facts) is not None)
-            or (one.code == "ingest_down" and not _waits_for_ingest(facts, stages["bus"]))
+            or (one.code == "ingest_down" and not ingest_lacks)
         ):
             continue
         until = ""
@@ -461,10 +442,6 @@ def _conditions(
             until = f"; again at {datetime.fromtimestamp(one.until, UTC):%Y-%m-%d %H:%M} UTC"
         project = project_of(one.line)
         yield Diagnosis(stage, one.code, one.message + until, one.to_do, project)
-
-
-def _waits_for_ingest(facts: Facts, stage: Stage) -> bool:
-    return "ingest" not in facts.running and sum(stage.waiting.values()) > 0
 
 
 def _captures(stage: Stage) -> Iterator[Diagnosis]:
@@ -511,11 +488,11 @@ def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:
 
 
 def _groups(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
-    ended = {why: n for why, n in store.recent.ends.items() if why in ENDS}
+    ended = {why: n for why, n in store.recent.ends.items() if why in STAGE_OF}
     trained = sum(ended.values(), start=store.recent.ends.get("trained", 0))
     scored = store.recent.ends.get("scored", 0)
     for reason, number in sorted(ended.items(), key=lambda one: -one[1]):
-        stage, cause, to_do = ENDS[reason]
+        stage = STAGE_OF[reason]
         # A scored group passed sampling and judging; what the learner says of it is to come.
         done = trained if stage == "learning" else trained + scored
         if number < FEW or number < MOST * done:
@@ -524,9 +501,9 @@ def _groups(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
         words = f" ({store.recent.detail})" if store.recent.detail else ""
         yield Diagnosis(
             stage=stage,
-            cause=cause,
+            cause=CAUSES_OF_ENDS.get(reason, reason),
             text=f"{number} of the newest {done} groups that {verb}: {reason}{words}",
-            to_do=to_do,
+            to_do=ENDS[stage][reason],
         )
 
 
@@ -540,10 +517,9 @@ def _most_end(
         return
     reason, number = max(odd.items(), key=lambda one: one[1])
     if number >= FEW and number > MOST * decided:
-        cause = CAUSES.get(reason, reason)
         yield Diagnosis(
             stage=stage,
-            cause=cause,
+            cause=CAUSES.get(reason, reason),
             text=f"{number} of the newest {decided} decided exchanges are not suitable: {reason}",
             to_do=to_do.get(reason, "see `exchange.selection` in docs/data-dictionary.md"),
         )

@@ -343,9 +343,13 @@ def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraS
         *(("alpha_pattern", one) for one in _pattern(config, "alpha_pattern").values()),
     ):
         _check_alpha(key, alpha)
-    _check_features(config)
+    if (found := not_plain_lora(config)) is not None:
+        raise InvalidAdapterError(
+            f"{CONFIG}: {found.member} is {shown(config.get(found.member))}, {found.why}"
+        )
     base = config.get("base_model_name_or_path")
-    if bases and not _is_base(base, bases):
+    served = {name.rstrip("/") for name in bases}
+    if bases and not (isinstance(base, str) and base.rstrip("/") in served):
         raise InvalidAdapterError(
             f"{CONFIG}: was trained on {shown(base)}, vLLM serves {' = '.join(sorted(bases))}; "
             "if these are the same weights, write one of the served names as "
@@ -389,14 +393,6 @@ def _check_alpha(key: str, alpha: Any) -> None:
         raise InvalidAdapterError(
             f"{CONFIG}: {key} holds {shown(alpha)}, which is no number over 0 and up to "
             f"{MAX_ALPHA:g}"
-        )
-
-
-def _check_features(config: dict[str, Any]) -> None:
-    found = not_plain_lora(config)
-    if found is not None:
-        raise InvalidAdapterError(
-            f"{CONFIG}: {found.member} is {shown(config.get(found.member))}, {found.why}"
         )
 
 
@@ -465,10 +461,6 @@ def _excluded(found: Any) -> frozenset[str] | re.Pattern[str]:
         f"{CONFIG}: exclude_modules is {shown(found)}; write a list of at most {MAX_NAMES} plain "
         "names of modules, or a regular expression"
     )
-
-
-def _is_base(base: Any, bases: Collection[str]) -> bool:
-    return isinstance(base, str) and base.rstrip("/") in {name.rstrip("/") for name in bases}
 
 
 # Check that an adapter's tensors fit its configuration and the base model. Pure.

@@ -26,7 +26,6 @@ from deploy.admin.models import (
     Page,
     StatusOut,
 )
-from deploy.admin.reception import source_of
 from deploy.page.rendering import FirstReply, ProblemError, Took, first_reply, proxies_took
 from deploy.page.sessions import SESSION, Asked, PageServer, View
 from deploy.page.text import clock, names_in
@@ -64,13 +63,7 @@ def changing_views(server: PageServer) -> dict[str, View]:
         try:
             session = server.logins.log_in(asked.form.get("token", ""))
         except UnauthorizedError as error:
-            request = asked.request
-            server.context.refusals.note(
-                error.reason,
-                source=source_of(request.scope),
-                method=request.method,
-                path=request.scope["path"],
-            )
+            server.context.refusals.note(error.reason, asked.request.scope)
             return server.html(asked, "login.html", code=401, error="This token is not known.")
         response = RedirectResponse("/", status_code=303)
         server.logins.give_cookie(response, session)

@@ -104,7 +104,7 @@ def create_page(api: ASGIApp, context: AdminContext) -> Starlette:
             server.page(views[view], needs=scope, line=line),
             methods=[method],
         )
-        for line in server.lines
+        for line in context.all_lines
         for method, path, view, scope in PAGES
         if line.project is None or scope is not None  # one login is for all lines
     ]

@@ -30,6 +30,7 @@ from deploy.page.text import (
     differences,
     iso,
     length,
+    number,
     share,
     short_length,
 )
@@ -403,17 +404,15 @@ def _answered_after(
     )
     rows = session.execute(statement).all()
     return sorted(
-        (float(started_at), str(exchange_id), _first_byte(timings))
+        (
+            float(started_at),
+            str(exchange_id),
+            number(timings.get("first_byte_s")) if isinstance(timings, dict) else None,
+        )
         for started_at, exchange_id, timings, project in rows
         # Left out here, so that a rare project does not make the query read all rows.
         if line.has(project) and isinstance(started_at, int | float) and started_at >= at
     )
-
-
-def _first_byte(timings: object) -> float | None:
-    found = timings.get("first_byte_s") if isinstance(timings, dict) else None
-    known = isinstance(found, int | float) and not isinstance(found, bool)
-    return float(found) if known and found is not None else None
 
 
 def _first_stored_after(session: Session, at: float) -> int:

@@ -22,13 +22,13 @@ from deploy.admin.auth import (
     ForbiddenError,
     Grant,
     RefusedError,
-    TooLargeError,
-    TooSlowError,
     admit,
     grant_of,
+    reason_of,
 )
 from deploy.admin.context import AdminContext
 from deploy.admin.out import LineOut
+from deploy.admin.problems import kind_of
 from deploy.admin.reception import request_id_of, source_of
 from deploy.admin.wire import ScopeError, UnreadableError, check_quoted
 from deploy.page.rendering import HEADERS, Ask, ProblemError, Templates, read_form
@@ -83,10 +83,6 @@ def unseal(key: bytes, value: str, now: float) -> Session | None:
 def form_token(key: bytes, session: Session) -> str:
     """Return what every form of this session carries: another site cannot know it."""
     return _mac(key, "form", session.name)
-
-
-def is_form_token(key: bytes, session: Session, given: str) -> bool:
-    return hmac.compare_digest(form_token(key, session), _ascii(given))
 
 
 def _ascii(text: str) -> str:
@@ -177,7 +173,8 @@ class Logins:
 
     def check_form(self, visitor: Visitor, given: str) -> None:
         """Raises: ForbiddenError when the form is not of this session."""
-        if visitor.is_new or not is_form_token(self._key, visitor.session, given):
+        own = form_token(self._key, visitor.session)
+        if visitor.is_new or not hmac.compare_digest(own, _ascii(given)):
             raise ForbiddenError(
                 "foreign_origin", "the form is not of this session; load the page and try again"
             )
@@ -259,37 +256,27 @@ class PageServer:
 
     def __init__(self, api: ASGIApp, context: AdminContext) -> None:
         self.context = context
-        self.lines = context.lines or (Line(name=context.model),)
-        """All lines of adapters, the default one first."""
         self.logins = Logins(context, context.clock)
         self.templates = Templates()
         self._api = api
 
     def page(
-        self, view: View, *, needs: AdminScope | None, line: Line | None = None
+        self, view: View, *, needs: AdminScope | None, line: Line
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a page. needs: scope without which it is refused; None: no login is needed.
 
-        line: the line of adapters that it is about; None: the default one.
+        line: the line of adapters that it is about.
         """
-        of = self.lines[0] if line is None else line
 
         async def answer(request: Request) -> Response:
             try:
-                return await self._answer(view, needs, request, of)
+                return await self._answer(view, needs, request, line)
             except (RefusedError, UnreadableError, ScopeError) as error:
                 return self._refuse(request, error)
 
         return answer
 
-    def html(
-        self,
-        asked: Asked,
-        template: str,
-        *,
-        code: int = 200,
-        **values: Any,
-    ) -> Response:
+    def html(self, asked: Asked, template: str, *, code: int = 200, **values: Any) -> Response:
         """Render a page for this visitor."""
         text = self.templates.render(
             template,
@@ -297,7 +284,7 @@ class PageServer:
                 "now": asked.now,
                 "model": self.context.model,
                 "line": asked.line,
-                "lines": self.lines,
+                "lines": self.context.all_lines,
                 "link": asked.link,
                 "prefix_of": prefix_of,
                 "visitor": asked.visitor,
@@ -347,13 +334,8 @@ class PageServer:
         try:
             response = await view(asked)
         except ProblemError as problem:
-            response = self.html(
-                asked,
-                "problem.html",
-                code=problem.status,
-                title=problem.title,
-                detail=str(problem),
-            )
+            values = {"title": problem.title, "detail": str(problem)}
+            response = self.html(asked, "problem.html", code=problem.status, **values)
         return self._finish(response, visitor)
 
     def _finish(self, response: Response, visitor: Visitor) -> Response:
@@ -362,27 +344,8 @@ class PageServer:
         return with_headers(response)
 
     def _refuse(self, request: Request, error: Exception) -> Response:
-        reason = "unreadable"
-        if isinstance(error, RefusedError):
-            reason = error.reason
-        elif isinstance(error, ScopeError):
-            reason = "no_scope"
-        self.context.refusals.note(
-            reason,  # type: ignore[arg-type]  # each is a RefusalReason
-            source=source_of(request.scope),
-            method=request.method,
-            path=request.scope["path"],
-        )
-        status = 400
-        for kind, code in (
-            (ForbiddenError, 403),
-            (ScopeError, 403),
-            (TooLargeError, 413),
-            (TooSlowError, 408),
-        ):
-            if isinstance(error, kind):
-                status = code
-        return self.plain_problem(status, str(error))
+        self.context.refusals.note(reason_of(error), request.scope)
+        return self.plain_problem(kind_of(error)[0], str(error))
 
     def plain_problem(self, status: int, detail: str) -> Response:
         """A page for somebody who is nobody yet."""

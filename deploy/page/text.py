@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from deploy.admin.models import AuditOut, CanaryOut, StatusOut
@@ -289,15 +290,13 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
     name = short(canary.candidate)
     if canary.paused:
         return f"{name} is paused at {percent(canary.weight_bp)}"
+    parts = [f"{name} gets {percent(canary.weight_bp)}"]
     if canary.state == "loading":
         since = clock(canary.step_started_at, now)
-        doing = f"{name} is being loaded into vLLM since {since} UTC"
-        return f"{doing}, {waits}" if waits else doing
-    if canary.state == "gating":
-        doing = f"{name} is at the gate and gets no users yet"
-        return f"{doing}, {waits}" if waits else doing
-    parts = [f"{name} gets {percent(canary.weight_bp)}"]
-    if next_step_at is not None and next_step_at > now:
+        parts = [f"{name} is being loaded into vLLM since {since} UTC"]
+    elif canary.state == "gating":
+        parts = [f"{name} is at the gate and gets no users yet"]
+    elif next_step_at is not None and next_step_at > now:
         what = comes_next(canary.state, canary.step, canary.steps)
         parts.append(f"{what} {clock(next_step_at, now)} UTC at the earliest")
     if waits:
@@ -336,11 +335,12 @@ class Looked:
 
     def again(self, now: float, lost: int) -> Looked:
         """A look now. After some time away it begins a new visit."""
+        before, lost_before = self.before, self.lost_before
         if self.last <= 0.0:
-            return Looked(before=0.0, last=now, lost_before=lost, lost_last=lost)
-        if now - self.last > AWAY_S:
-            return Looked(before=self.last, last=now, lost_before=self.lost_last, lost_last=lost)
-        return Looked(before=self.before, last=now, lost_before=self.lost_before, lost_last=lost)
+            before, lost_before = 0.0, lost
+        elif now - self.last > AWAY_S:
+            before, lost_before = self.last, self.lost_last
+        return Looked(before=before, last=now, lost_before=lost_before, lost_last=lost)
 
     def seen(self, now: float, lost: int) -> Looked:
         """All of it has been seen."""
@@ -508,12 +508,10 @@ _FIRST_TIME = 1e9
 
 def evidence_rows(evidence: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
     """Return (name, value) of every figure, reason and list, names as paths: `gate / scored`."""
-    found = []
-    for path, value in _leaves(evidence, (), 0):
-        found.append((" / ".join(map(_words, path)), _text(path[-1], value, now)))
-        if len(found) == MOST_ROWS:
-            break
-    return found
+    return [
+        (" / ".join(map(_words, path)), _text(path[-1], value, now))
+        for path, value in islice(_leaves(evidence, (), 0), MOST_ROWS)
+    ]
 
 
 def _leaves(value: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -622,9 +620,9 @@ class Sight:
 
     what: str
     figure: str
-    good: bool | None
+    good: bool | None = None
     """None: nothing to judge it by."""
-    note: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -672,7 +670,7 @@ def _users(status: StatusOut, now: float) -> Iterator[Sight]:
     if users.first_byte_s is not None and users.first_byte_slow_s is not None:
         slow = f"one in ten waits {short_length(users.first_byte_slow_s)} or more"
         figure = f"{short_length(users.first_byte_s)} (median)"
-        yield Sight(what="First byte", figure=figure, good=None, note=slow)
+        yield Sight(what="First byte", figure=figure, note=slow)
 
 
 def _replicas(status: StatusOut) -> Iterator[Sight]:
@@ -687,13 +685,11 @@ def progressing(found: ProgressOut) -> list[Sight]:
     rows = []
     if found.running is not None:
         figure = running_words(found.running.model_dump())
-        rows.append(Sight(what="Candidate", figure=figure, good=None, note=found.pace))
-    cost = cost_words(found.cost.model_dump())
+        rows.append(Sight(what="Candidate", figure=figure, note=found.pace))
     if found.cost.judge_tokens or found.cost.candidate_tokens or found.cost.run_minutes:
-        rows.append(Sight(what="Cost so far", figure=cost, good=None, note=""))
+        rows.append(Sight(what="Cost so far", figure=cost_words(found.cost.model_dump())))
     if found.cost_of_a_point:
-        figure = found.cost_of_a_point
-        rows.append(Sight(what="A gain of 0.01", figure=figure, good=None, note=""))
+        rows.append(Sight(what="A gain of 0.01", figure=found.cost_of_a_point))
     return rows
 
 
@@ -707,10 +703,10 @@ def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
     waiting = [
         f"{n:,} {words}" for one, words in GROUPS.items() if (n := status.groups.get(one, 0))
     ]
-    rows = [Sight(what="Groups", figure=", ".join(waiting) or "none waits", good=None, note="")]
+    rows = [Sight(what="Groups", figure=", ".join(waiting) or "none waits")]
     run = learner.last_run
     if run is None:
-        rows.append(Sight(what="Run", figure="none yet", good=None, note=""))
+        rows.append(Sight(what="Run", figure="none yet"))
     elif run.ended_at is None:
         doing = progress_words(run.progress) or str(run.status)
         killed = killed_words(run.model_dump(), now)
@@ -726,11 +722,11 @@ def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
     spent = [f"${cost.judge_usd_today:,.2f} of judging"]
     spent += [f"{cost.candidate_tokens_today:,} tokens of candidates"]
     limits = [f"{one.used / one.limit:.0%} of {one.setting}" for one in status.budgets if one.limit]
-    rows.append(Sight(what="Today", figure=", ".join(spent), good=None, note="; ".join(limits)))
+    rows.append(Sight(what="Today", figure=", ".join(spent), note="; ".join(limits)))
     for one in status.conditions:
         if one.kind == "judge":
             good = one.code == "judge_works" or (None if one.state == "ok" else False)
-            rows.append(Sight(what="Judge", figure=one.message, good=good, note=""))
+            rows.append(Sight(what="Judge", figure=one.message, good=good))
     return rows
 
 
@@ -739,20 +735,20 @@ def _next_run(status: StatusOut, now: float) -> Sight:
     told = learner.schedule
     why = "" if told is None or told.kind in ("start", "running") else told.why
     if learner.paused:
-        return Sight(what="Next run", figure="the learner is paused", good=None, note="")
+        return Sight(what="Next run", figure="the learner is paused")
     if learner.run_requested:
         figure = "as soon as the learner looks: it was asked for"
     elif learner.next_run_at is not None:
         figure = f"{clock(learner.next_run_at, now)} UTC"
     else:
         figure = "when it is asked for" if status.by_hand else "when there is enough to learn from"
-    return Sight(what="Next run", figure=figure, good=None, note=why)
+    return Sight(what="Next run", figure=figure, note=why)
 
 
 def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:
     meant = stage.passed + sum(stage.ended.values())
     if not meant:
-        yield Sight(what="Captured", figure="no request yet", good=None, note="")
+        yield Sight(what="Captured", figure="no request yet")
         return
     lost = sum(number for why, number in stage.ended.items() if why.startswith(LOST))
     skipped = sum(number for why, number in stage.ended.items() if why.startswith(SKIPPED))
@@ -767,7 +763,7 @@ def _captures(stage: StageOut, lost_now: int) -> Iterator[Sight]:
 def _ingest(status: StatusOut, now: float) -> Sight:
     bus = next((one for one in status.conditions if one.kind == "bus"), None)
     if bus is None:
-        return Sight(what="Ingest", figure="not heard of yet", good=None, note="")
+        return Sight(what="Ingest", figure="not heard of yet")
     ago = "" if bus.at is None or bus.state == "ok" else f"{length(now - bus.at)} ago"
     return Sight(what="Ingest", figure=bus.message, good=bus.state == "ok", note=ago)
 

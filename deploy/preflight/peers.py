@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
@@ -192,58 +192,52 @@ TIMEOUT_S = 10.0
 SERVING, SAMPLING = "serving.upstreams", "groups.sampling_upstreams"
 
 
-async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
-    """Yield what is wrong with each vLLM of `serving.upstreams`, and of those that only sample."""
-    async for finding in _check_serving(settings):
-        yield finding
-    async for finding in _check_sampling(settings):
-        yield finding
+async def check_replicas(settings: Settings) -> list[Finding]:
+    """Return what is wrong with each vLLM of `serving.upstreams`, and of those that only sample."""
+    return [*await _check_serving(settings), *await _check_sampling(settings)]
 
 
-async def _check_serving(settings: Settings) -> AsyncIterator[Finding]:
-    serving = settings.serving
+async def _check_serving(settings: Settings) -> list[Finding]:
+    serving, found = settings.serving, list[Finding]()
     for url in Upstreams(serving.upstreams).now():
         async with _client(serving, url) as client:
             try:
-                async for finding in _check(client, url, serving):
-                    yield finding
+                found += await _check(client, url, serving)
             except httpx.HTTPError as problem:
                 if settings.engine.command:
-                    yield warning(
-                        "serving.upstreams",
+                    said = (
                         f"{url} does not answer yet; `sidecar up` starts it by engine.command, so "
-                        "check again while it runs",
-                        "vllm_away",
+                        "check again while it runs"
                     )
+                    found.append(warning(SERVING, said, "vllm_away"))
                     continue
-                why = str(problem) or type(problem).__name__
-                yield error(
-                    "serving.upstreams",
-                    f"{url} does not answer ({why}); start vLLM, or correct it",
-                    "vllm_away",
-                )
+                said = f"{url} does not answer ({_why(problem)}); start vLLM, or correct it"
+                found.append(error(SERVING, said, "vllm_away"))
+    return found
 
 
-async def _check_sampling(settings: Settings) -> AsyncIterator[Finding]:
-    serving = settings.serving
+async def _check_sampling(settings: Settings) -> list[Finding]:
+    serving, found = settings.serving, list[Finding]()
     for url in Upstreams(settings.only_sampling).now():
         async with _client(serving, url) as client:
             try:
                 names = _names(await client.get("/v1/models"))
-                if names is None or serving.model not in names:
-                    why = f"serves no {serving.model!r}, so no candidates are sampled; name a vLLM"
-                    yield error(SAMPLING, f"{url} {why} that does", "sampling_away")
+                if names is not None and serving.model in names:
+                    found += await _check_adapters(client, url, SAMPLING)
                     continue
-                async for finding in _check_adapters(client, url, SAMPLING):
-                    yield finding
+                said = f"serves no {serving.model!r}, so no candidates are sampled; name a vLLM"
+                said = f"{url} {said} that does"
             except httpx.HTTPError as problem:
-                why = str(problem) or type(problem).__name__
-                yield error(
-                    SAMPLING,
-                    f"{url} does not answer ({why}), so no candidates are sampled; start vLLM, or "
-                    "correct it",
-                    "sampling_away",
+                said = (
+                    f"{url} does not answer ({_why(problem)}), so no candidates are sampled; start "
+                    "vLLM, or correct it"
                 )
+            found.append(error(SAMPLING, said, "sampling_away"))
+    return found
+
+
+def _why(problem: httpx.HTTPError) -> str:
+    return str(problem) or type(problem).__name__
 
 
 def _client(serving: Serving, url: str) -> httpx.AsyncClient:
@@ -256,93 +250,79 @@ def _client(serving: Serving, url: str) -> httpx.AsyncClient:
     )
 
 
-async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> AsyncIterator[Finding]:
+async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> list[Finding]:
     models = await client.get("/v1/models")
     if models.status_code in (401, 403):
-        yield error(
-            "serving.api_key",
+        said = (
             f"{url} refuses the key ({models.status_code}); set SIDECAR_SERVING__API_KEY to vLLM's "
-            "--api-key",
-            "vllm_key",
+            "--api-key"
         )
-        return
+        return [error("serving.api_key", said, "vllm_key")]
     names = _names(models)
     if names is None:
-        yield error(
-            "serving.upstreams",
-            f"{url}/v1/models answers {models.status_code} without a list of models; name a vLLM",
-        )
-        return
+        status = models.status_code
+        said = f"{url}/v1/models answers {status} without a list of models; name a vLLM"
+        return [error(SERVING, said)]
     if serving.model not in names:
-        yield error(
-            "serving.model",
+        said = (
             f"{url} does not serve {serving.model!r} but {', '.join(names) or 'no model'}; set it "
-            "to vLLM's --served-model-name",
-            "vllm_model",
+            "to vLLM's --served-model-name"
         )
-        return
-    async for finding in _check_adapters(client, url, SERVING):
-        yield finding
-    async for finding in _check_tokens(client, url, serving.model):
-        yield finding
+        return [error("serving.model", said, "vllm_model")]
+    found = await _check_adapters(client, url, SERVING)
+    found += await _check_tokens(client, url, serving.model)
     # Last: a vLLM that just started tells it after its first request.
     told = read_room((await client.get("/metrics")).text).max_loras
     if told is not None and told < serving.max_loras:
-        yield error(
-            "serving.max_loras",
+        said = (
             f"{url} runs with --max-loras {told}; start it with --max-loras {serving.max_loras}, "
-            "or set serving.max_loras to what it has",
+            "or set serving.max_loras to what it has"
         )
+        found.append(error("serving.max_loras", said))
+    return found
 
 
-async def _check_adapters(
-    client: httpx.AsyncClient, url: str, setting: str
-) -> AsyncIterator[Finding]:
+async def _check_adapters(client: httpx.AsyncClient, url: str, setting: str) -> list[Finding]:
+    found = []
     load = await client.post("/v1/load_lora_adapter", json={})  # no name: nothing is loaded
     if load.status_code in (404, 405):
-        yield error(
-            setting,
+        said = (
             f"{url} loads no adapters at run time; start vLLM with "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
-            "no_lora",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
         )
+        found.append(error(setting, said, "no_lora"))
     metrics = await client.get("/metrics")
     if metrics.status_code != 200:
-        yield error(
-            setting,
+        said = (
             f"{url}/metrics answers {metrics.status_code}; it gets no candidates while its load is "
-            "not known, and --enable-lora cannot be checked; let the sidecar read it",
-            "no_load",
+            "not known, and --enable-lora cannot be checked; let the sidecar read it"
         )
+        found.append(error(setting, said, "no_load"))
     elif LORA_METRIC not in metrics.text:
-        yield error(setting, f"{url} runs without --enable-lora; start vLLM with it", "no_lora")
+        said = f"{url} runs without --enable-lora; start vLLM with it"
+        found.append(error(setting, said, "no_lora"))
+    return found
 
 
-async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> AsyncIterator[Finding]:
+async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> list[Finding]:
     path = "/v1/chat/completions"
     plain = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     reply = await client.post(path, json={**plain, "logprobs": True, "return_token_ids": True})
     refused = f"{reply.status_code}: {reply.text[:200]}"
-    if reply.status_code != 200 and (await client.post(path, json=plain)).status_code == 200:
-        yield error(
-            "serving.upstreams",
-            f"{url} fails when it is asked for log-probabilities and token ids ({refused}), so "
-            "users are served without them, and nothing can be learned from its replies; "
-            "use a vLLM that gives both (vLLM 0.32 does)",
-            "fields_refused",
-        )
-    elif reply.status_code != 200:
-        yield error(
-            "serving.upstreams",
-            f"{url} answers a request of one token with {refused}",
-        )
-    elif not _has_token_ids(reply):
-        yield error(
-            "serving.upstreams",
+    if reply.status_code == 200:
+        said = (
             f"{url} ignores return_token_ids, so nothing can be learned from its replies; use "
-            "vLLM 0.32",
-            "no_token_ids",
+            "vLLM 0.32"
         )
+        return [] if _has_token_ids(reply) else [error(SERVING, said, "no_token_ids")]
+    if (await client.post(path, json=plain)).status_code != 200:
+        return [error(SERVING, f"{url} answers a request of one token with {refused}")]
+    said = (
+        f"{url} fails when it is asked for log-probabilities and token ids ({refused}), so "
+        "users are served without them, and nothing can be learned from its replies; "
+        "use a vLLM that gives both (vLLM 0.32 does)"
+    )
+    return [error(SERVING, said, "fields_refused")]
 
 
 def _names(reply: httpx.Response) -> list[str] | None:

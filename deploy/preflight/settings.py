@@ -51,17 +51,17 @@ from sidecar.settings import (
 from sidecar.settings.checks import advice as settings_advice
 from sidecar.settings.judge import JsonSchemaVerifier
 from sidecar.settings.kinds import outbox_file
-from sidecar.store.database import Database, newest_revision
-from sidecar.store.engines import is_postgres, refuse_bad_arguments, with_driver
+from sidecar.store.database import Database
+from sidecar.store.engines import is_postgres, newest_revision, refuse_bad_arguments, with_driver
 
 # Ask Kafka, where the bus is one, whether it answers and has the topics. Nothing is created.
 
 
-def check_bus(settings: Settings) -> Finding | None:
-    """Return what keeps records from passing; None with the embedded bus, or when nothing does."""
+def check_bus(settings: Settings) -> Iterator[Finding]:
+    """Yield what keeps records from passing; nothing with the embedded bus."""
     place, kafka = read_bus_url(settings.bus.url), settings.kafka
     if not isinstance(place, KafkaUrl):
-        return None
+        return
     from kafka.errors import KafkaError
 
     try:
@@ -69,14 +69,14 @@ def check_bus(settings: Settings) -> Finding | None:
     except KafkaError as problem:
         why = describe(problem, place, kafka)
         to_do = "start the brokers, or correct the address or [kafka]"
-        return error("bus.url", f"{why}; {to_do}", "kafka_away")
+        yield error("bus.url", f"{why}; {to_do}", "kafka_away")
+        return
     if missing and not kafka.create_topics:
         names = " and ".join(missing)
-        return error(
+        yield error(
             "kafka.create_topics",
             f"is false and {names} is not there or may not be seen; create it, or set it to true",
         )
-    return None
 
 
 HEAD = """\
@@ -157,7 +157,8 @@ def _lines(kind: type[BaseModel], section: str, names: list[str]) -> Iterator[st
         value = kind.model_fields[name].get_default(call_default_factory=True)
         if value is None:
             secret = "SecretStr" in str(kind.model_fields[name].annotation)
-            where = f"; a secret: set it by {_variable(section, name)}" if secret else ""
+            variable = f"SIDECAR_{section.upper()}__{name.upper()}"
+            where = f"; a secret: set it by {variable}" if secret else ""
             yield f"#: {name}: not set{where}."
         else:
             live = (section, name) in LIVE
@@ -166,10 +167,6 @@ def _lines(kind: type[BaseModel], section: str, names: list[str]) -> Iterator[st
 
 def _comment(text: str) -> list[str]:
     return [f"#: {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH - 3)]
-
-
-def _variable(section: str, name: str) -> str:
-    return f"SIDECAR_{section.upper()}__{name.upper()}"
 
 
 def _toml(value: Any) -> str:  # Any: a default of a setting
@@ -354,10 +351,8 @@ async def preflight(settings: Settings, *, running: bool, learner: bool = False)
     """
     found = list(check_places(settings, running=running))
     found += check_store(settings.store.url)
-    found += await asyncio.to_thread(lambda: list(check_projects(settings)))
-    if (bus := await asyncio.to_thread(check_bus, settings)) is not None:
-        found.append(bus)
-    found += [finding async for finding in check_replicas(settings)]
+    found += await asyncio.to_thread(lambda: [*check_projects(settings), *check_bus(settings)])
+    found += await check_replicas(settings)
     found += await check_judges(settings)
     if settings.judge.model:
         found += await check_verifiers(settings)
@@ -377,10 +372,12 @@ async def preflight(settings: Settings, *, running: bool, learner: bool = False)
 
 def runs_already(settings: Settings) -> bool:
     """True when a process of the sidecar works with this `state_dir`. Makes no file."""
-    folder = settings.state_dir
-    return any(
-        (folder / f"{name}.lock").exists() and holder(folder, name) is not None for name in LOCKS
-    )
+    return any(is_held(settings.state_dir, name) for name in LOCKS)
+
+
+def is_held(folder: Path, name: str) -> bool:
+    """Return whether a process holds this lock. Makes no file."""
+    return (folder / f"{name}.lock").exists() and holder(folder, name) is not None
 
 
 # Refuse settings under which no group could be judged, or a verifier could check no answer.

@@ -555,7 +555,8 @@ def _after_ramping(
         and spent_s >= step_least_s(rules)
     ) or _proven_early(canary, evidence, rules, spent_s)
     if (enough or canary.step_waived) and not missing and not evidence.behind:
-        unseen = _unseen(canary, evidence, rules)
+        counts = [name for name, one in rules.metrics.items() if one.mode != "dry_run"]
+        unseen = live.unseen(evidence.metrics, counts, since=canary.step_started_at)
         if unseen is None:
             return _after_step(canary, evidence, rules, seen=seen, spent_s=spent_s)
         if spent_s < rules.step_max_s:
@@ -615,12 +616,6 @@ def _of(number: int, wanted: int, word: str) -> str:
     if number > wanted:
         return f"{counted(number, word)} ({wanted} needed)"
     return f"{number} of {counted(wanted, word)}"
-
-
-def _unseen(canary: Canary, evidence: RampEvidence, rules: CanarySettings) -> str | None:
-    """Return in words which metric that counts has no value of this step yet, or None."""
-    counts = [name for name, one in rules.metrics.items() if one.mode != "dry_run"]
-    return live.unseen(evidence.metrics, counts, since=canary.step_started_at)
 
 
 def _after_step(

@@ -7,8 +7,8 @@ is deleted it tells the digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -164,16 +164,11 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
         metrics=tuple(row.metrics),
         groups=tuple(_deleted_group(group) for group in deleted)
         + tuple(
-            LineageGroup(
-                group_id=group.group_id,
-                exchange_id=group.exchange_id,
-                adapter=group.adapter,
-                status=group.status,
-                reason=group.reason,
-                scores=tuple(scores[group.group_id]),
-                rewards=tuple(rewards[group.group_id]) if group.reward_rule is not None else (),
-                judge_model=group.judge_model,
-                rubric_hash=group.rubric_hash,
+            _group(
+                group,
+                group.exchange_id,
+                scores[group.group_id],
+                rewards[group.group_id] if group.reward_rule is not None else (),
             )
             for group in groups
         )
@@ -191,16 +186,10 @@ def _of_sessions(session: Session, run_id: str) -> tuple[LineageGroup, ...]:
     for one in session.scalars(found):
         members[one.group_id or ""].append(one)
     return tuple(
-        LineageGroup(
-            group_id=group.group_id,
-            exchange_id=next((str(x) for one in of for x in one.exchange_ids or ()), ""),
-            adapter=group.adapter,
-            status=group.status,
-            reason=group.reason,
-            scores=tuple(one.reward for one in of),
-            rewards=(),
-            judge_model=group.judge_model,
-            rubric_hash=group.rubric_hash,
+        _group(
+            group,
+            next((str(x) for one in of for x in one.exchange_ids or ()), ""),
+            [one.reward for one in of],
         )
         for group in groups
         for of in (members[group.group_id],)
@@ -208,18 +197,29 @@ def _of_sessions(session: Session, run_id: str) -> tuple[LineageGroup, ...]:
 
 
 def _deleted_group(row: GroupDigestRow) -> LineageGroup:
+    return replace(
+        _group(row, row.exchange_id, row.scores, row.rewards or ()),
+        content="forgotten" if row.forgotten else "expired",
+        content_digest=row.content_digest,
+    )
+
+
+def _group(
+    row: GroupRow | TaskGroupRow | GroupDigestRow,
+    exchange_id: str,
+    scores: Iterable[float | None],
+    rewards: Iterable[float | None] = (),
+) -> LineageGroup:
     return LineageGroup(
         group_id=row.group_id,
-        exchange_id=row.exchange_id,
+        exchange_id=exchange_id,
         adapter=row.adapter,
         status=row.status,
         reason=row.reason,
-        scores=tuple(row.scores),
-        rewards=tuple(row.rewards or ()),
+        scores=tuple(scores),
+        rewards=tuple(rewards),
         judge_model=row.judge_model,
         rubric_hash=row.rubric_hash,
-        content="forgotten" if row.forgotten else "expired",
-        content_digest=row.content_digest,
     )
 
 

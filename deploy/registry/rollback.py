@@ -118,9 +118,8 @@ def roll_back_in(
         )
     if target != before:
         versions.refuse_removed(session, target)
-    met = _met_by_users(session, model)
     undoes = versions.descends_from(session, model, target, before)
-    ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
+    ended, met = _end_canary(session, model, reason=reason, actor=actor, now=now)
     left: AdapterState = "retired" if undoes else "rolled_back"
     moved = _move_aliases(
         session, model, before, target, left=left, reason=reason, actor=actor, now=now
@@ -166,20 +165,16 @@ def roll_back_in(
     )
 
 
-def _met_by_users(session: Session, model: str) -> list[str]:
-    """Return the candidate whose canary gave it users; empty while it is loaded or at the gate."""
-    active = canaries.active(session, model)
-    if active is None or active.phase != "ramping":
-        return []
-    return [active.candidate]
-
-
-def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: float) -> str | None:
+def _end_canary(
+    session: Session, model: str, *, reason: str, actor: str, now: float
+) -> tuple[str | None, list[str]]:
+    """Return the id of the canary that was active, and its candidate if it had users."""
     row = canaries.active_row(session, model)
     if row is None:
-        return None
+        return None, []
+    met = [row.candidate] if row.state == "ramping" else []
     transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
-    return row.canary_id
+    return row.canary_id, met
 
 
 def _move_aliases(

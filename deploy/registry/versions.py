@@ -113,12 +113,10 @@ def named(session: Session, model: str, names: Collection[str]) -> list[AdapterV
         AdapterRow.name.in_(sorted(names)), or_(AdapterRow.model == model, of_project)
     )
     # Sorted here: of several lines no index has them in this order, and they are few.
-    rows = sorted(session.scalars(statement), key=_made)
-    return [to_version(row) for row in reversed(rows)]
-
-
-def _made(row: AdapterRow) -> tuple[float, str]:
-    return row.created_at, row.name
+    rows = sorted(
+        session.scalars(statement), key=lambda row: (row.created_at, row.name), reverse=True
+    )
+    return [to_version(row) for row in rows]
 
 
 def any_in(session: Session, model: str, state: AdapterState, *, but: str = "") -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
@@ -222,8 +222,11 @@ def repeat_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
     """
     parts: Parts = []
     for runs in by_group:
-        taus = [_agreement(a.scores, b.scores) for a, b in combinations(runs, 2)]
-        known = [tau for tau in taus if tau is not None]
+        known: list[float] = []
+        for a, b in combinations([run.scores for run in runs], 2):
+            tau = kendall_tau(a, b)
+            tau = kendall_tau(b, a) if tau is None else tau
+            known += [] if tau is None else [tau]
         if known:
             parts.append((sum(known), len(known)))
     return parts
@@ -242,11 +245,6 @@ def noise_sd(by_group: Iterable[Sequence[Run]]) -> float | None:
             squares += sum((score - mean) ** 2 for score in column)
             freedom += len(column) - 1
     return math.sqrt(squares / freedom) if freedom else None
-
-
-def _agreement(a: Sequence[float], b: Sequence[float]) -> float | None:
-    tau = kendall_tau(a, b)
-    return kendall_tau(b, a) if tau is None else tau
 
 
 def _above_expectation(runs: Sequence[Run]) -> list[list[float]]:
@@ -355,14 +353,14 @@ def summarise(
         failures=_failures(runs),
         unusable_replies=sum(run.unusable for run in runs),
         tau=interval(_tau_parts(grouped)),
-        pairs_right=interval(_pair_parts(grouped, _every_pair)),
+        pairs_right=interval(_pair_parts(grouped)),
         first_minus_last=interval(first_minus_last_parts(grouped)),
         by_position=tuple(one for one in places if one is not None),
         flips=interval(flip_parts(grouped)),
         repeat_tau=interval(repeat_parts(grouped)),
         noise_sd=noise_sd(grouped),
-        by_kind=intervals({kind: _pair_parts(grouped, _worse_is(kind)) for kind in kinds}),
-        by_task=intervals({task: _pair_parts(grouped, _task_is(task)) for task in tasks}),
+        by_kind=intervals({kind: _pair_parts(grouped, kind=kind) for kind in kinds}),
+        by_task=intervals({task: _pair_parts(grouped, task=task) for task in tasks}),
         replayed=sum(run.replayed for run in asked),
         cost_usd=sum(all_costs) if asked and len(all_costs) == len(asked) else None,
         usd_per_group=cost / len(tried) if cost is not None else None,
@@ -371,28 +369,15 @@ def summarise(
     )
 
 
-Wanted = Callable[[KnownGroup, int], bool]
-"""Whether a pair counts, by its group and the index of its worse answer."""
-
-
-def _every_pair(_group: KnownGroup, _worse: int) -> bool:
-    return True
-
-
-def _worse_is(kind: str) -> Wanted:
-    return lambda group, worse: group.candidates[worse].kind == kind
-
-
-def _task_is(task: str) -> Wanted:
-    return lambda group, _worse: group.task == task
-
-
-def _pair_parts(by_group: Iterable[Sequence[Run]], wanted: Wanted) -> Parts:
+def _pair_parts(
+    by_group: Iterable[Sequence[Run]], *, kind: str | None = None, task: str | None = None
+) -> Parts:
+    """kind: of the worse answer. task: of the group. None: any."""
     parts: Parts = []
     for runs in by_group:
         group = runs[0].group
-        pairs = [pair for pair in group.pairs if wanted(group, pair[1])]
-        if pairs:
+        of_kind = (pair for pair in group.pairs if kind in (None, group.candidates[pair[1]].kind))
+        if task in (None, group.task) and (pairs := list(of_kind)):
             right = sum(pairs_right(pairs, run.scores) for run in runs)
             parts.append((right, len(pairs) * len(runs)))
     return parts

@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ async def judge_groups(
     rubric, view: as for `score_answers`. sleep: for tests.
     Returns: one run for each group and repeat, failed ones too.
     """
-    ask = _Asking(judge=judge, rubric=rubric, view=view, sleep=sleep)
+    ask = partial(_ask, judge, rubric=rubric, view=view, sleep=sleep)
     gate = asyncio.Semaphore(plan.concurrency)
     done: list[Run] = []
 
@@ -93,7 +94,11 @@ async def judge_groups(
     return list(await asyncio.gather(*wanted))
 
 
-async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Run:
+Ask = Callable[..., Awaitable[dict[int, float]]]
+"""`_ask` of one judge."""
+
+
+async def _judge(ask: Ask, group: KnownGroup, plan: Plan, repeat: int) -> Run:
     calls: list[JudgeCall] = []
     passes: list[Pass] = []
     failure = None
@@ -143,48 +148,44 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asking:
-    """Asks the judge about one order of answers; waits for rate limits."""
+async def _ask(
+    judge: Judge,
+    group: KnownGroup,
+    answers: Sequence[Mapping[str, Any]],
+    order: Sequence[int],
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+    *,
+    rubric: str,
+    view: JudgeView | None,
+    sleep: Sleep,
+) -> dict[int, float]:
+    """Show the answers in this order; wait for rate limits.
 
-    judge: Judge
-    rubric: str
-    view: JudgeView | None
-    sleep: Sleep
-
-    async def __call__(
-        self,
-        group: KnownGroup,
-        answers: Sequence[Mapping[str, Any]],
-        order: Sequence[int],
-        seed: int,
-        on_call: Callable[[JudgeCall], None],
-    ) -> dict[int, float]:
-        """Show the answers in this order. Returns: the score of each by its index in `answers`."""
-        places = arranged(order, seed)
-        attempt = 1
-        while True:
-            try:
-                judged = await score_answers(
-                    self.judge,
-                    context=group.context,
-                    tools=group.tools,
-                    answers=[answers[place] for place in places],
-                    rubric=self.rubric,
-                    passes=1,
-                    seed=seed,
-                    on_call=on_call,
-                    subject=group.group_id,
-                    view=self.view,
-                )
-            except JudgeBusyError as error:
-                if attempt == LIMIT_TRIES:
-                    raise
-                asked_s = min(error.retry_after_s, LONGEST_RETRY_AFTER_S)
-            else:
-                return dict(zip(places, judged.scores, strict=True))
-            await self.sleep(max(asked_s, LIMIT_WAITS.wait_s(attempt)))
-            attempt += 1
+    Returns: the score of each by its index in `answers`.
+    """
+    places = arranged(order, seed)
+    for attempt in range(1, LIMIT_TRIES + 1):
+        try:
+            judged = await score_answers(
+                judge,
+                context=group.context,
+                tools=group.tools,
+                answers=[answers[place] for place in places],
+                rubric=rubric,
+                passes=1,
+                seed=seed,
+                on_call=on_call,
+                subject=group.group_id,
+                view=view,
+            )
+            break
+        except JudgeBusyError as error:
+            if attempt == LIMIT_TRIES:
+                raise
+            asked_s = min(error.retry_after_s, LONGEST_RETRY_AFTER_S)
+        await sleep(max(asked_s, LIMIT_WAITS.wait_s(attempt)))
+    return dict(zip(places, judged.scores, strict=True))
 
 
 def arranged(order: Sequence[int], seed: int) -> list[int]:
@@ -340,12 +341,9 @@ def _quote(value: Any) -> str:
 
 # Show summaries side by side, as text. Pure.
 
-Cell = Callable[[Summary], str]
-Row = tuple[str, Cell]
-Named = Callable[[Summary], Mapping[str, Interval]]
 FEW = 5
 """Groups below which a bootstrap over groups says nothing: their number stands for the interval."""
-FIGURES: Sequence[Row] = (
+FIGURES: Sequence[tuple[str, Callable[[Summary], str]]] = (
     ("runs with scores", lambda one: f"{one.scored} of {one.runs}"),
     ("rank agreement (tau-b)", lambda one: _interval(one.tau)),
     ("pairs right", lambda one: _interval(one.pairs_right, "{:.0%}")),
@@ -365,15 +363,9 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
     columns = [f"[{number}]" for number in range(1, len(summaries) + 1)]
     rows = [
         ["", *columns],
-        *_cells(summaries, FIGURES),
-        *_part(
-            "pairs right, by the fault of the worse answer",
-            _cells(summaries, _shares(summaries, lambda one: one.by_kind)),
-        ),
-        *_part(
-            "pairs right, by task",
-            _cells(summaries, _shares(summaries, lambda one: one.by_task)),
-        ),
+        *([name, *(cell(one) for one in summaries)] for name, cell in FIGURES),
+        *_shares("by the fault of the worse answer", [one.by_kind for one in summaries]),
+        *_shares("by task", [one.by_task for one in summaries]),
     ]
     widths = [max(len(row[k]) for row in rows if len(row) > 1) for k in range(len(columns) + 1)]
     named = list(zip(columns, summaries, strict=True))
@@ -395,26 +387,13 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
     ]
 
 
-def _part(heading: str, rows: list[list[str]]) -> list[list[str]]:
-    """Return rows under their heading; nothing without rows."""
-    return [[heading], *rows] if rows else []
-
-
-def _cells(summaries: Sequence[Summary], rows: Sequence[Row]) -> list[list[str]]:
-    return [[name, *(cell(one) for one in summaries)] for name, cell in rows]
-
-
-def _shares(summaries: Sequence[Summary], of: Named) -> list[Row]:
-    names = sorted({name for one in summaries for name in of(one)})
-    return [(f"  {name}", _share_of(name, of)) for name in names]
-
-
-def _share_of(name: str, of: Named) -> Cell:
-    def cell(one: Summary) -> str:
-        found = of(one).get(name)
-        return "-" if found is None else f"{found.value:.0%}"
-
-    return cell
+def _shares(heading: str, columns: Sequence[Mapping[str, Interval]]) -> list[list[str]]:
+    """Return rows of `pairs right` under their heading; nothing without rows."""
+    rows = [
+        [f"  {name}", *(f"{one[name].value:.0%}" if name in one else "-" for one in columns)]
+        for name in sorted({name for one in columns for name in one})
+    ]
+    return [[f"pairs right, {heading}"], *rows] if rows else []
 
 
 def _interval(found: Interval | None, form: str = "{:.2f}") -> str:
@@ -485,7 +464,6 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def _legend(axis: Any) -> None:  # Any: matplotlib is imported late
-    """Draw a legend, unless nothing is drawn."""
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)
 

@@ -38,10 +38,7 @@ from sidecar.routing.session_key import NAMED
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import IN_TASK, IN_TRACE, NAMED_OTHERWISE, ExchangeRow, FeedbackRow
 
-# Derive signals from exchanges as they are placed in their sessions, or again from the store.
-
-MOST = 10_000
-"""Exchanges of a session from which its signals are derived again, the first."""
+# Derive signals from exchanges as they are placed in their sessions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +86,6 @@ def derive(session: Session, placed: Sequence[Placed], regrouped: Sequence[Famil
     for family in families:
         found += _shown_by(family, known, rules, turns)
     return Derived(tuple(found), tuple(regrouped))
-
-
-def derive_session(session: Session, session_id: str) -> list[Signal]:
-    """Derive the signals of a stored session again, but for abandonment; sorted."""
-    rows = session.execute(
-        select(ExchangeRow.seq, *decoded_columns())
-        .where(ExchangeRow.session_id == session_id)
-        .order_by(ExchangeRow.seq)
-        .limit(MOST)
-    ).all()
-    families: dict[str | None, list[Turn]] = {}
-    found: list[Signal] = []
-    sizes = ((seq, sum(decoded_sizes(*columns))) for seq, *columns in rows)
-    for page, _ in read_pages(session, pages_of(sizes)):
-        for stored in page:
-            parent = stored.place.parent
-            turn = turn_of(stored.exchange, session_id=session_id)
-            families.setdefault(parent, []).append(turn)
-            if parent is not None and (rule := _tool_error(stored)):
-                found.append(_failed(stored, parent, rule, session_id=session_id))
-    for parent, family in families.items():
-        found += between(family, first=parent is None)
-    return first_of_each(found)
 
 
 def first_of_each(signals: Iterable[Signal]) -> list[Signal]:
@@ -213,28 +187,21 @@ MOST_OF_TASK = 1_000
 """Exchanges of a task among which its newest session is looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """Feedback whose id is that of other feedback: the client used an idempotency key twice."""
-
-    feedback: Feedback
-    message: str
-
-
-def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) -> list[Conflict]:
+def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) -> list[Feedback]:
     """Store feedback and join what names an exchange that is stored. Counts each once.
 
     In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
     What names a forgotten exchange or session is counted alone. An exchange that gets a negative
     score is drawn again, and so are those of a session that does.
-    Returns: what is not stored, because its id has another content.
+    Returns: what is not stored, because its id has another content: the client used an idempotency
+        key twice.
     """
     if not records:
         return []
     gone = forgotten_feedback(session, records)
     stored = _stored(session, [record.feedback_id for record in records])
     fresh: dict[str, Feedback] = {}
-    conflicts: list[Conflict] = []
+    conflicts: list[Feedback] = []
     counts: Counter[str] = Counter()
     negative: set[str] = set()
     sessions: set[str] = set()
@@ -250,7 +217,7 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
             counts[REPEATED] += 1
         else:
             counts[CONFLICT] += 1
-            conflicts.append(Conflict(record, f"{record.feedback_id} has another content already"))
+            conflicts.append(record)
     for record in fresh.values():
         found = _find(session, record)
         joined = found is not None and found.project == record.project
@@ -258,8 +225,8 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
         counts[JOINED] += joined
         counts[OTHER_PROJECT] += found is not None and not joined
         values = msgspec.structs.asdict(record)
-        values["exchange_id"] = found.exchange_id if found is not None and joined else None
-        values["session_id"] = found.session_id if found is not None and joined else None
+        for name in ("exchange_id", "session_id"):
+            values[name] = getattr(found, name) if joined else None
         session.execute(insert_into(session, FeedbackRow).values(**values, stored_at=now))
         if found is None or not joined or record.score is None or record.score >= 0:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, case, delete, func, literal, select, tuple_
@@ -113,7 +114,7 @@ def withdraw_abandonments(session: Session, began: Mapping[str, Collection[float
     wrong = [
         (exchange_id, ABANDONMENT)
         for exchange_id, name, at, evidence in rows
-        if any(_began_at(evidence, at) < one <= at for one in began[name])
+        if any(evidence["began_at"] < one <= at for one in began[name])
     ]
     if wrong:
         _delete(session, wrong)
@@ -127,12 +128,6 @@ def _delete(session: Session, keys: Collection[tuple[str, str]]) -> None:
         .where(tuple_(SignalRow.exchange_id, SignalRow.kind).in_(keys))
         .execution_options(synchronize_session=False)
     )
-
-
-def _began_at(evidence: dict[str, Any], at: float) -> float:  # Any: JSON
-    """When the abandoned exchange began; evidence of older versions gives the signal's own time."""
-    found: float = evidence.get("began_at", at)
-    return found
 
 
 SESSIONS: Final = ("session", "task")
@@ -353,20 +348,6 @@ looked for: proxies deliver out of order by seconds."""
 CALLS = "tool_calls"
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A row of the page."""
-
-    seq: int
-    exchange_id: str
-    session_id: str
-    stored_at: float
-    started_at: float
-    timings: dict[str, Any]  # Any: JSON
-    outcome: str
-    origin: str
-
-
 ABANDONED_AFTER_S = 1_800.0
 """A session that was left in the middle counts as abandoned when nothing followed for so long."""
 
@@ -387,7 +368,7 @@ def find_abandoned(database: Database, *, after_s: float, now: float) -> int:
     return len(page)
 
 
-def _page(session: Session, begin: int, *, settled: float, now: float) -> list[_Seen]:
+def _page(session: Session, begin: int, *, settled: float, now: float) -> Sequence[Any]:
     rows = session.execute(
         select(
             ExchangeRow.seq,
@@ -403,17 +384,11 @@ def _page(session: Session, begin: int, *, settled: float, now: float) -> list[_
         .order_by(ExchangeRow.seq)
         .limit(PAGE)
     )
-    page: list[_Seen] = []
-    for row in rows:
-        seen = _Seen(*row)
-        # A time to come was written by a clock that was fast: nothing waits for it.
-        if settled < seen.stored_at <= now:
-            break
-        page.append(seen)
-    return page
+    # A time to come was written by a clock that was fast: nothing waits for it.
+    return list(takewhile(lambda row: not settled < row.stored_at <= now, rows))
 
 
-def _abandoned(session: Session, page: list[_Seen], after_s: float) -> list[Signal]:
+def _abandoned(session: Session, page: Sequence[Any], after_s: float) -> list[Signal]:
     names = [one.exchange_id for one in page]
     calls = set(
         session.scalars(
@@ -453,7 +428,7 @@ def _abandoned(session: Session, page: list[_Seen], after_s: float) -> list[Sign
     return found
 
 
-def _near(session: Session, one: _Seen) -> Iterator[float]:
+def _near(session: Session, one: Any) -> Iterator[float]:
     """Yield when the nearest exchanges of the session began."""
     key = ExchangeRow.seq
     for bound, order in ((key > one.seq, key), (key < one.seq, key.desc())):

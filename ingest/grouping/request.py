@@ -76,16 +76,9 @@ _MEDIA_KEYS = frozenset({
 })  # fmt: skip
 
 
-def masking_field(request: Mapping[str, Any]) -> str | None:
-    """Return the first field, if any, by which the request forbids tokens during sampling.
-
-    Returns: the field's name; `STRICT_TOOLS` for the `strict` of a tool.
-    """
-    return next(masking_fields(request), None)
-
-
 def masking_fields(request: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all of them."""
+    """Yield the fields by which the request forbids tokens during sampling; `STRICT_TOOLS` for the
+    `strict` of a tool."""
     for name in sorted(MASKING_FIELDS & request.keys()):
         if _asks(name, request[name]):
             yield name
@@ -326,12 +319,8 @@ def _fields(path: Path) -> frozenset[str] | None:
     except UNREADABLE:
         return None
     return frozenset(
-        name for name, neutral in NEUTRAL.items() if _is_set(values.get(name), neutral)
+        name for name, neutral in NEUTRAL.items() if values.get(name) not in (None, *neutral)
     )
-
-
-def _is_set(value: Any, neutral: tuple[float, ...]) -> bool:  # Any: JSON
-    return value is not None and value not in neutral
 
 
 def _in_hub_cache(name: str, file: str) -> Path | None:

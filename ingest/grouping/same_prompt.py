@@ -275,22 +275,16 @@ def prior(features: Features) -> float:
     return DECIDES * decides + TOLD * (features.corrected or features.negative)
 
 
-def chance_of_spread(features: Features, weights: Mapping[str, float] = WEIGHTS) -> float:
+def chance_of_spread(features: Features) -> float:
     """Estimate the probability that a group of this step has a spread, 0..1."""
-    logit = sum(weights.get(name, 0.0) * value for name, value in inputs(features).items())
+    logit = sum(WEIGHTS[name] * value for name, value in inputs(features).items())
     logit += prior(features)
     return 1 / (1 + math.exp(-max(-30.0, min(30.0, logit))))
 
 
-def propensity(
-    features: Features,
-    *,
-    rate: float,
-    uniform_share: float,
-    weights: Mapping[str, float] = WEIGHTS,
-) -> float:
+def propensity(features: Features, *, rate: float, uniform_share: float) -> float:
     """Return the probability to draw a step: `rate` times a keep of at least `uniform_share`."""
-    kept: float = min(1.0, (chance_of_spread(features, weights) / PIVOT) ** STEEPNESS)
+    kept: float = min(1.0, (chance_of_spread(features) / PIVOT) ** STEEPNESS)
     return rate * (uniform_share + (1 - uniform_share) * kept)
 
 

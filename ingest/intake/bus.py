@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from kafka import ConsumerRebalanceListener
+from kafka import ConsumerRebalanceListener, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.errors import CommitFailedError, KafkaError
+from kafka.structs import OffsetAndMetadata
 
 from ingest.errors import BusError
 from sidecar.capture.outbox import OutboxReader
@@ -196,8 +198,6 @@ class KafkaBus:
     # -- the contract
 
     def epoch(self) -> int:
-        from kafka.errors import KafkaError
-
         consumer = self._connected()
         try:
             if not self._owned and not self._held:
@@ -207,8 +207,6 @@ class KafkaBus:
         return self._epoch
 
     def read(self, limit: int, limit_bytes: int = BATCH_BYTES) -> Sequence[Envelope]:
-        from kafka.errors import KafkaError
-
         consumer = self._connected()
         try:
             missing = limit - len(self._held)
@@ -222,10 +220,6 @@ class KafkaBus:
         return self._front(limit, limit_bytes)
 
     def commit(self, position: int) -> None:
-        from kafka import TopicPartition
-        from kafka.errors import CommitFailedError, KafkaError
-        from kafka.structs import OffsetAndMetadata
-
         offsets: dict[Any, Any] = {}
         done = [one for one in self._held if one.envelope.position <= position]
         for one in done:  # in order, so the last of each partition counts
@@ -247,9 +241,6 @@ class KafkaBus:
             self._held.popleft()
 
     def lag(self) -> int:
-        from kafka import TopicPartition
-        from kafka.errors import KafkaError
-
         consumer = self._connected()
         timeout_ms = int(REQUEST_S * 1_000)
         try:
@@ -266,8 +257,6 @@ class KafkaBus:
         return lag
 
     def put_aside(self, envelope: Envelope, reason: str) -> None:
-        from kafka.errors import KafkaError
-
         if time.monotonic() < self._dead_letters_at:
             log.warning("dead_letter_not_sent", where=envelope.where, why="the topic is away")
             return
@@ -300,16 +289,8 @@ class KafkaBus:
     # -- inside
 
     def _connected(self) -> Any:  # Any: the consumer
-        if self._consumer is None:
-            self._consumer = self._connect()
-        return self._consumer
-
-    def _connect(self) -> Any:  # Any: as above
-        from kafka import KafkaConsumer
-        from kafka.errors import KafkaError
-
-        pass
-
+        if self._consumer is not None:
+            return self._consumer
         try:
             consumer = open_client(
                 KafkaConsumer,
@@ -323,14 +304,17 @@ class KafkaBus:
                     "max_poll_interval_ms": MAX_POLL_INTERVAL_MS,
                     "fetch_max_bytes": FETCH_BYTES,
                     "max_partition_fetch_bytes": PARTITION_FETCH_BYTES,
-                    "check_crcs": _has_fast_crc(),
+                    # In Python checksums take 0.7 ms an exchange, more than all the rest of
+                    # reading it; the brokers check them when a record arrives, whoever reads it.
+                    "check_crcs": find_spec("crc32c") is not None,
                     "allow_auto_create_topics": False,
                     "metrics_enabled": False,
                 },
             )
-            consumer.subscribe([self._place.topic], listener=listener(self._assigned))
+            consumer.subscribe([self._place.topic], listener=_Listener(self._assigned))
         except KafkaError as error:
             raise self._away(error) from error
+        self._consumer = consumer
         return consumer
 
     def _assigned(self, partitions: frozenset[int]) -> None:
@@ -386,8 +370,6 @@ class KafkaBus:
 
     def _dead_letters(self) -> Any:  # Any: a producer
         if self._producer is None:
-            from kafka import KafkaProducer
-
             self._producer = open_client(
                 KafkaProducer,
                 {
@@ -415,12 +397,6 @@ class KafkaBus:
 
     def _away(self, error: Exception) -> BusError:
         return BusError(describe(error, self._place, self._kafka))
-
-
-def _has_fast_crc() -> bool:
-    """Return True if checksums take little time. In Python they take 0.7 ms an exchange, more than
-    all the rest of reading it; the brokers check them when a record arrives, whoever reads it."""
-    return find_spec("crc32c") is not None
 
 
 # The embedded bus, and the choice of the bus by `bus.url`.
@@ -479,13 +455,10 @@ def open_bus(url: str, kafka: Kafka | None = None) -> BusReader:
     return KafkaBus(place, kafka or Kafka())
 
 
-# Told by `kafka-python` which partitions this process has. Imported only with Kafka.
-
-Assigned = Callable[[frozenset[int]], None]
-
-
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # the library has no types
-    def __init__(self, assigned: Assigned) -> None:
+    """Reports all partitions of this process after each change."""
+
+    def __init__(self, assigned: Callable[[frozenset[int]], None]) -> None:
         self._assigned = assigned
 
     def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
@@ -493,8 +466,3 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # the library
 
     def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
         self._assigned(frozenset(one.partition for one in assigned))
-
-
-def listener(assigned: Assigned) -> _Listener:
-    """Return a listener that reports all partitions of this process after each change."""
-    return _Listener(assigned)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -63,14 +64,13 @@ from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
 from ingest.store.exchanges import (
     NEW,
-    Settled,
     StoredExchange,
     any_settled,
     load_by_selection,
-    load_by_seq,
     load_of_turns,
     newest_of,
     put_aside,
+    read_pages,
     sessions_of,
     set_selection,
     spread_since,
@@ -191,11 +191,7 @@ def _siblings(session: Session, seqs: Sequence[int]) -> list[Sibling]:
     """Read these exchanges, the newest first."""
     if not seqs:
         return []
-    try:
-        stored = load_by_seq(session, seqs)
-    except UnreadableExchangesError as error:
-        sound = [seq for seq in seqs if seq not in error.damage]
-        stored = load_by_seq(session, sound) if sound else []
+    ((stored, _),) = read_pages(session, [seqs])
     return [
         Sibling(exchange=one.exchange, session_id=one.session_id, selection=one.selection)
         for one in reversed(stored)
@@ -468,16 +464,17 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
     now: Unix seconds.
     Returns: the number of exchanges decided.
     """
-    settled = _settled(rules.settle_s, now)
+
+    def settled(stored_at: float) -> bool:
+        # A time to come was written by a clock that was fast: nothing waits for it.
+        return not now - rules.settle_s < stored_at <= now
+
     with database.read() as session:
         if not any_settled(session, NEW, settled):
             return 0  # usual between two requests: take no write lock
     with database.write() as session:
-        batch = _readable(
-            session,
-            NEW,
-            lambda: load_by_selection(session, NEW, limit=limit, settled=settled),
-        )
+        load = partial(load_by_selection, session, NEW, limit=limit, settled=settled)
+        batch = _readable(session, NEW, load)
         decide(session, batch, rules, model=model, now=now)
     return len(batch)
 
@@ -494,14 +491,6 @@ def recent_demand(
     asked = ((caller, at) for _, caller, at, state in seen if state != REHEARSAL)
     waiting = [(seq, caller) for seq, caller, _, state in seen if state == BACKLOG]
     return daily_demand(asked, now=now, each=each), waiting
-
-
-def _settled(settle_s: float, now: float) -> Settled:
-    def settled(stored_at: float) -> bool:
-        # A time to come was written by a clock that was fast: nothing waits for it.
-        return stored_at <= now - settle_s or stored_at > now
-
-    return settled
 
 
 def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:
@@ -525,12 +514,8 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
             if len(seqs) < room and shares.has_room(caller):
                 shares.take(caller)
                 seqs.append(seq)
-        batch = _readable(
-            session,
-            BACKLOG,
-            lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True, of=seqs),
-        )
-        batch = _not_learned_from(session, batch)
+        load = partial(load_by_selection, session, BACKLOG, limit=room, newest_first=True, of=seqs)
+        batch = _not_learned_from(session, _readable(session, BACKLOG, load))
         decide(session, batch, rules, model=model, now=now)
     return len(batch)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import msgspec
 import structlog
@@ -24,7 +25,6 @@ from sqlalchemy.orm import Session
 
 from ingest.feedback.deriving import (
     Arrived,
-    Conflict,
     Derived,
     Placed,
     derive,
@@ -37,7 +37,7 @@ from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.choose import PLACING_STAGE as SESSIONS_STAGE, Sessions, as_moved
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE, Screened, keep_all
 from ingest.retention.deletion import remove_leftovers
-from ingest.sampling.round import completion_tokens, count_rehearsed, count_served
+from ingest.sampling.round import REHEARSED, SERVED, completion_tokens
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -48,6 +48,7 @@ from ingest.store.exchanges import (
     rows_of,
     stored_among,
 )
+from ingest.store.listing import day_of
 from ingest.store.sessions import any_forgotten, forgotten_among, save_forgotten
 from ingest.tokens import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
@@ -81,15 +82,8 @@ class Consumed:
         return found + self.feedback + self.dropped + self.forgotten
 
     def __add__(self, other: Consumed) -> Consumed:
-        return Consumed(
-            stored=self.stored + other.stored,
-            repeated=self.repeated + other.repeated,
-            poison=self.poison + other.poison,
-            feedback=self.feedback + other.feedback,
-            dropped=self.dropped + other.dropped,
-            forgotten=self.forgotten + other.forgotten,
-            decided=self.decided + other.decided,
-        )
+        more = asdict(other)
+        return Consumed(**{name: one + more[name] for name, one in asdict(self).items()})
 
 
 # Drop records that arrive after their user, session or exchange was forgotten.
@@ -249,20 +243,25 @@ def consume(
         keyring=database.keyring,
         screen=screen,
     )
+    store = partial(_store, database, sessions=sessions, decide=decide, now=now, whole=keeps_unread)
     for records in _portions(bus.read(limit), read):
         poison = [(one.envelope, one.error) for one in records if one.error is not None]
         try:
-            consumed += _store(database, records, sessions, decide, now=now, whole=keeps_unread)
+            consumed += store(records)
         except REFUSED:
             # The database refused a row, and with it the whole batch. Stored one by one, only the
             # refused rows are dead-lettered.
             log.warning("batch_refused", records=len(records))
             for record in records:
-                stored, error = _store_alone(
-                    database, record, sessions, decide, now=now, whole=keeps_unread
-                )
-                consumed += stored
-                if error is not None:
+                try:
+                    consumed += store([record])
+                except REFUSED as error:
+                    with database.write(alone=False) as session:
+                        aside = _put_aside(
+                            session, record.envelope, error, now=now, whole=keeps_unread
+                        )
+                        count(session, STAGE, POISON if aside else REPEATED)
+                    consumed += Consumed(poison=int(aside), repeated=int(not aside))
                     poison.append((record.envelope, error))
         sessions.saved()
         for envelope, why in poison:
@@ -291,9 +290,9 @@ def _portions(
 def _store(
     database: Database,
     records: Sequence[_Record],
+    *,
     sessions: Sessions,
     decide: Decide | None,
-    *,
     now: float,
     whole: bool,
 ) -> Consumed:
@@ -355,10 +354,11 @@ def _store(
         )
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
-        for origin, spend in (("user", count_served), ("rehearsal", count_rehearsed)):
+        for origin, of_origin in (("user", SERVED), ("rehearsal", REHEARSED)):
             said = (one.stored.exchange for one in new if one.stored is not None)
             spent = sum(completion_tokens(one) for one in said if one.origin == origin)
-            spend(session, spent, now=now)
+            if spent:
+                count(session, of_origin, day_of(now), spent)
     for record in new:
         if record.tokens == DISAGREES and record.stored is not None:
             exchange = record.stored.exchange
@@ -408,14 +408,15 @@ def _tell(session: Session, new: Sequence[_Record], derived: Derived) -> None:
 
 
 def _keep_conflicts(
-    session: Session, records: Sequence[_Record], conflicts: Sequence[Conflict], *, now: float
+    session: Session, records: Sequence[_Record], conflicts: Sequence[Feedback], *, now: float
 ) -> None:
     by_record = {id(record.feedback): record for record in records}
     for conflict in conflicts:
-        log.warning("feedback_conflict", why=conflict.message)
-        envelope = by_record[id(conflict.feedback)].envelope
+        why = f"{conflict.feedback_id} has another content already"
+        log.warning("feedback_conflict", why=why)
+        envelope = by_record[id(conflict)].envelope
         place = envelope.where or str(envelope.position)
-        dead_letter(session, envelope.payload, where=place, reason=conflict.message, now=now)
+        dead_letter(session, envelope.payload, where=place, reason=why, now=now)
 
 
 def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
@@ -427,25 +428,6 @@ def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
     for known in stored_among(session, list(found)):
         del found[known]
     return list(found.values())
-
-
-def _store_alone(
-    database: Database,
-    record: _Record,
-    sessions: Sessions,
-    decide: Decide | None,
-    *,
-    now: float,
-    whole: bool,
-) -> tuple[Consumed, Exception | None]:
-    """Store one record. Returns: what became of it, and why the database refused it."""
-    try:
-        return _store(database, [record], sessions, decide, now=now, whole=whole), None
-    except REFUSED as error:
-        with database.write(alone=False) as session:
-            aside = _put_aside(session, record.envelope, error, now=now, whole=whole)
-            count(session, STAGE, POISON if aside else REPEATED)
-        return Consumed(poison=int(aside), repeated=int(not aside)), error
 
 
 def _put_aside(

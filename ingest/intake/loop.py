@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import structlog
@@ -20,7 +21,7 @@ from ingest.grouping import request
 from ingest.grouping.selection import rules_of
 from ingest.intake.bus import BusReader, BusReport
 from ingest.intake.choose import Sessions, choose_backlog, choose_new, decide
-from ingest.intake.consume import Decide, consume
+from ingest.intake.consume import consume
 from ingest.privacy.screen import Screen
 from ingest.retention.sweep import Sweeper
 from ingest.reward_watch.store import AnswerWatch
@@ -133,7 +134,6 @@ class Intake:
             self._sessions.restore(self._database, now=now)
             self._restored = epoch
         self._report.report(now)
-        limit = self._batch
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:
             self._published = False
@@ -142,28 +142,20 @@ class Intake:
                 known = request.dump_facts(self._engine.facts)
                 set_flag(session, request.FLAG, known, now=now)
             self._published = True
+        decide_now = partial(decide, rules=self._rules, model=self._model, now=now)
         consumed = consume(
             self._bus,
             self._database,
-            limit=limit,
+            limit=self._batch,
             sessions=self._sessions,
             now=now,
             check_tokens=self._tokens,
-            decide=self._decide(now) if self._engine.ready and not self._rules.settle_s else None,
+            decide=decide_now if self._engine.ready and not self._rules.settle_s else None,
             screen=self._screen,
             keeps_unread=self._screen.keeps_unread or bool(self._database.keyring),
         )
         if consumed.read:
-            log.info(
-                "consumed",
-                stored=consumed.stored,
-                repeated=consumed.repeated,
-                poison=consumed.poison,
-                feedback=consumed.feedback,
-                dropped=consumed.dropped,
-                forgotten=consumed.forgotten,
-                decided=consumed.decided,
-            )
+            log.info("consumed", **asdict(consumed))
         if now >= self._abandoned_due:
             seen = find_abandoned(self._database, after_s=ABANDONED_AFTER_S, now=now)
             self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
@@ -171,12 +163,10 @@ class Intake:
         swept = sum(1 for _ in range(SWEEPS) if self._sweeper.step(now))
         if not self._engine.ready:
             return consumed.read + swept
-        decided = consumed.decided
-        decided += choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
+        decided = consumed.decided + choose_new(
+            self._database, self._rules, model=self._model, limit=self._batch, now=now
+        )
         if now >= self._backlog_due:
             self._backlog_due = now + BACKLOG_INTERVAL_S
             choose_backlog(self._database, self._rules, model=self._model, now=now)
         return consumed.read + decided + swept
-
-    def _decide(self, now: float) -> Decide:
-        return partial(decide, rules=self._rules, model=self._model, now=now)

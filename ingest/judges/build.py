@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 
 from ingest.judges.provider import Panel, Patience, Provider
 from ingest.judges.replies import ContentSeeds, open_kept
 from ingest.judges.spending import Ledger
-from ingest.records import Group
 from ingest.ruler.judge import Judge
 from ingest.ruler.judging import LONGEST_LIMIT_S
-from ingest.ruler.ruler import SEED_BITS
 from ingest.ruler.waiting import LONGEST_STAY_S
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -35,12 +32,7 @@ class ProcessJudges:
         self._providers = [
             Provider.open(one, self._ledger, self._kept, clock) for one in each_judge(settings)
         ]
-        self.draw_seed: Callable[[Group | None], int] = (
-            ContentSeeds(self._kept.store)
-            if self._kept is not None
-            else lambda _: secrets.randbits(SEED_BITS)
-        )
-        """Draws the seed of a group from its content; by chance, when no reply is kept."""
+        self.draw_seed = ContentSeeds(self._kept.store)
         patient = Patience(first_s=LONGEST_STAY_S, begun_s=LONGEST_LIMIT_S)
         self.patient: Judge = Panel(self._providers, patient)
         """For groups and the gate: a judge that is busy is waited for."""
@@ -49,8 +41,7 @@ class ProcessJudges:
 
     async def aclose(self) -> None:
         """Store what is noted, and close the connections; see `LiteLlmJudge.aclose`."""
-        if self._kept is not None:
-            await self._kept.aclose()
+        await self._kept.aclose()
         await self._ledger.aclose()
         for one in self._providers:
             await one.judge.aclose()  # type: ignore[attr-defined]

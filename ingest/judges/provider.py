@@ -135,7 +135,6 @@ class Provider:
         return paused_s < LONGEST_STAY_S and (not self.is_open or due)
 
     def seen(self) -> JudgeSeen:
-        """Return what is known, for people."""
         return JudgeSeen(
             model=self.judge.model,
             breaker="closed" if not self.is_open else "half_open" if self._tried else "open",
@@ -299,17 +298,14 @@ class OneJudgement:
         return self._patience.begun_s if self.begun else self._patience.first_s
 
     def note_replay(self) -> None:
-        """Note that a kept reply was given."""
         self.replayed = True
 
     async def context_tokens(self) -> int | None:
-        """See `SizedJudge.context_tokens`."""
         return await context_tokens_of(self._provider.judge)
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """See `Provider.ask`."""
         return await self._provider.ask(messages, schema, self)
 
 
@@ -324,13 +320,11 @@ class Panel:
 
     @property
     def model(self) -> str:
-        """Model name of the first judge."""
         return self._providers[0].judge.model
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """See `Judge.complete`."""
         return await self.by_one(lambda judge: judge.complete(messages, schema))
 
     async def by_one(self, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
@@ -363,7 +357,6 @@ class Panel:
         raise self._nobody(failures)
 
     def seen(self) -> tuple[JudgeSeen, ...]:
-        """See `JudgePanel.seen`."""
         return tuple(one.seen() for one in self._providers)
 
     def _nobody(self, failures: Mapping[str, JudgeUnavailableError]) -> JudgeUnavailableError:

@@ -217,7 +217,6 @@ def evict(session: Session, over: int, *, before: float) -> None:
 
 
 def reply_place(digest: str) -> bytes:
-    """Return the place of a reply, to which its encryption is bound."""
     return place_in("judge_reply", "reply", digest)
 
 
@@ -285,7 +284,6 @@ CACHE_DAYS = 7.0
 
 
 def open_kept(database: Database) -> KeptReplies:
-    """Open the kept replies, so that the same question is paid for once."""
     return KeptReplies(ReplyStore(database, max_bytes=CACHE_BYTES, max_age_s=CACHE_DAYS * DAY_S))
 
 
@@ -318,13 +316,11 @@ class CachedJudge:
         return self._judge.model
 
     async def context_tokens(self) -> int | None:
-        """See `SizedJudge.context_tokens`."""
         return await context_tokens_of(self._judge)
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """See `Judge.complete`."""
         exchange_id = kept_for()
         if exchange_id is None:
             return await self._judge.complete(messages, schema)

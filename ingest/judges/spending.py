@@ -64,7 +64,6 @@ class Spending:
 class SpentBudget:
     """A budget that is spent."""
 
-    setting: str
     why: str
     """What was spent of what, and until when, for people."""
     until: datetime
@@ -72,7 +71,6 @@ class SpentBudget:
 
 
 def nano_usd(dollars: float) -> int:
-    """Return US dollars as nano-dollars."""
     return round(dollars * NANO)
 
 
@@ -91,7 +89,6 @@ def first_spent(spending: Spending, budget: JudgeSettings, *, now: float) -> Spe
                 else f"{shown_usd(used)} of {shown_usd(limit)}"
             )
             return SpentBudget(
-                setting=f"judge.{name}",
                 why=f"judge.{name} is spent: {amounts} today, until {until:%Y-%m-%d %H:%M} UTC",
                 until=until,
             )
@@ -194,7 +191,6 @@ class Ledger:
             self.spend(amount)
 
     def spend(self, amount: Amount) -> None:
-        """Note what a provider charged."""
         self.note(rows_of(amount, now=self._clock()))
 
     def note(self, counts: Counts) -> None:
@@ -223,12 +219,7 @@ class Ledger:
 
     def _reserve(self, rows: Counts, now: float, check: bool) -> SpentBudget | None:
         """Write the rows and what is noted, unless a budget is spent. Raises: StoreError."""
-        with self._turn:
-            return self._reserve_alone(rows, now, check)
-
-    def _reserve_alone(self, rows: Counts, now: float, check: bool) -> SpentBudget | None:
-        with self._lock:
-            noted, self._unwritten = self._unwritten, Counter()
+        noted: Counter[tuple[str, str]]
 
         def work(session: Session) -> SpentBudget | None:
             lock_rows(session, now=now)
@@ -239,11 +230,14 @@ class Ledger:
                     count(session, stage, reason, number)
             return spent
 
-        try:
-            return self._database.repeat(work, alone=False)
-        except StoreError:
-            self.note(noted)
-            raise
+        with self._turn:
+            with self._lock:
+                noted, self._unwritten = self._unwritten, Counter()
+            try:
+                return self._database.repeat(work, alone=False)
+            except StoreError:
+                self.note(noted)
+                raise
 
 
 PAID, ASKED, ESTIMATED = "judge_paid", "judge_asked", "judge_estimated"
@@ -323,17 +317,14 @@ class Meter:
             raise
         finally:
             self._ledger.settle(reserved, estimate if unknown else None)
-            self._note_call(outcome, unknown, monotonic() - began_at)
+            self._ledger.note(
+                {
+                    (ASKED, f"{outcome} {self._name}"): 1,
+                    (ESTIMATED, self._name): int(unknown),
+                    (MILLISECONDS, self._name): round((monotonic() - began_at) * 1_000),
+                }
+            )
             self._ledger.write_soon()
-
-    def _note_call(self, outcome: str, unknown: bool, seconds: float) -> None:
-        self._ledger.note(
-            {
-                (ASKED, f"{outcome} {self._name}"): 1,
-                (ESTIMATED, self._name): int(unknown),
-                (MILLISECONDS, self._name): round(seconds * 1_000),
-            }
-        )
 
     async def _known_cost(self) -> Cost | None:
         if not self._looked_up:

@@ -12,17 +12,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, case, delete, func, select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import BACKLOG, group_id_of
-from ingest.retention.tasks import claimed_tasks, end_tasks
+from ingest.retention.tasks import claimed_tasks, digest_of, end_tasks
 from ingest.store.bases import Heirs, children_of, encode_children, store_children
 from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED
-from ingest.store.sessions import name_digest
 from sidecar.store.codec import decompress, decompress_array
 from sidecar.store.contents import content_cache, load_contents, load_links, opened_reply
 from sidecar.store.database import DAMAGE, Database, count, insert_into
@@ -90,12 +89,9 @@ def delete_exchanges(
 
     Raises: StoreError.
     """
-    rebased = 0
-    done = Deleted()
-    for done in deletion_steps(database, exchange_ids, why=why, now=now, release=release):
-        rebased += done.rebased
-    done.rebased = rebased
-    return done
+    steps = list(deletion_steps(database, exchange_ids, why=why, now=now, release=release))
+    steps[-1].rebased = sum(one.rebased for one in steps)
+    return steps[-1]
 
 
 def deletion_steps(
@@ -172,7 +168,13 @@ def _delete(
         if task.status == "trained" and task.run_id is not None:
             done.runs.add(task.run_id)
     _keep_digests(session, groups, contents, done, forgotten=why == "forgotten", now=now)
-    _delete_groups(session, [row.group_id for row in groups], gone)
+    names = [row.group_id for row in groups]
+    # The judge's words about best-of-N answers that never became a group have the id of one.
+    judged = sorted({*names, *map(group_id_of, gone)})
+    session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
+    if names:
+        session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(names)))
+        session.execute(delete(GroupRow).where(GroupRow.group_id.in_(names)))
     blank_comparisons(session, gone)
     if why == "forgotten":
         session.execute(delete(SignalRow).where(SignalRow.by_id.in_(gone)))
@@ -254,36 +256,14 @@ def _keep_digests(
     rows = []
     for row in kept:
         session_id, user = names.get(row.exchange_id, (row.session_id, ""))
-        rows.append(
-            {
-                "group_id": row.group_id,
-                "group_seq": row.seq,
-                "run_id": row.run_id,
-                "exchange_id": row.exchange_id,
-                "session_digest": name_digest("session", session_id),
-                "user_digest": name_digest("user", user),
-                "content_digest": contents.get(row.exchange_id, ""),
-                "adapter": row.adapter,
-                "status": row.status,
-                "reason": row.reason,
-                "scores": scores[row.group_id],
-                "rewards": rewards[row.group_id] if row.reward_rule is not None else None,
-                "judge_model": row.judge_model,
-                "rubric_hash": row.rubric_hash,
-                "deleted_at": now,
-                "forgotten": forgotten,
-            }
-        )
+        more = {
+            "exchange_id": row.exchange_id,
+            "content_digest": contents.get(row.exchange_id, ""),
+            "scores": scores[row.group_id],
+            "rewards": rewards[row.group_id] if row.reward_rule is not None else None,
+        }
+        rows.append(digest_of(row, session_id, user, forgotten=forgotten, now=now) | more)
     session.execute(insert_into(session, GroupDigestRow).on_conflict_do_nothing(), rows)
-
-
-def _delete_groups(session: Session, group_ids: Sequence[str], exchange_ids: Sequence[str]) -> None:
-    # The judge's words about best-of-N answers that never became a group have the id of one.
-    judged = sorted({*group_ids, *map(group_id_of, exchange_ids)})
-    session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
-    if group_ids:
-        session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(group_ids)))
-        session.execute(delete(GroupRow).where(GroupRow.group_id.in_(group_ids)))
 
 
 def blank_comparisons(session: Session, exchange_ids: Sequence[str]) -> int:
@@ -386,26 +366,6 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ages:
-    """How long records stay, in seconds; None: for good."""
-
-    exchanges_s: float | None
-    groups_s: float | None
-
-
-class Sized(Protocol):
-    """An exchange that is to be deleted."""
-
-    @property
-    def exchange_id(self) -> str: ...
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of its content, about."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """An exchange that the store holds."""
 
@@ -418,12 +378,14 @@ class Held:
     """None: it has no group."""
 
 
-def too_old(held: Sequence[Held], ages: Ages, *, now: float) -> list[Held]:
+def too_old(
+    held: Sequence[Held], *, exchanges_s: float | None, groups_s: float | None, now: float
+) -> list[Held]:
     """Choose exchanges by their age. One with a group goes with it, by the age of groups. What a
-    training run has now stays."""
+    training run has now stays. exchanges_s, groups_s: how long they stay; None: for good."""
     chosen = []
     for one in held:
-        age_s = ages.exchanges_s if one.group_status is None else ages.groups_s
+        age_s = exchanges_s if one.group_status is None else groups_s
         if age_s is not None and one.stored_at < now - age_s and one.group_status != CLAIMED:
             chosen.append(one)
     return chosen
@@ -438,11 +400,6 @@ def too_much(held: Iterable[Held], *, excess_bytes: int) -> list[Held]:
             chosen.append(one)
             excess_bytes -= one.stored_bytes
     return chosen
-
-
-def chunks(chosen: Sequence[Sized], *, rows: int, limit_bytes: int) -> list[list[str]]:
-    """Divide exchanges so that one transaction deletes a bounded number of rows and bytes."""
-    return divide([(one.exchange_id, one.stored_bytes) for one in chosen], rows, limit_bytes)
 
 
 def divide(sizes: Iterable[tuple[Key, int]], rows: int, limit_bytes: int) -> list[list[Key]]:
@@ -521,34 +478,24 @@ def judge_calls_after(session: Session, after: int) -> Sequence[Any]:
     row = JudgeCallRow
     # Of the others the reply is not read: it may be long.
     said = case((row.group_id.startswith(OF_A_COMPARISON), row.reply != ""), else_=True)
-    return session.execute(
-        select(row.seq, row.group_id, row.at, said.label("said"))
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
+    return _after(session, after, row.seq, row.group_id, row.at, said.label("said"))
 
 
 def feedback_after(session: Session, after: int) -> Sequence[Any]:
     """Read feedback behind a row."""
     row = FeedbackRow
-    return session.execute(
-        select(row.seq, row.exchange_id, row.stored_at)
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
+    return _after(session, after, row.seq, row.exchange_id, row.stored_at)
 
 
 def dead_letters_after(session: Session, after: int) -> Sequence[Any]:
     """Read dead letters behind a row, without what they say."""
     row = DeadLetterRow
-    return session.execute(
-        select(row.seq, row.at, func.length(row.payload).label("size"))
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
+    return _after(session, after, row.seq, row.at, func.length(row.payload).label("size"))
+
+
+def _after(session: Session, after: int, seq: Any, *columns: Any) -> Sequence[Any]:
+    page = select(seq, *columns).where(seq > after).order_by(seq).limit(PAGE)
+    return session.execute(page).all()
 
 
 def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> ColumnElement[int]:

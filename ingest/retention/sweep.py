@@ -17,17 +17,15 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from ingest.retention import deletion
 from ingest.retention.deletion import (
     OF_A_COMPARISON,
     STAGE,
-    Ages,
     Deleted,
     Held,
-    chunks,
     dead_letters_after,
     deletion_steps,
     divide,
@@ -102,9 +100,9 @@ class Sweeper:
     def __init__(self, database: Database, settings: Retention) -> None:
         self._database = database
         self._settings = settings
-        self._ages = Ages(
-            exchanges_s=_seconds(settings.exchanges_days), groups_s=_seconds(settings.groups_days)
-        )
+        ages = (settings.exchanges_days, settings.groups_days)
+        self._exchanges_s, self._groups_s = (days * DAY_S if days else None for days in ages)
+        """None: they stay for good."""
         self._pass: Iterator[int] | None = None
         self._began = float("-inf")
         self._deleted = 0
@@ -176,11 +174,12 @@ class Sweeper:
             yield 0
 
     def _old_exchanges(self, now: float) -> Iterator[int]:
-        if self._ages == Ages(exchanges_s=None, groups_s=None):
+        ages = {"exchanges_s": self._exchanges_s, "groups_s": self._groups_s}
+        if not any(ages.values()):
             return
 
         def remove(held: Sequence[Held]) -> Iterator[int]:
-            yield from self._delete_exchanges(too_old(held, self._ages, now=now), now)
+            yield from self._delete_exchanges(too_old(held, **ages, now=now), now)
 
         yield from self._round("exchanges", held_after, remove)
 
@@ -199,7 +198,8 @@ class Sweeper:
             yield 0
 
     def _delete_exchanges(self, chosen: Sequence[Held], now: float) -> Iterator[int]:
-        for chunk in self._with_rehearsals(chunks(chosen, rows=ROWS, limit_bytes=BYTES)):
+        sizes = [(one.exchange_id, one.stored_bytes) for one in chosen]
+        for chunk in self._with_rehearsals(divide(sizes, ROWS, BYTES)):
             done = Deleted()
             for done in deletion_steps(self._database, chunk, why="expired", now=now):
                 yield done.exchanges
@@ -222,8 +222,7 @@ class Sweeper:
 
     def _judge_calls(self, now: float) -> Iterator[int]:
         """Delete replies of the judge. Of the gate's the row stays: the lineage names the judge."""
-        age_s = _seconds(self._settings.groups_days)
-        if age_s is None:
+        if (age_s := self._groups_s) is None:
             return
 
         def remove(rows: Sequence[Any]) -> Iterator[int]:
@@ -233,29 +232,37 @@ class Sweeper:
                 row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON) and row.said
             ]
             if blank or gone:
-                yield self._delete_judge_calls(blank, gone)
+                yield self._delete("judge_calls", JudgeCallRow, gone, blank=blank)
 
         yield from self._round("judge_calls", judge_calls_after, remove)
 
-    def _delete_judge_calls(self, blank: list[int], gone: list[int]) -> int:
+    def _delete(
+        self,
+        kind: str,
+        row: type[JudgeCallRow | JudgeReplyRow | FeedbackRow | DeadLetterRow],
+        gone: Sequence[int],
+        *where: ColumnElement[bool],
+        blank: Sequence[int] = (),
+    ) -> int:
+        """Delete rows by `seq`. blank: calls of the judge that stay without what was said."""
         with self._database.write(alone=False) as session:
-            session.execute(
-                update(JudgeCallRow)
-                .where(JudgeCallRow.seq.in_(blank))
-                .values(reply="", error=None)
-                .execution_options(synchronize_session=False)
-            )
+            if blank:
+                session.execute(
+                    update(JudgeCallRow)
+                    .where(JudgeCallRow.seq.in_(blank))
+                    .values(reply="", error=None)
+                    .execution_options(synchronize_session=False)
+                )
             deleted = session.scalars(
-                delete(JudgeCallRow).where(JudgeCallRow.seq.in_(gone)).returning(JudgeCallRow.seq)
+                delete(row).where(row.seq.in_(gone), *where).returning(row.seq)
             ).all()
-            count(session, STAGE, "judge_calls", len(deleted))
+            count(session, STAGE, kind, len(deleted))
             mark_replaced(session)
         return len(deleted)
 
     def _judge_replies(self, now: float) -> Iterator[int]:
         """Delete kept replies of the judge: they hold what its calls hold."""
-        age_s = _seconds(self._settings.groups_days)
-        if age_s is None:
+        if (age_s := self._groups_s) is None:
             return
         row, gone = JudgeReplyRow, deletion.PAGE
         while gone == deletion.PAGE:
@@ -266,63 +273,40 @@ class Sweeper:
                 seqs = session.scalars(oldest).all()
             if not seqs:
                 return
-            with self._database.write(alone=False) as session:
-                session.execute(delete(row).where(row.seq.in_(seqs)))
-                count(session, STAGE, "judge_replies", len(seqs))
-                mark_replaced(session)
+            yield self._delete("judge_replies", row, seqs)
             gone = len(seqs)
-            yield gone
 
     def _feedback(self, now: float) -> Iterator[int]:
         """Delete feedback whose exchange has not come."""
-        age_s = _seconds(self._settings.exchanges_days)
-        if age_s is None:
+        if (age_s := self._exchanges_s) is None:
             return
 
         def remove(rows: Sequence[Any]) -> Iterator[int]:
             old = [row for row in rows if row.stored_at < now - age_s]
             if gone := [row.seq for row in old if row.exchange_id is None]:
-                yield self._delete_feedback(gone)
+                waits = FeedbackRow.exchange_id.is_(None)  # still
+                yield self._delete("feedback", FeedbackRow, gone, waits)
 
         yield from self._round("feedback", feedback_after, remove)
 
-    def _delete_feedback(self, gone: list[int]) -> int:
-        with self._database.write(alone=False) as session:
-            deleted = session.scalars(
-                delete(FeedbackRow)
-                .where(FeedbackRow.seq.in_(gone), FeedbackRow.exchange_id.is_(None))
-                .returning(FeedbackRow.seq)
-            ).all()
-            count(session, STAGE, "feedback", len(deleted))
-            mark_replaced(session)
-        return len(deleted)
-
     def _dead_letters(self, now: float) -> Iterator[int]:
-        age_s = _seconds(DEAD_LETTERS_DAYS)
-        if age_s is None:
-            return
-
         def remove(rows: Sequence[Any]) -> Iterator[int]:
-            old = [(row.seq, row.size or 0) for row in rows if row.at < now - age_s]
+            before = now - DEAD_LETTERS_DAYS * DAY_S
+            old = [(row.seq, row.size or 0) for row in rows if row.at < before]
             for gone in divide(old, ROWS, BYTES):
-                with self._database.write(alone=False) as session:
-                    session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(gone)))
-                    count(session, STAGE, "dead_letters", len(gone))
-                    mark_replaced(session)
-                yield len(gone)
+                yield self._delete("dead_letters", DeadLetterRow, gone)
 
         yield from self._round("dead_letters", dead_letters_after, remove)
 
     def _runs(self, now: float) -> Iterator[int]:
         """Delete runs that made no adapter."""
-        age_s = _seconds(RUNS_DAYS)
-        while age_s is not None:
+        while True:
             with self._database.write(alone=False) as session:
                 old = session.scalars(
                     select(RunRow.run_id)
                     .where(
                         RunRow.status.in_(("failed", "skipped")),
-                        RunRow.ended_at < now - age_s,
+                        RunRow.ended_at < now - RUNS_DAYS * DAY_S,
                         RunRow.adapter.is_(None),
                     )
                     .limit(ROWS)
@@ -360,10 +344,6 @@ class Sweeper:
         )
         with self._database.write(alone=False) as session:
             set_flag(session, FLAG, msgspec.json.encode(state).decode(), now=now)
-
-
-def _seconds(days: float) -> float | None:
-    return days * DAY_S if days else None
 
 
 def _is_sqlite(session: Session) -> bool:

@@ -7,7 +7,7 @@ answers, by which `sidecar forget` finds the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Literal
 
 from sqlalchemy import delete, select
@@ -19,6 +19,7 @@ from sidecar.store.database import count, insert_into
 from sidecar.store.models import (
     ExchangeRow,
     GroupDigestRow,
+    GroupRow,
     JudgeCallRow,
     RunRow,
     TaskGroupRow,
@@ -125,22 +126,31 @@ def _keep_digest(
     made = select(RunRow.adapter).where(RunRow.run_id == group.run_id)
     if group.run_id is None or session.scalar(made) is None:
         return
-    values: Mapping[str, object] = {
+    values = digest_of(group, place.session_id, place.user, forgotten=forgotten, now=now) | {
         "group_id": f"{group.group_id}-{member.place}",
+        "exchange_id": place.exchange_id,
+        "scores": [member.reward],
+    }
+    session.execute(insert_into(session, GroupDigestRow).values(values).on_conflict_do_nothing())
+
+
+def digest_of(
+    group: GroupRow | TaskGroupRow, session_id: str, user: str, *, forgotten: bool, now: float
+) -> dict[str, object]:
+    """Return columns of `group_digest`: all but those of what was said, and of the exchange."""
+    return {
+        "group_id": group.group_id,
         "group_seq": group.seq,
         "run_id": group.run_id,
-        "exchange_id": place.exchange_id,
-        "session_digest": name_digest("session", place.session_id),
-        "user_digest": name_digest("user", place.user),
+        "session_digest": name_digest("session", session_id),
+        "user_digest": name_digest("user", user),
         "content_digest": "",
         "adapter": group.adapter,
         "status": group.status,
         "reason": group.reason,
-        "scores": [member.reward],
         "rewards": None,
         "judge_model": group.judge_model,
         "rubric_hash": group.rubric_hash,
         "deleted_at": now,
         "forgotten": forgotten,
     }
-    session.execute(insert_into(session, GroupDigestRow).values(values).on_conflict_do_nothing())

@@ -30,34 +30,6 @@ UNSEEN_LIKENESS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """A share of answers."""
-
-    n: int
-    """Answers."""
-    hits: int
-    weight: float
-    """Independent answers that would tell as much, 0..n."""
-    sessions: int
-    """Sessions that the answers are of: the sample size."""
-
-    @property
-    def share(self) -> float:
-        return self.hits / self.n if self.n else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mean:
-    """A mean over answers with its standard error."""
-
-    n: int
-    mean: float
-    error: float
-    sessions: int
-    """Sessions that the answers are of: the sample size."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     value: float
     low: float
@@ -125,12 +97,12 @@ MOST_FREEDOM = 2_000
 is smaller by under 0.2%."""
 
 
-def rate_of(sessions: Iterable[tuple[int, int]]) -> Rate:
+def rate_of(sessions: Iterable[tuple[int, int]]) -> RateOf:
     """Estimate a rate. sessions: (answers, hits) of each session."""
     pairs = [(n, hits) for n, hits in sessions if n > 0]
     n, hits = sum(n for n, _ in pairs), sum(hits for _, hits in pairs)
     if not n:
-        return Rate(n=0, hits=0, weight=0.0, sessions=0)
+        return NO_RATE
     share, count = hits / n, len(pairs)
     spread = share * (1.0 - share) / n
     size = sum(one * one for one, _ in pairs) / n
@@ -140,14 +112,15 @@ def rate_of(sessions: Iterable[tuple[int, int]]) -> Rate:
         seen = count / (count - 1) * squares / (n * n) / spread
         # A few hits in sessions of their own show no likeness: it is not known to be less.
         effect = max(1.0, seen) if hits >= MANY and n - hits >= MANY else max(effect, seen)
-    return Rate(n=n, hits=hits, weight=n / effect, sessions=count)
+    return RateOf(n=n, hits=hits, weight=n / effect, sessions=count)
 
 
+NO_RATE = RateOf(n=0, hits=0, weight=0.0)
 MANY = 20
 """Hits from which on their likeness within sessions is taken as it is seen."""
 
 
-def wilson(rate: Rate, tail: float) -> Interval:
+def wilson(rate: RateOf, tail: float) -> Interval:
     """Return Wilson's score interval of a rate, with its weight as the number of answers.
 
     tail: chance of each limit to be passed.
@@ -161,7 +134,7 @@ def wilson(rate: Rate, tail: float) -> Interval:
     return Interval(value=share, low=max(0.0, centre - half), high=min(1.0, centre + half))
 
 
-def rise(now: Rate, before: Rate, tail: float) -> Interval:
+def rise(now: RateOf, before: RateOf, tail: float) -> Interval:
     """Return the difference of two rates, `now` minus `before`.
 
     Source: Newcombe 1998, "Interval estimation for the difference between independent
@@ -176,7 +149,7 @@ def rise(now: Rate, before: Rate, tail: float) -> Interval:
     )
 
 
-def mean_of(sessions: Iterable[tuple[int, float]]) -> Mean | None:
+def mean_of(sessions: Iterable[tuple[int, float]]) -> MeanOf | None:
     """Estimate a mean over answers. sessions: (answers, sum) of each. None: under two sessions."""
     pairs = [(n, total) for n, total in sessions if n > 0]
     n = sum(n for n, _ in pairs)
@@ -185,10 +158,10 @@ def mean_of(sessions: Iterable[tuple[int, float]]) -> Mean | None:
     mean = sum(total for _, total in pairs) / n
     squares = sum((total - mean * one) ** 2 for one, total in pairs)
     error = math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / n
-    return Mean(n=n, mean=mean, error=error, sessions=len(pairs))
+    return MeanOf(n=n, mean=mean, error=error, sessions=len(pairs))
 
 
-def difference(now: Mean, before: Mean, tail: float) -> Interval:
+def difference(now: MeanOf, before: MeanOf, tail: float) -> Interval:
     """Return the difference of two means, `now` minus `before`.
 
     Each error has the t of its own sessions, as each rate has in `rise`.
@@ -402,7 +375,7 @@ def _rates(line: Line, limits: Limits) -> Iterator[Result]:
     }
     tail = limits.false_holds / (len(KINDS) * max(1, len(known)))
     for kind in KINDS:
-        now = _rate(mine.rates.get(kind))
+        now = mine.rates.get(kind, NO_RATE)
         if not known:
             low = wilson(now, tail).low
             if low > MOST_ALONE:
@@ -416,7 +389,7 @@ def _rates(line: Line, limits: Limits) -> Iterator[Result]:
             else:
                 yield kind, "; ".join(_few(line, name, limits) for name in _references(line))
         for name, theirs in known.items():
-            before = _rate(theirs.rates.get(kind))
+            before = theirs.rates.get(kind, NO_RATE)
             risen = rise(now, before, tail)
             if risen.low > limits.max_rise:
                 yield Finding(
@@ -458,7 +431,7 @@ def _length(line: Line, limits: Limits) -> Iterator[Result]:
     related = Correlation(
         groups=mine.groups, r=mine.correlation, error=mine.correlation_error
     ).interval(tail)
-    grown = difference(_mean(mine.log_tokens), _mean(base.log_tokens), tail)
+    grown = difference(mine.log_tokens, base.log_tokens, tail)
     last = _known(line, line.parent or line.base, limits)
     shrank = (
         last is not None
@@ -509,17 +482,17 @@ def _judge_alone(line: Line, limits: Limits) -> Iterator[Result]:
     words: list[str] = []
     now, then = mine.signals, before.signals
     # Each answer's signals are looked at, so their number is that of the answers.
-    if now is not None and then is not None and then.hits / then.n >= ROOM * limits.users_gain:
-        fell = rise(_rate(then), _rate(now), tail)
-        users |= {"signals": now.hits / now.n, "signals_before": then.hits / then.n}
+    if now is not None and then is not None and then.share >= ROOM * limits.users_gain:
+        fell = rise(then, now, tail)
+        users |= {"signals": now.share, "signals_before": then.share}
         changes.append((fell, limits.users_gain))
         words.append(
-            f"corrections and repeated questions went from {_percent(then.hits / then.n)} to "
-            f"{_percent(now.hits / now.n)} of the answers"
+            f"corrections and repeated questions went from {_percent(then.share)} to "
+            f"{_percent(now.share)} of the answers"
         )
     told, told_then = mine.feedback, before.feedback
     if told is not None and told_then is not None and _enough(told, told_then, limits):
-        better = difference(_mean(told), _mean(told_then), tail)
+        better = difference(told, told_then, tail)
         users |= {"feedback": told.mean, "feedback_before": told_then.mean}
         # Feedback is -1..1, twice as wide as a share.
         changes.append((better, 2 * limits.users_gain))
@@ -541,7 +514,6 @@ def _judge_alone(line: Line, limits: Limits) -> Iterator[Result]:
 
 
 def _enough(told: MeanOf, then: MeanOf, limits: Limits) -> bool:
-    """Return whether there is feedback on enough answers, in enough sessions."""
     return all(
         one.n >= limits.min_groups and one.sessions >= LEAST_SESSIONS for one in (told, then)
     )
@@ -555,16 +527,6 @@ NAMES: Mapping[Kind, str] = {
     "empty": "empty",
     "cut": "cut by the token limit",
 }
-
-
-def _rate(stored: RateOf | None) -> Rate:
-    if stored is None:
-        return Rate(n=0, hits=0, weight=0.0, sessions=0)
-    return Rate(n=stored.n, hits=stored.hits, weight=stored.weight, sessions=stored.sessions)
-
-
-def _mean(stored: MeanOf) -> Mean:
-    return Mean(n=stored.n, mean=stored.mean, error=stored.error, sessions=stored.sessions)
 
 
 def _percent(share: float) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from typing import Any
 
 import msgspec
 import structlog
@@ -23,9 +25,7 @@ from ingest.reward_watch.rules import (
     Gain,
     Limits,
     Line as WatchLine,
-    Mean,
     Moments,
-    Rate,
     Verdict,
     assess,
     mean_of,
@@ -39,7 +39,6 @@ from ingest.reward_watch.traits import (
     Profile,
     RateOf,
     needs_tools,
-    read_body,
     traits_of,
     write_body,
 )
@@ -95,10 +94,7 @@ def current_profile(session: Session, model: str, adapter: str, limits: Limits) 
     told = stored.newest >= answers.newest and stored.answers > answers.answers
     grouped = stored.newest_group >= groups.newest_group and stored.groups > groups.groups
     grouped = grouped or groups.groups < min(stored.groups, limits.min_groups)
-    return _joined(
-        stored if told else answers,
-        stored if grouped else groups,
-    )
+    return _joined(stored if told else answers, stored if grouped else groups)
 
 
 def stored_profile(session: Session, model: str, adapter: str) -> Profile | None:
@@ -110,7 +106,7 @@ def stored_profile(session: Session, model: str, adapter: str) -> Profile | None
         )
     )
     try:
-        return None if body is None else read_body(body)
+        return None if body is None else msgspec.json.decode(body, type=Profile)
     except msgspec.MsgspecError as error:
         log.error("profile_damaged", adapter=adapter, why=str(error))
         return None
@@ -157,9 +153,7 @@ def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> P
     unhappy = [one[1] in signalled for one in found]
 
     def rate(hits: Sequence[bool]) -> RateOf:
-        return _stored_rate(
-            rate_of((len(ats), sum(hits[at] for at in ats)) for ats in sessions.values())
-        )
+        return rate_of((len(ats), sum(hits[at] for at in ats)) for ats in sessions.values())
 
     lengths = [
         math.log1p(one[3]) if isinstance(one[3], int) and one[3] >= 0 else None for one in found
@@ -178,7 +172,7 @@ def _of_answers(session: Session, model: str, adapter: str, limits: Limits) -> P
 
 def _mean(sessions: Iterable[Sequence[int]], values: Sequence[float | None]) -> MeanOf | None:
     held = ([found for at in ats if (found := values[at]) is not None] for ats in sessions)
-    return _stored_mean(mean_of((len(some), sum(some)) for some in held))
+    return mean_of((len(some), sum(some)) for some in held)
 
 
 def _feedback(session: Session, model: str, adapter: str) -> dict[str, float]:
@@ -257,21 +251,6 @@ def _of_groups(session: Session, model: str, adapter: str) -> Profile:
     )
 
 
-def _stored_rate(rate: Rate) -> RateOf:
-    return RateOf(
-        n=rate.n,
-        hits=rate.hits,
-        weight=min(rate.weight, float(rate.n)),
-        sessions=rate.sessions,
-    )
-
-
-def _stored_mean(mean: Mean | None) -> MeanOf | None:
-    if mean is None:
-        return None
-    return MeanOf(n=mean.n, mean=mean.mean, error=mean.error, sessions=mean.sessions)
-
-
 STAGE = "watch"
 """Counter rows: (stage, reason) -> answers that were not looked at, and damaged profiles."""
 FLAG = "watch_seq"
@@ -318,13 +297,10 @@ class AnswerWatch:
         if self._touched and now >= self._refresh_due:
             self._refresh_due = now + REFRESH_S
             for model, adapter in sorted(self._touched):
-                self._refresh(model, adapter, now)
+                with self._database.write(alone=False) as session:
+                    refresh(session, model, adapter, self._limits, now=now)
             self._touched.clear()
         return seen
-
-    def _refresh(self, model: str, adapter: str, now: float) -> None:
-        with self._database.write(alone=False) as session:
-            refresh(session, model, adapter, self._limits, now=now)
 
 
 def look_at_answers(
@@ -336,8 +312,8 @@ def look_at_answers(
     """
     with database.read() as session:
         begin, skipped = _begin(session)
-        page = [_in_its_line(one, lines) for one in _page(session, begin, now=now)]
-        found, unread = _traits(session, page)
+        page = _page(session, begin, now=now)
+        found, unread = _traits(session, page, lines)
     if not page:
         return 0, set()
     with database.write() as session:
@@ -361,35 +337,15 @@ def look_at_answers(
     return len(page), touched
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """A row of the page. Object: a damaged column holds anything."""
-
-    seq: int
-    exchange_id: str
-    stored_at: object
-    surface: str
-    model: str
-    project: object
-    adapter: str
-    session_id: str
-    status: int
-    outcome: str
-    returned_index: object
-    tokens: object
-    origin: object
-
-    @property
-    def counts(self) -> bool:
-        answered = self.surface == "chat" and self.status == 200 and self.outcome == "ok"
-        return answered and self.origin == "user"
+def _counts(one: Any) -> bool:
+    answered = one.surface == "chat" and one.status == 200 and one.outcome == "ok"
+    return bool(answered and one.origin == "user")
 
 
-def _in_its_line(one: _Seen, lines: Sequence[Line]) -> _Seen:
-    """Return the answer with the name of its line in place of the model's."""
-    for line in lines:
-        if line.project is not None and (line.model, line.project) == (one.model, one.project):
-            return msgspec.structs.replace(one, model=line.name)
-    return one
+def _line_of(one: Any, lines: Sequence[Line]) -> str:
+    """Return the name of the line that an answer is of, else its model."""
+    own = (one.public_model, one.project)
+    return next((x.name for x in lines if x.project and (x.model, x.project) == own), own[0])
 
 
 def _begin(session: Session) -> tuple[int, int]:
@@ -402,7 +358,7 @@ def _begin(session: Session) -> tuple[int, int]:
     return newest - PAGE, newest - PAGE - begin
 
 
-def _page(session: Session, begin: int, *, now: float) -> list[_Seen]:
+def _page(session: Session, begin: int, *, now: float) -> list[Any]:  # Any: rows
     row = ExchangeRow
     rows = session.execute(
         select(
@@ -424,19 +380,15 @@ def _page(session: Session, begin: int, *, now: float) -> list[_Seen]:
         .order_by(row.seq)
         .limit(PAGE)
     )
-    page: list[_Seen] = []
-    for one in rows:
-        seen = _Seen(*tuple(one))
-        # A time to come was written by a clock that was fast: nothing waits for it.
-        if isinstance(seen.stored_at, float) and now - SETTLE_S < seen.stored_at <= now:
-            break
-        page.append(seen)
-    return page
+    # A time to come was written by a clock that was fast: nothing waits for it.
+    return list(takewhile(lambda one: not now - SETTLE_S < one.stored_at <= now, rows))
 
 
-def _traits(session: Session, page: Sequence[_Seen]) -> tuple[list[dict[str, object]], int]:
+def _traits(
+    session: Session, page: Sequence[Any], lines: Sequence[Line]
+) -> tuple[list[dict[str, object]], int]:
     """Return the rows to store, and how many answers could not be read."""
-    counting = {one.exchange_id: one for one in page if one.counts}
+    counting = {one.exchange_id: one for one in page if _counts(one)}
     messages: dict[str, tuple[bytes, str | None]] = {}
     unread = 0
     for choice in session.scalars(
@@ -467,10 +419,10 @@ def _traits(session: Session, page: Sequence[_Seen]) -> tuple[list[dict[str, obj
             {
                 "seq": one.seq,
                 "exchange_id": name,
-                "model": one.model,
+                "model": _line_of(one, lines),
                 "adapter": one.adapter,
                 "session_id": one.session_id,
-                "tokens": one.tokens,
+                "tokens": one.completion_tokens,
                 **asdict(traits),
             }
         )
@@ -545,15 +497,13 @@ def ask(session: Session, model: str, settings: Watch, limits: Limits = LIMITS) 
     line = line_of(session, model, limits)
     verdict = assess(line, limits)
     waived = read_override(session, model)
-    accepted: frozenset[str] = frozenset()
+    accepted: tuple[str, ...] = ()
     if waived is not None and waived.champion == verdict.champion:
-        accepted = frozenset(waived.checks)
+        accepted = waived.checks
     holding = tuple(one for one in verdict.findings if one.check not in accepted)
-    if not settings.hold:
-        holding = ()
     return Answer(
         verdict=verdict,
-        holding=holding,
+        holding=holding if settings.hold else (),
         profiles=dict(line.profiles),
     )
 
@@ -593,25 +543,25 @@ def _ancestors(session: Session, model: str, champion: str, most: int) -> Iterat
         name = parent
 
 
+class _Measured(msgspec.Struct):
+    """What the gate measured, as the canary's evidence has it."""
+
+    mean_difference: float
+    low: float
+    high: float
+
+
 def _gain(session: Session, candidate: str) -> Gain | None:
-    """Return what the gate measured of a version; None: it was not measured, or the row is
-    damaged."""
+    """Return what the gate measured of a version; None: it was not measured."""
     of_candidate = select(CanaryRow.evidence).where(CanaryRow.candidate == candidate)
     evidence = session.scalar(of_candidate.order_by(CanaryRow.created_at.desc()).limit(1))
-    gate = evidence.get("gate") if isinstance(evidence, dict) else None
-    if not isinstance(gate, dict):
+    try:
+        gate = msgspec.convert((evidence or {}).get("gate"), _Measured)
+    except msgspec.ValidationError:
         return None
-    numbers = [gate.get(name) for name in ("mean_difference", "low", "high")]
-    mean, low, high = (_number(one) for one in numbers)
-    if not (low <= mean <= high):
+    if not (gate.low <= gate.mean_difference <= gate.high):
         return None
-    return Gain(mean=mean, error=(high - low) / WIDTH_95)
-
-
-def _number(value: object) -> float:
-    """Return a finite number; NaN for anything else."""
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and math.isfinite(value) else math.nan  # type: ignore[arg-type]
+    return Gain(mean=gate.mean_difference, error=(gate.high - gate.low) / WIDTH_95)
 
 
 def read_override(session: Session, model: str) -> Override | None:

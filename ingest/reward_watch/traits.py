@@ -10,7 +10,7 @@ seen. Precision and recall on labelled answers: docs/reward-watch.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -117,7 +117,8 @@ class _Check:
         if isinstance(value, dict):
             return self._object(value, schema, depth)
         if isinstance(value, list):
-            return all(self.fits(one, schema.get("items"), depth + 1) for one in self._some(value))
+            some = value[: max(0, self._left)]
+            return all(self.fits(one, schema.get("items"), depth + 1) for one in some)
         return True
 
     def _object(self, value: dict[str, Any], schema: dict[str, Any], depth: int) -> bool:
@@ -132,9 +133,6 @@ class _Check:
         if schema.get("additionalProperties") is False and not patterns and value.keys() - known:
             return False
         return all(self.fits(one, known.get(name), depth + 1) for name, one in list(value.items()))
-
-    def _some(self, values: Sequence[object]) -> Sequence[object]:
-        return values[: max(0, self._left)]
 
 
 def _equal(a: object, b: object, depth: int = 0) -> bool:
@@ -181,7 +179,7 @@ SHINGLE = 16
 LOOPS = 0.6
 """Share of repeated runs from which on an answer counts as a loop. Tables, lists, code, SQL and
 poems with a refrain have at most 0.52, loops at least 0.67: the texts of
-tests/ingest/reward_watch/test_repetition.py."""
+tests/ingest/reward_watch/test_traits.py."""
 
 
 def repeated_share(text: str) -> float:
@@ -446,10 +444,10 @@ def traits_of(message: bytes, *, finish_reason: str | None, tools: object) -> Tr
 def needs_tools(message: bytes) -> bool:
     """Return True when the tools of its request may tell something of an answer."""
     return (
-        b'"tool_calls"' in message
-        or b"tool_call" in message
+        b"tool_call" in message
         or b"<function=" in message
-        or (b"<|python_tag|>" in message or b"[TOOL_CALLS]" in message)
+        or b"<|python_tag|>" in message
+        or b"[TOOL_CALLS]" in message
     )
 
 
@@ -457,21 +455,29 @@ def needs_tools(message: bytes) -> bool:
 
 
 class RateOf(msgspec.Struct, frozen=True, kw_only=True):
-    """`statistics.Rate` as it is stored."""
+    """A share of answers."""
 
     n: int
+    """Answers."""
     hits: int
     weight: float
+    """Independent answers that would tell as much, 0..n."""
     sessions: int = 0
+    """Sessions that the answers are of: the sample size."""
+
+    @property
+    def share(self) -> float:
+        return self.hits / self.n if self.n else 0.0
 
 
 class MeanOf(msgspec.Struct, frozen=True, kw_only=True):
-    """`statistics.Mean` as it is stored."""
+    """A mean over answers with its standard error."""
 
     n: int
     mean: float
     error: float
     sessions: int = 0
+    """As in `RateOf`."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -499,11 +505,5 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Mean score of the feedback on these answers, -1..1."""
 
 
-def read_body(body: str) -> Profile:
-    """Decode a stored profile. Raises: msgspec.MsgspecError."""
-    return msgspec.json.decode(body, type=Profile)
-
-
 def write_body(profile: Profile) -> str:
-    """Encode a profile for its row."""
     return msgspec.json.encode(profile).decode()

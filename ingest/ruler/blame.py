@@ -256,11 +256,6 @@ def defect_of(group_id: str, error: Exception) -> Failed:
     return Failed(group_id=group_id, reason=DEFECT, detail=detail)
 
 
-def wait_s(attempts: int) -> float:
-    """Return the seconds that a group waits after this many failed attempts, at least 1."""
-    return WAITS.wait_s(attempts)
-
-
 # The judge's queue in the store: which group is judged next, and the counts of failed attempts.
 
 INTERRUPTED_DETAIL = "the scoring process ended while the judge was asked about this group"
@@ -323,29 +318,29 @@ def give_back(session: Session, group_id: str, *, until: float = 0.0) -> None:
     )
 
 
-def charge(session: Session, failed: Failed, *, now: float) -> bool:
-    """Count a failed attempt that is the group's own fault; after too many, set the group aside.
+def charge(session: Session, failed: Failed, *, now: float, proven: bool = True) -> bool:
+    """Count a failed attempt; after too many, set the group aside, else queue it for its next.
 
-    A 200 that is no answer is its provider's fault (`JudgeGarbledError`), so it is only doubted.
-    Returns: True when it was set aside now.
+    proven: it is the group's own fault; else its cause is not known. A 200 that is no answer is its
+        provider's fault (`JudgeGarbledError`), so it is never proven.
+    Returns: True when the group was set aside now.
     """
-    if failed.reason == JudgeGarbledError.reason:
-        return doubt(session, failed, now=now)
-    row = _waiting(session, failed.group_id)
+    row = session.scalar(
+        select(GroupRow)
+        .where(GroupRow.group_id == failed.group_id, GroupRow.status == SAMPLED)
+        .with_for_update()  # its counts are read, then written
+    )
     if row is None:
         return False
-    row.judge_attempts = row.judge_attempts + 1
-    ended = _count_failure(row, failed.reason)
-    return _put_back(session, row, failed, now=now, ended=ended or failed.final)
-
-
-def doubt(session: Session, failed: Failed, *, now: float) -> bool:
-    """Count a failed attempt of unknown cause; otherwise like `charge`."""
-    row = _waiting(session, failed.group_id)
-    if row is None:
-        return False
-    ended = _count_failure(row, UNPROVEN)
-    return _put_back(session, row, failed, now=now, ended=ended)
+    proven = proven and failed.reason != JudgeGarbledError.reason
+    row.judge_attempts += proven
+    ended = _count_failure(row, failed.reason if proven else UNPROVEN) or (proven and failed.final)
+    wait_s = WAITS.wait_s(max(row.judge_attempts, failures(row).get(UNPROVEN, 0)))
+    row.detail = failed.detail
+    row.judging_since = None
+    row.lease_until = now + max(wait_s, min(failed.retry_after_s, LONGEST_RETRY_AFTER_S))
+    session.flush()
+    return ended and set_aside(session, row.group_id, failed.reason, detail=failed.detail)
 
 
 def failures(row: GroupRow) -> dict[str, int]:
@@ -356,30 +351,12 @@ def failures(row: GroupRow) -> dict[str, int]:
         return {}
 
 
-def _waiting(session: Session, group_id: str) -> GroupRow | None:
-    return session.scalar(
-        select(GroupRow)
-        .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
-        .with_for_update()  # its counts are read, then written
-    )
-
-
 def _count_failure(row: GroupRow, reason: str) -> bool:
     """Count one failure. Returns: True when the group has failed too often for this reason."""
     counts = failures(row)
     counts[reason] = counts.get(reason, 0) + 1
     row.judge_failures = msgspec.json.encode(counts).decode()
     return counts[reason] >= ATTEMPTS[reason]
-
-
-def _put_back(session: Session, row: GroupRow, failed: Failed, *, now: float, ended: bool) -> bool:
-    """Queue the group for its next attempt, or set it aside. Returns: True when set aside."""
-    wait = wait_s(max(row.judge_attempts, failures(row).get(UNPROVEN, 0)))
-    row.detail = failed.detail
-    row.judging_since = None
-    row.lease_until = now + max(wait, min(failed.retry_after_s, LONGEST_RETRY_AFTER_S))
-    session.flush()
-    return ended and set_aside(session, row.group_id, failed.reason, detail=failed.detail)
 
 
 def _first_to_try_again(session: Session, left: Sequence[GroupRow]) -> GroupRow | None:

@@ -27,7 +27,7 @@ from ingest.ruler.prompt import (
     read_material,
 )
 from ingest.ruler.ruler import JudgeCall, Judgement, merge_identical, score_answers
-from ingest.verifiers.rewarding import Rewarding
+from ingest.verifiers.rewarding import Rewarding, combine
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.visible import counted
 
@@ -136,8 +136,7 @@ async def verify_and_judge(
         )
     if rewarding is None or verified is None or not isinstance(outcome, Scored):
         return outcome
-    rewarded = rewarding.reward(verified, outcome.judgement.scores)
-    return replace(outcome, rewarded=rewarded)
+    return replace(outcome, rewarded=combine(outcome.judgement.scores, verified.checked))
 
 
 async def judge_group(

@@ -183,7 +183,6 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def without(request: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return a request without these parts."""
     made = dict(request)
     for name in (SCHEMA, *SAMPLING):
         if name in left_out:
@@ -404,7 +403,6 @@ class LiteLlmJudge:
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """See `Judge.complete`."""
         litellm = await self._load()
         started = time.monotonic()
         paid: list[Usage] = []
@@ -523,7 +521,6 @@ class LiteLlmJudge:
         return litellm
 
     def _urls(self) -> list[str]:
-        """Return the URLs that LiteLLM is configured to call."""
         named = (self._settings.params.get(name) for name in ("api_base", "base_url"))
         return [url for url in (self._settings.api_base, *named) if isinstance(url, str)]
 
@@ -560,12 +557,9 @@ class LiteLlmJudge:
             return Usage()
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
         if (price := self._settings.price) is not None:
-            known = prompt is not None and completion is not None
-            cost = (
-                ((prompt or 0) * price["input"] + (completion or 0) * price["output"]) / MILLION
-                if known
-                else None
-            )
+            cost = None
+            if completion is not None:
+                cost = (prompt * price["input"] + completion * price["output"]) / MILLION
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

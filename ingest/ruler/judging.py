@@ -45,7 +45,6 @@ from ingest.ruler.blame import (
     charge,
     claim_for_judge,
     defect_of,
-    doubt,
     give_back,
     hold,
 )
@@ -196,9 +195,7 @@ class Judgements:
 
         def write(session: Session) -> bool:
             count(session, "judge_calls", "lost", lost)
-            return self._record(
-                session, group_id, calls, outcome, failed, rubric_hash=rubric_hash, now=now
-            )
+            return self._record(session, group_id, calls, outcome, failed, rubric_hash, now)
 
         try:
             # Repeated when it conflicts with another transaction: the calls have been paid for.
@@ -221,7 +218,6 @@ class Judgements:
         calls: Sequence[JudgeCall],
         outcome: GroupOutcome,
         failed: Failed | None,
-        *,
         rubric_hash: str,
         now: float,
     ) -> bool:
@@ -246,25 +242,23 @@ class Judgements:
         elif isinstance(outcome, SetAside):
             return set_aside(session, group_id, outcome.reason, detail=storable(outcome.detail))
         elif isinstance(outcome, Scored):
+            judgement = outcome.judgement
             if outcome.asked:
                 tokens, nano = cost_of(calls)
                 count_group(session, tokens=tokens, nano_usd=nano)
             marked = mark_scored(
                 session,
                 group_id,
-                outcome.judgement.scores,
-                outcome.judgement.explanations,
-                *(
-                    outcome.judged_by
-                    or (outcome.judgement.judge_model or self._judge_model, rubric_hash)
-                ),
+                judgement.scores,
+                judgement.explanations,
+                *(outcome.judged_by or (judgement.judge_model or self._judge_model, rubric_hash)),
                 now,
-                outcome.judgement.disagreement,
+                judgement.disagreement,
                 outcome.rewarded,
-                passes=len(outcome.judgement.passes),
+                passes=len(judgement.passes),
             )
             if marked and self._on_scored is not None:
-                self._on_scored(session, outcome.judgement, rubric_hash, now)
+                self._on_scored(session, judgement, rubric_hash, now)
             return marked
         return False
 
@@ -291,12 +285,11 @@ class Judgements:
         proven: the judge works, so each failure is its group's own fault. Else any of them may be
         the judge's fault.
         """
-        write = charge if proven else doubt
         now = self._clock()
         # In order: two workers that charge the same groups must not wait for each other.
         failures = sorted(failures, key=lambda failed: failed.group_id)
         with self._database.write(alone=False) as session:
-            ended = [write(session, failed, now=now) for failed in failures]
+            ended = [charge(session, one, now=now, proven=proven) for one in failures]
         for failed, is_set_aside in zip(failures, ended, strict=True):
             log.warning(
                 "group_set_aside" if is_set_aside else "group_not_judged",
@@ -642,11 +635,11 @@ class JudgingWorker:
             again_failed=failure_of(again) not in (None, DEFECT),
         )
         last = doubted.unproven[-1] if doubted.unproven else None
-        if doubted.all_fail:
+        if not doubted.all_fail:
+            if not self._blame.waiting.lasts:
+                self._say_up(doubted.outage_s)
+        else:
             self._say_down("away", ALL_FAIL, last.reason if last is not None else "")
-        elif not self._blame.waiting.lasts:
-            self._say_up(doubted.outage_s)
-        if doubted.all_fail:
             self._report.log_down(
                 ALL_FAIL,
                 model=self._judge.model,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry import trace
 
@@ -85,6 +85,7 @@ class Judgement:
         return self.calls[-1].judge_model if self.calls else None
 
 
+Item = TypeVar("Item")
 OnCall = Callable[[JudgeCall], None]
 Read = tuple[tuple[float, ...], tuple[str, ...]]
 """([G] scores, [G] explanations) of one pass."""
@@ -234,15 +235,19 @@ def merge_identical(
 
     Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
-    first: dict[str, int] = {}
-    distinct: list[Mapping[str, Any]] = []
+    return merged(answers, lambda answer: looks(shown_answer(answer)))
+
+
+def merged(items: Sequence[Item], key: Callable[[Item], object]) -> tuple[list[Item], list[int]]:
+    """Drop items of equal key. Returns: as `merge_identical`."""
+    first: dict[object, int] = {}
+    distinct: list[Item] = []
     place_of: list[int] = []
-    for answer in answers:
-        key = looks(shown_answer(answer))
-        if key not in first:
-            first[key] = len(distinct)
-            distinct.append(answer)
-        place_of.append(first[key])
+    for item in items:
+        if (of := key(item)) not in first:
+            first[of] = len(distinct)
+            distinct.append(item)
+        place_of.append(first[of])
     return distinct, place_of
 
 

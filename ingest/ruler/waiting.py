@@ -136,7 +136,6 @@ class Waiting:
         )
 
     def sent(self, number: int, now: float) -> Waiting:
-        """A request goes out."""
         return self._changed(number, at=now)
 
     def ended(self, number: int) -> Waiting:
@@ -170,7 +169,6 @@ class Waiting:
         return replace(state, pace=pace, cut_at=now, taken=0, next_at=now + wait_s)
 
     def paused(self, until: float) -> Waiting:
-        """The service asked to be left alone."""
         return replace(self, paused_until=max(self.paused_until, until))
 
     def failed(
@@ -206,7 +204,6 @@ class Waiting:
         return replace(self, failures=0, failing_since=None, delay_s=0.0, retry_at=0.0)
 
     def withheld(self, until: float) -> Waiting:
-        """The operator's limits forbid to ask."""
         return replace(self, withheld_until=max(self.withheld_until, until))
 
     def _recent(self, now: float) -> tuple[Request, ...]:

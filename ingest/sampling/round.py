@@ -72,7 +72,7 @@ OF_ALL: frozenset[Miss] = WAITS | {"adapter_gone", "refused"}
 MAX_ROUNDS = 5
 """Most rounds that leave candidates missing through the group's own fault."""
 RETRIES = Backoff(first_s=5.0, last_s=300.0)
-"""Pauses between the rounds of a group."""
+"""Pauses between the rounds of a group: 5, 10, 20, ... 300 s."""
 MIN_ANSWERS = 2
 ALIKE_ENOUGH = 4
 """Answers, served ones counted, that must look alike before the rest of the group is not sampled.
@@ -121,7 +121,8 @@ def conclude(
         return _with_what_there_is(answers, "request_refused")
     if not WAITS.isdisjoint(misses):
         return Conclusion(action="wait")
-    if len(misses) == size - _served(answers) and set(misses) == {"prompt_mismatch"}:
+    served = sum(answer.origin == "served" for answer in answers)
+    if len(misses) == size - served and set(misses) == {"prompt_mismatch"}:
         # No candidate matched: the rendering has changed since, and a retry would not help.
         return Conclusion(action="set_aside", reason="prompt_mismatch")
     if set(misses) == {"private"}:
@@ -151,11 +152,6 @@ def pointless(answers: Sequence[Answer], *, size: int) -> bool:
     return ALIKE_ENOUGH <= len(answers) < size and all_identical(answers)
 
 
-def back_off_s(rounds: int) -> float:
-    """Return the pause after this many rounds, in seconds: 5, 10, 20, ... 300."""
-    return RETRIES.wait_s(rounds)
-
-
 def all_identical(answers: Sequence[Answer]) -> bool:
     """Return True when all answers look equal to a judge. The ids of tool calls do not count, nor
     how the JSON of their arguments is written."""
@@ -173,10 +169,6 @@ def _complete(answers: Sequence[Answer]) -> Conclusion:
     if all_identical(answers):
         return Conclusion(action="set_aside", reason="identical_answers")
     return Conclusion(action="sampled")
-
-
-def _served(answers: Sequence[Answer]) -> int:
-    return sum(answer.origin == "served" for answer in answers)
 
 
 def _as_seen(message: bytes) -> str | bytes:
@@ -229,18 +221,6 @@ def completion_tokens(exchange: Exchange) -> int:
     return sum(len(choice.token_ids) for choice in exchange.choices)
 
 
-def count_served(session: Session, tokens: int, *, now: float) -> None:
-    """Count completion tokens that users got, in the caller's transaction."""
-    if tokens:
-        count(session, SERVED, day_of(now), tokens)
-
-
-def count_rehearsed(session: Session, tokens: int, *, now: float) -> None:
-    """Count completion tokens of rehearsals, in the caller's transaction."""
-    if tokens:
-        count(session, REHEARSED, day_of(now), tokens)
-
-
 STAGE = "candidate"
 """Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
 
@@ -256,8 +236,6 @@ class Job:
     """A group to complete, with what a request for a candidate needs."""
 
     group: Group
-    project: str
-    """The project of the served answer: its privacy policy holds for the candidates."""
     model: str
     """The public model name."""
     request: dict[str, Any]
@@ -289,7 +267,6 @@ def load_job(
     sampling = fill(stored.exchange.sampling, sampling_defaults)
     return Job(
         group=group,
-        project=stored.exchange.project,
         model=model,
         request=msgspec.json.decode(group.request, type=dict[str, Any]),
         upstream_model=upstream_model(model, group.adapter),
@@ -337,7 +314,7 @@ async def ask(sampler: Sampler, job: Job, screen: Screen, *, now: float) -> Atte
     if sampled.prompt_token_ids != job.group.prompt_token_ids:
         log.warning("candidate_dropped", group_id=job.group.group_id, reason="prompt_mismatch")
         return Attempt(miss="prompt_mismatch", tokens=tokens)
-    screened = await asyncio.to_thread(screen.answer, sampled.message, project=job.project)
+    screened = await asyncio.to_thread(screen.answer, sampled.message, project=job.group.project)
     if not screened.may_learn:
         log.warning(
             "candidate_dropped",
@@ -384,7 +361,7 @@ def store_round(
         case "set_aside":
             set_aside(session, group_id, conclusion.reason)
         case "retry":
-            retry_sampling(session, group_id, until=now + back_off_s(job.rounds + 1))
+            retry_sampling(session, group_id, until=now + RETRIES.wait_s(job.rounds + 1))
         case "wait":
             wait_s = max((attempt.wait_s for attempt in attempts), default=0.0)
             release_group(session, group_id, until=now + wait_s if wait_s else 0.0)

@@ -166,16 +166,16 @@ class SamplingWorker:
             self._fail(error)
             reason = ENGINE_DOWN if isinstance(error, EngineDownError) else LOAD_UNKNOWN
             why = f"the load of vLLM is not known: {storable(str(error))}"
-            await asyncio.to_thread(self._write_waiting, reason, why)
+            await self._write(lambda session: self._say_waiting(session, reason, why))
             return False
         # Users who come first are no trouble. A spent budget ends where groups are claimed.
         blind = self._told is not None and self._told[0] in (EARLIER, ENGINE_DOWN, LOAD_UNKNOWN)
         if blind and not is_open:
-            await asyncio.to_thread(self._write_going)
+            await self._write(self._say_going)
         if is_open or self._closed_since is None:
             self._closed_since = None if is_open else self._now()
         elif self._told is None and self._now() - self._closed_since >= NO_ROOM_S:
-            await asyncio.to_thread(self._write_no_room)
+            await self._write(self._say_no_room)
         return is_open
 
     def _fail(self, error: Exception) -> None:
@@ -302,25 +302,23 @@ class SamplingWorker:
             task.result()  # re-raises an unexpected error
         return done
 
-    def _write_waiting(self, reason: str, why: str) -> None:
-        with self._database.write(alone=False) as session:
-            self._say_waiting(session, reason, why)
+    async def _write(self, say: Callable[[Session], None]) -> None:
+        def work() -> None:
+            with self._database.write(alone=False) as session:
+                say(session)
 
-    def _write_no_room(self) -> None:
-        with self._database.write(alone=False) as session:
-            # A lease of 0 s claims nothing: it tells whether a group waits.
-            if claim_groups(session, SAMPLING, limit=1, now=self._now(), lease_s=0.0):
-                self._say_waiting(
-                    session,
-                    NO_ROOM,
-                    f"users have left no room for candidates in {NO_ROOM_S / 60:.0f} min; raise "
-                    "groups.max_slowdown, or give candidates a vLLM of their own "
-                    "(groups.sampling_upstreams)",
-                )
+        await asyncio.to_thread(work)
 
-    def _write_going(self) -> None:
-        with self._database.write(alone=False) as session:
-            self._say_going(session)
+    def _say_no_room(self, session: Session) -> None:
+        # A lease of 0 s claims nothing: it tells whether a group waits.
+        if claim_groups(session, SAMPLING, limit=1, now=self._now(), lease_s=0.0):
+            self._say_waiting(
+                session,
+                NO_ROOM,
+                f"users have left no room for candidates in {NO_ROOM_S / 60:.0f} min; raise "
+                "groups.max_slowdown, or give candidates a vLLM of their own "
+                "(groups.sampling_upstreams)",
+            )
 
     def _say_waiting(
         self, session: Session, reason: str, why: str, *, until: float | None = None

@@ -482,8 +482,6 @@ class Place:
     shares_opening: bool = False
     """It is the opening of its session, and of others that are on the other side of the held-out
     rule: it must be neither trained on nor asked in an exam."""
-    moved_from: str | None = None
-    """The session that it stood in before; None for an exchange that is new."""
     full: Full | None = None
     """Why the session that was found did not take it, so that it begins one of its own. Not
     stored."""

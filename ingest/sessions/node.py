@@ -216,14 +216,13 @@ class Node:
         waiting = [self]
         while waiting:
             node = waiting.pop()
-            before = node.session.name
             if node.session is not session:
                 del node.session.nodes[node]
                 session.nodes[node] = None
                 node.session = session
             node.turn = 0 if node.parent is None else node.parent.turn + 1
             node.segment += by
-            moved.append(node.place(before))
+            moved.append(node.place())
             waiting += node.children
         return moved
 
@@ -253,7 +252,7 @@ class Node:
             guessed.join(other.parent, other.how)
         return guessed, left
 
-    def place(self, moved_from: str | None = None) -> Place:
+    def place(self) -> Place:
         return Place(
             exchange_id=self.exchange_id,
             session=self.session.name,
@@ -264,7 +263,6 @@ class Node:
             how=self.how,
             held_out=self.session.held_out,
             shares_opening=self.shares_opening,
-            moved_from=moved_from,
         )
 
 

@@ -7,8 +7,8 @@ different users are never stored as differences of one another.
 
 `base_id` stays as it is when a late exchange gives a row another parent or session. Before an
 exchange is deleted, what stands on it must be encoded anew, the others on one of them, so that what
-they share is still stored once: `rebase_children` does it in one transaction; `encode_children` and
-`store_children` do it a few at a time, with the work outside the write lock.
+they share is still stored once: `encode_children` and `store_children` do it a few at a time, with
+the work outside the write lock.
 """
 
 from __future__ import annotations
@@ -228,20 +228,6 @@ def store_children(session: Session, rebased: Rebased, gone: Collection[str]) ->
             done += 1
             there[child] = base
             cache.drop(child)  # it has another chain now
-    return done
-
-
-def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAGE) -> int:
-    """Encode anew the exchanges that stay and whose base is one of these, which will be deleted.
-
-    Call it in a write transaction, before they are deleted, until it returns 0. What is left then
-    is encrypted with a key that is missing.
-    limit: of exchanges that are encoded. Returns: how many were.
-    """
-    done = store_children(session, encode_children(session, gone, {}, limit=limit), gone)
-    cache = content_cache(session)
-    for one in gone:
-        cache.drop(one)
     return done
 
 

@@ -226,51 +226,42 @@ def load_scored_group(
         that is no number is NaN. None: such a group cannot be read.
     Raises: one of `DAMAGE`; also where fewer than `LEAST_ANSWERS` answers can be read.
     """
-    if on_damage is None:
-        return _load_scored(session, group_id, lenient=False)
     row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
-    answers = [] if row is None else _answer_rows(session, group_id)
-    independent = any(answer.independent_reward is not None for answer in answers)
-    damaged = {
-        place: why
-        for place, answer in enumerate(answers)
-        if row is not None
-        and (why := _why_unreadable(session, row, answer, independent=independent)) is not None
-    }
-    if len(answers) - len(damaged) < LEAST_ANSWERS:
-        damaged = {}
-    for place, why in damaged.items():
-        on_damage(place, why)
-    return _load_scored(session, group_id, lenient=True, without=damaged)
-
-
-def _load_scored(
-    session: Session, group_id: str, *, lenient: bool, without: Collection[int] = ()
-) -> ScoredGroup | None:
-    """Read a scored group as `load_scored_group` does, but for the answers that are not read."""
-    row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
-    answers = _answer_rows(session, group_id)
-    group = load_group(session, group_id, without=without)
-    if row is None or group is None or row.judge_model is None or row.rubric_hash is None:
+    if row is None:
         return None
+    answers = _answer_rows(session, group_id)
     scores = [answer.score for answer in answers if answer.score is not None]
-    if lenient:
+    damaged: dict[int, str] = {}
+    if on_damage is not None:
         scores = [math.nan if one.score is None else one.score for one in answers]
-        if len(scores) - sum(map(math.isnan, scores)) < min(LEAST_ANSWERS, len(scores)):
-            return None
-    if len(scores) != len(answers):
+        independent = any(answer.independent_reward is not None for answer in answers)
+        for place, answer in enumerate(answers):
+            why = _why_unreadable(session, row, answer, independent=independent)
+            if why is not None:
+                damaged[place] = why
+        if len(answers) - len(damaged) < LEAST_ANSWERS:
+            damaged = {}
+        for place, why in damaged.items():
+            on_damage(place, why)
+    group = load_group(session, group_id, without=damaged)
+    if group is None or row.judge_model is None or row.rubric_hash is None:
+        return None
+    known = len(scores) - sum(map(math.isnan, scores))
+    if len(scores) != len(answers) or (
+        on_damage is not None and known < min(LEAST_ANSWERS, len(scores))
+    ):
         return None
     return ScoredGroup(
         group=group,
         scores=tuple(scores),
         explanations=tuple(
-            "" if place in without else opened_explanation(session, answer)
+            "" if place in damaged else opened_explanation(session, answer)
             for place, answer in enumerate(answers)
         ),
         judge_model=row.judge_model,
         rubric_hash=row.rubric_hash,
         passes=row.passes or 1,
-        rewarded=load_rewards(session, row, answers, without=without),
+        rewarded=load_rewards(session, row, answers, without=damaged),
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import Row, Table, Update, bindparam, func, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
@@ -83,61 +83,40 @@ def _ids_bytes(value: bytes) -> int:
     return decoded_ids(value[:HEAD_BYTES], len(value))
 
 
-_KEPT: Final = _Column("reply", lambda row: place_in("judge_reply", "reply", row.digest))
+def _of_exchange(name: Literal["request_body", "prompt_token_ids"], size: Size) -> _Column:
+    return _Column(name, lambda row: place_in("exchange", name, row.exchange_id), size)
+
+
+def _of_choice(name: Literal["message_body", "token_ids"], size: Size) -> _Column:
+    return _Column(name, lambda row: reply_place(row.exchange_id, row.index, name), size)
+
+
+def _of_answer(name: str, size: Size | None = None) -> _Column:
+    return _Column(name, lambda row: answer_place(row.group_id, row.index, name), size)
+
+
 TABLES: Final = (
     _Table(
         ExchangeRow,
         ("seq",),
         ("exchange_id",),
-        (
-            _Column(
-                "request_body",
-                lambda row: place_in("exchange", "request_body", row.exchange_id),
-                exact_bytes,
-            ),
-            _Column(
-                "prompt_token_ids",
-                lambda row: place_in("exchange", "prompt_token_ids", row.exchange_id),
-                _ids_bytes,
-            ),
-        ),
+        (_of_exchange("request_body", exact_bytes), _of_exchange("prompt_token_ids", _ids_bytes)),
     ),
     _Table(
         ChoiceRow,
         ("exchange_id", "index"),
         (),
-        (
-            _Column(
-                "message_body",
-                lambda row: reply_place(row.exchange_id, row.index, "message_body"),
-                exact_bytes,
-            ),
-            _Column(
-                "token_ids",
-                lambda row: reply_place(row.exchange_id, row.index, "token_ids"),
-                _ids_bytes,
-            ),
-        ),
+        (_of_choice("message_body", exact_bytes), _of_choice("token_ids", _ids_bytes)),
     ),
     _Table(
         AnswerRow,
         ("group_id", "index"),
         (),
         (
-            _Column(
-                "message_body",
-                lambda row: answer_place(row.group_id, row.index, "message_body"),
-                exact_bytes,
-            ),
-            _Column(
-                "token_ids",
-                lambda row: answer_place(row.group_id, row.index, "token_ids"),
-                _ids_bytes,
-            ),
-            _Column(
-                "explanation", lambda row: answer_place(row.group_id, row.index, "explanation")
-            ),
-            _Column("checks", lambda row: answer_place(row.group_id, row.index, "checks")),
+            _of_answer("message_body", exact_bytes),
+            _of_answer("token_ids", _ids_bytes),
+            _of_answer("explanation"),
+            _of_answer("checks"),
         ),
     ),
     _Table(
@@ -146,7 +125,12 @@ TABLES: Final = (
         ("group_id",),
         (_Column("reply", lambda row: place_in("judge_call", "reply", row.group_id)),),
     ),
-    _Table(JudgeReplyRow, ("seq",), ("digest",), (_KEPT,)),
+    _Table(
+        JudgeReplyRow,
+        ("seq",),
+        ("digest",),
+        (_Column("reply", lambda row: place_in("judge_reply", "reply", row.digest)),),
+    ),
     _Table(DeadLetterRow, ("seq",), (), (_Column("payload", lambda _: BUS, len),)),
 )
 """Tables whose values stand alone in a column."""

@@ -58,8 +58,8 @@ class Pool:
     adapter: str
 
 
-def steps_of(session: Session, session_id: str) -> list[tuple[Step, float]]:
-    """Read the exchanges of a session, and when each was stored, in the order of storing."""
+def steps_of(session: Session, session_id: str) -> list[Step]:
+    """Read the exchanges of a session, in the order of storing."""
     row = ExchangeRow
     found = session.execute(
         select(
@@ -84,20 +84,18 @@ def steps_of(session: Session, session_id: str) -> list[tuple[Step, float]]:
         .limit(MOST_EXCHANGES + 1)
     ).all()
     return [
-        (
-            Step(
-                exchange_id=one.exchange_id,
-                began_at=one.started_at,
-                parent=one.parent_id,
-                adapter=one.adapter,
-                held_out=one.held_out,
-                answered=(one.surface, one.outcome, one.status) == ("chat", "ok", 200),
-                trainable=one.untrainable_reason is None,
-                task=one.task,
-                origin=one.origin,
-                caller=(one.project, one.key_id, one.user),
-            ),
-            one.stored_at,
+        Step(
+            exchange_id=one.exchange_id,
+            began_at=one.started_at,
+            stored_at=one.stored_at,
+            parent=one.parent_id,
+            adapter=one.adapter,
+            held_out=one.held_out,
+            answered=(one.surface, one.outcome, one.status) == ("chat", "ok", 200),
+            trainable=one.untrainable_reason is None,
+            task=one.task,
+            origin=one.origin,
+            caller=(one.project, one.key_id, one.user),
         )
         for one in sorted(found, key=lambda one: one.seq)
     ]
@@ -166,20 +164,20 @@ def close(
             exclude(session, member, "moved")
             continue
         told = told_of(session, member.session_id)
-        newest = max(step.began_at for step, _ in steps)
+        newest = max(step.began_at for step in steps)
         ended = [one.received_at for one in told if one.ends and one.received_at >= newest]
-        if not ended and max(at for _, at in steps) > now - IDLE_S:
+        if not ended and max(step.stored_at for step in steps) > now - IDLE_S:
             continue
         if settings.learn != "ruler" and not any(one.tells for one in told):
             count(session, STAGE, WITHOUT_OUTCOME)
             continue
-        why = why_excluded([step for step, _ in steps])
-        if why is not None:
+        if (why := why_excluded(steps)) is not None:
             exclude(session, member, why)
             continue
         member.over_at = max(ended) if ended else now
         count(session, STAGE, "over")
-        pools.add(_pool(member))
+        kind = cast(KeyKind, member.key_kind)
+        pools.add(Pool(member.project, kind, member.key, member.adapter))
     session.flush()
     return pools
 
@@ -188,11 +186,6 @@ def exclude(session: Session, member: TaskMemberRow, why: str) -> None:
     """Take a session out of all groups to come."""
     member.excluded = why
     count(session, STAGE, why)
-
-
-def _pool(member: TaskMemberRow) -> Pool:
-    kind = cast(KeyKind, member.key_kind)
-    return Pool(member.project, kind, member.key, member.adapter)
 
 
 def draw_groups(session: Session, pool: Pool, settings: Tasks, *, now: float) -> int:
@@ -237,9 +230,7 @@ def _settle(
     unfit = []
     for member in members:
         over_at = member.over_at or 0.0
-        steps = [
-            step for step, _ in steps_of(session, member.session_id) if step.began_at <= over_at
-        ]
+        steps = [one for one in steps_of(session, member.session_id) if one.began_at <= over_at]
         why = why_excluded(steps)
         reward = reward_of(told_of(session, member.session_id), scale)
         if why is not None:

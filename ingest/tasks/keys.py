@@ -131,6 +131,7 @@ class Step:
 
     exchange_id: str
     began_at: float
+    stored_at: float
     parent: str | None
     adapter: str
     held_out: bool

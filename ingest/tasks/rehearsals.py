@@ -318,7 +318,6 @@ class RehearsalWorker:
         return POLL_S if played and played[-1].is_away else 0.0
 
     async def _may_play(self, line: Line) -> bool:
-        """Return True when an attempt may begin now."""
         if self._now() < self._held_until or not await asyncio.to_thread(self._is_wanted, line):
             return False
         try:
@@ -381,29 +380,25 @@ class RehearsalWorker:
                     "task_deleted": not is_there,
                 }
                 why = next((name for name, holds in reasons.items() if holds), None)
-                self._end(session, task, one, why, tokens.get(one.session_id, 0), now)
+                kept = (why is None and one.answer) or Answer()
+                used = tokens.get(one.session_id, 0)
+                row = {"ended_at": now, "detail": one.detail, "tokens": used}
+                end_attempt(session, one.session_id, kept, result=why or ENDED, excluded=why, **row)
+                if why is None:
+                    record = Feedback(
+                        feedback_id=id_of_key(task.project, "outcome", one.session_id),
+                        kind="outcome",
+                        target_kind="session",
+                        target=one.session_id,
+                        project=task.project,
+                        source="rehearsal",
+                        received_at=now,
+                        success=kept.success,
+                        reward=kept.outcome,
+                        done=True,
+                    )
+                    save_feedback(session, [record], now=now)
         log.info("rehearsed", task=task.exchange_id, attempts=len(played))
-
-    def _end(
-        self, session: Session, task: Task, one: Played, why: str | None, tokens: int, now: float
-    ) -> None:
-        kept = (why is None and one.answer) or Answer()
-        row = {"ended_at": now, "detail": one.detail, "tokens": tokens}
-        end_attempt(session, one.session_id, kept, result=why or ENDED, excluded=why, **row)
-        if why is None:
-            record = Feedback(
-                feedback_id=id_of_key(task.project, "outcome", one.session_id),
-                kind="outcome",
-                target_kind="session",
-                target=one.session_id,
-                project=task.project,
-                source="rehearsal",
-                received_at=now,
-                success=kept.success,
-                reward=kept.outcome,
-                done=True,
-            )
-            save_feedback(session, [record], now=now)
 
     def _fail(self, why: str) -> None:
         """Count a failure of the runner, and hold it after several in a row."""
@@ -453,16 +448,13 @@ def rehearsed_tasks(session: Session) -> list[dict[str, Any]]:
 
 def _shown(task: str, rows: Sequence[RehearsalRow]) -> dict[str, Any]:
     outcomes = [value for one in rows for value in _values(one.outcome, one.success)]
-    results: dict[str, int] = {}
-    for one in rows:
-        results[one.result] = results.get(one.result, 0) + 1
     return {
         "task": task,
         "project": rows[0].project,
         "adapter": rows[0].adapter,
         "at": rows[0].began_at,
         "attempts": len(rows),
-        "results": results,
+        "results": dict(Counter(one.result for one in rows)),
         "outcomes": outcomes,
         "spread": max(outcomes) - min(outcomes) if outcomes else None,
         "tokens": sum(one.tokens for one in rows),

@@ -27,12 +27,10 @@ class Told:
 
     @property
     def tells(self) -> bool:
-        """It says how the session ended."""
         return self.value is not None or self.success is not None
 
     @property
     def ends(self) -> bool:
-        """It says that the session is over."""
         return self.done or self.tells
 
 
@@ -44,7 +42,6 @@ class Scale:
     high: float = 1.0
 
     def reward(self, value: float) -> float:
-        """Return a value as a reward, 0..1."""
         if self.high <= self.low:
             return 0.5
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)

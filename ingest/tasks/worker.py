@@ -47,7 +47,6 @@ class TaskWorker:
         self._now = now
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set."""
         failures = 0
         while not stop.is_set():
             pause_s = TICK_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,7 +74,6 @@ STEP_COLUMNS: Final = (
 
 
 def step_of(row: Any) -> Step:
-    """Return the step of a row that has `STEP_COLUMNS`."""
     return Step(
         exchange_id=row.exchange_id,
         parent=row.parent_id,
@@ -154,17 +153,12 @@ def _main(steps: Sequence[Step]) -> list[Step]:
     main = [one for one in steps if one.fits and of_agent[one.exchange_id]]
     if not main:
         return []
-    last = max(reversed(main), key=lambda one: (one.segment, one.began_at))
-    return list(_upwards(last, by_id))
-
-
-def _upwards(step: Step, by_id: Mapping[str, Step]) -> Iterator[Step]:
-    seen: set[str] = set()  # a circle, which only damage makes
-    at: Step | None = step
-    while at is not None and at.exchange_id not in seen:
-        seen.add(at.exchange_id)
-        yield at
+    at: Step | None = max(reversed(main), key=lambda one: (one.segment, one.began_at))
+    found: dict[str, Step] = {}
+    while at is not None and at.exchange_id not in found:  # a circle is damage
+        found[at.exchange_id] = at
         at = by_id.get(at.parent or "")
+    return list(found.values())
 
 
 def _replies(stored: StoredExchange) -> list[Mapping[str, Any]]:

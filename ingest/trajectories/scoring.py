@@ -29,7 +29,7 @@ from ingest.judge_prompt import looks, shown_trajectory
 from ingest.privacy.texts import NotRedactedError, View, default_view
 from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.prompt import TRAJECTORIES, RulerPrompt, write_prompt
-from ingest.ruler.ruler import SEED_BITS, Judgement, OnCall, score_candidates
+from ingest.ruler.ruler import SEED_BITS, Judgement, OnCall, merged, score_candidates
 from ingest.trajectories.records import (
     Message,
     TrajectoriesError,
@@ -85,7 +85,9 @@ async def score_trajectories(
     """
     split = await asyncio.to_thread(split_common, trajectories)
     seen, shown_tools = await asyncio.to_thread(_hidden, split, tools, view or default_view())
-    distinct, place_of = await asyncio.to_thread(_merged, seen.own)
+    distinct, place_of = await asyncio.to_thread(
+        merged, seen.own, lambda one: tuple(map(looks, one))
+    )
     if len(distinct) < 2:
         raise IdenticalError(f"all {len(trajectories)} trajectories are identical")
 
@@ -134,20 +136,6 @@ def _hidden(
     left = iter(seen.answers)
     own = tuple(tuple(dict(next(left)) for _ in one) for one in split.own)
     return Split(common=tuple(dict(one) for one in seen.context), own=own), seen.tools
-
-
-def _merged(own: Sequence[Sequence[Shown]]) -> tuple[list[Sequence[Shown]], list[int]]:
-    """Returns: (the distinct ones, [G] index of each in them)."""
-    first: dict[tuple[str, ...], int] = {}
-    distinct: list[Sequence[Shown]] = []
-    place_of: list[int] = []
-    for one in own:
-        key = tuple(map(looks, one))
-        if key not in first:
-            first[key] = len(distinct)
-            distinct.append(one)
-        place_of.append(first[key])
-    return distinct, place_of
 
 
 # A judge's verdict as plain text, for a person who looks on. Pure.
@@ -368,13 +356,12 @@ def _check_options(rubric: object, passes: object, seed: object) -> None:
 def _check_size(size: int) -> None:
     low, high = SIZES
     if size < low:
-        raise TrajectoriesError(
-            f"{size} trajectories cannot be compared; RULER scores {low} to {high} of one task"
-        )
-    if size > high:
-        raise TrajectoriesError(
-            f"{size} trajectories are too many for one judge call; give {low} to {high}"
-        )
+        why = f"cannot be compared; RULER scores {low} to {high} of one task"
+    elif size > high:
+        why = f"are too many for one judge call; give {low} to {high}"
+    else:
+        return
+    raise TrajectoriesError(f"{size} trajectories {why}")
 
 
 def size_advice(size: int) -> str | None:

@@ -65,7 +65,7 @@ def why_invalid(value: Any, schema: Any) -> str | None:  # Any: JSON
         kind = extend(kind, {"multipleOf": _multiple_of})
     except SchemaError as error:
         raise NoSchemaError(error.message) from error
-    except _ODD as error:
+    except ODD as error:
         raise NoSchemaError(f"{type(error).__name__}: {error}") from error
     try:
         # A registry of our own: jsonschema's default fetches what `$ref` names over the network.
@@ -74,7 +74,7 @@ def why_invalid(value: Any, schema: Any) -> str | None:  # Any: JSON
         raise NoSchemaError(f"a reference leads nowhere: {problem}") from problem
     except RecursionError as problem:  # `read_json` takes no value that is deep enough for it
         raise NoSchemaError("the schema nests too deeply, or a reference is a circle") from problem
-    except _ODD as problem:  # for example a pattern that is none of Python's
+    except ODD as problem:  # for example a pattern that is none of Python's
         raise NoSchemaError(f"{type(problem).__name__}: {problem}") from problem
     if fault is None:
         return None
@@ -82,7 +82,7 @@ def why_invalid(value: Any, schema: Any) -> str | None:  # Any: JSON
     return f"{where}: {fault.message}" if where else str(fault.message)
 
 
-_ODD = (
+ODD = (
     RecursionError,
     TypeError,
     ValueError,
@@ -150,7 +150,8 @@ class ToolCalls:
         if not case.tool_calls:
             if not tools:
                 return does_not_apply("the request has no tools")
-            if self._required or _call_is_required(case):
+            asked = case.request.get("tool_choice")
+            if self._required or asked == "required" or _forced_tool(case) is not None:
                 return wrong("no tool is called, and one must be")
             return right("no tool is called")
         unchecked = ""
@@ -178,7 +179,6 @@ class JsonSchema:
         why_invalid({}, {})  # as above
 
     def verify(self, case: Case) -> Finding:
-        """Find 1 when the content is JSON that fits."""
         schema = self._schema if self._schema is not None else _asked_schema(case)
         if schema is None:
             return does_not_apply("the request has no response_format of JSON")
@@ -236,7 +236,6 @@ class Exact:
         self._strip = strip
 
     def verify(self, case: Case) -> Finding:
-        """Find 1 when the content is one of the texts."""
         texts = self._texts
         if self._metadata:
             metadata = case.request.get("metadata")
@@ -335,14 +334,8 @@ def _name(call: Any) -> object:  # Any: JSON
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _call_is_required(case: Case) -> bool:
-    return case.request.get("tool_choice") == "required" or _forced_tool(case) is not None
-
-
 def _forced_tool(case: Case) -> str | None:
-    choice = case.request.get("tool_choice")
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    name = _name(case.request.get("tool_choice"))
     return name if isinstance(name, str) else None
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from ingest.records import Answer
-from ingest.verifiers.built_in import NotJsonError, read_json
+from ingest.verifiers.built_in import ODD, NotJsonError, read_json
 from ingest.verifiers.records import Failure, FailureReason, Result, read_result, shown
 from sidecar.hiding import is_secret_name
 from sidecar.parent_death import guarded_command
@@ -70,11 +70,10 @@ def _checker(written: str) -> Callable[[Any], bool] | None:
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    schema = json.loads(written)
+    schema, left = json.loads(written), [0]
     try:
         kind = validator_for(schema, default=Draft202012Validator)
         kind.check_schema(schema)
-        left = [0]
         with_patterns = '"patternProperties"' in written
         counted = {
             name: _nothing
@@ -84,23 +83,14 @@ def _checker(written: str) -> Callable[[Any], bool] | None:
         }
         # A registry of our own: the library's default fetches what `$ref` names over the network.
         validator = extend(kind, counted)(schema, registry=Registry())
-    except (SchemaError, RecursionError, TypeError, ValueError, LookupError, AttributeError):
+    except (SchemaError, *ODD):
         return None
 
     def check(value: Any) -> bool:
         left[0] = MOST_KEYWORDS
         try:
             return bool(validator.is_valid(value))
-        except (
-            _TooMuchError,
-            Unresolvable,
-            RecursionError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-        ):
+        except (_TooMuchError, Unresolvable, *ODD):
             return True
 
     return check
@@ -269,7 +259,6 @@ class Processes:
                 self._idle.append(child)
 
     async def aclose(self) -> None:
-        """End all processes."""
         self._closed = True
         while self._idle:
             await self._idle.pop().kill()
@@ -302,7 +291,6 @@ class ProcessChecker:
         return self._version
 
     async def check(self, request: bytes, answers: Sequence[Answer], project: str) -> list[Result]:
-        """See `Checker.check`."""
         results: list[Result] = []
         async with self._processes.lend() as child:
             while len(results) < len(answers):
@@ -316,8 +304,12 @@ class ProcessChecker:
                 try:
                     await child.begin(task)
                 except (NotLoadedError, FrameError) as error:
-                    failure = Failure(reason=_why_not_begun(error), why=shown(str(error)))
-                    return [*results, *([failure] * len(rest))]
+                    loads = not isinstance(error, NotLoadedError)
+                    reason: FailureReason = "too_large" if loads else "not_loaded"
+                    return [
+                        *results,
+                        *([Failure(reason=reason, why=shown(str(error)))] * len(rest)),
+                    ]
                 results += await self._results(child, len(rest))
         return results
 
@@ -338,7 +330,10 @@ class ProcessChecker:
             if not isinstance(reply, Found):
                 await child.kill()
                 return [*results, Failure(reason="crashed", why="it spoke out of turn")]
-            results.append(_result(reply))
+            if reply.failed is None:
+                results.append(read_result(reply.score, reply.why))
+            else:
+                results.append(Failure(reason=reply.failed, why=shown(reply.why)))
         child.busy = False
         return results
 
@@ -379,7 +374,6 @@ class _Child:
         raise NotLoadedError(shown(why))
 
     async def reply(self) -> Reply:
-        """Read the next reply. Raises: FrameError."""
         assert self._process is not None
         assert self._process.stdout is not None
         return await read_reply(self._process.stdout)
@@ -422,19 +416,9 @@ def clean_environment() -> dict[str, str]:
     return own_environment(shown_names)
 
 
-def _why_not_begun(error: Exception) -> FailureReason:
-    return "not_loaded" if isinstance(error, NotLoadedError) else "too_large"
-
-
 def _sent(answer: Answer) -> AnswerSent:
     return AnswerSent(
         message=answer.message,
         finish_reason=answer.finish_reason,
         tokens=len(answer.token_ids) or None,
     )
-
-
-def _result(found: Found) -> Result:
-    if found.failed is not None:
-        return Failure(reason=found.failed, why=shown(found.why))
-    return read_result(found.score, found.why)

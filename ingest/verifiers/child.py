@@ -51,7 +51,9 @@ def load_verifier(spec: Spec) -> tuple[Verifier, str]:
     The code of an entry point is run, so this belongs into a process that can be killed.
     """
     try:
-        verifier = _factory(spec)(**json.loads(spec.params))
+        own = spec.kind == "entry_point"
+        made: Any = find_entry_point(spec.entry_point).load() if own else BUILT_IN[spec.kind]
+        verifier = made(**json.loads(spec.params))
         version = verifier.version
         verify = verifier.verify
     except LoadError:
@@ -63,12 +65,6 @@ def load_verifier(spec: Spec) -> tuple[Verifier, str]:
     if not callable(verify):
         raise LoadError("it has no method verify")
     return verifier, version
-
-
-def _factory(spec: Spec) -> Any:  # Any: a stranger's class or function
-    if spec.kind != "entry_point":
-        return BUILT_IN[spec.kind]
-    return find_entry_point(spec.entry_point).load()
 
 
 def find_entry_point(name: str) -> EntryPoint:
@@ -139,9 +135,8 @@ def _check(
         found = verifier.verify(case)
     except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
         return Found(failed="error", why=shown(f"{type(error).__name__}: {error}"))
-    result = (
-        read_result(found.score, found.why) if isinstance(found, Finding) else (read_result(found))
-    )
+    given = (found.score, found.why) if isinstance(found, Finding) else (found,)
+    result = read_result(*given)
     if isinstance(result, Failure):
         return Found(failed=result.reason, why=result.why)
     return Found(score=result.score, why=result.why)

@@ -49,7 +49,6 @@ class HttpChecker:
         return self._settings.version
 
     async def check(self, request: bytes, answers: Sequence[Answer], project: str) -> list[Result]:
-        """See `Checker.check`."""
         # In a thread: a megabyte takes tens of milliseconds to decode and to search.
         bodies = await asyncio.to_thread(self._bodies, request, answers, project)
         if isinstance(bodies, Failure):
@@ -57,7 +56,6 @@ class HttpChecker:
         return list(await asyncio.gather(*map(self._ask, bodies)))
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     def _bodies(

@@ -106,17 +106,14 @@ class Verifier(Protocol):
 
 
 def right(why: str = "") -> Finding:
-    """Return the finding of a right answer."""
     return Finding(score=1.0, why=why)
 
 
 def wrong(why: str) -> Finding:
-    """Return the finding of a wrong answer."""
     return Finding(score=0.0, why=why)
 
 
 def does_not_apply(why: str) -> Finding:
-    """Return the finding of a verifier that has nothing to check."""
     return Finding(score=None, why=why)
 
 

@@ -100,18 +100,20 @@ def combine(ruler_scores: Sequence[float], checked: Sequence[Checked]) -> Reward
     else:
         ranks = list(ruler_scores)
     passes = [all(one.scores[i] >= one.pass_at for one in gates) for i in places]
+    if len(set(passes)) > 1:
+        ranks = [
+            PASS_BOTTOM + (1.0 - PASS_BOTTOM) * rank if ok else FAIL_TOP * rank
+            for rank, ok in zip(ranks, passes, strict=True)
+        ]
     return Rewarded(
-        rewards=tuple(_place(rank, ok, passes) for rank, ok in zip(ranks, passes, strict=True)),
+        rewards=tuple(ranks),
         independent=independent,
         rule=_rule(checked),
         checks=tuple([_check(one, i) for one in checked] for i in places),
     )
 
 
-def _place(rank: float, passes: bool, all_passes: Sequence[bool]) -> float:
-    if len(set(all_passes)) < 2:
-        return rank
-    return PASS_BOTTOM + (1.0 - PASS_BOTTOM) * rank if passes else FAIL_TOP * rank
+_RULE = ("name", "version", "digest", "weight", "gate", "pass_at")
 
 
 def _rule(checked: Sequence[Checked]) -> dict[str, Any]:
@@ -119,15 +121,7 @@ def _rule(checked: Sequence[Checked]) -> dict[str, Any]:
         "combine": "gate_then_rank" if any(one.gate for one in checked) else "weights",
         "judge_weight": JUDGE_WEIGHT,
         "verifiers": [
-            {
-                "name": one.name,
-                "version": one.version,
-                "digest": one.digest,
-                "weight": one.weight,
-                "gate": one.gate,
-                "pass_at": one.pass_at,
-                "counts": bool(one.scores),
-            }
+            {**{name: getattr(one, name) for name in _RULE}, "counts": bool(one.scores)}
             for one in checked
         ],
     }
@@ -236,10 +230,6 @@ class Rewarding:
             and failure.reason not in FOR_GOOD
         ]
         return Verified(checked=tuple(checked), held="; ".join(held))
-
-    def reward(self, verified: Verified, ruler_scores: Sequence[float]) -> Rewarded:
-        """Combine what verifiers found with the judge's scores."""
-        return combine(ruler_scores, verified.checked)
 
     async def aclose(self) -> None:
         """End the processes, close the connections, and store what is not counted yet."""
@@ -391,7 +381,6 @@ def open_checkers(settings: Settings) -> tuple[dict[str, Checker], Processes]:
 
 
 async def close_checkers(checkers: Mapping[str, Checker], processes: Processes | None) -> None:
-    """End the processes and close the connections."""
     for checker in checkers.values():
         if isinstance(checker, HttpChecker):
             await checker.aclose()
@@ -400,7 +389,6 @@ async def close_checkers(checkers: Mapping[str, Checker], processes: Processes |
 
 
 def kind_of(settings: VerifierSection) -> str:
-    """Return the kind of a verifier, as the settings name it."""
     return str(getattr(settings, "kind"))  # noqa: B009 - each subclass has its own literal
 
 

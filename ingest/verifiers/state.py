@@ -50,9 +50,8 @@ class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self, now: float, failure: Failure, *, whole: bool) -> VerifierSeen:
         """Note a failure. whole: no other answer got a finding, so it may not work at all."""
         fails = self.fails or (whole and failure.reason not in OF_THE_GROUP)
-        return msgspec.structs.replace(
-            self, fails=fails, error_at=now, error=said_of(failure)[: conditions.MOST_CHARACTERS]
-        )
+        error = said_of(failure)[: conditions.MOST_CHARACTERS]
+        return msgspec.structs.replace(self, fails=fails, error_at=now, error=error)
 
     def is_news(self, told: VerifierSeen | None) -> bool:
         """Tell whether the store should know it now. told: what the store says."""
@@ -143,7 +142,6 @@ class FindingCache:
         self._found: OrderedDict[Key, Finding] = OrderedDict()
 
     def get(self, key: Key) -> Finding | None:
-        """Return a finding; None when it is not kept."""
         found = self._found.get(key)
         if found is not None:
             self._found.move_to_end(key)

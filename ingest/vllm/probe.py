@@ -14,8 +14,8 @@ for it reveals the other kind: parsers that always set a grammar.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import httpx
 import msgspec
@@ -69,11 +69,9 @@ Logprobs = Mapping[str, float]
 """Requested token -> log-probability in nats."""
 
 
-class Ask(Protocol):
-    """Posts a JSON body to a path of vLLM."""
-
-    def __call__(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the reply's JSON. Raises: RequestRefusedError for a 400, else SamplingError."""
+Ask = Callable[[str, Mapping[str, Any]], Any]
+"""Posts a JSON body to a path of vLLM. Returns: the reply's JSON. Raises: RequestRefusedError for a
+400, else SamplingError."""
 
 
 def probe(url: str, model: str, api_key: str | None, *, budget_s: float = BUDGET_S) -> EngineFacts:
@@ -255,8 +253,8 @@ def _possible(logprob: float) -> bool:
     return logprob > IMPOSSIBLE_LOGPROB
 
 
-def _all_possible(logprobs: Logprobs | None) -> bool:
-    return logprobs is not None and all(map(_possible, logprobs.values()))
+def _all_possible(logprobs: Logprobs) -> bool:
+    return all(map(_possible, logprobs.values()))
 
 
 def _distance(one: Logprobs, other: Logprobs) -> float:

@@ -162,10 +162,8 @@ class Exchange:
             raise self.lost(one_line(error)) from error
 
     def lost(self, said: str) -> RankLostError:
-        """Return the error of a process that is gone, with what is known of its end.
-
-        said: the words of gloo, NCCL or torch, which go to the log.
-        """
+        """Return the error of a process that is gone, with what is known of its end. said: by
+        gloo, NCCL or torch, for the log."""
         log.warning("exchange_failed", rank=self.rank, size=self.size, error=said)
         known, faults = self._known()
         if not known and any(word in said for word in SLOW):
@@ -181,7 +179,6 @@ class Exchange:
         )
 
     def _known(self) -> tuple[str, dict[str, Fault]]:
-        """Return what is known of the process that is gone, and the group that it computed."""
         word = self._noted("word")
         if word:
             rank, group_id, reason, text = json.loads(word)
@@ -245,8 +242,6 @@ def deal_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process tells of its groups."""
-
     asked: tuple[str, ...]
     """Ids of all the groups that were dealt: the processes must be at the same place."""
     found: Mapping[int, Any]

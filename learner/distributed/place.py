@@ -14,8 +14,6 @@ ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a process among those of a run."""
-
     rank: int
     size: int
     local_rank: int
@@ -24,10 +22,8 @@ class Place:
 
 
 def given_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that a launcher gave; None for a process on its own.
-
-    Raises: SettingsError when its variables are no numbers.
-    """
+    """Return the place that a launcher gave; None for a process on its own. Raises:
+    SettingsError."""
     names = (RANK, SIZE, LOCAL_RANK, LOCAL_SIZE)
     if RANK not in environ or SIZE not in environ:
         return None

@@ -40,8 +40,6 @@ LOST = ("onnection", *SLOW)
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What the decoder was called with."""
-
     tokens: int
     arguments: Mapping[str, Any]  # Any: transformers is not typed
     autocast: bool
@@ -139,7 +137,6 @@ class Sharded(DataParallel):
         return super(Sharded, self)._exchanged(told, failed)
 
     def _help(self, step: Step) -> None:
-        """Do a pass with the others, whose result nobody reads."""
         self._helping = True
         try:
             if step == "backward" and self._helped is not None:

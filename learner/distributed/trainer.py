@@ -56,7 +56,6 @@ def device_of(name: str, local_rank: int) -> str:
 
 
 def threads_of(settings: Learner, local_size: int) -> int:
-    """Return the torch threads of a process: those of the machine are shared."""
     return settings.threads or max(1, (os.cpu_count() or 1) // local_size)
 
 
@@ -132,8 +131,6 @@ def _launch(rank: int, size: int, port: int, config: Path | None) -> subprocess.
 
 @dataclass(frozen=True, slots=True)
 class _Children:
-    """The processes that this one started: ranks 1 and on."""
-
     processes: Sequence[subprocess.Popen[bytes]]
 
     def ended(self, wait_s: float) -> Mapping[int, str]:
@@ -214,7 +211,6 @@ def _train(job: TrainingJob, exchange: Exchange) -> TrainingOutcome:
 
 
 def _attention_share(base_model_path: str) -> float:
-    """Read c of `learner.distributed.exchange` from a base; 0 where its files do not say it."""
     base = known_base(base_model_path)
     if base is None:
         return 0.0

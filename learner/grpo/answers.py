@@ -232,7 +232,6 @@ def _settled(
 
 
 def _near_sessions(group: TrainingGroup) -> dict[int, _Verdict]:
-    """Decide about every row of a group of sessions by the policy at the start."""
     far = {
         number: mean
         for number, row in zip(group.sessions, group.rows, strict=True)
@@ -280,7 +279,6 @@ def _look_at(
     values: Sequence[float] | Fault,
     masked_by: str | None,
 ) -> _Verdict:
-    """Decide about an answer without a look at its siblings."""
     if isinstance(values, Fault):
         return _Verdict(reason=values.reason, text=values.text)
     if not row.recorded:
@@ -359,7 +357,6 @@ def _flat(group: TrainingGroup, before: Sequence[bool], least: float) -> Fault |
 
 
 def _too_few(out: Mapping[int, _Verdict], answers: int) -> Fault:
-    """Describe a group with too few answers to train on, by their usual reason."""
     if not out:
         return Fault(TOO_FEW, f"{answers} of its answers can be trained on")
     reason, _ = Counter(one.reason for one in out.values()).most_common(1)[0]

@@ -90,12 +90,8 @@ class Snapshot:
         metrics: StepMetrics,
     ) -> Snapshot:
         """Return the run after another step. The parameters are not copied: write it at once."""
-        return replace(
-            self,
-            weights=dict(parameters),
-            moments=moments,
-            metrics=(*self.metrics, metrics),
-        )
+        done = (*self.metrics, metrics)
+        return replace(self, weights=dict(parameters), moments=moments, metrics=done)
 
     def without(self, failed: Mapping[str, Fault]) -> Snapshot:
         """Return the run at its start, without the groups that failed."""
@@ -137,7 +133,6 @@ def resumed(job: TrainingJob, parameters: Mapping[str, Parameter]) -> Snapshot |
 
 
 def set_weights(parameters: Mapping[str, Parameter], values: Mapping[str, Tensor]) -> None:
-    """Set the parameters to these values."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
@@ -241,10 +236,7 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _of(
     prefix: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Parameter]
 ) -> dict[str, Tensor]:
-    """Return the tensors with this prefix, each of the shape and on the device of its parameter.
-
-    Raises: KeyError, ValueError.
-    """
+    """Return the tensors with this prefix, each on the device of its parameter."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensor = tensors[prefix + name]
@@ -255,7 +247,6 @@ def _of(
 
 
 def _changes(given: TrainingGroup, now: TrainingGroup) -> dict[str, Any]:
-    """Return what the trainer changed in a group."""
     rows = zip(given.rows, now.rows, strict=True)
     return {
         "group_id": now.group_id,

@@ -107,7 +107,13 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
     found: dict[str, Judged | Fault] = {}
     for name in dict.fromkeys(group.adapter for group in job.groups):
         members = [group for group in job.groups if group.adapter == name]
-        found |= _check_members(policy, job, name, members)
+        known: Sequence[Judged | Fault]
+        try:
+            with _under(policy, job, name):
+                known = job.ranks.each(members, lambda group: _check(policy, group, job))
+        except ParentError as error:
+            known = [Fault(UNCHECKED, one_line(error))] * len(members)
+        found |= zip((group.group_id for group in members), known, strict=True)
     return gathered(found, job)
 
 
@@ -162,7 +168,7 @@ def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fa
 
 
 def faults_of(groups: Sequence[TrainingGroup], found: Sequence[object]) -> dict[str, Fault]:
-    """Return the faults among what was found of each group, by the group's id."""
+    """Return the faults among what was found, by the group's id."""
     return {
         group.group_id: one
         for group, one in zip(groups, found, strict=True)
@@ -171,13 +177,11 @@ def faults_of(groups: Sequence[TrainingGroup], found: Sequence[object]) -> dict[
 
 
 def log_faults(faults: Mapping[str, Fault]) -> None:
-    """Log why each group is left out."""
     for group_id, fault in faults.items():
         log.warning("group_left_out", group_id=group_id, reason=fault.reason, text=fault.text)
 
 
 def log_left_out(judged: Judged) -> None:
-    """Log why each answer of a group is left out, of those that this decision left out."""
     for place, text in judged.texts.items():
         log.warning(
             "answer_left_out",
@@ -261,19 +265,6 @@ def _distance(group: TrainingGroup, found: Mapping[int, list[float] | Fault]) ->
     )
 
 
-def _check_members(
-    policy: Policy, job: TrainingJob, name: str, members: Sequence[TrainingGroup]
-) -> dict[str, Judged | Fault]:
-    """Check the groups that one adapter sampled, loading it if needed."""
-    try:
-        with _under(policy, job, name):
-            found = job.ranks.each(members, lambda group: _check(policy, group, job))
-            return {group.group_id: one for group, one in zip(members, found, strict=True)}
-    except ParentError as error:
-        gone = Fault(UNCHECKED, one_line(error))
-    return dict.fromkeys([group.group_id for group in members], gone)
-
-
 def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManager[None]:
     if name == job.parent.name:
         return nullcontext()
@@ -341,7 +332,6 @@ def _recompute(
 
 
 def _foreign(ids: Sequence[int], vocabulary: int) -> Fault | None:
-    """Return the fault of token ids that the base does not have, or None."""
     token = next((one for one in ids if not 0 <= one < vocabulary), None)
     if token is None:
         return None
@@ -365,7 +355,6 @@ def _too_long(group: TrainingGroup, policy: Policy) -> Fault | None:
 
 
 def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Drift | None:
-    """Measure the drift of all groups together. Raises: DriftError when it exceeds the limit."""
     pooled = [value for of_group in differences for value in of_group]
     if not pooled:
         return None

@@ -273,10 +273,7 @@ class Objective:
 
 
 def tokens_of(pack: Pack, logprobs_N: Tensor) -> Tokens:
-    """Return a pack's targets as the losses take them, on the device of their log-probabilities.
-
-    logprobs_N: [N] nats, under the policy.
-    """
+    """Return a pack's targets as the losses take them. logprobs_N: [N] nats, under the policy."""
     device = logprobs_N.device
     return Tokens(
         logprobs_N=logprobs_N,

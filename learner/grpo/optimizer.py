@@ -209,7 +209,6 @@ def uncancelled(rows: Sequence[TrainableRow]) -> float:
 
 
 def _places(rows: Sequence[TrainableRow]) -> list[_Place]:
-    """Return the places that have a part in the loss."""
     numbers: dict[tuple[object, int], int] = {}
     places: dict[int, _Place] = {}
     for row in rows:

@@ -252,7 +252,6 @@ class GrpoTrainer:
 
 
 def _require_same(policy: Policy, job: TrainingJob, moments: Moments | None = None) -> None:
-    """Raises: RanksDisagreeError when a process has other weights or moments."""
     tensors: dict[str, torch.Tensor] = dict(_trainable(policy))
     if moments is not None:
         for prefix, of in (("m.", moments.first), ("v.", moments.second)):
@@ -341,7 +340,6 @@ def run_steps(policy: Policy, job: TrainingJob) -> tuple[TrainingOutcome, Moment
 
 
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
-    """Find out which groups can be trained on, before the first step. Raises: as `run_steps`."""
     before: list[StageName] = ["anchoring"] if aim.uses_start else []
     job.watch.plan(stages(job, job.groups, ["checking", *before, "training"]))
     checked = check_groups(policy, job)
@@ -359,17 +357,13 @@ def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
 def stages(
     job: TrainingJob, groups: Sequence[TrainingGroup], names: Sequence[StageName]
 ) -> list[Stage]:
-    """Return the passes over these groups that are still to come."""
     dealt = chance.deal(groups, job.settings.groups_per_step)
     in_order = [group for of_step in dealt for group in of_step]
     numbers = [number for number, of_step in enumerate(dealt, 1) for _ in of_step]
-    found: list[Stage] = []
-    for name in names:
-        if name == "training":
-            found.append(stage(name, in_order, steps=numbers))
-        else:
-            found.append(stage(name, groups))
-    return found
+    return [
+        stage(one, in_order, steps=numbers) if one == "training" else stage(one, groups)
+        for one in names
+    ]
 
 
 def shuffle_gate(
@@ -395,7 +389,7 @@ def rate_of(settings: Learner, hidden: int) -> float:
 def _steps(
     policy: Policy, job: TrainingJob, kept: Snapshot, aim: Objective, optimizer: SignalAdamW
 ) -> tuple[StepMetrics, ...]:
-    """Run every step that is not done. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
+    """Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
     groups, parameters = kept.checked.groups, _trainable(policy)
     for number, dealt in enumerate(chance.deal(groups, job.settings.groups_per_step), 1):
         if number <= len(kept.metrics):

@@ -84,8 +84,6 @@ def load_policy(
 ) -> Policy:
     """Load the base with the parent's adapter, or with a fresh one that has no effect yet.
 
-    ranks: put the model onto the device; None: it is this process's alone.
-
     Raises: DeviceError; OutOfMemoryError; ParentError when the base or the parent is missing,
         broken, quantised or of another shape.
     """
@@ -140,9 +138,8 @@ def load_policy(
 
 
 def load_shapes(base_model_path: str, parent: Parent, settings: Learner) -> Any:  # Any: peft
-    """Return the base without weights, on torch's device `meta`, and its adapter, as `load_policy`
-    has them, for one that is trained elsewhere. Raises: ParentError.
-    """
+    """Return the base without weights, on torch's device `meta`, and its adapter, for one that is
+    trained elsewhere. Raises: ParentError."""
     _require_folder(base_model_path)
     with _loading(f"base {base_model_path}", BASE_CURE), torch.device("meta"):
         base = AutoModelForCausalLM.from_config(plain_config(base_model_path))
@@ -173,7 +170,6 @@ def take_adapter(model: Any, given: Path, folder: Path) -> None:  # Any: as abov
 
 
 def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed
-    """What parts of a pack cost; the usual where the config does not say its sizes."""
     try:
         return prices(sizes(config))
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
@@ -221,7 +217,6 @@ def _loading(what: str, cure: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Return a library's text in one line; of torch's list of wrong shapes the first."""
     said = one_line(error)
     if found := _SHAPES.search(said):
         return f"{found[1]} has the shape {found[2]}; its config and the base ask for {found[3]}"
@@ -413,10 +408,8 @@ def _take_out(model: Any, adapter: str) -> None:  # Any: as above
 
 
 def save_adapter(policy: Policy, folder: Path) -> None:
-    """Write the adapter's config and weights, and check the written files.
-
-    Raises: NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
-    """
+    """Write the adapter's config and weights, and check the written files. Raises: NonFiniteError,
+    IncompleteAdapterError; OSError when the disk refuses."""
     try:
         # Else peft also writes the base's embeddings where the head is adapted.
         policy.model.save_pretrained(str(folder), save_embedding_layers=False)
@@ -449,10 +442,7 @@ def _write_canonical(path: Path) -> None:
 
 def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  # Any: as above
     """Check that a folder holds exactly the LoRA matrices of the model, with finite numbers.
-
-    adapter: name in peft of the adapter that the folder holds.
-    Raises: NonFiniteError, IncompleteAdapterError.
-    """
+    adapter: its name in peft. Raises: NonFiniteError, IncompleteAdapterError."""
     weights = load_file(folder / WEIGHTS)
     expected = _matrices(model, adapter)
     if not expected or expected != weights.keys():
@@ -467,7 +457,6 @@ def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  
 
 
 def _matrices(model: Any, adapter: str) -> set[str]:  # Any: as above
-    """Return the names of an adapter's LoRA matrices, as its weights file has them."""
     return {
         f"{name}.{matrix}.weight"
         for name, module in model.named_modules()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -102,11 +102,6 @@ def architecture(config: Any) -> Architecture:  # Any: a config of transformers,
     )
 
 
-def as_rows(found: Architecture, why: str) -> Architecture:
-    """Return the same architecture, not packed."""
-    return replace(found, packs=False, why=why)
-
-
 def positions(config: Any) -> int | None:
     """Return how many positions a model has; None where its config names no number.
 
@@ -139,7 +134,6 @@ def _why_refused(config: Any) -> str:
 
 
 def _rotary(config: Any) -> Mapping[str, Any]:
-    """Return the config's rotary scaling; empty when it has none, or it is damage."""
     found = getattr(config, "rope_parameters", None)
     return found if isinstance(found, Mapping) else {}
 
@@ -220,7 +214,6 @@ def fix_positions(model: Any, *, stretched: bool) -> None:  # Any: transformers 
 
 
 def _frequencies(config: Any, *, stretched: bool) -> tuple[Tensor, float]:
-    """Return the frequencies and the factor of cosine and sine, as vLLM computes them."""
     given, most = config.rope_parameters, config.max_position_embeddings
     kind, device = given["rope_type"], torch.device("cpu")
     if kind == DYNAMIC:

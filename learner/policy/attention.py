@@ -334,7 +334,6 @@ def _cpu_backward(one: _Call, *tensors: Tensor) -> Any:
 
 
 def _sequences(one: _Call) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries and the keys of each sequence that has both."""
     for rows, seen in zip(*(pairwise(ends.tolist()) for ends in one.sequences[:2]), strict=True):
         if rows[0] < rows[1] and seen[0] < seen[1]:
             yield slice(*rows), slice(*seen)
@@ -388,7 +387,6 @@ def _windowed(
 
 
 def _path(segments: Sequence[Segment], number: int) -> list[int]:
-    """Return the indices into T of a segment's path: the tokens above it, and its own."""
     one = segments[number]
     return [
         place
@@ -524,7 +522,6 @@ def _take_faster_kernels(device: torch.device, dtype: torch.dtype, width: int) -
 
 
 def _fault(form: Form, device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """Return what is wrong with a form on this device; empty when it is right."""
     limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
     for window in (None, WINDOW):
         try:

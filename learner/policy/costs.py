@@ -129,7 +129,6 @@ def sizes(
 
 
 def _shared(config: Any, expert: int) -> int:
-    """Return the width of the experts that every token goes through; 0: there are none."""
     width = getattr(config, "shared_expert_intermediate_size", None)
     return int(width or expert * int(getattr(config, "n_shared_experts", None) or 0))
 
@@ -222,7 +221,6 @@ class Prices:
 
 
 def prices(model: Sizes) -> Prices:
-    """Return the prices of a model."""
     return Prices(pair=ATTENTION_FLOPS * model.queries / (LINEAR_FLOPS * model.linear_weights))
 
 

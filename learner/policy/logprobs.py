@@ -179,7 +179,6 @@ class Policy:
         return hidden_TH
 
     def _attention(self, pack: Pack, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the decoder's arguments that say what each token attends to."""
         if not self.shape.packs:
             return {"attention_mask": None}  # the model's own
         dtype = torch.bfloat16 if self.autocast else dtype
@@ -219,7 +218,6 @@ class Policy:
         )
 
     def precision(self) -> AbstractContextManager[None]:
-        """Return the context in which matrix products run in the policy's precision."""
         if not self.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
@@ -295,7 +293,6 @@ def _members(groups: Sequence[TrainingGroup]) -> list[tuple[TrainingGroup, Train
 
 
 def _needed(group: TrainingGroup) -> int:
-    """Return the tokens of a group's pack."""
     return unique_tokens([fed(group, row) for _, row in _members([group])], least=SHARED)
 
 

@@ -74,20 +74,16 @@ def _of_group(name: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, within the limit of this process's control group.
-
-    None: it is not known.
-    """
+    """Return the free memory of a device, within the limit of this process's control group; None:
+    it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _ram("MemAvailable", lambda: _of_group("memory.max") - _of_group("memory.current"))
 
 
 def within_share(device: torch.device, free: int | None, share: float) -> int | None:
-    """Return the free memory that a process may still take, of its share of a card.
-
-    On a CPU the share is compared before a run, and what others use changes meanwhile.
-    """
+    """Return the free memory that a process may still take, of its share of a card; on a CPU the
+    share is compared before a run."""
     if free is None or device.type != "cuda" or share >= 1:
         return free
     total = torch.cuda.mem_get_info(device)[1]
@@ -237,10 +233,7 @@ class Room:
 
 
 def room_of(device: torch.device, share: float) -> Room | None:
-    """Measure the memory of a device, within the limit of this process's control group.
-
-    None: it is not known.
-    """
+    """Measure the memory of a device, as `free_bytes`."""
     free = free_bytes(device)
     if device.type == "cuda":
         total: int | None = int(torch.cuda.mem_get_info(device)[1])
@@ -263,10 +256,7 @@ def fixed_bytes(base: BaseSize, *, rank: int, halves: bool) -> int:
 
 
 def least_bytes(base: BaseSize, model: Sizes, *, rank: int, halves: bool, autocast: bool) -> int:
-    """Return what every run needs: one short pack, with layers that are computed twice. Pure.
-
-    halves, autocast: as for `number_bytes`.
-    """
+    """Return what every run needs: one short pack, with layers that are computed twice. Pure."""
     number = number_bytes(halves=halves, autocast=autocast)
     pack = pack_bytes(model, SHORT_PACK, number_bytes=number, checkpointing=True)
     return fixed_bytes(base, rank=rank, halves=halves) + pack + 2 * CHUNK_BYTES
@@ -280,8 +270,6 @@ def limit_torch(device: torch.device, share: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """A run does not fit."""
-
     why: str
     """What it needs, what there is, and what to do."""
     lasts: bool
@@ -316,31 +304,18 @@ def _measured(
     base_model_path: str, settings: Learner, device: torch.device
 ) -> tuple[int, Room] | None:
     """Return the bytes that every run needs, and the device's room; None where one is not known."""
-    needed = _needed(base_model_path, settings, device)
-    if needed is None:
+    base, room = known_base(base_model_path), room_of(device, settings.memory_fraction)
+    if base is None or room is None:
         return None
-    # Without cards the processes of a run have one memory, and each reads the base.
-    needed *= settings.processes if device.type == "cpu" else 1
-    room = room_of(device, settings.memory_fraction)
-    return None if room is None else (needed, room)
-
-
-def _needed(base_model_path: str, settings: Learner, device: torch.device) -> int | None:
-    base = known_base(base_model_path)
-    if base is None:
-        return None
-    weights = base.weights
+    weights, cuda = base.weights, device.type == "cuda"
     autocast = wants_autocast(settings.precision, device)
-    if settings.shard_base and device.type == "cuda":
+    if settings.shard_base and cuda:
         away = weights.in_blocks - weights.in_blocks // settings.processes
         weights = replace(weights, numbers=weights.numbers - away)
-    return least_bytes(
-        weights,
-        base.sizes,
-        rank=settings.rank,
-        halves=autocast and device.type == "cuda",
-        autocast=autocast,
-    )
+    halves = autocast and cuda
+    needed = least_bytes(weights, base.sizes, rank=settings.rank, halves=halves, autocast=autocast)
+    # Without cards the processes of a run have one memory, and each reads the base.
+    return needed * (settings.processes if device.type == "cpu" else 1), room
 
 
 def _words(needed: int, room: Room, device: torch.device) -> str:

@@ -55,8 +55,6 @@ class Trie:
 
 @dataclass(slots=True)
 class _Node:
-    """A run of tokens while the trie grows."""
-
     tokens: Sequence[int]
     below: list[_Node] = field(default_factory=list)
 
@@ -129,7 +127,6 @@ def shared(row: Sequence[int], start: int, other: Sequence[int]) -> int:
 
 
 def _best(node: _Node, row: Sequence[int], start: int) -> tuple[_Node | None, int]:
-    """Return the node below that has most in common with row[start:], and how much."""
     best, most = None, 0
     for one in node.below:
         alike = shared(row, start, one.tokens)
@@ -184,7 +181,7 @@ def _lay(
     segments: list[Segment],
     starts: dict[int, int],
 ) -> None:
-    """Append a node and all below it. starts: id of a node -> where its tokens begin."""
+    """starts: id of a node -> where its tokens begin."""
     number, start = len(segments), len(tokens)
     starts[id(node)] = start
     tokens += node.tokens
@@ -297,7 +294,6 @@ def fed(group: TrainingGroup, row: TrainableRow) -> tuple[int, ...]:
 
 
 def pack_rows(group: TrainingGroup, rows: Sequence[TrainableRow], *, least: int = 1) -> Pack:
-    """Pack these rows of a group into one."""
     return pack_members([(group, row) for row in rows], least=least)
 
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from learner.adapter_folder import PROBE, ProbeFile, file_digest, render_probe
 from learner.errors import ParentError
 from learner.explain import one_line
-from learner.policy.architecture import Form, as_rows, blocks_of
+from learner.policy.architecture import Form, blocks_of
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import is_out_of_memory
 from learner.policy.packing import Pack, chain, pack_rows
@@ -86,7 +86,7 @@ def checked(policy: Policy, model_name: str, parent: str = "", *, most: int = 0)
                 return policy
             log.info("form_differs", base=model_name, form=form, why=first)
         first = f"packed answers {first}"
-        policy = replace(policy, shape=as_rows(policy.shape, first))
+        policy = replace(policy, shape=replace(policy.shape, packs=False, why=first))
     log.info("answers_not_packed", base=model_name, why=policy.shape.why)
     rows = _fault(policy, tests, limit)
     if rows:
@@ -96,7 +96,6 @@ def checked(policy: Policy, model_name: str, parent: str = "", *, most: int = 0)
 
 
 def refusal(model_name: str, why: str) -> str:
-    """Return what is said of a base that cannot be trained."""
     return (
         f"base {model_name}: the learner does not compute this architecture's log-probabilities "
         f'({why}); serve it without a learner (learner.schedule = "manual"), or name another base'
@@ -104,7 +103,6 @@ def refusal(model_name: str, why: str) -> str:
 
 
 def _not_finite(policy: Policy, group: TrainingGroup, model_name: str, parent: str) -> str:
-    """Describe log-probabilities that are not finite: the parent's fault, or the base's."""
     if parent and _finite_without(policy, group):
         return (
             f"parent {parent}: its weights are finite, but so large that the log-probabilities "
@@ -125,17 +123,18 @@ def _not_finite(policy: Policy, group: TrainingGroup, model_name: str, parent: s
 
 
 def _finite_without(policy: Policy, group: TrainingGroup) -> bool:
-    """Return True when the log-probabilities of the base alone are finite."""
     with policy.model.disable_adapter():
         return bool(torch.isfinite(_own_logprobs(policy, group)).all())
 
 
 def _fault(policy: Policy, tests: Sequence[tuple[TrainingGroup, Tensor]], limit: float) -> str:
-    """Return how the policy's own way fails or differs by over `limit`; empty when it does not."""
     for group, expected in tests:
         length = len(group.prompt_token_ids)
         try:
-            found = difference(policy, group, expected)
+            with torch.no_grad():
+                packs = packs_of(policy, group, 10 * (length + sum(ANSWERS)))
+                values = torch.cat([policy.logprobs(pack)[0] for pack in packs])
+            found = float((values - expected).abs().mean())
         except SELF_TEST_ERRORS as error:
             if is_out_of_memory(error):
                 raise
@@ -144,14 +143,6 @@ def _fault(policy: Policy, tests: Sequence[tuple[TrainingGroup, Tensor]], limit:
             behind = f" behind {length} tokens" if length != PROMPT else ""
             return f"differ by {found:.2g} nats a token from the model's own{behind}"
     return ""
-
-
-def difference(policy: Policy, group: TrainingGroup, expected: Tensor) -> float:
-    """Return the mean |difference| of the policy's log-probabilities to the expected, in nats."""
-    with torch.no_grad():
-        packs = packs_of(policy, group, 10 * (len(group.prompt_token_ids) + sum(ANSWERS)))
-        found = torch.cat([policy.logprobs(pack)[0] for pack in packs])
-    return float((found - expected).abs().mean())
 
 
 def _own_logprobs(policy: Policy, group: TrainingGroup) -> Tensor:
@@ -239,7 +230,6 @@ def compile_blocks(policy: Policy, lengths: Sequence[int]) -> bool:
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward pass of a block, compiled where a gradient is asked for."""
     compiled = torch.compile(plain, dynamic=True)
 
     def forward(*given: Any, **named: Any) -> Any:
@@ -329,7 +319,6 @@ def probe_of(policy: Policy, texts: Sequence[Sequence[int]], *, tolerance: float
 
 
 def _pack(ids: Sequence[int], places: Sequence[int]) -> Pack:
-    """Return a pack of a prompt alone, which predicts behind these places."""
     return Pack(
         group_id="",
         adapter="",

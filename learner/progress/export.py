@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import structlog
@@ -99,14 +98,12 @@ class Tracker(Protocol):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write a step's figures, by name."""
-        ...
 
     def close(self, how: End | None, adapter: str) -> None:
         """Send what is buffered, and end the run.
 
         how: None: another process goes on with it. adapter: the version that it made; "": none.
         """
-        ...
 
 
 class _TensorBoard:
@@ -199,7 +196,6 @@ class _Wandb:
 
 
 def _table(facts: Mapping[str, Fact]) -> str:
-    """Return the facts as a table of Markdown, which TensorBoard shows."""
     rows = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in facts.items()]
     return "\n".join(["| what | value |", "|---|---|", *rows])
 
@@ -209,15 +205,13 @@ TRACKERS: dict[str, Callable[[str, Opening], Tracker]] = {
     "mlflow": _Mlflow,
     "wandb": _Wandb,
 }
-"""Kind -> opens a run: (place, what to open)."""
+"""Kind, which is the package that it needs -> opens a run: (place, what to open)."""
 
 
 # What a run tells its tracker.
 
 log = structlog.get_logger()
 
-PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-"""Kind of tracker -> the package that it needs."""
 PREFIX = "learner/"
 
 
@@ -232,10 +226,7 @@ class ExportedRun:
         facts: Mapping[str, Fact] | None = None,
     ) -> None:
         """make: opens a run. An attempt of the steps that begins anew gets a run and a name of its
-        own, because a tracker keeps what it has.
-
-        facts: what the run is made with.
-        """
+        own, because a tracker keeps what it has."""
         self._make = make
         self._run_id = run_id
         self._facts = facts or {}
@@ -299,9 +290,8 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
 
 def why_no_export(setting: str) -> str:
     """Say why `learner.export` cannot work here; "" when it can. Imports nothing."""
-    kind = setting.partition(":")[0]
-    package = PACKAGES.get(kind)
-    if package is None or find_spec(package) is not None:
+    package = setting.partition(":")[0]
+    if package not in TRACKERS or find_spec(package) is not None:
         return ""
     return f"{package} cannot be imported; run `pip install {package}`, or remove the setting"
 
@@ -391,7 +381,6 @@ class Observed:
         clock: Callable[[], float],
         show: Callable[[str], None],
     ) -> None:
-        """clock: Unix seconds. show: prints a line for a person."""
         self.adapter = ""
         """The version that the run made."""
         self.left = False
@@ -405,10 +394,7 @@ class Observed:
         self._holds: Callable[[Session], bool] = lambda session: True
 
     def watch(self, run_id: str, parent: Parent, holds: Callable[[Session], bool]) -> Watch:
-        """Return a watch that keeps what a run tells where the settings say; it is loading now.
-
-        holds: as `StoredRun` has it.
-        """
+        """Return a watch that keeps what a run tells where the settings say; it is loading now."""
         self._run_id, self._holds = run_id, holds
         keepers: list[Keeper] = [StoredRun(self._database, run_id, clock=self._clock, holds=holds)]
         exported = exported_run(
@@ -425,12 +411,7 @@ class Observed:
     def __enter__(self) -> Observed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._watch is not None:
             self._watch.end(self._how(error), self.adapter)
 
@@ -445,7 +426,6 @@ class Observed:
         return "killed" if self.left or not isinstance(error, Exception) else "failed"
 
     def _is_ours(self) -> bool:
-        """Return False when another process goes on with the run."""
         try:
             with self._database.write(alone=False) as session:  # `holds` locks the row
                 return self._holds(session)

@@ -69,10 +69,8 @@ class Timed:
 
 
 def stage(name: StageName, groups: Sequence[TrainingGroup], *, steps: Sequence[int] = ()) -> Stage:
-    """Return a stage over these groups, in the order in which they are computed.
-
-    steps: [groups] the optimiser step of each group; empty: the stage takes none.
-    """
+    """Return a stage over these groups, in this order. steps: [groups] the optimiser step of each;
+    empty: the stage takes none."""
     of_step = list(steps) or [0] * len(groups)
     return Stage(
         name=name,
@@ -111,9 +109,7 @@ def progress(
     stages: Sequence[Stage], done: int, *, tokens_before: int, measured: Timed, before: Timed
 ) -> Progress:
     """Describe a run whose present stage, the first of `stages`, has `done` parts computed.
-
-    tokens_before: of the stages that are over.
-    """
+    tokens_before: of the stages that are over."""
     present = stages[0]
     computed, rest = present.parts[:done], present.parts[done:]
     return Progress(
@@ -177,22 +173,18 @@ class Keeper(Protocol):
 
     def keep_progress(self, found: Progress) -> None:
         """Keep where the run is, in place of what was kept before."""
-        ...
 
     def begin_steps(self, done: Sequence[StepMetrics]) -> None:
         """Keep exactly these steps, which were told before the run was killed; none: it begins."""
-        ...
 
     def keep_step(self, metrics: StepMetrics) -> None:
         """Keep a step's figures."""
-        ...
 
     def end(self, how: End | None, adapter: str) -> None:
         """The run has ended, and its row says so.
 
         how: None: another process goes on with it. adapter: the version that it made; "": none.
         """
-        ...
 
 
 class RunWatch:
@@ -258,7 +250,6 @@ class RunWatch:
             self._tell(self._progress(), now=True)
 
     def end(self, how: End | None, adapter: str = "") -> None:
-        """Tell the keepers how the run ended, as `Keeper.end` has it."""
         for keeper in self._keepers:
             keeper.end(how, adapter)
 
@@ -421,10 +412,7 @@ class Missing(NamedTuple):
 
 
 def note_missing(lacks: Sequence[Missing], database: Database, *, now: float) -> None:
-    """Log what runs lack, and store it for `sidecar status`. now: Unix seconds.
-
-    Raises: StoreError.
-    """
+    """Log what runs lack, and store it for `sidecar status`. Raises: StoreError."""
     for one in lacks:
         event = "learner_cannot_run" if one.level == "error" else "learner_lacks"
         log.warning(event, setting=one.setting, why=one.why)

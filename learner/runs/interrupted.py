@@ -62,29 +62,20 @@ def keeping_steps(work: WorkFolder) -> Iterator[None]:
         raise FullDiskError(text) from error
 
 
-def how_left(error: BaseException, *, asked: bool) -> Released | None:
-    """Return how a run that ends with this error leaves its work to the next; None: it does not.
-
-    asked: it was asked to stop. A launcher asks all processes of a run, and the others end first.
-    """
-    if asked and isinstance(error, RunStoppedError | RankLostError | RankFailedError):
-        return "stopped"
-    if isinstance(error, UnpublishedError | FullDiskError):
-        return "stopped"
-    return "broken" if isinstance(error, RankLostError) else None
-
-
 def leave(
     database: Database, work: WorkFolder, error: BaseException, *, asked: bool, token: str
 ) -> Released | None:
     """Give the lease of a run back, so that the next start goes on with it.
 
-    error: what ended it. asked: as `how_left`. token: of this process.
+    asked: it was asked to stop. token: of this process.
     Returns: None when the run cannot go on, or is not this process's: it is to end as failed.
     """
-    how = how_left(error, asked=asked)
-    if how is None or work.read(CLAIMED) is None:
+    # A launcher asks all processes of a run, and the others end first.
+    ended = asked and isinstance(error, RunStoppedError | RankLostError | RankFailedError)
+    stopped = ended or isinstance(error, UnpublishedError | FullDiskError)
+    if not (stopped or isinstance(error, RankLostError)) or work.read(CLAIMED) is None:
         return None
+    how: Released = "stopped" if stopped else "broken"
     faults = error.faults if isinstance(error, RankLostError) else {}
     said = one_line(error)
     if not isinstance(error, FullDiskError):
@@ -110,7 +101,7 @@ def begin_again(
 ) -> None:
     """Record that a resumed run starts from its first step: its checkpoint was of no use.
 
-    deaths: of the run, as its row has them; the last one's step becomes 0. token: of this process.
+    deaths: as its row has them; the last one's step becomes 0.
     """
     if not deaths:
         return
@@ -135,11 +126,8 @@ def sweep(database: Database, adapters_dir: Path, model: str, *, now: float) -> 
 
 
 def take_back(database: Database, work: WorkFolder, *, token: str | None = None) -> bool:
-    """Remove what a run placed and did not register.
-
-    token: of the process that works in the folder; None: it is dead.
-    Returns: False when that is not known, or another process goes on with the run.
-    """
+    """Remove what a run placed and did not register. token: None: its process is dead. Returns:
+    False when that is not known, or another process goes on with the run."""
     try:
         with database.write() as session:
             if token is not None and taken_from(session, work.run_id, token):
@@ -159,11 +147,8 @@ STAGE = "watch"
 
 
 def check_hold(database: Database, settings: Settings, run_id: str, *, now: float) -> None:
-    """Return when a run may begin.
-
-    now: Unix seconds. Raises: HeldError when the reward watch holds the learner; the run's row says
-        why. StoreError.
-    """
+    """Return when a run may begin. Raises: HeldError when the reward watch holds the learner; the
+    run's row says why. StoreError."""
     model = settings.line.name
     with database.read() as session:
         answer = ask(session, model, settings.watch)
@@ -184,16 +169,16 @@ def _record(
 ) -> bool:
     """Write or renew the row of a held run. Returns: True when the learner was not held so."""
     model = settings.line.name
-    row = _newest(session, model)
+    newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
+    row = session.scalars(newest.limit(1)).first()
     findings = [asdict(one) for one in answer.holding]
     if (
         row is not None
+        and row.held is not None
         and row.parent == answer.verdict.champion
-        and _checks(row) == {one.check for one in answer.holding}
+        and {one["check"] for one in row.held["findings"]} == {one.check for one in answer.holding}
     ):
-        asked = (row.held or {}).get("checks")
-        times = asked if isinstance(asked, int) else 1
-        row.held = {"findings": findings, "checks": times + 1}
+        row.held = {"findings": findings, "checks": row.held["checks"] + 1}
         row.reason, row.heartbeat_at, row.ended_at = answer.reason, now, now
         return False
     session.add(
@@ -226,18 +211,3 @@ def _record(
     for one in answer.holding:
         count(session, STAGE, f"held_{one.check}")
     return True
-
-
-def _newest(session: Session, model: str) -> RunRow | None:
-    """Return the newest run, if it was held."""
-    statement = (
-        select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc()).limit(1)
-    )
-    row = session.scalars(statement).first()
-    return row if row is not None and row.status == HELD else None
-
-
-def _checks(row: RunRow) -> set[Any]:  # Any: JSON
-    findings = row.held.get("findings") if isinstance(row.held, dict) else None
-    found = findings if isinstance(findings, list) else []
-    return {one.get("check") for one in found if isinstance(one, dict)}

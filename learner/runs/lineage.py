@@ -1,4 +1,4 @@
-"""An adapter's lineage, with the origin of its weights: `lineage.json` and the model card. Pure.
+"""An adapter's lineage, with the origin of its weights: `lineage.json` and the model card.
 
 The lineage holds everything that is known when the folder is sealed. Later events (the adapter's
 version, its canary, its end) are in the store's audit, because the folder never changes.
@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import structlog
 from sqlalchemy import select
 
 from ingest.records import ScoredGroup
@@ -29,77 +28,88 @@ from learner.origin import (
     machine,
 )
 from learner.records import CheckedAnswers, TrainingOutcome
-from learner.runs.material import Material
-from learner.runs.selection import Noise, SpreadGate, mask_reason, score_masks
-from sidecar.settings import Learner, Settings
+from learner.runs.material import Material, noise_json
+from learner.runs.selection import SpreadGate, mask_reason, score_masks
+from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import ExchangeRow
 
 ACTOR = "learner"
+FILTERS = ("max_age_versions", "min_groups", "max_groups", "pack_tokens")
+"""Settings that decide which of the waiting groups a run takes."""
 FORMAT = 3
 """Runs of 1 and 2 took other steps: they cannot be replayed."""
 
 
-def build_lineage(
-    *,
+def write_documents(
+    folder: Path,
+    database: Database,
+    settings: Settings,
     run_id: str,
-    created_at: float,
-    model: str,
-    origin: Mapping[str, Any],
-    groups: Sequence[ScoredGroup],
-    tasks: Sequence[TaskGroup] = (),
-    dropped: Mapping[str, str],
-    settings: Learner,
-    gates: Mapping[str, SpreadGate],
-    noise: Noise,
+    material: Material,
     outcome: TrainingOutcome,
-    curves: str | None = None,
-    resumed: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """Build the record that explains an adapter and allows to reproduce it.
+    deaths: Sequence[Mapping[str, Any]],
+    *,
+    now: float,
+) -> None:
+    """Write the lineage and the card of a run beside the weights that it made.
 
-    created_at: Unix seconds. groups, tasks: the groups trained on, of answers and of sessions.
-    dropped: group id -> reason, for the groups that the run left out. gates: group id -> the least
-    spread of its scores. noise: of the judges, as it was measured when the groups were selected.
-    origin: base, parent, window, libraries, code and hardware (`learner.runs.lineage`). curves:
-    file of the steps' figures, in the folder. resumed: where the run was killed, and went on.
+    It reads the base's files, unless their hashes are kept.
+    deaths: where it was killed, and resumed. Raises: OSError, StoreError.
     """
     first, last = outcome.metrics[0], outcome.metrics[-1]
-    return {
+    learner, parent, groups = settings.learner, material.parent, material.selection.groups
+    base_path, gates = settings.serving.base_model_path, material.selection.gates
+    base = base_digest(base_path, settings.state_dir / CACHE)
+    scored = material.scored
+    lineage = {
         "format": FORMAT,
         "run_id": run_id,
-        "created_at": created_at,
-        "model": model,
+        "created_at": now,
+        "model": settings.line.name,
         "actor": ACTOR,
-        "base_model": origin["base"]["model"],
-        **origin,
+        "base_model": base_path,
+        "base": {
+            "model": base_path,
+            "revision": "" if base is None else base.revision,
+            "digest": None if base is None else base.digest,
+        },
+        "parent": {"name": parent.name, "version": parent.version, "digest": parent.digest},
+        "window": {
+            **_exchanges(database, material),
+            "groups": len(groups),
+            "group_ids_sha256": ids_digest([group.group_id for group in groups]),
+            "groups_sha256": groups_digest(groups),
+            "filters": {name: getattr(learner, name) for name in FILTERS},
+        },
+        "libraries": library_versions(),
+        "code": asdict(code_version()),
+        "hardware": {**machine(), "device": learner.device},
         "groups": [
             _describe(
                 group,
                 outcome.answers.get(group.group.group_id, CheckedAnswers()),
                 gates.get(group.group.group_id),
             )
-            for group in groups
+            for group in scored
         ],
-        "task_groups": [_describe_task(one) for one in tasks],
-        "dropped": dict(dropped),
-        "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
-        "judge_noise": [asdict(one) for _, one in sorted(noise.items())],
-        "settings": settings.model_dump(mode="json"),
+        "task_groups": [_describe_task(one) for one in material.tasks],
+        "dropped": dict(material.left_out),
+        "judges": sorted({(group.judge_model, group.rubric_hash) for group in scored}),
+        "judge_noise": noise_json(material.noise),
+        "settings": learner.model_dump(mode="json"),
         "algorithm": dict(outcome.algorithm),
         "reward": {"before": first.reward_mean, "after": None},
         "kl": {"to_behaviour": last.approx_kl, "to_base": outcome.algorithm.get("kl_to_base")},
         "evaluation": None,
-        "curves": curves,
-        "resumed": [dict(one) for one in resumed],
+        "curves": CURVES if (folder / CURVES).is_file() else None,
+        "resumed": [dict(one) for one in deaths],
         "drift": asdict(outcome.drift) if outcome.drift is not None else None,
         "metrics": [asdict(step) for step in outcome.metrics],
     }
-
-
-def render_lineage(lineage: Mapping[str, Any]) -> str:
-    """Render the text of `lineage.json`."""
-    return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+    (folder / LINEAGE).write_text(text, encoding="utf-8")
+    (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
 
 
 def render_card(lineage: Mapping[str, Any]) -> str:
@@ -189,87 +199,7 @@ def _numbers(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-# What a lineage tells of an adapter's origin beside its groups: base, window, code, machine.
-
-log = structlog.get_logger()
-
-FILTERS = ("max_age_versions", "min_groups", "max_groups", "pack_tokens")
-"""Settings that decide which of the waiting groups a run takes."""
-
-
-def write_documents(
-    folder: Path,
-    database: Database,
-    settings: Settings,
-    run_id: str,
-    material: Material,
-    outcome: TrainingOutcome,
-    deaths: Sequence[Mapping[str, Any]],
-    *,
-    now: float,
-) -> None:
-    """Write the lineage and the card of a run beside the weights that it made.
-
-    deaths: where it was killed, and resumed. Raises: OSError, StoreError.
-    """
-    lineage = build_lineage(
-        run_id=run_id,
-        created_at=now,
-        model=settings.line.name,
-        origin=origin_of(database, settings, material),
-        groups=material.scored,
-        tasks=material.tasks,
-        dropped=material.left_out,
-        settings=settings.learner,
-        gates=material.selection.gates,
-        noise=material.noise,
-        outcome=outcome,
-        curves=CURVES if (folder / CURVES).is_file() else None,
-        resumed=deaths,
-    )
-    (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
-    (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
-
-
-def origin_of(database: Database, settings: Settings, material: Material) -> dict[str, Any]:
-    """Return the parts of a lineage that its caller does not have, as JSON.
-
-    material: the groups that were trained on. It reads the base's files, unless their hashes are
-    kept. Raises: OSError, StoreError.
-    """
-    serving, parent = settings.serving, material.parent
-    base = base_digest(serving.base_model_path, settings.state_dir / CACHE)
-    return {
-        "base": {
-            "model": serving.base_model_path,
-            "revision": "" if base is None else base.revision,
-            "digest": None if base is None else base.digest,
-        },
-        "parent": {
-            "name": parent.name,
-            "version": parent.version,
-            "digest": parent.digest,
-        },
-        "window": _window(database, settings.learner, material),
-        "libraries": library_versions(),
-        "code": asdict(code_version()),
-        "hardware": {**machine(), "device": settings.learner.device},
-    }
-
-
-def _window(database: Database, settings: Learner, material: Material) -> dict[str, Any]:
-    groups = material.selection.groups
-    return {
-        **_exchanges(database, material),
-        "groups": len(groups),
-        "group_ids_sha256": ids_digest([group.group_id for group in groups]),
-        "groups_sha256": groups_digest(groups),
-        "filters": {name: getattr(settings, name) for name in FILTERS},
-    }
-
-
 def _exchanges(database: Database, material: Material) -> dict[str, Any]:
-    """Name the first and the last exchange, by the time at which they started."""
     ids = [one.group.exchange_id for one in material.scored]
     ids += [name for task in material.tasks for one in task.sessions for name in one.exchange_ids]
     statement = select(ExchangeRow.started_at, ExchangeRow.exchange_id)

@@ -34,7 +34,7 @@ from learner.origin import (
 )
 from learner.records import Fault, Parent
 from learner.resume import CLAIMED, RUN, WorkFolder
-from learner.runs import source, source as retry
+from learner.runs import source
 from learner.runs.runs import last_failed
 from learner.runs.selection import Noise, Selection, select_by, select_tasks
 from learner.runs.source import FAILED_RUNS, blame
@@ -63,14 +63,6 @@ class Claimed:
     """Group id -> reason, for groups that the run dropped and did not claim."""
     fresh: int = 0
     """Groups that waited."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_json(cls, stored: Mapping[str, Any]) -> Claimed:
-        """Raises: msgspec.MsgspecError."""
-        return msgspec.convert(stored, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +132,6 @@ class Material:
 class WhenUnlocked(Protocol):
     def __call__(self, work: Callable[[], T], doing: str) -> T:
         """Do a transaction; again, while another program has locked the store."""
-        ...
 
 
 def claim(
@@ -159,7 +150,7 @@ def claim(
         waiting = source.waiting_groups(
             session, line=line, parent=parent.name, max_age=learner.max_age_versions
         )
-        chosen, given_up = retry.choose(
+        chosen, given_up = source.choose(
             waiting.fresh,
             waiting.failures,
             least=learner.min_groups,
@@ -211,8 +202,7 @@ def gather(
     """
     learner = settings.learner
     with database.read() as session:
-        loaded = load_groups(session, settings, run_id, claimed.group_ids)
-        scored, tasks, broken = loaded
+        scored, tasks, broken = load_groups(session, settings, run_id, claimed.group_ids)
         adapters = {*(g.group.adapter for g in scored), *(one.adapter for one in tasks)}
         samplers = source.samplers(session, settings.line.name, adapters)
         if noise is None:
@@ -228,10 +218,7 @@ def gather(
         selection=selection,
         claimed=claimed,
         dropped=useless,
-        texts={
-            **{g: fault.text for g, fault in broken.items()},
-            **selection.texts,
-        },
+        texts={**{g: fault.text for g, fault in broken.items()}, **selection.texts},
         samplers=samplers,
         noise=noise,
     )
@@ -240,18 +227,15 @@ def gather(
 def gather_again(
     database: Database, settings: Settings, dead: RunRow, parent: Parent, work: WorkFolder
 ) -> Material:
-    """Gather what a killed run had.
-
-    dead: its row. parent: what a run starts from now.
-    Raises: NotResumedError, when anything that its weights depend on has changed.
-    """
+    """Gather what a killed run had. parent: what a run starts from now. Raises: NotResumedError,
+    when anything that its weights depend on has changed."""
     stored, began = work.read(CLAIMED), work.read(RUN)
     if stored is None:
         raise NotResumedError("what it had claimed cannot be read")
     if dead.parent != parent.name:
         raise NotResumedError(f"the champion was {dead.parent} and is {parent.name}")
     try:
-        claimed = Claimed.of_json(stored)
+        claimed = msgspec.convert(stored, Claimed)
         noise = noise_of_json(began["noise"]) if began is not None else None
         before = began["fingerprint"] if began is not None else _settings_of(dead)
     except (msgspec.MsgspecError, LookupError, TypeError) as error:
@@ -283,8 +267,7 @@ def prints(settings: Settings, material: Material) -> dict[str, Any]:
 
 
 def _settings_of(run: RunRow) -> dict[str, Any]:
-    """Return the part of a fingerprint that a run's row has."""
-    return {"settings": settings_of_result(run.settings if isinstance(run.settings, dict) else {})}
+    return {"settings": settings_of_result(run.settings)}
 
 
 def noise_json(noise: Noise) -> list[dict[str, Any]]:
@@ -306,7 +289,6 @@ def _claim(database: Database, run_id: str, chosen: Sequence[str]) -> list[str]:
 def _drop_unclaimed(
     database: Database, run_id: str, left: Mapping[str, str], given_up: Collection[str]
 ) -> None:
-    """Drop waiting groups that no run will learn from, a few at a time."""
     texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
     reasons = list(left.items())
     for at in range(0, len(reasons), DROPPED_AT_ONCE):
@@ -321,7 +303,7 @@ def leave_out(session: Session, run_id: str, material: Material) -> None:
     again = {
         group_id: Fault(why, material.texts[group_id])
         for group_id, why in material.dropped.items()
-        if why in retry.TRIED_AGAIN
+        if why in source.TRIED_AGAIN
     }
     most = len(again) > len(material.selection.groups)  # another process may use the memory
     for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:

@@ -37,8 +37,6 @@ REGISTERED = "adapter.registered"
 PUBLISH_S = 600.0
 """How long a finished run asks a store that is locked or away."""
 PUBLISH_PAUSE_S = 1.0
-VERSIONS = 10**9
-"""A version is smaller than this: a larger one is damage."""
 
 
 def when_free(
@@ -88,18 +86,19 @@ class Sealed:
 
 
 def seal(folder: Path) -> Sealed:
-    """Make a finished folder's files read-only, sync them to disk, and hash them.
-
-    It takes as long as the disk needs: call it without the store's write lock.
-    Raises: OSError when the disk refuses.
-    """
+    """Make a finished folder's files read-only, sync them to disk, and hash them: slow, so it is
+    called without the store's write lock. Raises: OSError."""
     for path in folder.iterdir():
         path.chmod(0o444)
         sync(path)
     sync(folder)
+    return _hashed(folder, folder_digest(folder))
+
+
+def _hashed(folder: Path, digest: str) -> Sealed:
     return Sealed(
         folder=folder,
-        digest=folder_digest(folder),
+        digest=digest,
         lineage_sha256=file_digest(folder / LINEAGE),
         card_sha256=file_digest(folder / CARD),
     )
@@ -124,11 +123,8 @@ def place(sealed: Sealed, adapters_dir: Path) -> Path:
 
 
 def place_or_share(session: Session, sealed: Sealed, adapters_dir: Path) -> tuple[Sealed, Path]:
-    """Place a folder, or take the one with these weights that another line has registered.
-
-    Both lines then serve the same files; `place` would take them from under the other's row.
-    Returns: what is registered, and its path. Raises: OSError when the disk refuses.
-    """
+    """Place a folder, or take the one with these weights that another line has registered: `place`
+    would take its files from under that row. Returns: what is registered, and its path."""
     held = session.scalar(
         select(AdapterRow.path).where(
             AdapterRow.digest == sealed.digest, AdapterRow.removed_at.is_(None)
@@ -136,14 +132,7 @@ def place_or_share(session: Session, sealed: Sealed, adapters_dir: Path) -> tupl
     )
     if held is None:
         return sealed, place(sealed, adapters_dir)
-    path = Path(held)
-    same = Sealed(
-        folder=path,
-        digest=sealed.digest,
-        lineage_sha256=file_digest(path / LINEAGE),
-        card_sha256=file_digest(path / CARD),
-    )
-    return same, path
+    return _hashed(Path(held), sealed.digest), Path(held)
 
 
 def replaced(folder: Path) -> Path:
@@ -152,11 +141,8 @@ def replaced(folder: Path) -> Path:
 
 
 def unplace(session: Session, work: WorkFolder, adapters_dir: Path) -> None:
-    """Remove the folder that a run placed, if it is not registered.
-
-    In a write transaction, which keeps others from placing the same files meanwhile.
-    Raises: OSError.
-    """
+    """Remove the folder that a run placed, if it is not registered. In a write transaction, which
+    keeps others from placing the same files meanwhile. Raises: OSError."""
     digest = work.placing()
     if digest is None:
         return
@@ -187,14 +173,9 @@ def register(
     actor: str = ACTOR,
     reason: str = "",
 ) -> Candidate:
-    """Add the next version of a line, in the caller's write transaction.
-
-    model: name of the line.
-    run_id: None: no run made it. actor, reason: for the audit; by default the run's.
-    """
-    # Without a huge number, which has no successor.
-    of_model = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
-    newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
+    """Add the next version of a line. run_id: None: no run made it. actor, reason: for the audit;
+    by default the run's."""
+    newest = session.scalar(select(func.max(AdapterRow.version)).where(AdapterRow.model == model))
     version = (newest or 0) + 1
     digest = sealed.digest
     continued = session.get(AdapterRow, parent)

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import structlog
@@ -53,7 +52,6 @@ EndStatus = Literal["finished", "failed", "skipped"]
 def find_parent(session: Session, model: str) -> Parent:
     """Return the champion of a line, which a run continues; the base when there is none.
 
-    model: name of the line.
     Raises: ParentError when the alias names a version that is not registered.
     """
     alias = session.get(AliasRow, (model, "champion"))
@@ -90,11 +88,8 @@ def check_parent(parent: Parent) -> None:
 
 
 def kept_ids(session: Session, model: str, *, now: float) -> set[str]:
-    """Return the ids of runs whose work folders are still needed.
-
-    Those are the runs, of any model, that have not ended; but a dead one of another model than this
-    is not waited for longer than `KEPT_S`.
-    """
+    """Return the ids of runs, of any model, that have not ended. A dead one of another model than
+    this is not waited for longer than `KEPT_S`."""
     rows = session.scalars(select(RunRow).where(RunRow.status == RUNNING)).all()
     return {row.run_id for row in rows if row.model == model or now - row.heartbeat_at < KEPT_S}
 
@@ -113,12 +108,10 @@ def last_failed(session: Session, model: str) -> bool:
 def report_place(
     database: Database, run_id: str, place: str | None, *, token: str | None = None
 ) -> None:
-    """Record the group that a run computes now, in case the run is killed meanwhile.
+    """Record the group that a run computes now, in case it is killed meanwhile; skipped while the
+    store is locked, or when the run is no longer this process's.
 
     place: "" for none; None: its trainer has not said yet. token: as `holds`.
-
-    While the store is locked, or when the run is no longer this process's, the record is skipped;
-    the heartbeat stops such a run.
     """
     try:
         with database.write(alone=False) as session:
@@ -174,10 +167,8 @@ def open_run(
     now: float,
     holder: Holder | None = None,
 ) -> None:
-    """Take the lease for a new run, after ending dead runs that held it.
-
-    Raises: RunInProgressError when another run of this model is alive.
-    """
+    """Take the lease for a new run, after ending dead runs that held it. Raises:
+    RunInProgressError."""
     for row in _running(session, model, lock=True):
         if not is_dead(row, now):
             raise RunInProgressError(row.run_id, row.heartbeat_at)
@@ -219,10 +210,7 @@ def can_go_on(session: Session, run_id: str, adapters_dir: Path) -> bool:
 
 
 def taken_from(session: Session, run_id: str, token: str) -> bool:
-    """Return True when another process goes on with the run of this one.
-
-    token: of this process.
-    """
+    """Return True when another process goes on with the run of this one."""
     row = session.get(RunRow, run_id)
     return row is not None and row.status == RUNNING and not _mine(row, token)
 
@@ -272,7 +260,6 @@ def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
 
 
 def _mine(row: RunRow, token: str | None) -> bool:
-    """token: of the process that asks; None: of nobody in particular."""
     return token is None or (row.holder or {}).get("token") == token
 
 
@@ -357,7 +344,6 @@ class Heartbeat:
         period_s: float,
         token: str | None = None,
     ) -> None:
-        """token: of this process; None: it is not compared."""
         self.lost = threading.Event()
         self._token = token
         self._database = database
@@ -371,12 +357,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 

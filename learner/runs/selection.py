@@ -315,7 +315,6 @@ def mask_reason(answer: Answer) -> str | None:
 
 
 def _other_mask(answer: Answer) -> str | None:
-    """Return what else keeps an answer out, whatever its log-probabilities are."""
     if not answer.token_ids:
         return "no_tokens"
     if not answer.temperature > 0:
@@ -349,7 +348,6 @@ def _why_dropped(
     gate: SpreadGate,
     pack_tokens: int,
 ) -> tuple[DropReason, str] | None:
-    """Return the reason why a group is dropped, and its details; None when it is not."""
     prompt, rewards = len(scored.group.prompt_token_ids), scored.rewards
     if len(rewards) < 2:
         has = "1 answer" if rewards else "no answer"
@@ -501,7 +499,6 @@ def alike(groups: Sequence[TrainingGroup], loss: str) -> list[TrainingGroup]:
 
 
 def _size(group: TrainingGroup, loss: str) -> tuple[int, int]:
-    """Return what a group counts as in the mean of a loss, rows or tokens; and its sessions."""
     is_of_rows = loss in (*MEAN_OF_ANSWERS, "dr_grpo")
     size = len(group.rows) if is_of_rows else sum(row.kept_tokens for row in group.rows)
     return size, len(set(group.sessions))
@@ -510,7 +507,6 @@ def _size(group: TrainingGroup, loss: str) -> tuple[int, int]:
 def _only_counted(
     group: TrainingGroup, masks: Mapping[int, str]
 ) -> tuple[TrainingGroup, Mapping[int, str]]:
-    """Take the gradient of the served answer out of its group."""
     first = replace(group.rows[0], trainable=False)
     return replace(group, rows=(first, *group.rows[1:])), {**masks, 0: IN_TASK_GROUP}
 
@@ -619,7 +615,6 @@ def _parts(
 
 
 def _shared(parts: Sequence[_Part]) -> tuple[int, ...]:
-    """Return the tokens with which all rows begin, before the first one to train on."""
     begins = [tuple(one.row.token_ids[: min(a.start for a in one.answers)]) for one in parts]
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins, strict=False))
     return tuple(tokens[0] for tokens in alike)

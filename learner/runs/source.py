@@ -120,7 +120,6 @@ def count_fresh(session: Session, *, line: Line, parent: str, max_age: int) -> i
 
 
 def _scored(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
-    """Restrict a query of groups to a line's scored ones, the newest first."""
     statement = statement.where(GroupRow.status == SCORED).order_by(GroupRow.seq.desc())
     if line.project is None and not line.others:
         return statement
@@ -131,14 +130,12 @@ def _scored(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
 
 
 def _scored_tasks(statement: Select[*Chosen], line: Line) -> Select[*Chosen]:
-    """Restrict a query of task groups as `_scored`."""
     of_project = of_line(TaskGroupRow.project, line)
     statement = statement.where(TaskGroupRow.status == SCORED, of_project)
     return statement.order_by(TaskGroupRow.seq.desc())
 
 
 def _table(group_id: str) -> type[GroupRow] | type[TaskGroupRow]:
-    """Return the table that a group's row is in."""
     return TaskGroupRow if group_id.startswith(PREFIX) else GroupRow
 
 
@@ -187,8 +184,7 @@ def load_tasks(
     rules: Rules,
     known: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> tuple[list[TaskGroup], dict[str, Fault]]:
-    """Load groups of sessions. known: as for `learner.runs.material.load_groups`. Returns: as
-    `load`."""
+    """As `load`, of sessions. known: as for `learner.runs.material.load_groups`."""
     groups: list[TaskGroup] = []
     broken: dict[str, Fault] = {}
     for group_id in group_ids:
@@ -380,7 +376,6 @@ def blame(session: Session, run_id: str, culprits: Mapping[str, Fault], *, times
 
 
 def _claimed(session: Session, run_id: str) -> list[tuple[str, int]]:
-    """Return the claimed groups of a run, and how many runs failed because of each."""
     found: list[tuple[str, int]] = []
     for row in (GroupRow, TaskGroupRow):
         columns = select(row.group_id, row.learn_attempts)

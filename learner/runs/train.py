@@ -83,7 +83,6 @@ T = TypeVar("T")
 class Trainer(Protocol):
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Write a PEFT folder into `job.folder`. Raises: LearnerError, OSError."""
-        ...
 
 
 class Run:
@@ -153,7 +152,6 @@ class Run:
         return self._run(parent, None)
 
     def _open(self) -> tuple[Parent, RunRow | None]:
-        """Take the lease. Returns: the parent; and the killed run to go on with, or None."""
         model, learner = self._settings.line.name, self._settings.learner
         self._holder = present_holder()
         with self._database.write() as session:
@@ -211,17 +209,14 @@ class Run:
         return candidate
 
     def _bury(self, dead: RunRow, error: NotResumedError) -> None:
-        """End a killed run that cannot go on."""
         was = "stopped" if was_stopped(dead.deaths) else "killed"
         reason = f"it was {was}, and not resumed: {error}"
         log.warning("run_not_resumed", run_id=dead.run_id, why=str(error))
         with self._database.write() as session:
-            row = session.get(RunRow, dead.run_id, with_for_update=True)
-            if row is not None:
-                row.place = dead.deaths[-1]["place"] if dead.deaths else row.place
-                resumed_after = (dead.deaths or [])[:-1]
-                row.deaths = resumed_after or None
-                end_dead(session, row, reason, now=self._clock())
+            row = session.get_one(RunRow, dead.run_id, with_for_update=True)
+            row.place = dead.deaths[-1]["place"] if dead.deaths else row.place
+            row.deaths = (dead.deaths or [])[:-1] or None
+            end_dead(session, row, reason, now=self._clock())
 
     def _learn(
         self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None, observed: Observed
@@ -241,7 +236,7 @@ class Run:
                 folder=work.empty_adapter(),
                 check_stop=lambda: self._check_stop(heartbeat),
                 quiet=material.selection.quiet,
-                signals=self._signals(material),
+                signals=self._signals() if material.tasks else (),
                 least_spread=material.selection.least_spread,
                 samplers=material.samplers,
                 masked=material.selection.masks,
@@ -269,11 +264,10 @@ class Run:
                 work.remove()
 
     def _material(self, parent: Parent, work: WorkFolder, dead: RunRow | None) -> Material:
-        """Take the groups, and write down what is needed to go on with them."""
         if dead is None:
             claiming = partial(claim, self._database, self._settings, self.run_id, parent)
             claimed = claiming(when_unlocked=self._when_unlocked)
-            work.write(CLAIMED, claimed.as_json())
+            work.write(CLAIMED, asdict(claimed))
             material = gather(self._database, self._settings, self.run_id, claimed, parent)
         else:
             material = gather_again(self._database, self._settings, dead, parent, work)
@@ -283,9 +277,7 @@ class Run:
         work.write(RUN, prints(self._settings, material))
         return material
 
-    def _signals(self, material: Material) -> tuple[float, ...]:
-        if not material.tasks:
-            return ()
+    def _signals(self) -> tuple[float, ...]:
         with self._database.read() as session:
             return earlier_signals(session, self._settings.line.name)
 
@@ -294,24 +286,24 @@ class Run:
     ) -> None:
         """End the run without a result. Raises: NothingToLearnError, always."""
         reason = material.why_nothing(fresh, self._settings.learner.min_groups)
-        ending = partial(self._end_skipped, material, reason, signal)
-        self._when_unlocked(ending, "the end of the run")
+
+        def end() -> None:
+            with self._database.write() as session:
+                leave_out(session, self.run_id, material)
+                end_run(
+                    session,
+                    self.run_id,
+                    "skipped",
+                    now=self._clock(),
+                    reason=reason,
+                    counts=material.counts,
+                    signal=signal,
+                    token=self._holder.token,
+                )
+
+        self._when_unlocked(end, "the end of the run")
         log.info("run_skipped", run_id=self.run_id, reason=reason)
         raise NothingToLearnError(reason)
-
-    def _end_skipped(self, material: Material, reason: str, signal: float | None) -> None:
-        with self._database.write() as session:
-            leave_out(session, self.run_id, material)
-            end_run(
-                session,
-                self.run_id,
-                "skipped",
-                now=self._clock(),
-                reason=reason,
-                counts=material.counts,
-                signal=signal,
-                token=self._holder.token,
-            )
 
     def _publish(
         self, material: Material, outcome: TrainingOutcome, work: WorkFolder, heartbeat: Heartbeat
@@ -389,7 +381,6 @@ class Run:
             log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))
 
     def _work_folder(self, heartbeat: Heartbeat) -> WorkFolder:
-        """Return this run's folder, and remove those of runs that will not go on."""
         line, adapters_dir = self._settings.line.name, self._settings.learner.adapters_dir
         sweep(self._database, adapters_dir.resolve(), line, now=self._clock())
         run_id, deaths, token = self.run_id, self.deaths, self._holder.token

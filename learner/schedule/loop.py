@@ -90,10 +90,6 @@ class Hold:
     """Why the last run did not fit into memory; empty: it did."""
 
     @property
-    def held(self) -> bool:
-        return self.code == HELD
-
-    @property
     def failed(self) -> str:
         """How the last run failed, in words; empty: it did not."""
         if not self.failures or self.code is None:
@@ -147,11 +143,9 @@ class Child(Protocol):
 
     def exit_code(self) -> int | None:
         """Return the exit code; None while it runs; negative when killed by that signal."""
-        ...
 
     def stop(self) -> None:
         """Ask the process to end, and wait until it has."""
-        ...
 
 
 class Worker:
@@ -233,10 +227,7 @@ class Schedule:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """settings: of the line. launch: starts the run with this id.
-
-        Raises: SettingsError when `learner.cron` is no cron expression.
-        """
+        """settings: of the line. launch: starts the run with this id. Raises: SettingsError."""
         self._settings = settings
         self.line = settings.line
         self._database = database
@@ -305,10 +296,8 @@ class Schedule:
         set_flag(session, flag_of(DUE_FLAG, self.line.name), value, now=self._clock())
 
     def _come_round(self) -> None:
-        """Mark a run as due when a scheduled time has come, and store when the next one does.
-
-        Times that were missed count as one. Those of earlier settings are dropped.
-        """
+        """Mark a run as due when a scheduled time has come, and store when the next one does. Times
+        that were missed count as one; those of earlier settings are dropped."""
         turns, model, now = self._turns, self.line.name, self._clock()
         with self._database.read() as session:
             row = session.get(ScheduleJobRow, model)
@@ -333,7 +322,6 @@ class Schedule:
             log.info("schedule_begins", trigger=turns.words, next_at=following)
 
     def _tell(self, decision: Decision) -> None:
-        """Write the decision for the other processes, when it is new or was written long ago."""
         now = self._clock()
         new = Condition(
             kind=SCHEDULE,
@@ -382,7 +370,6 @@ class Schedule:
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold.wait_s)
 
     def _say_killed(self, session: Session, code: int) -> None:
-        """Say for a run that it stands still: its last heartbeat is fresh, and looks alive."""
         row = session.get_one(RunRow, self._run_id)
         if is_dead(row, self._clock()):  # else somebody goes on with it already
             row.reason = f"its process {ended_words(code)}; {GOES_ON}"
@@ -413,7 +400,7 @@ class Schedule:
             min_groups=settings.min_groups,
             now=now,
             hold_until=self._hold.until,
-            held=self._hold.held,
+            held=self._hold.code == HELD,
             no_room=self._hold.no_room,
             failed=self._hold.failed,
             idle_below=settings.idle_below,
@@ -423,17 +410,13 @@ class Schedule:
 
 
 class InTurn:
-    """Polls the schedules of all lines of adapters, which share one device.
-
-    One run goes on at a time. After it the other lines are asked first, in a circle, so that none
-    waits for ever while another always has groups.
-    """
+    """Polls the schedules of all lines of adapters, which share one device. After a run the other
+    lines are asked first, in a circle, so that none waits for ever."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = list(schedules)
 
     def poll(self) -> None:
-        """Poll each line once; at most one run is started."""
         for schedule in self._schedules:
             schedule.reap()
         for schedule in list(self._schedules):
@@ -451,7 +434,7 @@ class InTurn:
 
 
 def start_clock(poll_s: float, poll: Callable[[], None]) -> BackgroundScheduler:
-    """Start APScheduler, which calls `poll` from its own thread every so many seconds."""
+    """Have APScheduler call `poll` from its own thread every so many seconds."""
     clock = BackgroundScheduler(timezone=UTC)
     clock.add_job(poll, IntervalTrigger(seconds=poll_s), max_instances=1, coalesce=True)
     clock.start()

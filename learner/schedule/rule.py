@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
-from itertools import islice
 from typing import Literal
 from zoneinfo import ZoneInfo
 
@@ -147,7 +146,6 @@ def _not_due(seen: Situation) -> Decision:
 
 
 def _held_back(seen: Situation) -> Decision:
-    """Say what the last run ended with, and until when the next one waits for it."""
     again_at = seen.hold_until
     if seen.held:
         return Decision("held", "the reward watch holds the learner", again_at)
@@ -158,7 +156,6 @@ def _held_back(seen: Situation) -> Decision:
 
 
 def _busy(seen: Situation) -> str:
-    """Say why the users are not known to be few; empty when they are."""
     rate = seen.users_per_minute
     if rate is None:
         return f"users' requests are not watched for {IDLE_WINDOW_S:g} s yet"
@@ -177,10 +174,8 @@ again for a run that did not fit."""
 
 
 def hold_s(failures: int) -> float:
-    """Return the seconds to wait after this many failed runs in a row; doubles up to an hour.
-
-    A failure gives its groups back, so without a wait the same run would fail again at once.
-    """
+    """Return the seconds to wait after this many failed runs in a row, which would fail again at
+    once; doubles up to an hour."""
     return HOLDS.wait_s(failures) if failures else 0.0
 
 
@@ -318,21 +313,16 @@ def read_cron(learner: Learner) -> Cron:
 def next_times(learner: Learner, now: datetime, count: int = 3) -> list[datetime]:
     """Return the next times of `learner.cron`, in its zone. Raises: SettingsError."""
     cron = read_cron(learner)
-
-    def times() -> Iterator[datetime]:
-        at = cron.after(now)
-        while at is not None:
-            yield at.astimezone(cron.zone)
-            at = cron.after(at)
-
-    return list(islice(times(), count))
+    at = cron.after(now)
+    found: list[datetime] = []
+    while at is not None and len(found) < count:
+        found.append(at.astimezone(cron.zone))
+        at = cron.after(at)
+    return found
 
 
 def shown_cron(learner: Learner, now: float) -> str:
-    """The next three times of `learner.cron`; "" under another schedule. now: Unix seconds.
-
-    Raises: SettingsError.
-    """
+    """The next three times of `learner.cron`; "" under another schedule. Raises: SettingsError."""
     if learner.schedule != "cron":
         return ""
     times = next_times(learner, datetime.fromtimestamp(now, UTC))
@@ -370,18 +360,15 @@ class Turns:
         """Text of the column `job_state`: a row of other settings has another."""
         return json.dumps({"does": "turn", "trigger": self.words}, separators=(",", ":"))
 
-    def go_on_from(self, row: ScheduleJobRow | None, now: float) -> bool:
+    def go_on_from(self, row: ScheduleJobRow, now: float) -> bool:
         """Return False when the times begin anew: a row is of other settings, or later than the
         next time can be."""
         latest = self.after(now) + SLACK_S
-        return row is not None and row.job_state == self.state and row.next_run_time <= latest
+        return row.job_state == self.state and row.next_run_time <= latest
 
 
 def turns_of(learner: Learner) -> Turns | None:
-    """Return the times of a schedule that has some; None for others.
-
-    Raises: SettingsError when `learner.cron` is no cron expression.
-    """
+    """Return the times of a schedule that has some; None for others. Raises: SettingsError."""
     if learner.schedule == "interval":
         seconds = int(learner.interval_s)
         return Turns(words=f"every {seconds} s", interval_s=seconds)
@@ -397,10 +384,7 @@ UNDECIDED = ("loading", "gating", "ramping")
 
 
 def undecided_canary(session: Session, model: str) -> str | None:
-    """Return a version whose canary is active or still to come; None when all are decided.
-
-    model: name of the line.
-    """
+    """Return a version whose canary is active or still to come; None when all are decided."""
     on_canary = select(CanaryRow.candidate).where(
         CanaryRow.model == model, CanaryRow.state.in_(UNDECIDED)
     )
@@ -420,11 +404,8 @@ def requests_of_users(session: Session) -> int:
 
 
 class UserRate:
-    """Requests of users over the last seconds, from a counter that only grows.
-
-    Candidates do not count: they go to vLLM without a proxy. The proxies tell their counts every
-    five seconds, so the rate is that much behind.
-    """
+    """Requests of users over the last seconds, from a counter that only grows. The proxies tell
+    their counts every five seconds, so the rate is that much behind."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s

@@ -42,10 +42,10 @@ from sidecar.access.denials import (
     over_limit,
     rate_headers,
 )
-from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
+from sidecar.access.keys import MAX_PRESENTED_BYTES, KeyRing
 from sidecar.access.limits import Allowance, Limiter
 from sidecar.metrics.proxy import Metrics
-from sidecar.rehearsals import HEADERS, REHEARSAL_HEADER, Attempt, Tickets
+from sidecar.rehearsals import HEADERS, REHEARSAL_HEADER, Tickets
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
 from sidecar.settings.kinds import is_loopback
@@ -95,15 +95,6 @@ class Keys(Protocol):
         ...
 
 
-class _Holder:
-    __slots__ = ("admission", "expires_at")
-
-    def __init__(self, admission: Admission, expires_at: float) -> None:
-        self.admission = admission
-        self.expires_at = expires_at
-        """Unix seconds; infinity when the key never expires."""
-
-
 class Credentials:
     """What a request's head says of its sender. Made once for a head that repeats."""
 
@@ -145,8 +136,6 @@ class Access:
         denied: counts a denial by its reason. anyone_operates, best_of_max: apply in the other
         modes; only a loopback listener may let everybody operate. tickets: None: nothing is
         rehearsed."""
-        if (mode == "keys") != (keys is not None):
-            raise ValueError("mode `keys` needs a source of keys, and no other mode takes one")
         self._keys = keys
         self._limiter = limiter
         self._denied = denied
@@ -160,8 +149,9 @@ class Access:
         self._open = mode == "open"
         self._local = anyone_operates
         self._ring: KeyRing | None = None
-        self._known: dict[bytes, _Holder] = {}
-        """SHA-256 of a key that `_ring` knows -> its admission."""
+        self._known: dict[bytes, tuple[Admission, float]] = {}
+        """SHA-256 of a key that `_ring` knows -> its admission, and when it expires: Unix seconds,
+        infinity for never."""
 
     def admit(self, shown: Credentials, now: float, of_model: bool = True) -> Admission | Denial:
         """Admit a request or say why not. Counts it against the key's requests per minute.
@@ -198,7 +188,7 @@ class Access:
         keys = self._keys
         if keys is None:
             no_key = self._open or shown.denial is NO_KEY
-            if shown.origin is not None and no_key and self._is_foreign(shown):
+            if no_key and is_foreign_page(shown.origin, shown.host, local=self._local):
                 return FOREIGN_PAGE
             admission = self._anyone
             return NOT_OPERATOR if shown.names_adapter and not admission.operator else admission
@@ -209,24 +199,21 @@ class Access:
         if shown.denial is not None:
             # Before the keys are read, the sidecar cannot tell anybody that a key is wrong.
             return shown.denial if ring is not None else KEYS_UNKNOWN
-        holder = self._known.get(shown.digest)
-        if holder is None:
+        known = self._known.get(shown.digest)
+        if known is None:
             found = self._recognise(shown.presented)
             if isinstance(found, Denial):
                 return found
-            holder = self._known[shown.digest] = found
-        if now >= holder.expires_at:
+            known = self._known[shown.digest] = found
+        admission, expires_at = known
+        if now >= expires_at:
             return EXPIRED
-        if shown.names_adapter and not holder.admission.operator:
-            return NOT_OPERATOR
-        return holder.admission
+        return NOT_OPERATOR if shown.names_adapter and not admission.operator else admission
 
     def _rehearse(self, shown: Mapping[bytes, bytes], now: float) -> Admission | Denial:
         """A ticket stands for a key. What the caller sent as a key is not looked at, so that no
         key's limits count the request."""
-        attempt: Attempt | None = None
-        if self._tickets is not None:
-            attempt = self._tickets.read(shown, now)
+        attempt = self._tickets.read(shown, now) if self._tickets is not None else None
         if attempt is None:
             return NOT_REHEARSED
         return Admission(
@@ -236,10 +223,7 @@ class Access:
             rehearsed_by=attempt.adapter,
         )
 
-    def _is_foreign(self, shown: Credentials) -> bool:
-        return is_foreign_page(shown.origin, shown.host, local=self._local)
-
-    def _recognise(self, presented: bytes) -> _Holder | Denial:
+    def _recognise(self, presented: bytes) -> tuple[Admission, float] | Denial:
         if self._ring is None:
             return KEYS_UNKNOWN
         key = self._ring.find(presented)
@@ -249,22 +233,18 @@ class Access:
             return REVOKED
         if "infer" not in key.scopes:
             return MAY_NOT_ASK
-        expires_at = math.inf if key.expires_at is None else key.expires_at
-        return _Holder(self._admission_of(key), expires_at)
-
-    def _admission_of(self, key: ApiKey) -> Admission:
-        limited = key.requests_per_minute is not None or key.tokens_per_day is not None
         allowance = Allowance(
             requests_per_minute=key.requests_per_minute, tokens_per_day=key.tokens_per_day
         )
-        return Admission(
+        admission = Admission(
             project=key.project,
             key_id=key.key_id,
             operator="operate" in key.scopes,
             best_of_max=key.best_of_max,
             replace_authorization=self._to_vllm,
-            allowance=allowance if limited else None,
+            allowance=None if allowance == Allowance() else allowance,
         )
+        return admission, math.inf if key.expires_at is None else key.expires_at
 
     def _metered(self, admission: Admission, now: float) -> Admission | Denial:
         """Take one request from the key's allowance."""

@@ -58,7 +58,11 @@ class KeySource:
                 log.warning("api_key_unreadable", key_id=row.key_id, why=str(error))
         self._generation, self._read_at = generation, now
         self._recover()
-        self._take(KeyRing(keys))
+        found = KeyRing(keys)
+        if found != self.ring:  # else the same object stays: the relay keeps what it made of it
+            self.ring = found
+            self._metrics.api_keys.set(found.usable)
+            log.info("api_keys_changed", keys=len(found), usable=found.usable)
 
     def store_away(self, why: str) -> None:
         """Count a poll that failed; the last keys stay."""
@@ -66,13 +70,6 @@ class KeySource:
         if not self._away:  # several polls a second: log it once
             log.warning("api_keys_kept", why=why, seen=self.ring is not None)
         self._away = True
-
-    def _take(self, found: KeyRing) -> None:
-        if found == self.ring:
-            return  # the same object stays: the relay keeps what it derived from it
-        self.ring = found
-        self._metrics.api_keys.set(found.usable)
-        log.info("api_keys_changed", keys=len(found), usable=found.usable)
 
     def _recover(self) -> None:
         if self._away:

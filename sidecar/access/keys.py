@@ -92,17 +92,14 @@ class FreshKey:
 def make_key(randomness: Callable[[int], bytes]) -> FreshKey:
     """Make a key. randomness: `os.urandom`, or a fake of it."""
     key_id = randomness(KEY_ID_BYTES).hex()
-    presented = f"{PREFIX}{key_id}-{_url_safe(randomness(SECRET_BYTES))}"
+    secret = base64.urlsafe_b64encode(randomness(SECRET_BYTES)).rstrip(b"=").decode()
+    presented = f"{PREFIX}{key_id}-{secret}"
     return FreshKey(key_id, presented, secret_hash(presented.encode()))
 
 
 def secret_hash(presented: bytes) -> str:
     """What is stored of a key. presented: the whole key, as the client sends it."""
     return hashlib.sha256(presented).hexdigest()
-
-
-def _url_safe(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 class KeyRing:

@@ -289,22 +289,11 @@ class TableLimiter:
         place = self._enter(key_id, now)
         if place == _NO_SLOT:
             return self._memory.take(key_id, allowance, now)
-        if place == _NO_LOCK:
-            usage = self._seen.get(key_id) or fresh(allowance, now)
-            usage, standing = take(usage, allowance, now)
-            self._remember(key_id, usage)
-            if standing.refused is None:
-                self._owe(key_id, allowance, requests=1)
-            return standing
-        try:
-            owner = _owner(key_id)
-            usage = self._usage(place, owner) or fresh(allowance, now)
-            usage, standing = take(usage, allowance, now)
-            self._write(place, owner, usage)
-            self._remember(key_id, usage)
-            return standing
-        finally:
-            self._unlock()
+        usage, standing = take(self._found(place, key_id, allowance, now), allowance, now)
+        self._keep(place, key_id, usage)
+        if place == _NO_LOCK and standing.refused is None:
+            self._owe(key_id, allowance, requests=1)
+        return standing
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
         tokens = believed(tokens, self._lost)
@@ -312,26 +301,26 @@ class TableLimiter:
         if place == _NO_SLOT:
             self._memory.charge(key_id, allowance, tokens, now)
             return
+        usage = self._found(place, key_id, allowance, now)
+        self._keep(place, key_id, charge(usage, allowance, tokens, now))
         if place == _NO_LOCK:
-            usage = self._seen.get(key_id) or fresh(allowance, now)
-            self._remember(key_id, charge(usage, allowance, tokens, now))
             self._owe(key_id, allowance, tokens=tokens)
-            return
-        try:
-            owner = _owner(key_id)
-            usage = self._usage(place, owner) or fresh(allowance, now)
-            usage = charge(usage, allowance, tokens, now)
-            self._write(place, owner, usage)
-            self._remember(key_id, usage)
-        finally:
+
+    def _found(self, place: int, key_id: str, allowance: Allowance, now: float) -> Usage:
+        """The usage in the table; without the lock as it was last seen."""
+        known = self._seen.get(key_id) if place < 0 else self._usage(place, _owner(key_id))
+        return known or fresh(allowance, now)
+
+    def _keep(self, place: int, key_id: str, usage: Usage) -> None:
+        """Write the usage into the table and unlock it, if it is locked; and remember it."""
+        if place >= 0:
+            self._write(place, _owner(key_id), usage)
             self._unlock()
-
-    # What was decided without the lock
-
-    def _remember(self, key_id: str, usage: Usage) -> None:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[key_id] = usage
+
+    # What was decided without the lock
 
     def _owe(
         self, key_id: str, allowance: Allowance, *, requests: int = 0, tokens: int = 0
@@ -371,12 +360,8 @@ class TableLimiter:
     def restore(self, records: Iterable[tuple[str, Usage]]) -> None:
         """Take over what `records` of an earlier process returned."""
         for key_id, usage in records:
-            place = self._enter(key_id, usage.at)
-            if place < 0:
-                continue
-            try:
+            if (place := self._enter(key_id, usage.at)) >= 0:
                 self._write(place, _owner(key_id), usage)
-            finally:
                 self._unlock()
 
     # The lock
@@ -487,19 +472,16 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Line = tuple[_KeyId, float, Annotated[float, msgspec.Meta(ge=0)], _Count, _Count]
 
 
-class Counts(Protocol):
-    """A limiter whose usage can be kept."""
-
-    def records(self) -> list[tuple[str, Usage]]: ...
-
-    def restore(self, records: Iterable[tuple[str, Usage]]) -> None: ...
-
-
 class LimitsFile:
     """`start`, then `stop`. For one event loop."""
 
     def __init__(
-        self, path: Path, counts: Counts, *, lost: Count, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        counts: MemoryLimiter | TableLimiter,
+        *,
+        lost: Count,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """lost: counts usage that is gone: `unreadable` (the whole file), `line` (one key), and
         `not_saved` (a write that failed, or had no room for all keys: a restart before the next

@@ -59,9 +59,7 @@ class Turns:
         ended_well: bool,
     ) -> str:
         """Return the turn id of an exchange. Call it once an exchange, in the order of their ends.
-
-        ended_well: the client received a complete, successful reply, as far as the relay knows.
-        """
+        ended_well: the client received a complete, successful reply, as far as the relay knows."""
         if idempotency_key:
             return f"key-{_digest(project, idempotency_key, body)}"
         same = (hash(body), len(body), session_key, project)
@@ -99,12 +97,12 @@ def _digest(project: str, scope: str, body: bytes) -> str:
 
 def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     """Build an exchange. Never raises for what a client or vLLM sent; `untrainable_reason` names
-    it.
-
-    raw: a capture that has a reply.
-    turns: remembers the originals of retries. It is the only state used here.
-    """
-    fields = _fields(raw)
+    it. raw: a capture that has a reply. turns: remembers the originals of retries, the only state
+    used here."""
+    try:
+        fields = raw.fields or _FIELDS.decode(raw.request)
+    except UNREADABLE_JSON:
+        fields = _UNREADABLE
     tools = _json(fields.tools) not in (b"null", b"[]")
     sampling, sampling_known = _sampling(fields, raw.surface)
     reply, choices, readable = _read(raw, tools=tools)
@@ -185,10 +183,8 @@ _NO_TRACE = "0" * 32
 
 
 def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
-    """Return the timings with the mean time between tokens, where it can be computed.
-
-    The answers of one stream grow side by side, so the longest one counts.
-    """
+    """Return the timings with the mean time between tokens, where it can be computed. The answers
+    of one stream grow side by side, so the longest one counts."""
     timings = raw.timings
     if not raw.streamed or timings.first_byte_s is None:
         return timings
@@ -202,10 +198,8 @@ def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
 
 
 def _read(raw: RawCapture, *, tools: bool) -> tuple[ReadReply, tuple[Choice, ...], bool]:
-    """Return the reply, its choices, and whether the reply could be read.
-
-    The readable part of a cut or failed reply is kept.
-    """
+    """Return the reply, its choices, and whether the reply could be read. The readable part of a
+    cut or failed reply is kept."""
     try:
         reply = read_reply(raw.surface, raw.reply or (), streamed=raw.streamed)
         choices = sorted(reply.choices.items())
@@ -235,22 +229,13 @@ _UNREADABLE = SampledFields(temperature=msgspec.Raw(b'"unreadable"'))
 """Stands for JSON that msgspec refuses and Python's json accepts, such as NaN."""
 
 
-def _fields(raw: RawCapture) -> SampledFields:
-    try:
-        return raw.fields or _FIELDS.decode(raw.request)
-    except UNREADABLE_JSON:
-        return _UNREADABLE
-
-
 def _json(value: Value) -> bytes:
     return b"null" if value is UNSET else bytes(value)
 
 
 def _sampling(fields: SampledFields, surface: Surface) -> tuple[Sampling, bool]:
-    """Return the sampling parameters, and whether all of them could be read.
-
-    vLLM accepts some values in other types too ("0.7"). Those count as unreadable.
-    """
+    """Return the sampling parameters, and whether all of them could be read. vLLM accepts some
+    values in other types too ("0.7"). Those count as unreadable."""
     known = True
 
     def number(value: Value, kinds: tuple[type, ...] = (int, float)) -> Any:

@@ -52,10 +52,8 @@ class Removal:
 
 
 def remove_records(path: Path, table: str, wanted: Callable[[bytes], bool]) -> Removal:
-    """Remove the records of `table` whose payload is wanted. No effect without the file.
-
-    Raises: OutboxError.
-    """
+    """Remove the records of `table` whose payload is wanted, if there is a file. Raises:
+    OutboxError."""
     if not path.exists():
         return Removal(0, traces=False)
     try:
@@ -92,11 +90,7 @@ def _remove(connection: sqlite3.Connection, table: str, wanted: Callable[[bytes]
 
 def _rewrite(connection: sqlite3.Connection) -> bool:
     """Returns: False when earlier records may still have traces in the file."""
-    size, pages, free = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0]
-        for name in ("page_size", "page_count", "freelist_count")
-    )
-    small = (pages - free) * size <= REWRITTEN_BYTES
+    small = used_bytes(connection) <= REWRITTEN_BYTES
     if small:
         connection.execute("VACUUM")
     return empty_log(connection, wait_s=WAIT_S) and small
@@ -118,7 +112,6 @@ COPIED_BYTES = 2**20
 STEP_PAGES = 8
 STEPS_S = 0.02
 """The steps of one call end after this time; each is a transaction of its own."""
-_INCREMENTAL = 2
 _LATER = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
@@ -140,9 +133,7 @@ def used_bytes(connection: sqlite3.Connection) -> int:
 
 def shrink(connection: sqlite3.Connection, path: Path, *, drained: bool) -> None:
     """Give back free space, if there is much. It does not wait for a lock: a later call goes on.
-
-    drained: there was nothing to read; then less is kept, and the -wal file is truncated.
-    """
+    drained: there was nothing to read; then less is kept, and the -wal file is truncated."""
     wait_ms = _number(connection, "busy_timeout")
     try:
         connection.execute("PRAGMA busy_timeout = 0")
@@ -162,11 +153,8 @@ def _shrink(connection: sqlite3.Connection, kept_bytes: int) -> None:
     if free * size <= kept_bytes:
         return
     if (pages - free) * size <= COPIED_BYTES:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a file of an older version
         connection.execute("VACUUM")
         return
-    if _number(connection, "auto_vacuum") != _INCREMENTAL:
-        return  # until little is left in it
     end = time.monotonic() + STEPS_S
     while free * size > kept_bytes and time.monotonic() < end:
         # The pages are moved while the (empty) result is read.
@@ -239,9 +227,7 @@ class OutboxRow:
 
 def outbox_path(url: str, state_dir: Path) -> Path:
     """Return the outbox that belongs to `bus.url`: its own file, or one in `state_dir` for Kafka.
-
-    Raises: SettingsError when the URL names no bus.
-    """
+    Raises: SettingsError when the URL names no bus."""
     try:
         return outbox_file(url, state_dir)
     except ValueError as error:
@@ -338,19 +324,13 @@ class Outbox:
         self._keyring = keyring
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
-        """Store a batch in one transaction.
-
-        Returns: how many were stored, from the front of the batch; fewer when the outbox is full.
-        Raises: OutboxError when none was stored.
-        """
+        """Store a batch in one transaction. Returns: how many were stored, from the front of the
+        batch; fewer when the outbox is full. Raises: OutboxError when none was stored."""
         # Encode before the transaction, so that other writers do not wait for it.
         return self.append([(item.exchange_id, encode_exchange(item)) for item in exchanges])
 
     def append(self, records: Sequence[tuple[str, bytes]]) -> int:
-        """Store packed records, each with its id, in one transaction.
-
-        Returns and raises: as `write`.
-        """
+        """As `write`, of packed records, each with its id."""
         at = self._clock()
         rows = [(name, at, self._keyring.seal(payload, BUS_KEYS)) for name, payload in records]
         with self._file.connection() as connection:
@@ -389,13 +369,10 @@ class OutboxReader:
         self._file = _File(path, busy_timeout_s, synchronous="NORMAL")
 
     def read(self, after: int, limit: int, limit_bytes: int | None = None) -> list[OutboxRow]:
-        """Return the records with a `seq` above `after`, in order, at most `limit`.
-
-        limit_bytes: of payloads; the first record is returned however large it is. None: no limit.
-        A reader that deletes what it has stored may always read after 0, also when the file was
-        lost and the numbers began again.
-        Raises: OutboxError.
-        """
+        """Return the records with a `seq` above `after`, in order, at most `limit`. A reader that
+        deletes what it has stored may always read after 0, also when the file was lost and the
+        numbers began again. limit_bytes: of payloads; the first record is returned however large it
+        is; None: no limit. Raises: OutboxError."""
         found: list[OutboxRow] = []
         size = 0
         with self._file.connection() as connection, closing(connection.cursor()) as rows:
@@ -448,11 +425,8 @@ def _connect(path: Path, busy_timeout_s: float, synchronous: str) -> sqlite3.Con
 
 
 def _claim_unread(connection: sqlite3.Connection) -> int:
-    """Return the number of records in a file that was deleted or moved.
-
-    It is 0 when another writer has counted them (a mark in the file says so), or when the file can
-    no longer be read.
-    """
+    """Return the number of records in a file that was deleted or moved: 0 when another writer has
+    counted them (a mark in the file says so), or when the file can no longer be read."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         if connection.execute("PRAGMA user_version").fetchone()[0] != 0:
@@ -471,11 +445,9 @@ def _claim_unread(connection: sqlite3.Connection) -> int:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Let one process at a time open or create an outbox in this directory.
-
-    Two processes that create one would delete each other's log files, and the first switch to WAL
-    mode fails while another one is under way. Raises: OSError.
-    """
+    """Let one process at a time open or create an outbox in this directory: two would delete each
+    other's log files, and the first switch to WAL mode fails while another one is under way.
+    Raises: OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -577,7 +549,7 @@ class DurableCounts:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the last counts. Call it when no request is left."""
+        """Call it when no request is left."""
         self._stopping.set()
         self._thread.join(STOP_S)
 

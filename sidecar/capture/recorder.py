@@ -39,10 +39,8 @@ PAUSE_S = 20e-6
 """Requested length of a pause, in seconds. Linux's timer slack makes it at least 70 us."""
 
 
-class CooperativeYield(Protocol):
-    """Called between two steps of work; pauses when the stretch of work was long enough."""
-
-    def __call__(self) -> None: ...
+CooperativeYield = Callable[[], None]
+"""Called between two steps of work; pauses when the stretch of work was long enough."""
 
 
 def never_yield() -> None:
@@ -50,26 +48,15 @@ def never_yield() -> None:
 
 
 class Yielding:
-    """Pauses for `pause_s` after each `work_s` of work. For one thread."""
+    """Pauses for `PAUSE_S` after each `WORK_S` of work. For one thread."""
 
-    def __init__(
-        self,
-        *,
-        work_s: float = WORK_S,
-        pause_s: float = PAUSE_S,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._work_s = work_s
-        self._pause_s = pause_s
-        self._clock = clock
-        self._sleep = sleep
-        self._since = clock()
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
 
     def __call__(self) -> None:
-        if self._clock() - self._since >= self._work_s:
-            self._sleep(self._pause_s)
-            self._since = self._clock()
+        if time.perf_counter() - self._since >= WORK_S:
+            time.sleep(PAUSE_S)
+            self._since = time.perf_counter()
 
 
 log = structlog.get_logger()
@@ -106,11 +93,8 @@ class ExchangeSink(Protocol):
     """Stores exchanges. Called from the recorder's thread only."""
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
-        """Store a batch and return how many exchanges were stored, from the front of the batch.
-
-        The number is smaller than the batch when the sink is full.
-        Raises: OutboxError when no exchange was stored.
-        """
+        """Store a batch and return how many exchanges were stored, from the front of the batch;
+        fewer when the sink is full. Raises: OutboxError when none was stored."""
 
     def close(self) -> None: ...
 
@@ -125,21 +109,17 @@ class Capture:
         metrics: Metrics,
         spans: RequestSpans | None,
         yield_cpu: CooperativeYield = never_yield,
-        *,
-        queue: deque[tuple[RawCapture, int]] | None = None,
-        work: threading.Event | None = None,
     ) -> None:
         """spans: None when no exporter is configured; no spans are made then.
-        yield_cpu: the thread calls it between two captures to yield the CPU.
-        queue, work: what holds captures with their sizes in bytes, and what wakes the thread; a
-        caller that watches the thread gives its own."""
+        yield_cpu: the thread calls it between two captures to yield the CPU."""
         self._limits = limits
         self._sink = sink
         self._metrics = metrics
         self._spans = spans
         self._yield_cpu = yield_cpu
         self._turns = Turns()
-        self._queue: deque[tuple[RawCapture, int]] = deque() if queue is None else queue
+        self._queue: deque[tuple[RawCapture, int]] = deque()
+        """Captures with their sizes in bytes."""
         self.held = HeldBytes(
             max_reply=limits.max_reply_bytes, max_pending=limits.max_pending_bytes
         )
@@ -150,7 +130,7 @@ class Capture:
         """Captures taken from the queue and not yet counted as kept or lost."""
         self._abandoned = False
         self._stopping = threading.Event()
-        self._work = threading.Event() if work is None else work
+        self._work = threading.Event()
         self._asleep = False
         """The thread waits for a first capture; `offer` must wake it."""
         self._waiting = False
@@ -214,11 +194,9 @@ class Capture:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Write all queued captures and end the thread.
-
-        Returns: False when that took longer than `timeout_s`. Captures not written by then are
-        counted as lost, although the batch being written may still reach the sink.
-        """
+        """Write all queued captures and end the thread. Returns: False when that took longer than
+        `timeout_s`. Captures not written by then are counted as lost, although the batch being
+        written may still reach the sink."""
         self._stopping.set()
         self._wake()
         self._thread.join(timeout_s)
@@ -245,9 +223,7 @@ class Capture:
 
     def _await_work(self) -> None:
         """Sleep until a capture is queued, then until a batch is full or the interval is over.
-
-        Polling ten times a second instead would cost an idle proxy a hundredth of its CPU time.
-        """
+        Polling ten times a second would cost an idle proxy a hundredth of its CPU time."""
         self._work.clear()
         self._asleep = True  # set before the queue is read: a later capture wakes the thread
         if not self._queue and not self._unlogged and not self._stopping.is_set():

@@ -7,8 +7,6 @@ class HeldBytes:
     """Bytes held in memory for the capture. Each number is written by one thread, so that the
     relay needs no lock."""
 
-    __slots__ = ("_max_pending", "_max_reply", "buffered", "done", "offered")
-
     def __init__(self, *, max_reply: int, max_pending: int) -> None:
         """max_reply: limit of one reply, in bytes. max_pending: limit of all replies that are being
         relayed or are queued, in bytes."""
@@ -42,8 +40,6 @@ class HeldBytes:
 
 class ReplyBuffer:
     """The chunks of one reply."""
-
-    __slots__ = ("_chunks", "_held", "lost_reason", "size")
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held

@@ -16,8 +16,6 @@ OFF = "off"
 class SamplingRule:
     """The sampling rates of one proxy."""
 
-    __slots__ = ("_by_surface", "_chance", "_everything", "_projects", "_rate")
-
     def __init__(
         self,
         rate: float,
@@ -26,12 +24,9 @@ class SamplingRule:
         surfaces: Mapping[str, float] | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """All rates are probabilities, 0..1.
-
-        surfaces: rate by surface; 1 for those not listed. Embeddings are never captured, because
-        nothing can be learned from them.
-        chance: returns uniform random numbers in 0..1.
-        """
+        """All rates are probabilities, 0..1. surfaces: rate by surface; 1 for those not listed.
+        Embeddings are never captured, because nothing can be learned from them. chance: returns
+        uniform random numbers in 0..1."""
         self._rate = rate
         self._chance = chance
         self._projects = dict(projects or {})
@@ -39,10 +34,8 @@ class SamplingRule:
         self._everything = rate >= 1.0 and not projects and not surfaces
 
     def skip_reason(self, *, surface: str, project: str, header: str) -> str | None:
-        """Return why a request is not captured, or None when it is.
-
-        header: the value of `x-sidecar-capture`; empty when the client sent none.
-        """
+        """Return why a request is not captured, or None when it is. header: the value of
+        `x-sidecar-capture`; empty when the client sent none."""
         if header and header.strip().lower() == OFF:
             return "header"
         if self._everything and surface != "embeddings":

@@ -23,12 +23,12 @@ import structlog
 
 from sidecar.backoff import Backoff, Waits
 from sidecar.capture.outbox import OutboxReader, OutboxRow
-from sidecar.errors import ForwardingError, OutboxError
+from sidecar.errors import ForwardingError, OutboxError, StateLockError
 from sidecar.feedback import decode_feedback, is_feedback
 from sidecar.forwarding.sender import DeadLetters, Failure, Record, Sender
 from sidecar.metrics.proxy import ForwardingMetrics
 from sidecar.parent_death import guarded_command
-from sidecar.processes import own_environment, own_python
+from sidecar.processes import only_one, own_environment, own_python
 from sidecar.records import decode_exchange
 from sidecar.settings import KafkaUrl, Settings, read_bus_url
 from sidecar.store.keyring import BUS, NO_KEYS, Keyring
@@ -51,14 +51,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Records in the outbox; None when it cannot be read."""
     reachable: bool = True
     """False since an attempt failed, until one succeeds."""
-
-
-_encoder = msgspec.json.Encoder()
-
-
-def decode_report(line: bytes) -> Report:
-    """Raises msgspec.MsgspecError."""
-    return msgspec.json.decode(line, type=Report)
 
 
 class Tally:
@@ -144,7 +136,7 @@ class Reporter:
             log.warning("outbox_not_counted", error=str(error))
             waiting = None
         try:
-            self._pipe.write(_encoder.encode(self._tally.take(waiting)) + b"\n")
+            self._pipe.write(msgspec.json.encode(self._tally.take(waiting)) + b"\n")
             self._pipe.flush()
         except OSError as error:  # the proxy has died; this process ends with it
             log.warning("report_not_written", why=str(error))
@@ -246,13 +238,10 @@ class ForwardingProcess:
 
     def _note(self, line: bytes) -> None:
         try:
-            report = decode_report(line)
+            report = msgspec.json.decode(line, type=Report)
         except msgspec.MsgspecError as error:
             log.error("forwarder_report_unreadable", why=str(error))
             return
-        self._count(report)
-
-    def _count(self, report: Report) -> None:
         metrics = self._metrics
         metrics.forwarded.inc(report.forwarded)
         metrics.expired.inc(report.expired)
@@ -404,3 +393,65 @@ def partition_key(payload: bytes, by: PartitionBy, keyring: Keyring = NO_KEYS) -
     else:
         text = "\0".join((exchange.project, exchange.key_id, exchange.user))
     return text.encode()
+
+
+# Forward until the process is stopped, as the only one with its `state_dir`.
+
+PROCESS = "forward"
+POLL_S = 0.1
+"""Pause when the outbox is empty."""
+LOCK_S = 1.0
+"""Pause between attempts to take the lock, which the forwarder of a proxy that ends may hold."""
+
+
+def forward_alone(
+    state_dir: Path,
+    forwarder: Forwarder,
+    tally: Tally,
+    stopping: threading.Event,
+    stop_by: list[float],
+) -> None:
+    """Forward once no other process forwards with this `state_dir`, until it is stopped, and then
+    what is still in the outbox. stop_by: holds the last moment for that, in monotonic seconds."""
+    while not stopping.is_set():
+        try:
+            with only_one(state_dir, PROCESS):
+                forward_until(forwarder, tally, stopping)
+                _drain(forwarder, tally, stop_by[0])
+                return
+        except StateLockError as error:
+            log.warning("forwarding_waits_for_lock", why=str(error))
+            stopping.wait(LOCK_S)
+
+
+def forward_until(forwarder: Forwarder, tally: Tally, stopping: threading.Event) -> None:
+    """Forward until `stopping` is set. Errors are counted and logged, and tried again."""
+    pauses = Backoff(first_s=0.5, last_s=5.0)
+    failures = 0
+    while not stopping.is_set():
+        forwarder.expire(time.time())
+        try:
+            gone = forwarder.step()
+        except (ForwardingError, OutboxError) as error:
+            failures += 1
+            pause_s = pauses.wait_s(failures)
+            tally.failed(error.reason)
+            log.warning("forwarding_waits", reason=error.reason, error=str(error), pause_s=pause_s)
+            stopping.wait(pause_s)
+            continue
+        if gone or not failures:
+            tally.worked()
+            if failures:
+                log.warning("forwarding_goes_on", failures=failures)
+            failures = 0
+        if not gone:
+            stopping.wait(POLL_S)
+
+
+def _drain(forwarder: Forwarder, tally: Tally, stop_by: float) -> None:
+    try:
+        while time.monotonic() < stop_by and forwarder.step():
+            continue
+    except (ForwardingError, OutboxError) as error:
+        tally.failed(error.reason)
+        log.warning("records_stay_in_outbox", why=str(error))

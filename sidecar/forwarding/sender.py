@@ -7,6 +7,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,8 +76,7 @@ class DeadLetters:
         return gone
 
     def _delete_before(self, time: float) -> int:
-        connection = sqlite3.connect(self._path)
-        try:
+        with closing(sqlite3.connect(self._path)) as connection:
             connection.execute("PRAGMA secure_delete=ON")
             with connection:
                 connection.execute(_SCHEMA)
@@ -85,23 +85,17 @@ class DeadLetters:
                     "(SELECT rowid FROM dead_letter WHERE at < ? ORDER BY rowid LIMIT ?)",
                     (time, EXPIRED_ROWS),
                 ).rowcount
-        finally:
-            connection.close()
 
     def _write(self, row: OutboxRow, reason: str) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.touch(mode=0o600)  # it contains what users wrote
-        connection = sqlite3.connect(self._path)
-        try:
-            with connection:
-                connection.execute(_SCHEMA)
-                connection.execute(
-                    "INSERT OR REPLACE INTO dead_letter VALUES (?, ?, ?, ?)",
-                    (row.exchange_id, row.at, reason, row.payload),
-                )
-                self._bound(connection)
-        finally:
-            connection.close()
+        with closing(sqlite3.connect(self._path)) as connection, connection:
+            connection.execute(_SCHEMA)
+            connection.execute(
+                "INSERT OR REPLACE INTO dead_letter VALUES (?, ?, ?, ?)",
+                (row.exchange_id, row.at, reason, row.payload),
+            )
+            self._bound(connection)
 
     def _bound(self, connection: sqlite3.Connection) -> None:
         sizes = connection.execute(
@@ -300,11 +294,9 @@ def missing_topics(place: KafkaUrl, kafka: Kafka) -> list[str]:
     from kafka import KafkaAdminClient
 
     names = [place.topic, place.dead_letters]
-    admin = open_client(KafkaAdminClient, connection_config(place, kafka, "admin"))
-    try:
+    config = connection_config(place, kafka, "admin")
+    with closing(open_client(KafkaAdminClient, config)) as admin:
         found = {one["name"] for one in admin.describe_topics(names) if not one["error_code"]}
-    finally:
-        admin.close()
     return [name for name in names if name not in found]
 
 

@@ -14,12 +14,18 @@ from time import perf_counter
 from typing import Final
 
 from sidecar.access.admission import Keep
-from sidecar.access.denials import OWN_KEY_ID, OWN_PROJECT, OWN_USER
+from sidecar.access.denials import (
+    AUTHORIZATION,
+    OWN_KEY_ID,
+    OWN_PROJECT,
+    OWN_USER,
+    X_API_KEY,
+)
 from sidecar.errors import OutOfFilesError, UpstreamError
 from sidecar.relay.best_of import BestOf, BestOfConnection
 from sidecar.relay.context import RelayContext, SentHead
 from sidecar.relay.ending import FlightRecord
-from sidecar.relay.heads import TRACEPARENT, lines_on_demand, request_lines
+from sidecar.relay.heads import ACCEPT_ENCODING, TRACEPARENT, request_lines
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyReader
@@ -30,28 +36,14 @@ _now: Final = perf_counter
 
 
 class Asker(ReplyReader):
-    """Reads the reply, or learns that none will come."""
+    """Reads the reply, or is told by `give_up` that none will come."""
 
     @abstractmethod
-    def give_up(self, why: str, status: int = 502) -> None:
-        """No replica will answer."""
+    def give_up(self, why: str, status: int = 502) -> None: ...
 
 
 class UpstreamAttempt:
     """`start` it once, `end` it once."""
-
-    __slots__ = (
-        "_asker",
-        "_best_of",
-        "_connecting",
-        "_connection",
-        "_context",
-        "_record",
-        "_retried",
-        "_tried",
-        "_without",
-        "_working_since",
-    )
 
     def __init__(
         self, context: RelayContext, record: FlightRecord, asker: Asker, best_of: BestOf | None
@@ -75,7 +67,6 @@ class UpstreamAttempt:
 
     @property
     def last_replica(self) -> Replica:
-        """The one that is asked, or was asked last."""
         return self._record.replica or self._tried[-1]
 
     def start(self) -> None:
@@ -99,11 +90,9 @@ class UpstreamAttempt:
         return self._connection is not None
 
     def reply_ended(self) -> None:
-        """The connection may carry another request now."""
-        self._connection = None
+        self._connection = None  # it may carry another request now
 
     def abort(self) -> None:
-        """Stop vLLM's work for the request."""
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
@@ -119,10 +108,8 @@ class UpstreamAttempt:
     # -- what to try next; since: when that became known
 
     def lost(self, *, may_be_stale: bool) -> bool:
-        """The connection is gone. Returns: True when the request was sent once more.
-
-        may_be_stale: nothing came, and the server may have closed the connection before.
-        """
+        """The connection is gone. Returns: True when the request was sent once more. may_be_stale:
+        nothing came, and the server may have closed the connection before."""
         self._connection = None
         if may_be_stale and not self._retried:
             self._retried = True
@@ -137,7 +124,6 @@ class UpstreamAttempt:
         self._count_failure(self._asked(), why)
 
     def ask_again(self, since: float) -> None:
-        """Send the request to the same replica once more."""
         self._working_since = since
         self._retried = False  # a reply came since
         self._send(self._asked(), reuse=True)
@@ -223,7 +209,6 @@ class UpstreamAttempt:
         self._record.refused, self._record.plainly = 0, False
 
     def _send_to_a_replica(self) -> None:
-        """Choose who answers, and send. Nobody is left only when somebody was tried."""
         record, context = self._record, self._context
         plan, replicas = record.plan, context.replicas
         assert plan is not None, "only planned requests have a choice of replicas"
@@ -237,9 +222,9 @@ class UpstreamAttempt:
         replica.in_flight += 1
         self._send(replica, reuse=True)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, status: int = 502) -> None:
         assert self._asker is not None, "the request is not over"
-        self._asker.give_up(why)
+        self._asker.give_up(why, status)
 
     def _unreachable(self, replica: Replica, why: str) -> None:
         """Nothing was sent, so another replica may be asked."""
@@ -259,8 +244,7 @@ class UpstreamAttempt:
             self._give_up(why)
 
     def _next_adapter(self, *, reachable: Sequence[Replica] = ()) -> None:
-        """Nobody can answer with the first one. reachable: only these are asked for the next one;
-        empty: all are."""
+        """reachable: only these are asked for the next adapter; empty: all are."""
         record = self._record
         record.fallback_from = record.fallback_from or record.routes[0].adapter
         record.routes = record.routes[1:]
@@ -286,12 +270,10 @@ class UpstreamAttempt:
     async def _connect(self, replica: Replica) -> None:
         try:
             connection = await replica.pool.connect()
-        except OutOfFilesError as error:
-            if self._asker is not None:
-                self._asker.give_up(str(error), 503)
-            return
         except UpstreamError as error:
-            if not self.over:
+            if not self.over and isinstance(error, OutOfFilesError):
+                self._give_up(str(error), 503)
+            elif not self.over:
                 self._unreachable(replica, str(error))
             return
         if self.over:  # the client left meanwhile: keep the connection for the next request
@@ -343,10 +325,8 @@ class UpstreamAttempt:
         return kinds
 
     def _head_to_send(self, replica: Replica, length: int, encoding: bool) -> bytes:
-        """The head for a body of `length` bytes. encoding: the reply may be compressed.
-
-        Made once for a client head that comes again and again, unless it carries a trace context.
-        """
+        """The head for a body of `length` bytes. encoding: the reply may be compressed. Made once
+        for a client head that comes again and again, unless it carries a trace context."""
         context, record = self._context, self._record
         head, instead = record.request.head, record.admission.replace_authorization
         if length == 0 and head.method != b"POST":
@@ -381,15 +361,21 @@ class UpstreamAttempt:
     def _head_lines(
         self, replica: Replica, instead: bytes | Keep | None, encoding: bool, own: bytes | None
     ) -> bytes:
+        """The head without Content-Length. instead: of the caller's credentials, which `Keep`
+        passes on; encoding: the reply may be compressed; own: instead of the caller's trace."""
         head, where = self._record.request.head, replica.pool.endpoint
-        authorization = None if isinstance(instead, Keep) else instead or b""
-        aside = head.headers.aside
-        return request_lines(
-            head.method,
-            where.prefix + head.target if where.prefix else head.target,
-            head.headers.lines,
-            host=where.authority,
-            sent_on_demand=lines_on_demand(
-                aside, authorization, encoding=encoding, traceparent=own
-            ),
-        )
+        lines, aside = list(head.headers.lines), head.headers.aside
+        if isinstance(instead, Keep):
+            if AUTHORIZATION in aside:
+                lines.append(b"Authorization: " + aside[AUTHORIZATION])
+            if X_API_KEY in aside:
+                lines.append(b"X-Api-Key: " + aside[X_API_KEY])
+        elif instead:
+            lines.append(b"Authorization: " + instead)
+        if encoding and ACCEPT_ENCODING in aside:
+            lines.append(b"Accept-Encoding: " + aside[ACCEPT_ENCODING])
+        traceparent = aside.get(TRACEPARENT) if own is None else own
+        if traceparent is not None:
+            lines.append(b"traceparent: " + traceparent)
+        target = where.prefix + head.target if where.prefix else head.target
+        return request_lines(head.method, target, lines, host=where.authority)

@@ -94,11 +94,8 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 
 
 def wanted_answers(header: str, *, limit: int) -> int | Refusal:
-    """Read the request header. Returns: 2..8, or 1 when best of N is not asked for.
-
-    header: its value; empty when it was not sent.
-    limit: the most that this caller may ask for; 1 when best of N is off.
-    """
+    """Read the request header, empty when it was not sent. Returns: 2..8, or 1 when best of N is
+    not asked for. limit: the most that this caller may ask for; 1 when best of N is off."""
     if header in ("", "1"):
         return 1
     n = int(header) if header.isascii() and header.isdigit() and len(header) < 4 else 0
@@ -115,7 +112,6 @@ def wanted_answers(header: str, *, limit: int) -> int | Refusal:
 
 
 def refuse_surface(header: str, target: bytes, surface: Surface) -> Refusal | None:
-    """Refuse best of N on a path without it; None when the request does not ask for it."""
     if header in ("", "1"):
         return None
     path = target.partition(b"?")[0].decode("utf-8", "replace")
@@ -127,11 +123,8 @@ def refuse_surface(header: str, target: bytes, surface: Surface) -> Refusal | No
 
 
 def plan_best_of(peek: RequestPeek, n: int, *, captured: bool) -> BestOfPlan | str:
-    """Plan a request, or say why it is relayed unchanged.
-
-    captured: the exchange is recorded. Otherwise log-probabilities are not needed, and token ids
-    only to count the returned answer's tokens.
-    """
+    """Plan a request, or say why it is relayed unchanged. captured: the exchange is recorded. Else
+    token ids alone are needed, to count the returned answer's tokens."""
     if not peek.model_is_text:
         return "not_valid"
     try:
@@ -327,8 +320,7 @@ def stream_reply(
 
 
 def _deltas(said: Values) -> list[bytes]:
-    """List the members of each delta, one delta per event, in vLLM's order; the role is not among
-    them."""
+    """List the members of each delta but the role, one delta per event, in vLLM's order."""
     deltas = []
     for key in ("reasoning", "content"):
         if said.get(key, NULL) not in (NULL, b'""'):
@@ -432,10 +424,7 @@ class BestOf:
         timeout_s: float,
     ) -> None:
         """plan: a text says why N answers are not asked for. request: the client's body. keep: the
-        exchange is recorded. project: of the client's key.
-
-        timeout_s: how long the judge may take.
-        """
+        exchange is recorded. project: of the client's key. timeout_s: the judge's."""
         if not isinstance(plan, str) and not picker.ready:
             plan = "not_ready"  # no judge would choose: N answers would be sampled for nothing
         self.plan = None if isinstance(plan, str) else plan
@@ -454,18 +443,14 @@ class BestOf:
         self._sampled = 1
 
     def plain_instead(self, status: int) -> bool:
-        """True when vLLM's reply to N says that the plain request should be sent instead: once.
-
-        It refuses `n` for reasons of its own, such as a default temperature of 0. Where it was the
-        client's own mistake it says so again, to the client's own request.
-        """
+        """True when vLLM refused N answers: the plain request is sent instead, once. It refuses `n`
+        for reasons of its own, such as a default temperature of 0."""
         if status != 400 or self.plan is None:
             return False
         self.send_plainly()
         return True
 
     def send_plainly(self) -> None:
-        """One answer is asked for from now on, because vLLM refused the request for several."""
         self.plan = None
         self._fallback = "refused"
         self._sampled = 1
@@ -517,9 +502,8 @@ class BestOf:
 
 class BestOfConnection(ReplyReader):
     """One sending of a best-of-N request: a `ReplyReader` to vLLM, a connection to the flight.
-
-    on_chunk: gets vLLM's bytes as they come: the capture holds all N answers, and all are charged.
-    """
+    on_chunk: gets vLLM's bytes as they come: the capture holds all N answers, and all are
+    charged."""
 
     def __init__(
         self,
@@ -550,7 +534,6 @@ class BestOfConnection(ReplyReader):
         self._upstream.send(self, head, body, head_only=head_only)
 
     def abort(self) -> None:
-        """The client is gone: stop waiting for the pick. The judge goes on by itself."""
         self._reader = None
         if self._upstream is not None:
             self._upstream.abort()

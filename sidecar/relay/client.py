@@ -20,7 +20,7 @@ from typing import Final, cast
 
 from sidecar.access.admission import ADAPTER, Admission
 from sidecar.access.denials import Denial
-from sidecar.records import Assignment, Surface
+from sidecar.records import Surface
 from sidecar.relay.best_of import (
     BEST_OF_HEADER,
     BestOf,
@@ -31,14 +31,12 @@ from sidecar.relay.best_of import (
 from sidecar.relay.context import FREE_BYTES, ClientRequest, RelayContext, RequestHead
 from sidecar.relay.ending import FlightRecord
 from sidecar.relay.flight import Flight
-from sidecar.relay.plan import Plan, RequestContext, plan_request
-from sidecar.relay.ports import ClientSide
+from sidecar.relay.plan import Plan, plan_request
 from sidecar.relay.refusals import (
     Destination,
     Refusal,
     bodies_full,
     denied,
-    feedback_too_large,
     no_such_path,
     refusal_reply,
     takes_no_body,
@@ -47,10 +45,11 @@ from sidecar.relay.refusals import (
     unknown_adapter,
     with_limits,
 )
+from sidecar.relay.reply import ClientSide
 from sidecar.relay.request_parser import EarlyBytes, RequestParser
 from sidecar.relay.surfaces import SurfaceRule
 from sidecar.relay.upstream import no_delay
-from sidecar.routing.assignment import CompiledRouting, pinned_assignment, rehearsed
+from sidecar.routing.assignment import pinned_assignment, rehearsed
 
 # Turn a received request into a flight, or refuse it.
 
@@ -62,9 +61,8 @@ NOBODY: Final = Admission()
 
 
 def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
-    """Check the caller's key and count the request against its limits, once per request.
-
-    Called when the head is complete, so that a slowly sent body counts too."""
+    """Check the caller's key and count the request against its limits, once, when its head is
+    complete: a slowly sent body counts too."""
     if head.where is Destination.NOWHERE:
         return no_such_path(head.target)
     if not _asks_for_key(head):
@@ -74,20 +72,7 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
     return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
 
 
-def reject(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
-    """Refuse a request before its body is complete. None: the body may go on.
-
-    long: the body is longer than a request without a prompt needs.
-    """
-    if isinstance(admitted, Refusal):
-        return replace(admitted, close=True)
-    if head.where is not Destination.APP or not long:
-        return None
-    return feedback_too_large() if head.target.startswith(OWN_PATHS) else takes_no_body()
-
-
 def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: bool) -> Refusal:
-    """Refuse a body for which the worker has no memory. reason: label of the metric."""
     limit = context.bodies.limit
     context.metrics.bodies_refused.inc((reason,))
     context.rate_limited_log.warning("bodies_full", limit_bytes=limit, reason=reason)
@@ -103,12 +88,9 @@ def receive(
     keep_alive: bool,
     began: float,
 ) -> Flight | Refusal:
-    """Create the flight of a complete request, or refuse it.
-
-    admitted: what `admit` returned when the body came later than the head; None: not asked yet.
-    began: when the last byte was here and no earlier request was in the way, by
-    `time.perf_counter()`.
-    """
+    """Create the flight of a complete request, or refuse it. admitted: what `admit` returned when
+    the body came later than the head; None: not asked yet. began: when the last byte was here and
+    no earlier request was in the way, by `time.perf_counter()`."""
     head = request.head
     where = head.where
     if isinstance(admitted, Refusal):
@@ -126,16 +108,15 @@ def receive(
             return denied(denial, _surface(where))
     if isinstance(admitted, Refusal):
         return admitted
-    admission = admitted
-    if not isinstance(where, SurfaceRule):
-        replica = context.app
-        if where is Destination.VLLM:
-            replica = context.replicas.least_loaded(context.monotonic())
-        record = FlightRecord(
-            context, request, plan=None, admission=admission, began=began, replica=replica
-        )
-        return Flight(context, client, record, keep_alive=keep_alive)
-    return _receive_model_request(context, client, request, where, admission, keep_alive, began)
+    if isinstance(where, SurfaceRule):
+        return _receive_model_request(context, client, request, where, admitted, keep_alive, began)
+    replica = context.app
+    if where is Destination.VLLM:
+        replica = context.replicas.least_loaded(context.monotonic())
+    record = FlightRecord(
+        context, request, plan=None, admission=admitted, began=began, replica=replica
+    )
+    return Flight(context, client, record, keep_alive=keep_alive)
 
 
 def _asks_for_key(head: RequestHead) -> bool:
@@ -163,10 +144,11 @@ def _receive_model_request(
     if admission.rehearsed_by:
         pinned = rehearsed(routing.table, admission.rehearsed_by)
     elif ADAPTER in headers.aside:  # a caller without that right was rejected
-        named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)
-        if isinstance(named, Refusal):
-            return named
-        pinned = named
+        name = headers.text(ADAPTER)  # an adapter's, its version's (`v12`) or its role's
+        loaded = frozenset().union(*(replica.models or () for replica in context.replicas.all))
+        pinned = pinned_assignment(routing.table, name, loaded)
+        if pinned is None:
+            return unknown_adapter(name, rule.surface)
     skip_reason = None  # an attempt is always recorded: its tokens are counted there
     if not admission.rehearsed_by:
         skip_reason = context.sampling.skip_reason(
@@ -179,18 +161,16 @@ def _receive_model_request(
         rule,
         request.body,
         headers,
-        RequestContext(
-            routing,
-            skip_reason,
-            admission.project,
-            admission.key_id,
-            allowance is not None and allowance.tokens_per_day is not None,
-            context.replicas.many or context.traced,
-            pinned,
-            admission.operator,
-            client.address if routing.splits else "",
-            known=context.sessions,
-        ),
+        routing,
+        context.sessions,
+        skip_reason=skip_reason,
+        project=admission.project,
+        key_id=admission.key_id,
+        metered=allowance is not None and allowance.tokens_per_day is not None,
+        needs_session=context.replicas.many or context.traced,
+        pinned=pinned,
+        operator=admission.operator,
+        address=client.address,
     )
     if isinstance(plan, Refusal):
         if plan.reason:
@@ -203,7 +183,12 @@ def _receive_model_request(
         return with_limits(plan, admission.headers)
     n = 1
     if BEST_OF_HEADER in headers.aside:
-        wanted = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)
+        asked = headers.text(BEST_OF_HEADER)
+        if rule.surface == "chat":
+            limit = admission.best_of_max if context.best_of.enabled else 1
+            wanted = wanted_answers(asked, limit=limit)
+        else:
+            wanted = refuse_surface(asked, head.target, rule.surface) or 1
         if isinstance(wanted, Refusal):
             return with_limits(wanted, admission.headers)
         n = wanted
@@ -213,7 +198,7 @@ def _receive_model_request(
 
 
 def _best_of(context: RelayContext, plan: Plan, n: int, record: FlightRecord) -> BestOf | None:
-    """Have the judge pick one of `n` answers. None: this process has no judge."""
+    """None: this process has no judge."""
     if context.picker is None:
         return None
     captured = plan.skip_reason is None
@@ -227,25 +212,6 @@ def _best_of(context: RelayContext, plan: Plan, n: int, record: FlightRecord) ->
         project=record.admission.project,
         timeout_s=context.best_of.timeout_s,
     )
-
-
-def _wanted(
-    context: RelayContext, admission: Admission, header: str, rule: SurfaceRule, target: bytes
-) -> int | Refusal:
-    """How many answers to sample; the best one is returned."""
-    if rule.surface != "chat":
-        return refuse_surface(header, target, rule.surface) or 1
-    limit = admission.best_of_max if context.best_of.enabled else 1
-    return wanted_answers(header, limit=limit)
-
-
-def _named_adapter(
-    context: RelayContext, routing: CompiledRouting, name: str, surface: Surface
-) -> Assignment | Refusal:
-    """The adapter that an operator asks for by name, version (`v12`) or role."""
-    loaded = frozenset().union(*(replica.models or () for replica in context.replicas.all))
-    pinned = pinned_assignment(routing.table, name, loaded)
-    return pinned if pinned is not None else unknown_adapter(name, surface)
 
 
 # Decide whether an incoming request body may go on. No IO.
@@ -269,8 +235,6 @@ MIN_BODY_BYTES_PER_S: Final = 1024
 class BodyWatch:
     """The incoming body of one connection, and its share of the memory budget."""
 
-    __slots__ = ("_admitted", "_context", "_due", "_held_bytes", "_may_be_long", "_seen")
-
     def __init__(self, context: RelayContext) -> None:
         self._context = context
         self._admitted: Admission | Refusal | None = None
@@ -285,68 +249,55 @@ class BodyWatch:
         """Body bytes already counted in `_due`."""
 
     def check(self, parser: RequestParser, head: RequestHead, at: float) -> Refusal | None:
-        """Check the body that is coming into the parser. Returns: why it may not go on.
-
-        at: when its last bytes came. When this returns None, a client that waits for
-        `100 Continue` may be told to send its body.
-        """
+        """Returns: why the body may not go on; None: a client that waits for `100 Continue` may be
+        told to send it. at: when its last bytes came."""
         came = parser.body_bytes
         self.moved(came, at)
-        admitted = self._admitted
+        admitted, context = self._admitted, self._context
         if admitted is None:
-            admitted = self._admitted = admit(self._context, head)
-            if not isinstance(admitted, Refusal) and not self._fits(parser.announced):
-                return no_room(self._context, head, "announced", close=True)
+            admitted = self._admitted = admit(context, head)
+            length, held = parser.announced, self._held_bytes
+            fits = length <= FREE_BYTES or context.bodies.fits(length - held, held)
+            if not fits and not isinstance(admitted, Refusal):
+                return no_room(context, head, "announced", close=True)
         if came <= MAX_UNAUTHENTICATED_BYTES and not parser.wants_continue:
             return None
         if not self._may_be_long:
             self._may_be_long = True
+            if isinstance(admitted, Refusal):
+                return replace(admitted, close=True)
             # A client that waits for 100 is judged by the announced length: no later check follows.
-            refusal = reject(
-                head,
-                admitted,
-                long=parser.may_bring_more_than(MAX_UNAUTHENTICATED_BYTES)
-                or came > MAX_UNAUTHENTICATED_BYTES,
-            )
-            if refusal is not None:
-                return refusal
-        return self._hold(came, head, "coming")
+            most = MAX_UNAUTHENTICATED_BYTES
+            if head.where is Destination.APP and (came > most or parser.may_bring_more_than(most)):
+                return takes_no_body(head.target)
+        return self.hold(came, head, "coming")
 
     def is_late(self, now: float) -> bool:
         return 0.0 < self._due < now
 
-    def whole(self, head: RequestHead, length: int) -> Refusal | None:
-        """The body is complete. Returns: why it may not be kept until the reply is sent."""
-        return self._hold(length, head, "whole")
-
     def admitted(self) -> Admission | Refusal | None:
-        """Take what `admit` returned for this request, and reset for the next one."""
+        """Return what `admit` returned for this request, and reset for the next one."""
         admitted, self._admitted = self._admitted, None
         self._may_be_long = False
         self._due, self._seen = 0.0, 0
         return admitted
 
     def give_back(self) -> None:
-        """Return the body's share of the memory budget."""
         if self._held_bytes:
             self._context.bodies.give_back(self._held_bytes)
             self._held_bytes = 0
 
     def moved(self, came: int, at: float) -> None:
-        """Extend the deadline by the time that the new bytes may take. The deadline is never
-        further away than `BODY_TIMEOUT_S`: a body that began fast may not drip for hours.
-        """
+        """Extend the deadline by the time that the new bytes may take, up to `BODY_TIMEOUT_S` from
+        now: a body that began fast may not drip for hours."""
         latest = at + BODY_TIMEOUT_S
         earned = self._due + (came - self._seen) / MIN_BODY_BYTES_PER_S
         self._due = min(latest, earned) if self._due else latest
         self._seen = came
 
-    def _fits(self, length: int) -> bool:
-        held = self._held_bytes
-        return length <= FREE_BYTES or self._context.bodies.fits(length - held, held)
-
-    def _hold(self, count: int, head: RequestHead, reason: str) -> Refusal | None:
-        """Reserve `count` bytes of the worker's budget for the body."""
+    def hold(self, count: int, head: RequestHead, reason: str) -> Refusal | None:
+        """Reserve `count` bytes of the worker's budget for the body. Returns: why it may not be
+        kept. reason: "coming", or "whole" for one that is kept until its reply is sent."""
         held = self._held_bytes
         if count <= FREE_BYTES or count <= held:
             return None
@@ -480,7 +431,6 @@ class ClientConnection(asyncio.Protocol):
     # -- for the server
 
     def drain(self) -> None:
-        """Finish the request in flight, or the one on its way, then close."""
         if self._draining:
             return
         self._draining = True
@@ -534,15 +484,11 @@ class ClientConnection(asyncio.Protocol):
         elif not self._parser.begun:
             if now - self._since > IDLE_TIMEOUT_S:
                 self._close()
-        elif self._is_late(now):
+        elif (
+            self._watch.is_late(now) if self._parser.in_body else now - self._since > HEAD_TIMEOUT_S
+        ):
             self._context.metrics.clients_cut.inc(("too_slow",))
             self._refuse(too_slow(), head_only=False, keep_alive=False)
-
-    def _is_late(self, now: float) -> bool:
-        """The incoming request has exceeded its timeout."""
-        if self._parser.in_body:
-            return self._watch.is_late(now)
-        return now - self._since > HEAD_TIMEOUT_S
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -587,7 +533,6 @@ class ClientConnection(asyncio.Protocol):
     # -- a body that is coming in
 
     def _body_may_go_on(self) -> bool:
-        """Check the incoming body. Returns: False when the request was refused."""
         parser = self._parser
         head = parser.head
         if head is None:
@@ -617,8 +562,8 @@ class ClientConnection(asyncio.Protocol):
         return data.count(b"\n") <= LINES_AT_ONCE
 
     def _parse_early(self) -> bool:
-        """Parse pipelined bytes: the rest of one body, or one slice. Returns: True if that may have
-        taken as long as one iteration of the loop may."""
+        """Parse the rest of one body, or one slice. Returns: True if that may have taken as long as
+        one iteration of the loop may."""
         of_body = self._parser.announced - self._parser.body_bytes
         data = self._early.take(max(SLICE_BYTES, of_body))
         if not self._early.size:
@@ -640,7 +585,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(item, head_only=False, keep_alive=False)
             return
         head = item.head
-        refusal = self._watch.whole(head, len(item.body))
+        refusal = self._watch.hold(len(item.body), head, "whole")
         if refusal is not None:
             self._refuse(refusal, head_only=head.head_only, keep_alive=head.keep_alive)
             return

@@ -12,8 +12,9 @@ from typing import Final, Protocol
 from sidecar.access.admission import Access, Credentials, Keep
 from sidecar.capture.exchange_id import ExchangeIds
 from sidecar.capture.recorder import Capture
+from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.logs import RateLimitedLog
-from sidecar.metrics.hot import Counter, Gauge, LabelledCounter
+from sidecar.metrics.hot import Gauge, LabelledCounter
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Outcome
 from sidecar.relay.heads import RequestHeaders
@@ -27,33 +28,14 @@ from sidecar.routing.table import RoutingTable
 from sidecar.scoring import Picker
 from sidecar.settings import BestOf, Proxy
 
-# The counters that every request increments, looked up once. For one thread.
+# The metrics that every request changes, looked up once. For one thread.
 
 CLIENT_LEFT: Final = "499"
 """The label, nginx's, for a client that left before the reply; this status is never sent."""
 
-REMEMBERED: Final = 64
-"""Assignments whose counter is cached: those of a few routing tables."""
-
 
 class Accounts:
-    """Counts requests and replies. Labels are few, and the counter of each is cached."""
-
-    __slots__ = (
-        "_adapters",
-        "_captures_skipped",
-        "_outcomes",
-        "_skipped",
-        "_statuses",
-        "adapter_replies",
-        "duration",
-        "exchanges",
-        "in_flight",
-        "overhead",
-        "requests",
-        "streams_open",
-        "ttft",
-    )
+    """Counts requests and replies."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.in_flight = metrics.in_flight
@@ -61,44 +43,21 @@ class Accounts:
         self.duration = metrics.duration
         self.overhead = metrics.overhead
         self.ttft = metrics.ttft
-        self._captures_skipped = metrics.captures_skipped
-        self.requests: LabelledCounter = metrics.requests
-        self.exchanges: LabelledCounter = metrics.exchanges
-        self.adapter_replies: LabelledCounter = metrics.adapter_replies
-        self._statuses: dict[int, Counter] = {}
-        self._outcomes: dict[str, Counter] = {}
-        self._skipped: dict[str, Counter] = {}
-        self._adapters: dict[int, tuple[Assignment, Counter]] = {}
+        self._captures_skipped: LabelledCounter = metrics.captures_skipped
+        self._requests: LabelledCounter = metrics.requests
+        self._exchanges: LabelledCounter = metrics.exchanges
+        self._adapter_replies: LabelledCounter = metrics.adapter_replies
 
     def request(self, status: int) -> None:
         """Count a request. status: 0 when the client left before the reply."""
-        counter = self._statuses.get(status)
-        if counter is None:
-            label = str(status) if status else CLIENT_LEFT
-            counter = self._statuses[status] = self.requests.labels(label)
-        counter.inc()
+        self._requests.inc((str(status) if status else CLIENT_LEFT,))
 
     def exchange(self, outcome: Outcome, route: Assignment) -> None:
-        """Count a model request that ended."""
-        counter = self._outcomes.get(outcome)
-        if counter is None:
-            counter = self._outcomes[outcome] = self.exchanges.labels(outcome)
-        counter.inc()
-        # By identity: assignments are made with the routing table, not with each request.
-        known = self._adapters.get(id(route))
-        if known is None or known[0] is not route:
-            if len(self._adapters) >= REMEMBERED:  # they belong to old routing tables
-                self._adapters.clear()
-            known = (route, self.adapter_replies.labels(route.adapter, route.arm))
-            self._adapters[id(route)] = known
-        known[1].inc()
+        self._exchanges.inc((outcome,))
+        self._adapter_replies.inc((route.adapter, route.arm))
 
     def skipped(self, reason: str) -> None:
-        """Count an exchange that is not captured."""
-        counter = self._skipped.get(reason)
-        if counter is None:
-            counter = self._skipped[reason] = self._captures_skipped.labels(reason)
-        counter.inc()
+        self._captures_skipped.inc((reason,))
 
 
 # Keep request bodies in little more memory than their length, and all of them within a limit.
@@ -114,8 +73,6 @@ HELD_BODIES = 8
 class BodyPieces:
     """The received part of one body, joined as it comes. A list would keep an object of 40 bytes
     for each piece, and a client may send pieces of one byte."""
-
-    __slots__ = ("_first", "_rest")
 
     def __init__(self) -> None:
         self._first = b""
@@ -145,8 +102,6 @@ class BodyPieces:
 class BodyBudget:
     """Counts the bytes that one worker holds for long bodies, incoming or in flight."""
 
-    __slots__ = ("_gauge", "held", "limit")
-
     def __init__(self, limit: int, gauge: Gauge) -> None:
         self.limit = limit
         self.held = 0
@@ -158,7 +113,6 @@ class BodyBudget:
         return self.held + more <= self.limit or self.held == own
 
     def take(self, more: int, own: int) -> bool:
-        """Reserve `more` bytes. Returns: False when they do not fit."""
         if not self.fits(more, own):
             return False
         self.held += more
@@ -178,10 +132,7 @@ class Routing(Protocol):
 
 
 class Answering:
-    """One line of adapters, as the relay follows it: its routing table, prepared, and its
-    breaker."""
-
-    __slots__ = ("_compiled", "_models_changed", "_without_canary", "guard", "routing")
+    """One line of adapters: its routing table, prepared, and its breaker."""
 
     def __init__(
         self, routing: Routing, guard: Breaker, models_changed: Callable[[], None]
@@ -194,7 +145,6 @@ class Answering:
         self._without_canary: CompiledRouting | None = None
 
     def compiled(self) -> CompiledRouting:
-        """Return the routing table that is in force now."""
         compiled, table = self._compiled, self.routing.table
         if compiled is None or compiled.table is not table:
             if compiled is not None:  # a replica may just have loaded the new adapter
@@ -216,18 +166,13 @@ class Answering:
         return without
 
 
-class SamplingRule(Protocol):
-    """Decides whether a request is captured."""
-
-    def skip_reason(self, *, surface: str, project: str, header: str) -> str | None: ...
-
-
 @dataclass(kw_only=True)
 class RelayContext:
     proxy: Proxy
     replicas: Replicas
     app: Replica
     routing: Routing
+    breaker: Breaker
     capture: Capture
     metrics: Metrics
     rate_limited_log: RateLimitedLog
@@ -244,8 +189,6 @@ class RelayContext:
     """Unix seconds."""
     monotonic: Callable[[], float] = time.monotonic
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
-    breaker: Breaker | None = None
-    """None: the relay makes one that is not shared with other processes."""
     slow_first_byte_s: float = 10.0
     """A reply whose first byte comes later than this counts as slow in the breaker."""
     own_lines: Mapping[str, tuple[Routing, Breaker]] = field(default_factory=dict)
@@ -255,8 +198,7 @@ class RelayContext:
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.metrics)
-        guard = self.breaker or Breaker(self.metrics)
-        self._default = Answering(self.routing, guard, self.models_changed)
+        self._default = Answering(self.routing, self.breaker, self.models_changed)
         self._own: dict[str, Answering] = {
             project: Answering(routing, breaker, self.models_changed)
             for project, (routing, breaker) in self.own_lines.items()
@@ -267,21 +209,13 @@ class RelayContext:
 
     @property
     def busy(self) -> bool:
-        """True if `MAX_IN_FLIGHT` requests are in flight."""
         return sum([replica.in_flight for replica in self.replicas.all]) >= MAX_IN_FLIGHT
 
     def compiled_routing(self, project: str) -> CompiledRouting:
-        """The routing table that is in force now for the requests of a project."""
-        return self._answering(project).compiled()
+        return self._own.get(project, self._default).compiled()
 
     def guard_of(self, project: str) -> Breaker:
-        """The breaker of the canary that the requests of a project may get."""
-        return self._answering(project).guard
-
-    def _answering(self, project: str) -> Answering:
-        if self._own:
-            return self._own.get(project, self._default)
-        return self._default
+        return self._own.get(project, self._default).guard
 
 
 # One request as the client sent it.
@@ -289,8 +223,6 @@ class RelayContext:
 
 class SentHead:
     """A head to send to one replica, up to the value of Content-Length; made of one client head."""
-
-    __slots__ = ("_encoding", "_instead", "_replica", "up_to_length")
 
     def __init__(
         self, replica: Replica, instead: bytes | Keep | None, encoding: bool, up_to_length: bytes
@@ -309,18 +241,6 @@ class SentHead:
 class RequestHead:
     """Everything before the body. Immutable once complete, and shared by all requests of one
     connection whose heads have the same bytes. What follows from the head alone is cached here."""
-
-    __slots__ = (
-        "_credentials",
-        "head_only",
-        "headers",
-        "http_1_1",
-        "keep_alive",
-        "method",
-        "sent",
-        "target",
-        "where",
-    )
 
     def __init__(
         self,
@@ -345,7 +265,6 @@ class RequestHead:
 
     @property
     def credentials(self) -> Credentials:
-        """The credentials that the client sent."""
         found = self._credentials
         if found is None:
             found = self._credentials = Credentials(self.headers.aside)
@@ -354,8 +273,6 @@ class RequestHead:
 
 class ClientRequest:
     """Immutable once complete. (A plain class, because one is made for every request.)"""
-
-    __slots__ = ("body", "head")
 
     def __init__(self, head: RequestHead, body: bytes) -> None:
         self.head = head

@@ -23,34 +23,6 @@ from sidecar.routing.breaker import CUT, EMPTY, ERROR, NO_CANARY, SHORT, SLOW
 class FlightRecord:
     """Times are on the clock of `time.perf_counter()`, except `started_at`."""
 
-    __slots__ = (
-        "added",
-        "admission",
-        "began",
-        "exchange_id",
-        "fallback_from",
-        "fell_back",
-        "first_byte",
-        "head",
-        "meter",
-        "overhead_s",
-        "own_traceparent",
-        "pieces",
-        "plainly",
-        "plan",
-        "refused",
-        "replica",
-        "reply_buffer",
-        "request",
-        "returned_index",
-        "routes",
-        "sent",
-        "signs",
-        "started_at",
-        "streamed",
-        "strip",
-    )
-
     def __init__(
         self,
         context: RelayContext,
@@ -129,7 +101,6 @@ class FlightRecord:
 
     @property
     def keeps(self) -> bool:
-        """`keep` wants to see the reply's body."""
         return self.reply_buffer is not None or self.meter is not None
 
     def keep(self, data: bytes) -> None:
@@ -139,11 +110,6 @@ class FlightRecord:
         if self.meter is not None:
             self.meter.feed(data)
 
-    @property
-    def looked_through(self) -> bool:
-        """The reply's text could be read as it passed."""
-        return self.head is not None and not self.head.headers.encoded
-
 
 LONGEST_KEY: Final = 256
 """Length in characters at which an `Idempotency-Key` is cut."""
@@ -152,11 +118,9 @@ LONGEST_KEY: Final = 256
 def settle(
     context: RelayContext, record: FlightRecord, outcome: Outcome, status: int, ended: float
 ) -> None:
-    """Count a request and hand it to the capture. Cheap; never blocks or raises.
-
-    status: vLLM's, or the sidecar's when vLLM gave none; 0 when the client left before.
-    ended: by `time.perf_counter()`.
-    """
+    """Count a request and hand it to the capture. Cheap; never blocks or raises. status: vLLM's, or
+    the sidecar's when vLLM gave none; 0 when the client left before. ended: by
+    `time.perf_counter()`."""
     accounts, plan = context.accounts, record.plan
     accounts.in_flight.dec()
     streamed = record.streamed
@@ -180,15 +144,24 @@ def settle(
         accounts.exchange(outcome, route)
         if record.signs is not None:
             _tell_breaker(context, record, plan, record.signs, outcome, status, ended)
-    reply, reply_bytes = None, 0
+    reply: tuple[bytes, ...] | None = None
+    reply_bytes = 0
     if reply_buffer is None:
         accounts.skipped(plan.skip_reason or "")
     else:
         reply_bytes = reply_buffer.size
-        reply = _kept_reply(context, reply_buffer, status)
+        if status not in (0, 200) and status < 500:
+            reply_buffer.clear()
+            accounts.skipped("not_200")
+        elif reply_buffer.lost_reason is not None:
+            context.capture.lose(reply_buffer.lost_reason, 1)
+        else:
+            reply = reply_buffer.take()
     if reply is None and not context.traced:
         return
     headers = record.request.head.headers
+    retries = headers.text(RETRY_COUNT)
+    is_count = retries.isascii() and retries.isdigit() and len(retries) < 5
     context.capture.offer(
         RawCapture(
             exchange_id=record.exchange_id,
@@ -215,7 +188,7 @@ def settle(
             surface=plan.rule.surface,
             project=record.admission.project,
             key_id=record.admission.key_id,
-            retry_count=_count(headers.text(RETRY_COUNT)),
+            retry_count=int(retries) if is_count else 0,
             idempotency_key=headers.text(IDEMPOTENCY_KEY)[:LONGEST_KEY],
             fallback_from=record.fallback_from,
             reply_bytes=reply_bytes,
@@ -228,25 +201,6 @@ def settle(
     )
 
 
-def _count(text: str) -> int:
-    """Read a client's retry count; 0 when it is not a small number."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
-
-
-def _kept_reply(
-    context: RelayContext, reply_buffer: ReplyBuffer, status: int
-) -> tuple[bytes, ...] | None:
-    """The chunks to record. None: nothing is recorded, and the reason is counted here."""
-    if status not in (0, 200) and status < 500:
-        reply_buffer.clear()
-        context.accounts.skipped("not_200")
-        return None
-    if reply_buffer.lost_reason is not None:
-        context.capture.lose(reply_buffer.lost_reason, 1)
-        return None
-    return reply_buffer.take()
-
-
 def _tell_breaker(
     context: RelayContext,
     record: FlightRecord,
@@ -256,12 +210,9 @@ def _tell_breaker(
     status: int,
     ended: float,
 ) -> None:
-    """Tell the breaker how well the session's arm answered.
-
-    Left out, because they say nothing about the adapter: requests that reached no vLLM, those
-    whose adapter vLLM did not know (control sees them), those that vLLM refused as the client's
-    fault, and those that failed on both arms.
-    """
+    """Tell the breaker how well the session's arm answered. Left out, because they say nothing of
+    the adapter: requests that reached no vLLM, or whose adapter it did not know (control sees
+    them), those that it refused as the client's fault, and those that failed on both arms."""
     guard, session = context.guard_of(record.admission.project), plan.session_key
     caller = record.admission.key_id or plan.address_hash
     if record.fell_back:
@@ -275,7 +226,7 @@ def _tell_breaker(
         bad = ERROR
     elif outcome == "cut":
         bad = CUT
-    elif record.looked_through and not signs.says_something:
+    elif record.head is not None and not record.head.headers.encoded and not signs.says_something:
         bad = EMPTY
     if signs.cut_short:
         bad |= SHORT
@@ -289,11 +240,9 @@ def _tell_breaker(
 def _charge(
     context: RelayContext, record: FlightRecord, meter: UsageMeter, outcome: Outcome, status: int
 ) -> None:
-    """Charge the key for the tokens that vLLM reported, or for a lower bound of them.
-
-    A client that leaves before vLLM's head has still had its prompt read. A request that vLLM
-    refused, or that failed before vLLM's head, costs nothing.
-    """
+    """Charge the key for the tokens that vLLM reported, or for a lower bound of them. A client that
+    leaves before vLLM's head has still had its prompt read. A request that vLLM refused, or that
+    failed before vLLM's head, costs nothing."""
     tokens = meter.told if outcome == "ok" else None
     if tokens is None and (status == 200 or (status == 0 and record.sent)):
         tokens = meter.at_least(len(record.request.body), record.pieces)

@@ -26,7 +26,6 @@ from sidecar.relay.best_of import BestOf
 from sidecar.relay.context import RelayContext
 from sidecar.relay.ending import FlightRecord, settle
 from sidecar.relay.heads import header_lines
-from sidecar.relay.ports import ClientSide
 from sidecar.relay.refusals import (
     names_unknown_model,
     refusal_reply,
@@ -36,6 +35,7 @@ from sidecar.relay.refusals import (
 from sidecar.relay.reply import (
     PASSED,
     ClientReply,
+    ClientSide,
     HeldBody,
     ReplyBody,
     StreamOpening,
@@ -60,23 +60,6 @@ _now: Final = perf_counter
 
 class Flight(Asker):
     """`start` it once; it ends by `reply_done` or `reply_broken`, or by `client_left`."""
-
-    __slots__ = (
-        "_attempt",
-        "_best_of",
-        "_body",
-        "_client",
-        "_context",
-        "_failed",
-        "_framed",
-        "_last",
-        "_opening",
-        "_out",
-        "_record",
-        "_refused",
-        "_reply",
-        "_touched",
-    )
 
     def __init__(
         self,
@@ -191,7 +174,7 @@ class Flight(Asker):
 
     @property
     def _last_body(self) -> bytes:
-        """Return the last piece of the reply's body, without its chunk's end."""
+        """The last piece of the reply's body, without its chunk's end."""
         return self._last[:-2] if self._framed else self._last
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
@@ -331,7 +314,6 @@ class Flight(Asker):
         self._attempt.ask_plainly(now, evidence=not several)
 
     def _answers_for_unknown_model(self, body: bytes) -> bool:
-        """This replica does not know the adapter, and another adapter may answer."""
         several = len(self._record.routes) > 1
         return several and not self._reply.begun and names_unknown_model(body)
 
@@ -372,7 +354,6 @@ class Flight(Asker):
     # -- from the client
 
     def client_left(self) -> None:
-        """The client's connection is gone: stop vLLM's work for it."""
         if self._attempt.over:
             return
         self._attempt.abort()
@@ -390,7 +371,6 @@ class Flight(Asker):
         self._attempt.resume()
 
     def tick(self, now: float) -> None:
-        """Called now and then. now: `time.perf_counter()`."""
         record = self._record
         silent_s = now - max(self._touched, record.sent)
         signs = record.signs
@@ -425,7 +405,6 @@ class Flight(Asker):
         return own if self._best_of is None else (*own, *self._best_of.own_lines)
 
     def _finish(self, outcome: Outcome, status: int, at: float) -> None:
-        """It is over. at: now, `time.perf_counter()`."""
         record, best_of = self._record, self._best_of
         if best_of is not None:
             if best_of.plan is not None:

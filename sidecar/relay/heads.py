@@ -72,8 +72,6 @@ _ORDINARY_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 class RequestHeaders:
     """The headers of one request, sorted by `RequestParser`."""
 
-    __slots__ = ("aside", "lines", "session_name", "session_rank")
-
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         """`name: value` lines that are passed on unchanged."""
@@ -111,16 +109,6 @@ class RequestHeaders:
 class ReplyHeaders:
     """The headers of one reply, sorted by `ReplyParser`."""
 
-    __slots__ = (
-        "chunked",
-        "connection",
-        "content_encoding",
-        "content_length",
-        "content_type",
-        "lines",
-        "written",
-    )
-
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         self.written = b""
@@ -141,11 +129,6 @@ class ReplyHeaders:
         """The body is compressed."""
         return self.content_encoding not in (b"", b"identity")
 
-    def end(self) -> None:
-        """The head is complete: drop the other headers that `Connection` names."""
-        if self.connection:
-            drop_named(self.lines, self.connection)
-
 
 def connection_names(value: bytes) -> frozenset[bytes]:
     """The lower-case names that the value of `Connection` lists."""
@@ -153,67 +136,23 @@ def connection_names(value: bytes) -> frozenset[bytes]:
 
 
 def drop_named(lines: list[bytes], connection: bytes) -> None:
-    """Remove from `lines` the headers that `Connection` names."""
     named = connection_names(connection)
     lines[:] = [line for line in lines if line.partition(b":")[0].lower() not in named]
 
 
-def request_lines(
-    method: bytes,
-    target: bytes,
-    lines: Iterable[bytes],
-    *,
-    host: bytes,
-    sent_on_demand: Iterable[bytes] = (),
-) -> bytes:
+def request_lines(method: bytes, target: bytes, lines: Iterable[bytes], *, host: bytes) -> bytes:
     """The head of a request to an upstream, without Content-Length, the last line's end and the
-    blank line.
-
-    lines, sent_on_demand: finished `name: value` lines.
-    """
-    first = b"%b %b HTTP/1.1\r\nHost: %b" % (method, target, host)
-    return b"\r\n".join((first, *lines, *sent_on_demand))
+    blank line. lines: each `name: value`."""
+    return b"\r\n".join((b"%b %b HTTP/1.1\r\nHost: %b" % (method, target, host), *lines))
 
 
 def header_lines(headers: Iterable[Header]) -> tuple[bytes, ...]:
-    """`name: value` of each."""
     return tuple(name + b": " + value for name, value in headers)
 
 
-def lines_on_demand(
-    aside: dict[bytes, bytes],
-    authorization: bytes | None,
-    *,
-    encoding: bool,
-    traceparent: bytes | None,
-) -> list[bytes]:
-    """The lines of the headers that are sent on demand only.
-
-    authorization: instead of the caller's credentials; None passes those on, empty sends none.
-    encoding: the reply may be compressed. traceparent: instead of the caller's.
-    """
-    lines: list[bytes] = []
-    if authorization is None:
-        if AUTHORIZATION in aside:
-            lines.append(b"Authorization: " + aside[AUTHORIZATION])
-        if X_API_KEY in aside:
-            lines.append(b"X-Api-Key: " + aside[X_API_KEY])
-    elif authorization:
-        lines.append(b"Authorization: " + authorization)
-    if encoding and ACCEPT_ENCODING in aside:
-        lines.append(b"Accept-Encoding: " + aside[ACCEPT_ENCODING])
-    if traceparent is None:
-        traceparent = aside.get(TRACEPARENT)
-    if traceparent is not None:
-        lines.append(b"traceparent: " + traceparent)
-    return lines
-
-
 def reply_lines(status: int, reason: bytes, lines: Iterable[bytes]) -> bytes:
-    """The part of a reply's head that comes from vLLM: all but the body's framing.
-
-    lines: finished `name: value` lines.
-    """
+    """The part of a reply's head that comes from vLLM: all but the body's framing. lines: each
+    `name: value`."""
     return b"\r\n".join((b"HTTP/1.1 %d %b" % (status, reason), *lines))
 
 
@@ -225,11 +164,8 @@ def reply_head(
     chunked: bool,
     close: bool,
 ) -> bytes:
-    """The head of a reply to the client, blank line included.
-
-    first: `reply_lines`. own: finished `name: value` lines. content_length: None leaves the header
-    out (chunked, no body, or ended by the close).
-    """
+    """The head of a reply to the client, blank line included. first: `reply_lines`. own: `name:
+    value` lines. content_length: None: chunked, no body, or ended by the close."""
     pieces = [first, *own]
     if content_length is not None:
         pieces.append(b"content-length: %d" % content_length)
@@ -256,8 +192,6 @@ HEAD_END = b"\r\n\r\n"
 
 class KnownHead:
     """A head without the digits of its Content-Length."""
-
-    __slots__ = ("_after", "_before", "length")
 
     def __init__(self, before: bytes, after: bytes) -> None:
         """before: up to the digits. after: from behind them to the blank line, included."""
@@ -292,8 +226,6 @@ class KnownHead:
 class HeadMemory:
     """The last head of one connection."""
 
-    __slots__ = ("_unlike", "head")
-
     def __init__(self) -> None:
         self.head: KnownHead | None = None
         self._unlike = 0
@@ -309,12 +241,9 @@ class HeadMemory:
         return at
 
     def learn(self, first: bytes, body_length: int) -> bool:
-        """Cache a head that was accepted.
-
-        first: the first read of its message, from the message's first byte.
-        body_length: length of the body that followed, which the head must have announced.
-        Returns: False when it is not cached; then no older head is either.
-        """
+        """Cache a head that was accepted. first: the first read of its message, from the message's
+        first byte. body_length: of the body that followed, which the head must have announced.
+        Returns: False when it is not cached; then no older head is either."""
         self.head = None
         if self._unlike >= GIVE_UP_AFTER:
             return False

@@ -71,8 +71,6 @@ class UnreadableBodyError(BadRequestError):
 class RequestPeek:
     """What the relay reads of a request's body."""
 
-    __slots__ = ("body", "fields", "model", "model_is_text", "model_json")
-
     def __init__(
         self, body: bytes, fields: TypedFields | LooseFields, usual: ModelName | None = None
     ) -> None:
@@ -154,21 +152,17 @@ class RequestPeek:
         return _is_yes(self.fields.stream)
 
     def may_ask_token_ids(self, surface: Surface) -> bool:
-        """The client did not ask for token ids, so asking is on the sidecar's account.
-
-        Not with the `echo` of completions: vLLM then leaves the prompt out of the text.
-        """
+        """The client did not ask for token ids, so asking is on the sidecar's account. Not with the
+        `echo` of completions: vLLM then leaves the prompt out of the text."""
         if surface == "completions" and _is_yes(self.fields.echo):
             return False
         return not _is_yes(self.fields.return_token_ids)
 
     def may_ask_logprobs(self, surface: Surface) -> bool:
         """The client did not ask for log-probabilities, and asking for them changes nothing else.
-
         Not with `top_logprobs` or `logprob_token_ids`: without `logprobs` vLLM refuses them, and
         must go on refusing them. Not with `echo`: vLLM would compute the prompt's too. In
-        completions `logprobs` is a number; even 0 and `false` ask for them.
-        """
+        completions `logprobs` is a number; even 0 and `false` ask for them."""
         fields = self.fields
         asked = fields.logprobs
         if surface == "completions" and asked is not _UNSET and bytes(asked) != b"null":
@@ -181,16 +175,6 @@ class RequestPeek:
         )
 
     @property
-    def has_no_injected_fields(self) -> bool:
-        """`return_token_ids` and `logprobs` are absent from the body, even as false."""
-        return self.fields.return_token_ids is _UNSET and self.fields.logprobs is _UNSET
-
-    @property
-    def says_stream_options(self) -> bool:
-        """`stream_options` is in the body, if only as null."""
-        return self.fields.stream_options is not _UNSET
-
-    @property
     def stream_options_json(self) -> bytes:
         """The bytes of the client's `stream_options`; `{}` when there are none."""
         raw = self.fields.stream_options
@@ -198,17 +182,13 @@ class RequestPeek:
 
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
         """The client's `stream_options`; None when it is no object: nothing can be added to it."""
-        raw = self.fields.stream_options
-        options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
+        options = _value(Raw(self.stream_options_json))
         return options if isinstance(options, dict) else None
 
     def opening(self, marks: Marks) -> tuple[bytes, bool]:
         """`sidecar.routing.opening` of the conversation, on any surface, and whether it goes on
         after it. Where its user says nothing, what it begins with names it. Malformed messages give
-        b"": vLLM refuses them, and nothing is recorded.
-
-        marks: a cache of the caller's.
-        """
+        b"": vLLM refuses them, and nothing is recorded. marks: a cache of the caller's."""
         fields = self.fields
         messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
         if messages is _UNSET and fields.input is not _UNSET:
@@ -229,7 +209,6 @@ class RequestPeek:
 
 
 def _said(messages: list[Message], marks: Marks) -> Iterator[tuple[str, bytes]]:
-    """Yield the role and the mark of each message."""
     for message in messages:
         role, content = message.role, message.content
         if role == _USER:
@@ -315,24 +294,17 @@ def _cut_text(data: bytes, side: int) -> str:
 
 
 def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:
-    """Peek into a request. Raises: UnreadableBodyError when the body is not a JSON object.
-
-    usual: the model's name that most requests have.
-    """
+    """Peek into a request. usual: the model's name that most requests have. Raises:
+    UnreadableBodyError when the body is not a JSON object."""
     try:
         return RequestPeek(body, TYPED.decode(body), usual)
-    except ValueError:
-        return _peek_loosely(body)
     except RecursionError as error:  # vLLM, which is deeper in its stack, cannot read it either
         raise UnreadableBodyError(unreadable_body(TOO_DEEP)) from error
-
-
-def _peek_loosely(body: bytes) -> RequestPeek:
-    """Peek into a body that `TYPED` refuses."""
-    try:
-        return RequestPeek(body, LOOSE.decode(body))
-    except UNREADABLE_JSON:
-        return _peek_slowly(body)
+    except ValueError:
+        try:
+            return RequestPeek(body, LOOSE.decode(body))
+        except UNREADABLE_JSON:
+            return _peek_slowly(body)
 
 
 def _items(raw: Raw) -> list[Message] | UnsetType:
@@ -354,15 +326,10 @@ def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
     try:
         return msgspec.json.decode(raw)
     except UNREADABLE_JSON:
-        return _value_slowly(raw)
-
-
-def _value_slowly(raw: Raw) -> Any:  # Any: whatever JSON the client sent
-    """As `_value`, with NaN and lone surrogates, in ten times the time."""
-    try:
-        return json.loads(bytes(raw))
-    except UNREADABLE_JSON:
-        return 0
+        try:
+            return json.loads(bytes(raw))  # with NaN and lone surrogates, in ten times the time
+        except UNREADABLE_JSON:
+            return 0
 
 
 def _peek_slowly(body: bytes) -> RequestPeek:

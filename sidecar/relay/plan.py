@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import UNSET
+
 from sidecar.records import Assignment
 from sidecar.relay.heads import ACCEPT_ENCODING, ANY_CLIENT, RequestHeaders
 from sidecar.relay.peek import RequestPeek, UnreadableBodyError, peek_request
@@ -40,74 +42,9 @@ USER_HEADER: Final = b"x-sidecar-user"
 TASK_HEADER: Final = b"x-sidecar-task"
 
 
-class RequestContext:
-    """What a plan depends on, apart from the request itself."""
-
-    __slots__ = (
-        "address",
-        "key_id",
-        "known",
-        "metered",
-        "needs_session",
-        "operator",
-        "pinned",
-        "project",
-        "routing",
-        "skip_reason",
-    )
-
-    def __init__(
-        self,
-        routing: CompiledRouting,
-        skip_reason: str | None = None,
-        project: str = DEFAULT_PROJECT,
-        key_id: str = "",
-        metered: bool = False,
-        needs_session: bool = True,
-        pinned: Assignment | None = None,
-        operator: bool = True,
-        address: str = "",
-        known: KnownSessions | None = None,
-    ) -> None:
-        """skip_reason: why the exchange is not captured; None when it is.
-        metered: the key has an allowance of tokens, so the usage must be known.
-        needs_session: the session key is needed even where no canary splits the traffic.
-        pinned: an operator, or the ticket of a rehearsal, named the adapter.
-        operator: the caller may know which arm answers while a canary runs.
-        address: of the connection, as text; looked at while a canary runs.
-        known: what the relay remembers of earlier requests; None: nothing."""
-        self.routing = routing
-        self.skip_reason = skip_reason
-        self.project = project
-        self.key_id = key_id
-        self.metered = metered
-        self.needs_session = needs_session
-        self.pinned = pinned
-        self.known = known or KnownSessions()
-        self.operator = operator
-        self.address = address
-
-
 class Plan:
     """Everything that is decided before the first byte goes to vLLM. (A plain class, because one is
     made for every request.)"""
-
-    __slots__ = (
-        "address_hash",
-        "canary_as",
-        "canary_tag",
-        "hides_arm",
-        "kinds",
-        "metered",
-        "peek",
-        "public_model",
-        "routes",
-        "rule",
-        "session_key",
-        "skip_reason",
-        "strip",
-        "user",
-    )
 
     def __init__(
         self,
@@ -177,8 +114,10 @@ class Plan:
         old = peek.model_json
         kept = old if same_model and peek.model else None
         new = kept if kept is not None else b'"%b"' % route.upstream_model.encode()
-        may_splice = not strip.usage or not peek.says_stream_options
-        if old is not None and may_splice and peek.has_no_injected_fields:
+        fields = peek.fields
+        present = fields.return_token_ids is not UNSET or fields.logprobs is not UNSET
+        present = present or (strip.usage and fields.stream_options is not UNSET)
+        if old is not None and not present:
             spliced = splice_request(peek.body, old, new, self._in_front(strip))
             if spliced is not None:
                 return spliced
@@ -202,10 +141,26 @@ class Plan:
 
 
 def plan_request(
-    rule: SurfaceRule, body: bytes, headers: RequestHeaders, context: RequestContext
+    rule: SurfaceRule,
+    body: bytes,
+    headers: RequestHeaders,
+    routing: CompiledRouting,
+    known: KnownSessions,
+    *,
+    skip_reason: str | None = None,
+    project: str = DEFAULT_PROJECT,
+    key_id: str = "",
+    metered: bool = False,
+    needs_session: bool = True,
+    pinned: Assignment | None = None,
+    operator: bool = True,
+    address: str = "",
 ) -> Plan | Refusal:
-    """Plan a request, or refuse it as vLLM would."""
-    routing = context.routing
+    """Plan a request, or refuse it as vLLM would. known: what the relay remembers of earlier
+    requests. skip_reason, metered: as in `Plan`. needs_session: the session key is needed even
+    where no canary splits the traffic. pinned: an operator, or the ticket of a rehearsal, named the
+    adapter. operator: the caller may know which arm answers while a canary runs. address: of the
+    connection, as text; looked at while a canary runs."""
     try:
         peek = peek_request(body, routing.public_name)
     except UnreadableBodyError as error:
@@ -213,29 +168,27 @@ def plan_request(
     public = routing.public_name.text
     if peek.model is not None and peek.model != public:
         return unknown_model(peek.model, public, rule.surface)
-    reason = context.skip_reason if rule.captured else "surface"
+    reason = skip_reason if rule.captured else "surface"
     if reason is None and not _is_valid(rule, peek):
         reason = "not_valid"
     user = key = ""
-    if reason is None or context.needs_session or (rule.adapted and routing.splits):
+    if reason is None or needs_session or (rule.adapted and routing.splits):
         aside = headers.aside
         user = short_name(header_name(aside.get(USER_HEADER)) or peek.user)
-        key = _session_key(peek, headers, user, context)
-    if context.pinned is not None:
-        routes: tuple[Assignment, ...] = (context.pinned,)
-        if context.pinned.arm != "rehearsal":
+        key = _session_key(peek, headers, user, project, key_id, known)
+    if pinned is not None:
+        routes: tuple[Assignment, ...] = (pinned,)
+        if pinned.arm != "rehearsal":
             reason = reason or "pinned"
     else:
         routes = routing.routes(key) if rule.adapted else routing.base
-    strip = _strip(rule, peek, captured=reason is None, metered=context.metered)
+    strip = _strip(rule, peek, captured=reason is None, metered=metered)
     kinds = CAPTURE if strip.token_ids or strip.logprobs else 0
-    if strip.usage or (context.metered and ACCEPT_ENCODING in headers.aside):
+    if strip.usage or (metered and ACCEPT_ENCODING in headers.aside):
         kinds |= USAGE
-    hides_arm = routing.splits and not context.operator
+    hides_arm = routing.splits and not operator
     same_form = hides_arm and rule.adapted and (routes[0].arm == "canary" or not peek.streams)
-    address_hash = ""
-    if routing.splits and not context.key_id:
-        address_hash = hash_of_address(context.address, routing.table.salt)
+    asked_by = address if routing.splits and not key_id else ""
     return Plan(
         rule,
         peek,
@@ -244,20 +197,24 @@ def plan_request(
         user=user,
         routes=routes,
         skip_reason=reason,
-        metered=context.metered,
-        canary_tag=routing.canary_tag if rule.adapted and context.pinned is None else NO_CANARY,
+        metered=metered,
+        canary_tag=routing.canary_tag if rule.adapted and pinned is None else NO_CANARY,
         strip=strip,
         kinds=kinds,
         hides_arm=hides_arm,
         canary_as=routing.canary_as if same_form else None,
-        address_hash=address_hash,
+        address_hash=hash_of_address(asked_by, routing.table.salt),
     )
 
 
 def _session_key(
-    peek: RequestPeek, headers: RequestHeaders, user: str, context: RequestContext
+    peek: RequestPeek,
+    headers: RequestHeaders,
+    user: str,
+    project: str,
+    key_id: str,
+    known: KnownSessions,
 ) -> str:
-    project, key_id = context.project, context.key_id
     header = header_name(headers.aside.get(SESSION_HEADER))
     if header:
         return session_key(header=header, user=user, project=project)
@@ -265,12 +222,12 @@ def _session_key(
     name = header_name(headers.session_name) if rank < ANY_CLIENT else peek.agent_session()
     if name:
         return session_key(header=None, user=user, name=name, project=project, key_id=key_id)
-    opening, goes_on = peek.opening(context.known.marks)
+    opening, goes_on = peek.opening(known.marks)
     hint = peek.cache_key()
     name = header_name(headers.session_name) or peek.session_name()
     if name:
         key = session_key(header=None, user=user, name=name, project=project, key_id=key_id)
-        if not context.known.is_shared(key, opening, goes_on=goes_on):
+        if not known.is_shared(key, opening, goes_on=goes_on):
             return key
         hint = name
     return session_key(

@@ -42,11 +42,8 @@ class Destination(Enum):
 
 
 def destination(method: bytes, target: bytes) -> Destination | SurfaceRule:
-    """Who answers `method target`; a surface: vLLM, with routing and capture.
-
-    Paths match byte for byte, without decoding. A trailing slash leads nowhere; see
-    `without_slash`.
-    """
+    """Who answers `method target`; a surface: vLLM, with routing and capture. Paths match byte for
+    byte, without decoding. A trailing slash leads nowhere; see `without_slash`."""
     path = target.partition(b"?")[0]
     rule = BY_PATH.get(path)
     if rule is not None:
@@ -83,10 +80,16 @@ class Refusal:
 
 
 def vllm_error(
-    status: int, message: str, *, kind: str, param: str | None = None, close: bool = False
+    status: int,
+    message: str,
+    *,
+    kind: str,
+    param: str | None = None,
+    code: str | int | None = None,
+    close: bool = False,
 ) -> Refusal:
-    """Make an error in vLLM's format."""
-    error = {"message": message, "type": kind, "param": param, "code": status}
+    """Make an error in vLLM's format. code: None is the status."""
+    error = {"message": message, "type": kind, "param": param, "code": code or status}
     body = json.dumps({"error": error}, separators=(",", ":"), ensure_ascii=False)
     return Refusal(status=status, body=body.encode("utf-8", "replace"), close=close)
 
@@ -101,14 +104,12 @@ def anthropic_error(status: int, message: str, *, kind: str) -> Refusal:
 def surface_error(
     surface: Surface, status: int, message: str, *, kind: str, param: str | None = None
 ) -> Refusal:
-    """Make an error in the format that vLLM uses on this surface."""
     if surface == "messages":
         return anthropic_error(status, message, kind=kind)
     return vllm_error(status, message, kind=kind, param=param)
 
 
 def invalid_json(error: json.JSONDecodeError) -> Refusal:
-    """The body is not JSON."""
     where = f"body.{error.pos}"
     detail = {
         "type": "json_invalid",
@@ -155,18 +156,13 @@ def unknown_model(asked: str, public: str, surface: Surface = "chat") -> Refusal
     return surface_error(surface, 404, message, kind="NotFoundError", param="model")
 
 
-def not_found() -> Refusal:
-    """The path is not on the list of allowed ones."""
-    return vllm_error(404, "Not Found", kind="NotFoundError")
-
-
 def no_such_path(target: bytes) -> Refusal:
     """The path is not on the list of allowed ones. vLLM (Starlette) redirects a path with slashes
     at its end to the one without; here the location is relative, because vLLM's would name
     vLLM's own address."""
     location = without_slash(target)
     if location is None:
-        return not_found()
+        return vllm_error(404, "Not Found", kind="NotFoundError")
     return Refusal(status=307, body=b"", headers=(b"location: " + location,))
 
 
@@ -185,15 +181,13 @@ def body_too_large(limit: int) -> Refusal:
     return vllm_error(413, message, kind="Bad Request", close=True)
 
 
-def takes_no_body() -> Refusal:
-    """A long body on a path of the sidecar's own application; a short one is ignored there."""
-    return vllm_error(413, "This path takes no body.", kind="Bad Request", close=True)
-
-
-def feedback_too_large() -> Refusal:
-    """A long body on a path of feedback, which is refused before all of it is here."""
-    message = "The body of feedback is too long: shorten the comment."
-    return vllm_error(413, message, kind="Bad Request", param="comment", close=True)
+def takes_no_body(target: bytes) -> Refusal:
+    """A long body on a path of the sidecar's own application, which ignores a short one, or takes
+    feedback."""
+    message, param = "This path takes no body.", None
+    if target.partition(b"?")[0] in FEEDBACK_PATHS:
+        message, param = "The body of feedback is too long: shorten the comment.", "comment"
+    return vllm_error(413, message, kind="Bad Request", param=param, close=True)
 
 
 def too_slow() -> Refusal:
@@ -221,14 +215,7 @@ def denied(denial: Denial, surface: Surface) -> Refusal:
     if surface == "messages":
         refusal = anthropic_error(denial.status, denial.message, kind=denial.kind)
     else:
-        error = {
-            "message": denial.message,
-            "type": denial.kind,
-            "param": None,
-            "code": denial.code,
-        }
-        body = json.dumps({"error": error}, separators=(",", ":")).encode()
-        refusal = Refusal(status=denial.status, body=body)
+        refusal = vllm_error(denial.status, denial.message, kind=denial.kind, code=denial.code)
     return replace(refusal, headers=header_lines(denial.headers))
 
 
@@ -240,25 +227,19 @@ def unknown_adapter(name: str, surface: Surface) -> Refusal:
     return surface_error(surface, 404, message, kind="NotFoundError", param="x-sidecar-adapter")
 
 
-def too_busy(surface: Surface) -> Refusal:
-    message = "The sidecar has too many requests in flight; try again."
-    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
+def too_busy(surface: Surface, why: str = "The sidecar has too many requests in flight") -> Refusal:
+    refusal = surface_error(surface, 503, f"{why}; try again.", kind="ServiceUnavailableError")
     return replace(refusal, headers=(b"retry-after: 1",))
 
 
 def bodies_full(limit: int, surface: Surface) -> Refusal:
-    message = (
-        f"The request bodies in memory reach {limit} bytes (by proxy.max_body_bytes); try again."
-    )
-    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
-    return replace(refusal, headers=(b"retry-after: 1",))
+    why = f"The request bodies in memory reach {limit} bytes (by proxy.max_body_bytes)"
+    return too_busy(surface, why)
 
 
 def stream_failure(why: str, failure: Failure) -> bytes:
-    """Return the bytes that end a stream that vLLM broke off, as vLLM 0.32 reports a failure.
-
-    Empty for a surface on which vLLM closes the connection instead.
-    """
+    """Return the bytes that end a stream that vLLM broke off, as vLLM 0.32 reports a failure; empty
+    for a surface on which vLLM closes the connection instead."""
     if failure == "cut":
         return b""
     message = f"The sidecar lost vLLM in the middle of its reply ({why})."
@@ -272,7 +253,7 @@ def stream_failure(why: str, failure: Failure) -> bytes:
 def refusal_reply(
     refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
 ) -> bytes:
-    """Return the whole reply as bytes. head_only: True for a HEAD request."""
+    """Return the whole reply. head_only: for a HEAD request."""
     lines = refusal.headers
     if refusal.body:
         lines = (b"content-type: application/json", *lines)
@@ -288,13 +269,11 @@ def refusal_reply(
 
 def names_unknown_model(body: bytes) -> bool:
     """Return True when this 404, which answers an adapter's name, may mean that nobody knows it.
-
     Any 404 may, in whatever form a version of vLLM or a gateway before it says so, but two: an
     error that names another `param` (`/v1/responses` has one for an unknown `response_id`), and an
-    object without an error, such as `{"detail": "Not Found"}` for a path that this vLLM lacks.
-    vLLM 0.32 says `"type": "NotFoundError", "param": "model"` for chat, completions, responses,
-    tokenize and detokenize, and names no param for messages and count_tokens.
-    """
+    object without an error, such as `{"detail": "Not Found"}` for a path that this vLLM lacks. vLLM
+    0.32 says `"type": "NotFoundError", "param": "model"` for chat, completions, responses, tokenize
+    and detokenize, and names no param for messages and count_tokens."""
     try:
         found = json.loads(body)
     except RecursionError:

@@ -24,21 +24,6 @@ _64_BITS = 2**64 - 1
 
 
 class Replica:
-    """One vLLM replica and its state."""
-
-    __slots__ = (
-        "_ejections",
-        "_failures",
-        "ejected_until",
-        "fields",
-        "healthy",
-        "in_flight",
-        "models",
-        "pool",
-        "seed",
-        "url",
-    )
-
     def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float) -> None:
         self.url = endpoint.url
         self.seed = int.from_bytes(hashlib.sha256(self.url.encode()).digest()[:8], "big")
@@ -68,11 +53,9 @@ class Replica:
 
     def failed(self, now: float) -> bool:
         """Note that it was unreachable or broke off a reply. Returns: True if it is ejected now.
-
         Asked for want of a better one while it is ejected, it is not ejected for longer: the time
-        doubles with each return that fails, not with the number of requests of an outage.
-        now: seconds on the monotonic clock, as `Replicas.choose` takes.
-        """
+        doubles with each return that fails, not with the number of requests of an outage. now:
+        seconds on the monotonic clock."""
         if now < self.ejected_until:
             return False
         self._failures += 1
@@ -108,12 +91,10 @@ class Replicas:
     def choose(
         self, model: str, session_key: str, tried: Sequence[Replica], now: float
     ) -> Replica | None:
-        """Choose the replica that answers. tried: those that failed this request already.
-
-        When none is in good health any is better than a refusal. When none is known to serve
-        `model` it is asked for all the same: lists are seconds old, and a 404 falls back.
-        Returns: None when all were tried.
-        """
+        """Choose the replica that answers. tried: those that failed this request already. When none
+        is in good health any is better than a refusal. When none is known to serve `model` it is
+        asked for all the same: lists are seconds old, and a 404 falls back. Returns: None when all
+        were tried."""
         if not self.many:
             return None if tried else self.all[0]
         left = _best_off([replica for replica in self.all if replica not in tried], now)
@@ -150,12 +131,10 @@ def _best_off(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
 
 
 def _rank(joined: int) -> int:
-    """A session's rank for a replica: the finalizer of splitmix64 (Steele, Lea, Flood 2014).
-
-    A checksum of both would not do: a CRC is linear, so the ranks of two replicas would differ by a
-    constant, and all the sessions of a replica that fails would go to one other.
-    joined: a number of the session's, exclusive or'd with the replica's `seed`.
-    """
+    """A session's rank for a replica: the finalizer of splitmix64 (Steele, Lea, Flood 2014). A
+    checksum of both would not do: a CRC is linear, so the ranks of two replicas would differ by a
+    constant, and all the sessions of a replica that fails would go to one other. joined: a number
+    of the session's, exclusive or'd with the replica's `seed`."""
     mixed = ((joined ^ (joined >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return mixed ^ (mixed >> 31)

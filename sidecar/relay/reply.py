@@ -11,14 +11,13 @@ import re
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from msgspec import json
 
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.context import ClientRequest
 from sidecar.relay.heads import EVENT_STREAM, reply_head, reply_lines
-from sidecar.relay.ports import ClientSide
 from sidecar.relay.reply_edit import MAX_HELD_BYTES, Strip, renamed, strip_event, strip_reply
 from sidecar.relay.reply_parser import NO_BODY_STATUSES, EventSplitter, ReplyHead, is_one_event
 from sidecar.relay.template import EventShape, learn_shape
@@ -39,8 +38,6 @@ Length = Literal["kept", "whole", "unknown"]
 class ReplyBody(ABC):
     """Takes the reply's bytes and returns those that may go to the client now."""
 
-    __slots__ = ("holds", "length")
-
     def __init__(self, *, holds: bool, length: Length) -> None:
         self.holds = holds
         """True while nothing may be sent, not even the head: its length is not known."""
@@ -55,15 +52,11 @@ class ReplyBody(ABC):
     @abstractmethod
     def rest_dropped(self, last: bytes) -> bool:
         """The reply breaks off here: drop an incomplete event. Returns: True if the client has only
-        whole events, so that one more may follow.
-
-        last: what was fed last."""
+        whole events, so that one more may follow. last: what was fed last."""
 
 
 class PassedBody(ReplyBody):
     """Passes every byte on at once, unchanged."""
-
-    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(holds=False, length="kept")
@@ -80,8 +73,6 @@ class PassedBody(ReplyBody):
 
 class EventBody(ReplyBody):
     """Passes events on as they complete, without what the client did not ask for."""
-
-    __slots__ = ("_lessons", "_names", "_passing", "_shape", "_splitter", "_strip")
 
     def __init__(self, strip: Strip, names: Names | None = None) -> None:
         super().__init__(holds=False, length="unknown")
@@ -133,8 +124,6 @@ class EventBody(ReplyBody):
 class HeldBody(ReplyBody):
     """Passes nothing on until the end, then the whole reply, edited."""
 
-    __slots__ = ("_names", "_pieces", "_size", "_strip")
-
     def __init__(self, strip: Strip, names: Names | None = None) -> None:
         super().__init__(holds=True, length="whole")
         self._strip = strip
@@ -168,13 +157,8 @@ class HeldBody(ReplyBody):
 
 
 class StreamOpening(ReplyBody):
-    """Holds a stream until an event says something of the answer: until then an engine may still
-    fail.
-
-    vLLM 0.32 sends the role before it looks at the first token's log-probabilities, and fails then.
-    """
-
-    __slots__ = ("_held", "_splitter", "failed", "inner")
+    """Holds a stream until an event says something of the answer: vLLM 0.32 sends the role before
+    it looks at the first token's log-probabilities, and fails then."""
 
     def __init__(self, inner: ReplyBody) -> None:
         """inner: gets the stream when nothing is held any more."""
@@ -282,14 +266,30 @@ def reply_body(
 
 # Write one reply to a client: its head, and its body in the framing that the client can read.
 
+
+class ClientSide(Protocol):
+    """A client's connection, as the request in flight uses it."""
+
+    @property
+    def address(self) -> str:
+        """The client's IP address; "" where the connection has none."""
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to the client, or keep them until it reads."""
+
+    def reply_done(self, *, keep_alive: bool, at: float) -> None:
+        """The reply was written whole. at: now, by `time.perf_counter()`."""
+
+    def reply_broken(self) -> None:
+        """The reply cannot be completed: the connection ends."""
+
+
 _CRLF: Final = b"\r\n"
 _CHUNK_BEGINS: Final = tuple([b"%x\r\n" % length for length in range(1024)])
 
 
 class ClientReply:
     """One reply on its way to one client."""
-
-    __slots__ = ("_chunked", "_client", "_request", "begun", "keep_alive")
 
     def __init__(self, client: ClientSide, request: ClientRequest, *, keep_alive: bool) -> None:
         self.begun = False

@@ -14,7 +14,13 @@ from typing import Final
 import httptools
 from mypy_extensions import mypyc_attr
 
-from sidecar.relay.heads import CONNECTION_HEADERS, OWN_PREFIX, HeadMemory, ReplyHeaders
+from sidecar.relay.heads import (
+    CONNECTION_HEADERS,
+    OWN_PREFIX,
+    HeadMemory,
+    ReplyHeaders,
+    drop_named,
+)
 
 NO_BODY_STATUSES: Final = frozenset({204, 304})
 MAX_HEAD_BYTES: Final = 256 * 1024
@@ -27,8 +33,6 @@ _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 class ReplyHead:
     """Status line and headers of an upstream's reply."""
-
-    __slots__ = ("content_length", "headers", "reason", "status")
 
     def __init__(
         self, status: int, reason: bytes, headers: ReplyHeaders, content_length: int | None
@@ -72,8 +76,6 @@ def chunk_at(data: bytes, at: int) -> tuple[int, int]:
 class ReplyReader(ABC):
     """Takes the reply that an upstream connection reads. (No Protocol, because a compiled call
     through one costs five times as much, and an event of a stream takes three calls.)"""
-
-    __slots__ = ()
 
     @abstractmethod
     def reply_head(self, head: ReplyHead) -> None: ...
@@ -120,28 +122,6 @@ class BrokenReplyError(Exception):
 
 class ReplyParser:
     """One for each connection; call `expect` before each reply."""
-
-    __slots__ = (
-        "_awaited",
-        "_between_chunks",
-        "_body_bytes",
-        "_first",
-        "_head",
-        "_head_bytes",
-        "_head_done",
-        "_head_only",
-        "_headers",
-        "_interim",
-        "_memory",
-        "_parser",
-        "_reader",
-        "_reason",
-        "_remembered",
-        "complete",
-        "ends_with_close",
-        "keep_alive",
-        "nothing_came",
-    )
 
     def __init__(self) -> None:
         self._memory = HeadMemory()
@@ -297,7 +277,7 @@ class ReplyParser:
         self._head_done = True
         headers = self._headers
         if headers.connection:
-            headers.end()
+            drop_named(headers.lines, headers.connection)
         if _CONTROL.search(self._reason):
             raise BrokenReplyError("control bytes in its reason phrase")
         length = headers.content_length

@@ -50,11 +50,9 @@ class _OutOfStepError(Exception):
 
 
 def members(data: bytes, start: int = 0, end: int | None = None) -> list[Member]:
-    """List the members of the object at `data[start:end]` in order, each repeated key included.
-
-    data: `data[start:end]` is valid JSON for Python's json (NaN and lone surrogates are allowed).
-    Raises: ValueError when there is no object.
-    """
+    """List the members of the object at `data[start:end]` in order, each repeated key included. It
+    is valid JSON for Python's json (NaN and lone surrogates are allowed). Raises: ValueError when
+    there is no object."""
     stop = len(data) if end is None else end
     try:
         return _walk(data, start, stop)
@@ -169,11 +167,9 @@ def value_end(data: bytes, start: int) -> int:
 
 
 def _container_end(data: bytes, start: int) -> int:
-    """Return the index after the bracket that closes the one at `start`.
-
-    The search goes through pieces of growing length until one contains the end, and then through
-    that piece in smaller ones. Every piece begins outside of strings.
-    """
+    """Return the index after the bracket that closes the one at `start`. The search goes through
+    pieces of growing length until one contains the end, and then through that piece in smaller
+    ones. Every piece begins outside of strings."""
     depth, at, size, grows = 1, start + 1, _LEAST_PIECE, True
     while at < len(data):
         stop = at + size
@@ -249,8 +245,6 @@ _SPACES: Final = b" \t\r\n"
 class PiecedBody:
     """A long body in pieces, which are mostly views of the memory it was read into."""
 
-    __slots__ = ("length", "pieces")
-
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self.pieces = pieces
         self.length = sum([len(piece) for piece in pieces])
@@ -258,11 +252,8 @@ class PiecedBody:
 
 def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
     """Set the members in `wanted` (name to JSON): at their place, in front when they are missing.
-
-    body: a JSON object, as `RequestPeek.body`. A member that occurs twice is set in both places.
-    In a body longer than `SCANNED_BYTES` they go to the end: of two members with one name, vLLM's
-    reader (Python's json) takes the last.
-    """
+    A member that occurs twice is set in both places. In a body longer than `SCANNED_BYTES` they go
+    to the end: of two members with one name, vLLM's reader (Python's json) takes the last."""
     head = body.index(b"{") + 1
     if len(body) > SCANNED_BYTES:
         end = body.rindex(b"}")
@@ -291,12 +282,9 @@ def _json_members(values: Mapping[str, bytes]) -> bytes:
 def splice_request(
     body: bytes, old: bytes, new: bytes, in_front: bytes
 ) -> bytes | PiecedBody | None:
-    """Do what `edit_request` does for the usual body, in a fraction of the time.
-
-    old: the bytes of `model`'s value in the body. new: its replacement, JSON.
-    in_front: finished members with a comma after each, none of which is in the body.
-    Returns: None when the place of `model` is not certain.
-    """
+    """Do what `edit_request` does for the usual body, in a fraction of the time. old: the bytes of
+    `model`'s value in the body. new: its replacement, JSON. in_front: finished members with a comma
+    after each, none of which is in the body. Returns: None when `model`'s place is not certain."""
     if body[:1] != b"{":
         return None
     if body.startswith(_FIRST):

@@ -362,8 +362,6 @@ piece is an object."""
 class EarlyBytes:
     """A queue of bytes: `add` reads, `take` them in order."""
 
-    __slots__ = ("_at", "pieces", "size")
-
     def __init__(self) -> None:
         self.pieces: deque[bytes] = deque()
         self._at = 0

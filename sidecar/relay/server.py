@@ -62,10 +62,8 @@ class RelayServer:
         self._stopping = False
 
     async def start(self, sockets: Sequence[socket.socket] | None = None) -> int:
-        """Listen: on the sockets given, bound already, or by the settings.
-
-        Returns the port (which matters when the setting is 0). Raises OSError.
-        """
+        """Listen: on the sockets given, bound already, or by the settings. Returns: the port (which
+        matters when the setting is 0). Raises: OSError."""
         proxy = self._context.proxy
         self._most = connections_that_fit(MAX_CONNECTIONS, files_each=FILES_EACH)
         if self._most < MAX_CONNECTIONS:

@@ -48,8 +48,6 @@ _NINE: Final = ord("9")
 class EventShape:
     """What the usual events of one stream begin and end with."""
 
-    __slots__ = ("_before", "_rest")
-
     def __init__(self, before: bytes, rest: bytes) -> None:
         """before: up to the delta. rest: from behind the token ids to the blank line, included."""
         self._before = before
@@ -110,10 +108,8 @@ def _is_value(value: bytes) -> bool:
 
 
 def learn_shape(event: bytes, stripped: bytes) -> EventShape | None:
-    """The shape of an event that was edited the careful way, if it is a usual one.
-
-    stripped: what came of it, with log-probabilities and token ids taken out.
-    """
+    """The shape of an event that was edited the careful way, if it is a usual one. stripped: what
+    came of it."""
     delta = event.find(_DELTA)
     closes = event.find(_CLOSES, delta) if delta >= 0 else -1
     end = event.find(b"]", closes + len(_CLOSES)) if closes >= 0 else -1

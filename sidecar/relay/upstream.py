@@ -103,10 +103,8 @@ class UpstreamConnection(asyncio.Protocol):
     def send(
         self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
     ) -> None:
-        """Send a request. head_only: the reply has no body whatever its head says (HEAD).
-
-        A connection that is dead already says so through `upstream_lost`, like any other.
-        """
+        """Send a request. head_only: the reply has no body whatever its head says (HEAD). A
+        connection that is dead already says so through `upstream_lost`, like any other."""
         transport = self._transport
         assert transport is not None, "connections are handed out open"
         self._reader = reader
@@ -243,7 +241,6 @@ class UpstreamPool:
         return connection
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for the next request."""
         if self._closed:
             connection.abort()
         else:
@@ -294,8 +291,6 @@ asked again: asking each again would double the load of an outage."""
 class OwnFields:
     """The state of one vLLM, in one process. Sets of kinds are sums of their bits."""
 
-    __slots__ = ("_again_at", "_busy_until", "_refusals", "refused", "unproven")
-
     def __init__(self) -> None:
         self.refused = 0
         """Kinds that are left out."""
@@ -335,11 +330,9 @@ class OwnFields:
         return back
 
     def refuses(self, kinds: int, now: float) -> int:
-        """Note that a request with `kinds` failed, and that it succeeded without them.
-
-        Returns: the kind that is left out from now on; 0: none is. One kind is blamed: the first
-        that is not proven, else the first. A wrongly blamed one proves itself at the next try.
-        """
+        """Note that a request with `kinds` failed, and that it succeeded without them. Returns: the
+        kind that is left out from now on; 0: none is. One kind is blamed: the first that is not
+        proven, else the first. A wrongly blamed one proves itself at the next try."""
         suspects = kinds & self.unproven or kinds
         kind = suspects & -suspects
         self.unproven |= kind

@@ -28,17 +28,6 @@ _UNKNOWN: Final = 0
 class UsageMeter:
     """Takes a reply's body, cut anywhere, and knows the last usage in it."""
 
-    __slots__ = (
-        "_deepest",
-        "_depth",
-        "_in_string",
-        "_rest",
-        "_total",
-        "completion",
-        "events",
-        "prompt",
-    )
-
     def __init__(self) -> None:
         self._deepest = _UNKNOWN
         """How deep in brackets the usage may stand; it says too whether the reply is events."""
@@ -62,11 +51,8 @@ class UsageMeter:
         return (self.prompt or 0) + (self.completion or 0)
 
     def at_least(self, request_bytes: int, pieces: int) -> int:
-        """Return the least cost, in tokens, of a reply that was cut or that reported no usage.
-
-        The prompt counts as vLLM reported it, else by its length; the answer counts one token for
-        each event, or for each piece of the body.
-        """
+        """Return the least cost, in tokens, of a reply that was cut or that reported no usage: the
+        prompt as vLLM reported it, else by its length, and a token for each event or piece."""
         prompt = self.prompt if self.prompt is not None else request_bytes // BYTES_PER_TOKEN
         return max(self.told or 0, prompt + max(pieces, self.events))
 

@@ -58,10 +58,8 @@ class VllmStatus:
         return status == 200
 
     async def models(self, authorization: str | None, *, agent: str = AGENT) -> ModelsReply | None:
-        """vLLM's model list, asked with this key; None when it gives none.
-
-        agent: who asks, as vLLM's log will show it.
-        """
+        """vLLM's model list, asked with this key; None when it gives none. agent: who asks, as
+        vLLM's log will show it."""
         lines = [b"User-Agent: " + agent.encode()]
         if authorization is not None:
             lines.append(b"Authorization: " + authorization.encode("utf-8", "surrogateescape"))
@@ -288,7 +286,11 @@ class ReplicaWatch:
                     replica.models = None
             if replica.healthy is not said:
                 said = replica.healthy
-                _say(replica)
+                if said:
+                    log.info("upstream_reachable", url=replica.url)
+                else:
+                    check = "is vLLM running, and does serving.upstreams name its address?"
+                    log.warning("upstream_unreachable", url=replica.url, check=check)
             up.set(float(replica.healthy))
             in_flight.set(replica.in_flight)
             for kind, gauge in zip(KINDS, takes, strict=True):
@@ -318,14 +320,3 @@ async def _cancelled(task: asyncio.Task[None] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _say(replica: Replica) -> None:
-    if replica.healthy:
-        log.info("upstream_reachable", url=replica.url)
-    else:
-        log.warning(
-            "upstream_unreachable",
-            url=replica.url,
-            check="is vLLM running, and does serving.upstreams name its address?",
-        )

@@ -24,11 +24,9 @@ _PARTS = ("tool_calls", "reasoning", "refusal")
 def untrainable(
     reply: ReadReply, surface: Surface, asked: str, *, tools: bool = True
 ) -> str | None:
-    """Return why a complete, readable reply must not be trained on, or None.
-
-    docs/data-dictionary.md lists the reasons.
-    asked: the model name in the request to vLLM. tools: the request may have offered tools.
-    """
+    """Return why a complete, readable reply must not be trained on, or None: a reason of
+    docs/data-dictionary.md. asked: the model name in the request to vLLM. tools: the request may
+    have offered tools."""
     choices = list(reply.choices.values())
     if not choices:
         return "no_choices"
@@ -93,7 +91,7 @@ def text_agrees(choice: ReadChoice, *, tools: bool) -> bool:
     text = content if isinstance(content, str) else ""
     loose, loosely_sampled = _loose(text), _loose(sampled)
     return (
-        _makes_up(choice, text, sampled, _same)
+        _makes_up(choice, text, sampled, str)
         or _makes_up(choice, loose, loosely_sampled, _loose)
         or (tools and loosely_sampled.startswith(loose))
     )
@@ -101,10 +99,8 @@ def text_agrees(choice: ReadChoice, *, tools: bool) -> bool:
 
 def withheld(choice: ReadChoice) -> str:
     """Return what was sampled behind the text that was served, without the token or stop string
-    that ended the answer: what a tool parser kept back. Empty when the text is all.
-
-    Spaces may be lost where a tokenizer decodes single tokens without them.
-    """
+    that ended the answer: what a tool parser kept back. Empty when the text is all. Spaces may be
+    lost where a tokenizer decodes single tokens without them."""
     texts, message = choice.token_texts, choice.message
     sampled, text = "".join(texts), message["content"] or ""
     named = bool(texts) and not texts[0].startswith(_TOKEN_AS_ID)
@@ -132,10 +128,6 @@ def _makes_up(choice: ReadChoice, text: str, sampled: str, form: Callable[[str],
         return last.endswith(behind)
     # `include_stop_str_in_output` leaves the stop string in the text.
     return behind.startswith(form(stop)) or text.endswith(form(stop))
-
-
-def _same(text: str) -> str:
-    return text
 
 
 def _parts_stand_in(choice: ReadChoice, sampled: str) -> bool:
@@ -168,10 +160,7 @@ STREAM: dict[Surface, Callable[[Sequence[bytes]], ReadReply]] = {
 
 def read_reply(surface: Surface, chunks: Sequence[bytes], *, streamed: bool) -> ReadReply:
     """Read a reply. Raises: UnreadableReplyError, also when the body has another surface's form.
-
-    chunks: the body as vLLM sent it, cut anywhere.
-    streamed: the body is a stream of events.
-    """
+    chunks: the body as vLLM sent it, cut anywhere. streamed: it is a stream of events."""
     if surface not in WHOLE:
         raise UnreadableReplyError(f"replies of {surface} are not captured")
     if streamed:

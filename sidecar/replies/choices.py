@@ -97,12 +97,10 @@ _PROMPT = b'"prompt_token_ids":'
 
 
 def cut_prompts(document: bytes) -> tuple[bytes, list[bytes]]:
-    """Take the prompts' token ids out of a reply or an event, unread: null stands there.
-
-    Reading the 25,000 ids of a prompt of 100 kB takes 0.5 ms, finding them 0.01 ms. The key with
-    its bracket stands in no JSON string, where each quote has a backslash.
-    Returns: the rest, and each prompt as a JSON array.
-    """
+    """Take the prompts' token ids out of a reply or an event, unread: null stands there. Reading
+    the 25,000 ids of a prompt of 100 kB takes 0.5 ms, finding them 0.01 ms. The key with its
+    bracket stands in no JSON string, where each quote has a backslash.
+    Returns: the rest, and each prompt as a JSON array."""
     first, *others = document.split(_PROMPT + b"[")
     parts = [other.partition(b"]") for other in others]
     rest = (_PROMPT + b"null").join([first, *(after for _, _, after in parts)])
@@ -179,12 +177,9 @@ def frame_of(event: bytes) -> Frame | None:
 def decode_lines(
     decoder: msgspec.json.Decoder[Document], lines: bytes, count: int
 ) -> list[Document] | None:
-    """Decode objects, one on each line. Returns: None when any of them cannot be read.
-
-    The result equals decoding each line: inside a JSON value, `}`, a line end and `{` never follow
-    each other, so each line is whole values; and when there are as many values as lines, each line
-    is one.
-    """
+    """Decode objects, one on each line. Returns: None when any of them cannot be read. The result
+    equals decoding each line: inside a JSON value, `}`, a line end and `{` never follow each other,
+    so each line is whole values; and when there are as many values as lines, each line is one."""
     try:
         found = decoder.decode_lines(lines)
     except UNREADABLE_JSON:

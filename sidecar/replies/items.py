@@ -17,6 +17,7 @@ from sidecar.replies.parts import (
     ReadChoice,
     ReadReply,
     UnreadableReplyError,
+    Usage,
     decode,
     documents,
 )
@@ -24,7 +25,9 @@ from sidecar.replies.parts import (
 MAX_ITEMS = 1024
 _LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _REFUSAL_DELTA = "response.refusal.delta"
-_TEXT_DELTAS = frozenset({"response.output_text.delta", _REFUSAL_DELTA})
+_OTHER_DELTAS = frozenset(
+    {"response.output_text.delta", "response.function_call_arguments.delta", _REFUSAL_DELTA}
+)
 _REASONING_DELTAS = frozenset(
     {"response.reasoning_text.delta", "response.reasoning_summary_text.delta"}
 )
@@ -45,10 +48,6 @@ class _Item(msgspec.Struct):
     arguments: str | None = None
 
 
-class _Usage(msgspec.Struct):
-    output_tokens: int | None = None
-
-
 class _Incomplete(msgspec.Struct):
     reason: str | None = None
 
@@ -58,7 +57,7 @@ class _Response(msgspec.Struct):
     output: list[_Item] = []
     status: str | None = None
     incomplete_details: _Incomplete | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: object = None
 
 
@@ -139,12 +138,11 @@ def _grown(items: dict[int, _Grown], index: int) -> _Grown:
 
 def _add_delta(items: dict[int, _Grown], event: _Event) -> None:
     grown = _grown(items, event.output_index)
-    known = event.type in _TEXT_DELTAS or event.type in _REASONING_DELTAS
-    if known or event.type == "response.function_call_arguments.delta":
+    if event.type in _REASONING_DELTAS:
+        grown.item.type = "reasoning"
+    if event.type in _REASONING_DELTAS or event.type in _OTHER_DELTAS:
         pieces = grown.refusals if event.type == _REFUSAL_DELTA else grown.deltas
         pieces.append(str(event.delta))
-        if event.type in _REASONING_DELTAS:
-            grown.item.type = "reasoning"
 
 
 def _add_response(reply: ReadReply, response: _Response) -> None:

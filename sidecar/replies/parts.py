@@ -62,12 +62,10 @@ class ReadReply(msgspec.Struct, gc=False):
 
 
 def documents(chunks: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the `data` of each event of a stream, which may be cut anywhere.
-
-    An event without a blank line after it was cut off and is left out. `[DONE]` is yielded too,
-    with a possible leading space (`is_done`). Every data line is one document, because vLLM writes
-    its replies on one line.
-    """
+    """Yield the `data` of each event of a stream, which may be cut anywhere. An event without a
+    blank line after it was cut off and is left out. `[DONE]` is yielded too, with a possible
+    leading space (`is_done`). Every data line is one document, because vLLM writes its replies on
+    one line."""
     pending: list[bytes] = []
     size, wanted = 0, _BLOCK
     for chunk in chunks:
@@ -103,32 +101,22 @@ def is_done(document: bytes) -> bool:
 
 
 def decode(decoder: msgspec.json.Decoder[Document], data: bytes) -> Document:
-    """Decode one JSON document from vLLM. Raises: UnreadableReplyError.
-
-    msgspec refuses NaN and lone surrogates, which vLLM can write. Such a document is decoded again
-    by Python's slower json.
-    """
+    """Decode one JSON document from vLLM. msgspec refuses NaN and lone surrogates, which vLLM can
+    write: then Python's slower json decodes it. Raises: UnreadableReplyError."""
     try:
         return decoder.decode(data)
     except UNREADABLE_JSON:
-        return _decode_slowly(decoder, data)
-
-
-def _decode_slowly(decoder: msgspec.json.Decoder[Document], data: bytes) -> Document:
-    try:
-        value = json.loads(data.decode("utf-8", "replace"))
-        return msgspec.convert(value, decoder.type)
-    except UNREADABLE_JSON as error:
-        raise UnreadableReplyError(str(error)) from error
+        try:
+            return msgspec.convert(json.loads(data.decode("utf-8", "replace")), decoder.type)
+        except UNREADABLE_JSON as error:
+            raise UnreadableReplyError(str(error)) from error
 
 
 def canonical(message: Mapping[str, Any]) -> JsonObject:
     """Return an assistant message in the one form in which answers are kept, whole or streamed.
-
     `role`, `content`, then the other fields by name; empty ones are left out. `content` is a text:
     empty when the answer says nothing, null when it says something elsewhere (a tool call, a
-    refusal, speech). `reasoning_content` is vLLM's older name of `reasoning`.
-    """
+    refusal, speech). `reasoning_content` is vLLM's older name of `reasoning`."""
     made: JsonObject = {"role": message.get("role") or "assistant"}
     made["content"] = message.get("content") or ""
     others = {
@@ -153,7 +141,6 @@ def dumped(value: Any) -> str:  # Any: JSON
 
 
 def is_json(text: str) -> bool:
-    """Return True when a text is one JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -204,7 +191,7 @@ class _Block(msgspec.Struct):
     input: JsonObject | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     output_tokens: int | None = None
 
 
@@ -213,7 +200,7 @@ class _Message(msgspec.Struct):
     model: str | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: object = None
 
 
@@ -231,7 +218,7 @@ class _Event(msgspec.Struct):
     content_block: _Block | None = None
     index: int = 0
     delta: _Delta | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 _MESSAGE = msgspec.json.Decoder(_Message)
@@ -257,7 +244,8 @@ def read_whole(body: bytes) -> ReadReply:
         reply.error = "error"
     if message.content:
         blocks = [
-            (block, block.text or block.thinking or _arguments(block)) for block in message.content
+            (one, one.text or one.thinking or ("" if one.input is None else dumped(one.input)))
+            for one in message.content
         ]
         reply.choices[0] = ReadChoice(
             message=_assistant(blocks),
@@ -277,7 +265,9 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
         if event.usage is not None and event.usage.output_tokens is not None:
             reply.completion_tokens = event.usage.output_tokens
         if event.type == "content_block_delta" and event.delta is not None:
-            _block(grown, event.index).pieces.append(_piece(event.delta))
+            delta = event.delta
+            piece = delta.text or delta.thinking or delta.partial_json or ""
+            _block(grown, event.index).pieces.append(piece)
         elif event.content_block is not None:
             _block(grown, event.index, event.content_block)
         elif event.type == "message_start" and event.message is not None:
@@ -306,14 +296,6 @@ def _block(grown: dict[int, _Grown], index: int, started: _Block | None = None) 
     elif index not in grown:
         raise UnreadableReplyError(f"content block {index} grows and never began")
     return grown[index]
-
-
-def _piece(delta: _Delta) -> str:
-    return delta.text or delta.thinking or delta.partial_json or ""
-
-
-def _arguments(block: _Block) -> str:
-    return "" if block.input is None else dumped(block.input)
 
 
 def _rewritten(arguments: str) -> str:

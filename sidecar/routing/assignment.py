@@ -36,8 +36,6 @@ def bucket(salt: str, session_key: str) -> int:
 class ModelName:
     """A model name as text, and as JSON as nearly every client writes it."""
 
-    __slots__ = ("json", "raw", "text")
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.json = b'"%b"' % text.encode()
@@ -47,20 +45,6 @@ class ModelName:
 
 class CompiledRouting:
     """A routing table prepared for fast look-ups."""
-
-    __slots__ = (
-        "_canary",
-        "_champion",
-        "_known",
-        "_salt",
-        "_weight",
-        "base",
-        "canary_as",
-        "canary_tag",
-        "public_name",
-        "splits",
-        "table",
-    )
 
     def __init__(self, table: RoutingTable) -> None:
         self.table = table
@@ -90,12 +74,9 @@ class CompiledRouting:
         """The routes of surfaces that adapters do not answer."""
 
     def routes(self, session_key: str) -> tuple[Assignment, ...]:
-        """Return the adapter of a session, followed by its fallbacks in order.
-
-        A fallback answers when vLLM does not know the adapter, because vLLM restarted or the
-        adapter was unloaded: the champion, then the base, which is always loaded. The same table
-        and key give the same answer.
-        """
+        """Return the adapter of a session, followed by its fallbacks in order: the champion, then
+        the base, which is always loaded. One answers when vLLM does not know the adapter, because
+        it restarted or the adapter was unloaded. The same table and key give the same answer."""
         if not self.splits:
             return self._champion
         routes = self._known.get(session_key)
@@ -112,20 +93,17 @@ class CompiledRouting:
 def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) -> Assignment | None:
     """Return the adapter with this name: `base`, `champion`, `canary`, a version (`v12`), or its
     name at vLLM. None when there is no such adapter, or it is of another line of adapters: what one
-    project's traffic taught is not for the others.
-
-    loaded: the names that vLLM lists.
-    """
+    project's traffic taught is not for the others. loaded: the names that vLLM lists."""
     roles = {BASE: BASE, "champion": table.champion, "canary": table.canary}
     adapter = roles.get(name, name)
     if name in roles:
         return _assignment(table, adapter, "champion", 1.0) if adapter is not None else None
     prefix = f"{table.model}--{name}-"
-    found = sorted(
-        model
-        for model in loaded
-        if (model == name and not _of_another_line(table, model)) or model.startswith(prefix)
-    )
+    line = line_of_adapter(name)
+    foreign = line != table.model and public_model(line) == table.public_model
+    found = [
+        model for model in loaded if (model == name and not foreign) or model.startswith(prefix)
+    ]
     if len(found) != 1 or found[0] == table.public_model:
         return None
     return _assignment(table, found[0], "champion", 1.0)
@@ -134,11 +112,6 @@ def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) ->
 def rehearsed(table: RoutingTable, adapter: str) -> Assignment:
     """Return the assignment of an attempt at a recorded task, which has no fallback."""
     return _assignment(table, adapter, "rehearsal", 1.0)
-
-
-def _of_another_line(table: RoutingTable, adapter: str) -> bool:
-    line = line_of_adapter(adapter)
-    return line != table.model and public_model(line) == table.public_model
 
 
 def _assignment(table: RoutingTable, adapter: str, arm: Arm, propensity: float) -> Assignment:

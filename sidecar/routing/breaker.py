@@ -61,8 +61,8 @@ def canary_tag(table: RoutingTable) -> float:
 
 
 def memory_bytes(rows: int) -> int:
-    """Return the shared memory the breaker needs, in bytes: the tag of the canary that is out, one
-    row a worker, the slots, the tag of the canary that has filled a slot."""
+    """Shared memory in bytes: the tag of the canary that is out, a row for each worker, the slots,
+    the tag of the canary that has filled a slot."""
     return 8 * (1 + rows * ROW + SLOTS + 1)
 
 
@@ -79,11 +79,10 @@ class Breaker:
         on_trip: Callable[[RoutingTable, str], None] = lambda table, reason: None,
         shown: Gauge | None = None,
     ) -> None:
-        """memory: bytes that all workers share, initially zero; None for a single worker.
-        row, rows: index of this worker's row, from 0, and number of rows.
-        on_trip: called with the table and the reason when this worker takes a canary out.
-        shown: is 1 while a canary is out; None: the gauge of the default line.
-        """
+        """memory: bytes that all workers share, initially zero; None for a single worker. row,
+        rows: index of this worker's row, from 0, and number of rows. on_trip: called with the table
+        and the reason when this worker takes a canary out. shown: is 1 while a canary is out; None:
+        the gauge of the default line."""
         if memory is None:
             memory = memoryview(bytearray(memory_bytes(rows)))
         self._cells: memoryview[float] = memory[: memory_bytes(rows)].cast("d")
@@ -126,19 +125,13 @@ class Breaker:
         """Return True if the canary of this table is out. For any thread."""
         return table.canary is not None and self._cells[0] == canary_tag(table)
 
-    def open(self, table: RoutingTable) -> None:
-        """Take out the canary of this table. For any thread."""
-        self._cells[0] = canary_tag(table)
+    def open(self, table: RoutingTable, *, first: bool = False) -> None:
+        """Take out the canary of this table. For any thread. first: unless one is out already."""
+        if not first or self._cells[0] == NO_CANARY:
+            self._cells[0] = canary_tag(table)
 
     def show_open(self) -> None:
-        """Show in the metrics that the canary is out."""
         self._shown.set(1.0)
-
-    def recall(self, table: RoutingTable) -> None:
-        """Take out the canary of this table, unless a canary is out already. Call it before
-        `follow`."""
-        if self._cells[0] == NO_CANARY:
-            self.open(table)
 
     def reply(
         self,
@@ -150,14 +143,10 @@ class Breaker:
         caller: str | None = None,
         counted: bool = False,
     ) -> None:
-        """Count a reply.
-
-        tag: the canary's tag when the request was assigned; replies of another canary are left out.
-        bad: bits of what was wrong; 0 for a good reply.
-        caller: whose request it was: a key, else an address. A user's name is the client's word.
-            None: the session stands for it.
-        counted: the reply was counted before, and only `bad` is new.
-        """
+        """tag: the canary's when the request was assigned; replies of another are left out. bad:
+        bits of what was wrong; 0 for a good reply. caller: whose request it was: a key, else an
+        address. A user's name is the client's word. None: the session stands for it. counted: the
+        reply was counted before, and only `bad` is new."""
         if tag != self._tag or tag == NO_CANARY:
             return
         nobody = not bad and self._cells[self._filled] != tag

@@ -136,11 +136,8 @@ class TripReader:
         self._away = False
 
     def read(self, connection: Connection) -> None:
-        """Take canaries out if the store says so; else report trips that it lacks.
-
-        The store lacks a trip when the worker that took the canary out died before it wrote.
-        Raises: SQLAlchemyError.
-        """
+        """Take canaries out if the store says so; else report trips that it lacks, because the
+        worker that took the canary out died before it wrote. Raises: SQLAlchemyError."""
         tables = [(line, self._current(line.line)) for line in self._lines]
         found = _stored(connection, [now for _, now in tables if now.canary is not None])
         self._away = False

@@ -105,12 +105,9 @@ class ExcessTest:
         champion: Sequence[float],
         callers: Sequence[float] | None = None,
     ) -> Excess | None:
-        """Test the totals since the canary began. Returns: why the canary is to be taken out, or
-        None.
-
-        canary, champion: [TALLY] totals. callers: whose first bad reply was the canary's, by kind;
-        None: nobody counts them.
-        """
+        """Returns: why the canary is to be taken out, or None. canary, champion: [TALLY] totals
+        since the canary began. callers: whose first bad reply was the canary's, by kind; None:
+        nobody counts them."""
         for kind in range(len(KINDS)):
             spoke = 0.0 if callers is None else callers[kind]
             now = (canary[1 + kind], canary[REPLIES], champion[1 + kind], champion[REPLIES], spoke)
@@ -148,13 +145,10 @@ class ExcessTest:
         return None
 
 
-def _rate(bad: float, replies: float) -> float:
-    """Return the share of bad replies, pulled towards 1/8 while there are few; always below 1."""
-    return (min(bad, replies) + 0.5) / (replies + 4.0)
-
-
 def _upper_rate(bad: float, replies: float) -> float:
-    rate = _rate(bad, replies)
+    """Return the share of bad replies, pulled towards 1/8 while there are few, and one standard
+    error up."""
+    rate = (min(bad, replies) + 0.5) / (replies + 4.0)  # always below 1
     return rate + math.sqrt(rate * (1.0 - rate) / (replies + 10.0))
 
 
@@ -168,10 +162,7 @@ def _log_likelihood_ratio(bad: float, replies: float, rate: float) -> float:
 
 def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weight: float) -> bool:
     """Return True if the canary's bad rate exceeds the champion's in one span by `PAIR_ODDS`.
-
-    canary, champion: bad replies and all replies in the span. weight: the canary's share of all
-    replies.
-    """
+    canary, champion: bad and all replies in it. weight: the canary's share of all replies."""
     if weight >= HIGH_WEIGHT and champion[1] < FEW:
         return True
     both = (canary[0] + champion[0], canary[1] + champion[1])
@@ -182,7 +173,6 @@ def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weigh
 
 
 def _best_log_likelihood(bad: float, replies: float) -> float:
-    """Return the log-likelihood, in nats, of these replies at their own bad rate. replies must be >
-    0."""
+    """Return the log-likelihood, in nats, of these replies (> 0) at their own bad rate."""
     good = max(0.0, replies - bad)
     return sum(part * math.log(part / replies) for part in (bad, good) if part)

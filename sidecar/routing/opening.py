@@ -88,12 +88,9 @@ MOST_NOTES: Final = 8
 
 
 def opening(messages: Iterable[tuple[str, bytes]]) -> tuple[bytes, bool]:
-    """Return a digest of 16 bytes of a conversation's opening, and whether it goes on after it. The
-    digest is b"" when its user says nothing.
-
-    messages: each one's role and the `mark` of its content, in order. It reads no more of them than
-    it needs.
-    """
+    """Return a digest of 16 bytes of a conversation's opening, b"" when its user says nothing, and
+    whether it goes on after it. messages: each one's role and the `mark` of its content, in order.
+    It reads no more of them than it needs."""
     marks: list[bytes] = []
     goes_on = False
     for role, mark in messages:
@@ -107,11 +104,8 @@ def opening(messages: Iterable[tuple[str, bytes]]) -> tuple[bytes, bool]:
 
 
 def mark(text: str) -> bytes:
-    """Return a digest of 16 bytes of a text's `plain` form; b"" where nothing is left of it.
-
-    XXH3, because it is read on the way of each request. A client that makes two messages collide
-    only mixes up two conversations of its own.
-    """
+    """Return a digest of 16 bytes of a text's `plain` form; b"" where nothing is left of it. XXH3,
+    for speed: who makes two messages collide only mixes up two conversations of its own."""
     data = plain(text)
     return xxh3_128_digest(data) if data else b""
 

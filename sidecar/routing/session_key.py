@@ -34,17 +34,14 @@ def session_key(
     project: str = DEFAULT_PROJECT,
     key_id: str = "",
 ) -> str:
-    """Name the session of a request: the same for every turn of one conversation.
-
-    header: the agent's own `x-sidecar-session`, which wins when it is sent.
-    user: `short_name` of `x-sidecar-user` or of the body's `user`; two users that open alike stay
-    apart.
-    opening: digest of what the conversation opens with; b"" when nobody knows.
-    name: what the client calls the session. hint: what it tells of it, beside the opening.
-    project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
-    key_id: of the API key; it holds no zero byte. Returns: "h:" + header, "hx:" + 64 hex digits for
-    a header that is too long, "n:" + 32 hex digits for a name, or "m:" + 32 for an opening.
-    """
+    """Name the session of a request: the same for every turn of one conversation. header: the
+    agent's own `x-sidecar-session`, which wins when it is sent. user: `short_name` of
+    `x-sidecar-user` or of the body's `user`; two users that open alike stay apart. opening: digest
+    of what the conversation opens with; b"" when nobody knows. name: what the client calls the
+    session. hint: what it tells of it, beside the opening. project: sessions of two projects are
+    never the same one. Its name holds no "/" and no ":". key_id: of the API key; it holds no zero
+    byte. Returns: "h:" + header, "hx:" + 64 hex digits for a header that is too long, "n:" + 32 hex
+    digits for a name, or "m:" + 32 for an opening."""
     if header:
         return _of_header(header, project)
     kind, what = ("n:", _encoded(short_name(name))) if name else ("m:", opening.hex().encode())
@@ -67,12 +64,10 @@ class KnownSessions:
         self._openings: dict[str, set[bytes]] = {}
 
     def is_shared(self, key: str, opening: bytes, *, goes_on: bool) -> bool:
-        """Return whether more than `MOST_OPENINGS` conversations began with this name.
-
-        key: the session key by that name: two callers' names are two. goes_on: the request holds
-        more than the opening. Then nothing begins: where the client keeps the newest messages only,
-        each turn has another opening.
-        """
+        """Return whether more than `MOST_OPENINGS` conversations began with this name. key: the
+        session key by that name: two callers' names are two. goes_on: the request holds more than
+        the opening. Then nothing begins: where the client keeps the newest messages only, each turn
+        has another opening."""
         known = self._openings.pop(key, None)
         if known is None:
             known = set()
@@ -111,11 +106,9 @@ def looks_drawn(name: str) -> bool:
 
 
 def hash_of_address(address: str, salt: str) -> str:
-    """Return 4 hex digits for the address of a client's connection; "" for none.
-
-    It tells one canary's callers apart and names nobody: 65,536 values, so that of all IPv4
-    addresses as many share each. salt: the canary's, so that the value says nothing elsewhere.
-    """
+    """Return 4 hex digits for the address of a client's connection; "" for none. It tells one
+    canary's callers apart and names nobody: 65,536 values, so that of all IPv4 addresses as many
+    share each. salt: the canary's, so that the value says nothing elsewhere."""
     return sha256(f"{salt}\x00{address}".encode()).digest()[:2].hex() if address else ""
 
 

@@ -50,15 +50,10 @@ class StoreReader(Protocol):
     """What the watch calls at every poll."""
 
     def read(self, connection: Connection) -> None:
-        """Read the store.
+        """Raises: SQLAlchemyError; then the watch calls `store_away`, and what was read before
+        stays."""
 
-        Raises: SQLAlchemyError; then the watch calls `store_away`, and what was read before stays.
-        """
-        ...
-
-    def store_away(self, why: str) -> None:
-        """Take note that this poll failed."""
-        ...
+    def store_away(self, why: str) -> None: ...
 
 
 class RevisionReader:
@@ -89,10 +84,8 @@ class StoreWatch:
     """`start` it, `stop` it."""
 
     def __init__(self, store_url: str, readers: Sequence[StoreReader], *, poll_s: float) -> None:
-        """readers: in this order; one that fails does not keep the others from reading.
-
-        Raises: SettingsError when `store_url` is not a database URL.
-        """
+        """readers: in this order; one that fails does not keep the others from reading. Raises:
+        SettingsError when `store_url` is not a database URL."""
         self._readers = readers
         self._poll_s = poll_s
         self._engine = open_existing(store_url)
@@ -110,7 +103,6 @@ class StoreWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the connection."""
         if self._serves.locked():
             self._serves.release()
         if self._thread.is_alive():
@@ -122,19 +114,16 @@ class StoreWatch:
     def poll(self) -> None:
         """Poll the store now. Never raises."""
         with self._polling:
-            self._poll()
-
-    def _poll(self) -> None:
-        if self._kept is not None:
-            self._poll_file(self._kept)
-            return
-        try:
-            connection = self._engine.connect()
-        except SQLAlchemyError as error:
-            self._away(error)
-            return
-        with connection:
-            self._read(connection)
+            if self._kept is not None:
+                self._poll_file(self._kept)
+                return
+            try:
+                connection = self._engine.connect()
+            except SQLAlchemyError as error:
+                self._away(error)
+                return
+            with connection:
+                self._read(connection)
 
     def _poll_file(self, kept: _KeptFile) -> None:
         try:
@@ -183,10 +172,8 @@ class _KeptFile:
         self._polls = 0
 
     def changed(self) -> Connection | None:
-        """The connection when the file may have changed since the last poll; else None.
-
-        Raises: OSError, sqlite3.Error, SQLAlchemyError when the file cannot be read.
-        """
+        """The connection when the file may have changed since the last poll; else None. Raises:
+        OSError, sqlite3.Error, SQLAlchemyError when the file cannot be read."""
         status = os.stat(self._path)
         file = (status.st_dev, status.st_ino)
         self._polls += 1
@@ -284,7 +271,7 @@ class FollowedTable:
         self._failing = None
 
 
-class RoutingSource:
+class RoutingSource(StoreWatch):
     """The routing tables of all lines. `start` it, `stop` it."""
 
     def __init__(
@@ -306,24 +293,12 @@ class RoutingSource:
         self.default = self.lines[model]
         columns = ROUTING_TABLE.c
         self._query = select(columns.model, columns.body).where(columns.model.in_(self.lines))
-        self._watch = StoreWatch(store_url, (self, *readers), poll_s=poll_s)
+        super().__init__(store_url, (self, *readers), poll_s=poll_s)
 
     @property
     def table(self) -> RoutingTable:
         """The table of the default line."""
         return self.default.table
-
-    def start(self) -> None:
-        """Poll once, then go on in a thread."""
-        self._watch.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._watch.stop()
-
-    def poll(self) -> None:
-        """Poll the store now. Never raises: a poll that fails is counted."""
-        self._watch.poll()
 
     def read(self, connection: Connection) -> None:
         """Read the tables once. Raises: SQLAlchemyError."""
@@ -387,7 +362,7 @@ class TakenReporter:
             except SQLAlchemyError as error:
                 last = tried == TRIES or self._stopped.is_set()
                 if tried == 1 or last:
-                    why = str(getattr(error, "orig", None) or error)
+                    why = _cause(error)
                     event = "table_taken_not_told" if last else "table_taken_told_later"
                     log.warning(event, generation=table.generation, why=why)
                 if last or self._stopped.wait(RETRY_S):
@@ -435,10 +410,9 @@ class FollowedLines:
         rows: int = 1,
         readers: Sequence[StoreReader] = (),
     ) -> None:
-        """lines: the default one first. port, slot: name this process (`proxy_name`).
-        memory: by name of a line, what the workers' breakers share; a line without any counts
-            alone. row, rows: as for `Breaker`. readers: as for `RoutingSource`, before the trips.
-        """
+        """lines: the default one first. port, slot: name this process (`proxy_name`). memory: by
+        name of a line, what the workers' breakers share; a line without any counts alone. row,
+        rows: as for `Breaker`. readers: as for `RoutingSource`, before the trips."""
         self._reporters: list[TripReporter] = []
         self._taken: dict[str, TakenReporter] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -453,21 +427,22 @@ class FollowedLines:
             breaker = Breaker(metrics, memory.get(line.name), row, rows, reporter.report, shown)
             last_trip = reporter.recall()
             if last_trip is not None:
-                breaker.recall(last_trip[0])
+                breaker.open(last_trip[0], first=True)
             self._reporters.append(reporter)
             self._taken[line.name] = TakenReporter(store_url, proxy_name(port, slot, project))
             self.breakers[line.name] = breaker
             trips.append(
                 Watched(line=line.name, breaker=breaker, reporter=reporter, show=shown.set)
             )
+        trip_reader = TripReader(trips, lambda line: self.source.lines[line].table)
         self.source = RoutingSource(
             store_url,
             lines[0].name,
             poll_s=poll_s,
             metrics=metrics,
             own=[line.name for line in lines[1:]],
-            readers=(*readers, TripReader(trips, self._table), RevisionReader()),
-            taken=self._report_taken,
+            readers=(*readers, trip_reader, RevisionReader()),
+            taken=lambda table: self._taken[table.model].report(table),
         )
         self.own: dict[str, tuple[FollowedTable, Breaker]] = {
             line.project: (self.source.lines[line.name], self.breakers[line.name])
@@ -482,9 +457,3 @@ class FollowedLines:
         ends = [*self._reporters, *self._taken.values()]
         with ThreadPoolExecutor(len(ends)) as threads:
             list(threads.map(lambda one: one.stop(), ends))
-
-    def _table(self, line: str) -> RoutingTable:
-        return self.source.lines[line].table
-
-    def _report_taken(self, table: RoutingTable) -> None:
-        self._taken[table.model].report(table)

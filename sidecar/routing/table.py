@@ -55,18 +55,14 @@ def is_generation(value: object) -> TypeGuard[int]:
 
 
 def is_adapter_name(value: object) -> bool:
-    """Return True for a name that can be written into a header: printable ASCII, not empty.
-
-    The public model name keeps the same rule.
-    """
+    """Return True for a name that can be written into a header: printable ASCII, not empty. The
+    public model name keeps the same rule."""
     return isinstance(value, str) and value.isascii() and value.isprintable() and value != ""
 
 
 def upstream_model(model: str, adapter: str) -> str:
     """Return the `model` to write into a request so that this adapter, or the base, answers it.
-
-    model: the public model name.
-    """
+    model: the public model name."""
     return model if adapter == BASE else adapter
 
 

@@ -19,7 +19,6 @@ from sidecar.settings.judge import (
     JsonSchemaVerifier,
     LengthVerifier,
     RegexVerifier,
-    Reward,
     VerifierSection,
     is_found_everywhere,
 )
@@ -57,19 +56,14 @@ def unsendable(key: tuple[str, ...], value: Any) -> Iterator[Problem]:  # Any: o
     """Yield why a table cannot be sent as JSON."""
     if _deeper_than(MAX_DEPTH, value):
         yield key, f"nests deeper than {MAX_DEPTH} levels; give a flatter table"
-    elif not _is_json(value):
+        return
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
         yield (
             key,
             "is sent as JSON and holds what JSON cannot (a date, nan, inf, no Unicode); correct it",
         )
-
-
-def _is_json(value: Any) -> bool:  # Any: of TOML
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _deeper_than(levels: int, value: Any) -> bool:  # Any: JSON
@@ -81,15 +75,8 @@ def _deeper_than(levels: int, value: Any) -> bool:  # Any: JSON
 
 def is_changed(section: BaseModel, name: str) -> bool:
     """Tell whether a setting is another than its default."""
-    return bool(
-        getattr(section, name)
-        != type(section).model_fields[name].get_default(call_default_factory=True)
-    )
-
-
-def is_given(section: BaseModel, name: str) -> bool:
-    """Tell whether the file or the environment names a setting, be it with its default."""
-    return name in section.model_fields_set
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return bool(getattr(section, name) != default)
 
 
 FAST_S = 1.0
@@ -154,12 +141,8 @@ def _asked(
         return
     if own := sorted(JUDGE_OWN & params.keys()):
         yield key, f"holds {own[0]}, which the sidecar sets itself; leave it out"
-    if _asks_for_stream(params):
+    if params.get("stream") not in (False, None):
         yield key, "holds stream; the judge's reply is read whole, so leave it out"
-
-
-def _asks_for_stream(params: dict[str, Any]) -> bool:
-    return params.get("stream", False) not in (False, None)
 
 
 def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
@@ -180,20 +163,20 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
             "would end without a score; give 60 s",
         )
     yield from _reply_limits(settings)
-    yield from _projects_nobody_has(settings)
-    yield from _budgets(judge)
-
-
-def _projects_nobody_has(settings: Settings) -> Iterator[Problem]:
-    """Yield rubrics of projects that no request can be of: only the sidecar's own keys name one."""
-    if settings.access.mode == "keys":
-        return
-    for name in (one for one in settings.judge.projects if one != DEFAULT_PROJECT):
+    # Only the sidecar's own keys name a project.
+    nobody_has = () if settings.access.mode == "keys" else judge.projects.keys() - {DEFAULT_PROJECT}
+    for name in (one for one in judge.projects if one in nobody_has):
         yield (
             ("judge", "projects", name),
             f'is a rubric of a project, and with access.mode = "{settings.access.mode}" all '
             f'traffic is of "{DEFAULT_PROJECT}", so it would not be used; set access.mode = '
             '"keys", or leave it out',
+        )
+    if judge.budget and judge.price is not None and not any(judge.price.values()):
+        yield (
+            ("judge", "price"),
+            "is 0, so a budget in dollars is never spent; limit such a judge by "
+            "judge.budget_tokens",
         )
 
 
@@ -205,26 +188,15 @@ def _reply_limits(settings: Settings) -> Iterator[Problem]:
         *((("judge", "fallbacks"), one.params, size) for one in settings.judge.fallbacks),
     ]
     for key, params, answers in asked:
-        limits = [
-            (name, params[name]) for name in REPLY_LIMITS if isinstance(params.get(name), int)
-        ]
-        for name, most in limits:
-            if most < TOKENS_OF_AN_ENTRY * answers:
+        for name in REPLY_LIMITS:
+            most = params.get(name)
+            if isinstance(most, int) and most < TOKENS_OF_AN_ENTRY * answers:
                 yield (
                     key,
                     f"has {name} = {most}, and scores of {answers} answers take about "
                     f"{TOKENS_OF_AN_ENTRY * answers} tokens, so replies would be cut and refused "
                     f"(judge_rubbish); leave it out, or give more",
                 )
-
-
-def _budgets(judge: Judge) -> Iterator[Problem]:
-    if judge.budget and judge.price is not None and not any(judge.price.values()):
-        yield (
-            ("judge", "price"),
-            "is 0, so a budget in dollars is never spent; limit such a judge by "
-            "judge.budget_tokens",
-        )
 
 
 # Check the sections of learning: groups, learner, canary, best of N. Pure.
@@ -414,9 +386,9 @@ def useless_lines(settings: Settings) -> Iterator[Problem]:
 # Check the section of the reward. Pure.
 
 
-def reward(reward: Reward) -> Iterator[Problem]:
+def reward(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong with the verifiers and how they join the judge."""
-    for name, one in reward.verifiers.items():
+    for name, one in settings.reward.verifiers.items():
         where = ("reward", "verifiers", name)
         if is_changed(one, "pass_at") and not one.gate:
             yield (
@@ -428,23 +400,19 @@ def reward(reward: Reward) -> Iterator[Problem]:
             yield from unsendable((*where, "params"), one.params)
         if isinstance(one, JsonSchemaVerifier):
             yield from unsendable((*where, "json_schema"), one.json_schema)
-        if isinstance(one, LengthVerifier):
-            yield from _length(where, one)
-
-
-def _length(where: tuple[str, ...], one: LengthVerifier) -> Iterator[Problem]:
-    if one.fade and one.max_characters is None and one.max_tokens is None:
-        yield (
-            (*where, "fade"),
-            f"is {one.fade:g} and there is no maximum to fade beyond (a minimum has no fade), so "
-            "it would not be used; give max_tokens or max_characters, or leave it out",
-        )
+        if not isinstance(one, LengthVerifier) or not one.fade:
+            continue
+        if one.max_characters is None and one.max_tokens is None:
+            yield (
+                (*where, "fade"),
+                f"is {one.fade:g} and there is no maximum to fade beyond (a minimum has no fade), "
+                "so it would not be used; give max_tokens or max_characters, or leave it out",
+            )
 
 
 def useless_reward_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the reward that have no effect."""
-    reward = settings.reward
-    for key, one in reward.verifiers.items():
+    for key, one in settings.reward.verifiers.items():
         yield from _useless_verifier(settings, ("reward", "verifiers", key), one)
 
 
@@ -615,12 +583,8 @@ def kafka(settings: Settings) -> Iterator[Problem]:
             ("kafka", "security_protocol"),
             f"is {rules.security_protocol}, so the SASL settings would not be used; give SASL_SSL",
         )
-    files = {
-        "ssl_cafile": rules.ssl_cafile,
-        "ssl_certfile": rules.ssl_certfile,
-        "ssl_keyfile": rules.ssl_keyfile,
-    }
-    for name, file in files.items():
+    for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
+        file = getattr(rules, name)
         if file and not os.path.isfile(file):
             yield ("kafka", name), f"names {file}, which is no file; correct the path"
         if file and not rules.security_protocol.endswith("SSL"):
@@ -631,13 +595,10 @@ def kafka(settings: Settings) -> Iterator[Problem]:
             )
 
 
-_STORES = "sqlite:///path/to/store.db or postgresql://user@host/database"
-
-
 def store(url: str) -> Iterator[Problem]:
     """Yield what is wrong with the URL of the store."""
     key = ("store", "url")
-    scheme, colon, rest = url.partition("://")
+    scheme, _, rest = url.partition("://")
     if scheme.partition("+")[0] == "sqlite":
         path = rest.partition("?")[0].removeprefix("/")
         if not rest.startswith("/") or not path or path == ":memory:":
@@ -648,24 +609,13 @@ def store(url: str) -> Iterator[Problem]:
                 "names a URI, not a path; leave out file: and give sqlite:///path/to/store.db",
             )
         return
-    if not colon:
-        yield key, f"is no database URL; give {_STORES}"
-        return
     # Imported here, because loading SQLAlchemy is slow and most stores are SQLite files.
-    from sqlalchemy.exc import ArgumentError
-
-    from sidecar.store.engines import is_postgres, with_driver
+    from sidecar.store.engines import dialect_of
 
     try:
-        parsed = with_driver(url)
-        parsed.get_dialect()
-    except ArgumentError:  # also raised for an unknown dialect
-        yield key, f"is no database URL that SQLAlchemy knows; give {_STORES}"
-    except (ValueError, UnicodeError):
-        yield key, "is no database URL: host, port or encoding is wrong; correct it"
-    else:
-        if not is_postgres(parsed):
-            yield key, f"is of {parsed.get_backend_name()}; give {_STORES}"
+        dialect_of(url)
+    except ValueError as error:
+        yield key, str(error)
 
 
 def disk(settings: Settings) -> Iterator[Problem]:
@@ -718,7 +668,7 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
     """Yield settings of the learner that change nothing, or that leave it without work."""
     rules = settings.learner
     for name, schedule in SCHEDULE_OF.items():
-        if is_given(rules, name) and rules.schedule != schedule:
+        if name in rules.model_fields_set and rules.schedule != schedule:
             yield (
                 ("learner", name),
                 f'is set and learner.schedule is "{rules.schedule}", so it would not be used; set '
@@ -744,15 +694,8 @@ def useless_learner_settings(settings: Settings) -> Iterator[Problem]:
 
 def problems(settings: Settings) -> Iterator[Problem]:
     """Yield every problem, in the order of the checks."""
-    yield from upstreams(settings)
-    yield from lines(settings)
-    yield from engine(settings)
-    yield from listeners(settings)
-    yield from judges(settings)
-    yield from reward(settings.reward)
-    yield from learner(settings)
-    yield from canary(settings)
-    yield from kafka(settings)
+    for check in (upstreams, lines, engine, listeners, judges, reward, learner, canary, kafka):
+        yield from check(settings)
     yield from store(settings.store.url)
     yield from keys(settings)
     yield from disk(settings)

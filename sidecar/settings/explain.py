@@ -64,6 +64,16 @@ WRONG: Mapping[str, str] = {
     "model": "must be a table, such as {name = value}",
 }
 """First word of pydantic's type of an error -> what the value must be."""
+SAID: Mapping[str, str] = {
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+    "missing": "is missing; give it a value",
+    "union_tag_not_found": f"has no kind; give one of {', '.join(KINDS)}",
+    "int_from_float": "must be a whole number, without a fraction",
+    "too_long": "has too many entries; give at most {max_length}",
+    "too_short": "has too few entries; give at least {min_length}",
+}
+"""Pydantic's type of an error -> what is said, with words of its context."""
 
 
 def explain(error: ValidationError) -> str:
@@ -83,23 +93,13 @@ def _what_is_wrong(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
-    if kind in ("literal_error", "enum"):
-        return f"must be {context['expected']}"
-    if kind == "missing":
-        return "is missing; give it a value"
-    if kind == "union_tag_not_found":
-        return f"has no kind; give one of {', '.join(KINDS)}"
+    if (words := SAID.get(kind)) is not None:
+        return words.format(**context)
     if kind == "union_tag_invalid":
         tag = str(context["tag"])
         near = difflib.get_close_matches(tag, KINDS, 1, NEAR)
         guess = f"; did you mean {near[0]}?" if near else ""
         return f"kind {shown(tag)} is unknown; there are {', '.join(KINDS)}{guess}"
-    if kind == "int_from_float":
-        return "must be a whole number, without a fraction"
-    if kind == "too_long":
-        return f"has too many entries; give at most {context['max_length']}"
-    if kind == "too_short":
-        return f"has too few entries; give at least {context['min_length']}"
     said = WRONG.get(kind.partition("_")[0], "has a value that it cannot have")
     return f"{said}; docs/settings.md says what it may be"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -25,9 +24,10 @@ from sidecar.settings.kinds import (
     Timeout,
     WebUrl,
     Word,
+    matching,
     read_secret,
 )
-from sidecar.settings.store import PROGRAM_BYTES
+from sidecar.settings.store import compiled
 
 # The sections of the settings file for judges: [judge] and [gate_judge].
 
@@ -132,35 +132,10 @@ MAX_PATTERN = 4_000
 MAX_TEXTS = 1_000
 MAX_TEXT = 100_000
 """Characters of an expected text."""
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_MODULE_NAME = re.compile(r"[\w.-]{1,100}")
-
-
-def _verifier_name(name: str) -> str:
-    if _NAME.fullmatch(name) is None:
-        raise ValueError(
-            "is no name of a verifier: small letters, digits and underscores, 32 at most, such as "
-            "valid_calls"
-        )
-    return name
 
 
 def _pattern(pattern: str) -> str:
-    import re2  # no other setting of this section needs it
-
-    if len(pattern) > MAX_PATTERN:
-        raise ValueError(f"a pattern has over {MAX_PATTERN} characters")
-    options = re2.Options()
-    options.log_errors = False
-    options.max_mem = PROGRAM_BYTES
-    try:
-        re2.compile(pattern, options)
-    except re2.error as error:
-        why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
-        raise ValueError(
-            f"the pattern is refused ({why}): it must be one of RE2, which takes linear time: no "
-            "backreferences, no look-around, repetitions up to 1000"
-        ) from None
+    compiled(pattern, MAX_PATTERN)
     return pattern
 
 
@@ -174,13 +149,21 @@ def is_found_everywhere(pattern: str) -> bool:
     return all(re2.search(pattern, probe) is not None for probe in probes)
 
 
-def _entry_point(name: str) -> str:
-    if _MODULE_NAME.fullmatch(name) is None:
-        raise ValueError("is no name of an entry point; give the one that your package declares")
-    return name
-
-
-VerifierName = Annotated[str, AfterValidator(_verifier_name)]
+VerifierName = Annotated[
+    str,
+    matching(
+        r"[a-z][a-z0-9_]{0,31}",
+        "is no name of a verifier: small letters, digits and underscores, 32 at most, such as "
+        "valid_calls",
+    ),
+]
+EntryPoint = Annotated[
+    str,
+    matching(
+        r"[\w.-]{1,100}",
+        "is no name of an entry point; give the one that your package declares",
+    ),
+]
 Weight = Annotated[float, Between(0, 1_000, "with 0 the reward does not count it")]
 Limit = Annotated[int, Between(0, 100_000_000, "0 allows the empty answer alone")]
 
@@ -280,7 +263,7 @@ class EntryPointVerifier(VerifierSection):
     """Code of an installed package, in a process of its own."""
 
     kind: Literal["entry_point"]
-    entry_point: Annotated[str, AfterValidator(_entry_point)]
+    entry_point: EntryPoint
     """Its name in the group `learning_sidecar.verifiers`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that it is made with; no secrets."""
@@ -309,13 +292,7 @@ AnyVerifier = (
     | HttpVerifier
 )
 KINDS: Mapping[str, type[VerifierSection]] = {
-    "tool_calls": ToolCallsVerifier,
-    "json_schema": JsonSchemaVerifier,
-    "regex": RegexVerifier,
-    "exact": ExactVerifier,
-    "length": LengthVerifier,
-    "entry_point": EntryPointVerifier,
-    "http": HttpVerifier,
+    get_args(one.model_fields["kind"].annotation)[0]: one for one in get_args(AnyVerifier)
 }
 
 

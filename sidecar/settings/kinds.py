@@ -43,7 +43,6 @@ class Section(BaseModel):
 MAX_PORT = 65_535
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-_DEVICE = re.compile(r"cpu|mps|cuda(?::\d{1,4})?")
 _MAX_LINE = 500
 _SECRET_MARKS = frozenset("@?#")
 """Characters beside which a URL may hold a secret: user information, query, fragment."""
@@ -142,10 +141,6 @@ def _web_url(url: str) -> str:
     return url
 
 
-def _web_url_or_none(url: str) -> str:
-    return _web_url(url) if url else url
-
-
 def _upstream(url: str) -> str:
     if url.lower().startswith("dns+") and not url.startswith(f"{DNS}:"):
         raise ValueError(
@@ -169,19 +164,14 @@ def checked_host(host: str) -> str:
         ipaddress.ip_address(host)
     except ValueError as error:
         if not host:
-            raise ValueError("is empty; 127.0.0.1 is this machine, 0.0.0.0 every address") from (
-                error
-            )
-        if not _HOST_NAME.fullmatch(host) or len(host) > 253 or _only_digits(host):
+            raise ValueError("is empty; 127.0.0.1 is this machine, 0.0.0.0 every address") from None
+        # No host name ends in a number: this is a mistyped IPv4 address.
+        only_digits = host.rstrip(".").rpartition(".")[2].isdigit()
+        if not _HOST_NAME.fullmatch(host) or len(host) > 253 or only_digits:
             raise ValueError(
                 "is no address and no host name; give one alone, without http:// and port"
             ) from error
     return host
-
-
-def _only_digits(host: str) -> bool:
-    """Return True for a mistyped IPv4 address: no host name ends in a number."""
-    return host.rstrip(".").rpartition(".")[2].isdigit()
 
 
 def _line(text: str) -> str:
@@ -198,13 +188,15 @@ def _name(text: str) -> str:
     return _line(text)
 
 
-def _project(name: str) -> str:
-    if not PROJECT.fullmatch(name):
-        raise ValueError(
-            "is no name that a project may have: 1 to 64 letters, digits, '.', '_', '-', "
-            "beginning with a letter or digit"
-        )
-    return name
+def matching(pattern: str, why: str) -> AfterValidator:
+    """Refuse a text that is not as a whole like a pattern. why: what is wrong with it then."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(why)
+        return text
+
+    return AfterValidator(check)
 
 
 def _admin_token(value: str) -> str:
@@ -291,14 +283,6 @@ def _no_empty_path(value: object) -> object:
     return value
 
 
-def _device(text: str) -> str:
-    if not _DEVICE.fullmatch(text):
-        raise ValueError(
-            "is no device of the learner; give cpu, cuda, cuda:0 or another card, or mps"
-        )
-    return text
-
-
 _BUSY = "a shorter one keeps a core busy, a longer one looks like a process that hangs"
 _FOREVER = "nothing waits shorter than a millisecond, or longer than a week"
 _A_SHARE = "it is a share"
@@ -316,15 +300,28 @@ Port = Annotated[int, Between(0, MAX_PORT, "TCP has no other ports; 0 takes a fr
 Host = Annotated[str, AfterValidator(checked_host)]
 Upstream = Annotated[str, AfterValidator(_upstream)]
 WebUrl = Annotated[str, AfterValidator(_web_url)]
-WebUrlOrNone = Annotated[str, AfterValidator(_web_url_or_none)]
+WebUrlOrNone = Annotated[str, AfterValidator(lambda url: _web_url(url) if url else url)]
 """A URL, or the empty text for none."""
 Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]
-Project = Annotated[str, AfterValidator(_project)]
+Project = Annotated[
+    str,
+    matching(
+        PROJECT.pattern,
+        "is no name that a project may have: 1 to 64 letters, digits, '.', '_', '-', beginning "
+        "with a letter or digit",
+    ),
+]
 Text = Annotated[str, AfterValidator(_text)]
 Word = Annotated[str, AfterValidator(_word)]
 Folder = Annotated[Path, BeforeValidator(_no_empty_path)]
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[
+    str,
+    matching(
+        r"cpu|mps|cuda(?::\d{1,4})?",
+        "is no device of the learner; give cpu, cuda, cuda:0 or another card, or mps",
+    ),
+]
 AdminToken = Annotated[str, AfterValidator(_admin_token)]
 """A digest, or a digest and its scopes: `<64 hex digits>:read+content`."""
 Key = Annotated[SecretStr, AfterValidator(_key)]

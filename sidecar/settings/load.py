@@ -133,49 +133,45 @@ def _with_rubrics(settings: Settings, folder: Path) -> Settings:
 
 
 def _read_rubric(key: str, path: Path) -> str:
+    text, why = "", ""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_RUBRIC_BYTES + 1).decode()
     except OSError as error:
-        raise SettingsError(
-            f"setting {key}: {visible(str(path))} cannot be read ({error.strerror}); name a file "
-            "of plain text"
-        ) from error
+        why = f"cannot be read ({error.strerror}); name a file of plain text"
     except UnicodeDecodeError:
-        raise SettingsError(
-            f"setting {key}: {visible(str(path))} is not UTF-8, or ends within a character after "
-            f"{MAX_RUBRIC_BYTES} bytes; save a shorter plain text as UTF-8"
-        ) from None
-    if len(text.encode()) > MAX_RUBRIC_BYTES:
-        raise SettingsError(
-            f"setting {key}: {visible(str(path))} is longer than {MAX_RUBRIC_BYTES} bytes; every "
-            "judge call sends it, so give a shorter one"
+        why = (
+            f"is not UTF-8, or ends within a character after {MAX_RUBRIC_BYTES} bytes; save a "
+            "shorter plain text as UTF-8"
         )
-    if not text.strip():
-        raise SettingsError(
-            f"setting {key}: {visible(str(path))} is empty; write the rubric into it, or leave the "
-            "setting out"
-        )
+    else:
+        if len(text.encode()) > MAX_RUBRIC_BYTES:
+            why = (
+                f"is longer than {MAX_RUBRIC_BYTES} bytes; every judge call sends it, so give a "
+                "shorter one"
+            )
+        elif not text.strip():
+            why = "is empty; write the rubric into it, or leave the setting out"
+    if why:
+        raise SettingsError(f"setting {key}: {visible(str(path))} {why}")
     return text
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        # A copy that was cut short would start with an empty store and no rules.
+        why = "" if values else "holds no setting; write one, or leave --config out"
     except OSError as error:
-        raise SettingsError(
-            f"{path}: cannot be read ({error.strerror}); name it with --config"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: is not UTF-8; save it as that") from error
+        why = f"cannot be read ({error.strerror}); name it with --config"
+    except UnicodeDecodeError:
+        why = "is not UTF-8; save it as that"
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: is not TOML ({error}); correct that line") from error
-    except (ValueError, RecursionError) as error:  # an integer of 4,300 digits, lists in lists
-        raise SettingsError(
-            f"{path}: is not readable as settings (a number too long, or nested too deep)"
-        ) from error
-    if not values:  # a copy that was cut short would start with an empty store and no rules
-        raise SettingsError(f"{path}: holds no setting; write one, or leave --config out")
+        why = f"is not TOML ({error}); correct that line"
+    except (ValueError, RecursionError):  # an integer of 4,300 digits, lists in lists
+        why = "is not readable as settings (a number too long, or nested too deep)"
+    if why:
+        raise SettingsError(f"{path}: {why}")
     return values
 
 
@@ -183,9 +179,8 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
     for name in env:
         upper = name.upper()
-        if not upper.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
-            continue
-        if upper.startswith(f"{ENV_PREFIX}TEST_"):
+        ours = upper.startswith(ENV_PREFIX) and not upper.startswith(f"{ENV_PREFIX}TEST_")
+        if not ours or name in NOT_SETTINGS:
             continue
         said = shown(name)
         if upper in NOT_SETTINGS:
@@ -204,7 +199,7 @@ def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
     where = [part.lower() for part in parts]
     if is_removed(".".join(where[:-1]), where[-1]):
         return
-    if len(where) == 3 and where[2] in known(*where[:2]) and not _is_table(*where[:2]):
+    if len(where) == 3 and where[2] in known(*where[:2]) and not _holds(where[0], where[1]):
         return
     for length in (1, 2):
         if len(where) >= length and where[length - 1] not in known(*where[: length - 1]):
@@ -212,7 +207,7 @@ def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
     if len(where) <= 2:
         return
     table = f"{ENV_PREFIX}{where[0]}__{where[1]}".upper()
-    if not _is_table(where[0], where[1]):
+    if not _holds(where[0], where[1]):
         raise SettingsError(f"unknown environment variable {said}; did you mean {table}?")
     # Letter case and type of such a value would be guesses: TEMPERATURE=0.2 became the text "0.2",
     # CUDA_VISIBLE_DEVICES became cuda_visible_devices.
@@ -223,15 +218,9 @@ def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
     )
 
 
-def _is_table(section: str, key: str) -> bool:
-    return _holds(section, key, (dict, Mapping))
-
-
-def _holds(section: str, key: str, kinds: tuple[object, ...]) -> bool:
-    """Tell whether a setting is of one of these kinds."""
-    model = Settings.model_fields[section].annotation
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return False
+def _holds(section: str, key: str, kinds: tuple[object, ...] = (dict, Mapping)) -> bool:
+    """Tell whether a setting is of one of these kinds: a table."""
+    model: Any = Settings.model_fields[section].annotation  # `key` is known to be of it
     kind = model.model_fields[key].annotation
     return any(get_origin(one) in kinds for one in (kind, *get_args(kind)))
 
@@ -240,13 +229,11 @@ def _no_json(env: Mapping[str, str]) -> str:
     """Return the variable whose list or table is no JSON. The names are known to be settings."""
     for name, value in env.items():
         section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
-        if not name.upper().startswith(ENV_PREFIX) or section not in Settings.model_fields:
-            continue
-        if key not in known(section) and key:  # removed, or of a table
+        keys = known(section) if name.upper().startswith(ENV_PREFIX) else ()
+        # Another key than those is removed, or of a table.
+        if not keys or (key and key not in keys):
             continue
         if key and not _holds(section, key, (dict, Mapping, tuple, list)):
-            continue
-        if not key and not known(section):
             continue
         try:
             json.loads(value)
@@ -258,13 +245,12 @@ def _no_json(env: Mapping[str, str]) -> str:
 def _too_deep(env: Mapping[str, str]) -> str:
     """Return the variable whose JSON nests too deeply for Python."""
     for name, value in env.items():
-        if name.upper().startswith(ENV_PREFIX):
-            try:
-                json.loads(value)
-            except RecursionError:
-                return name
-            except ValueError:  # a text, no JSON
-                continue
+        try:
+            json.loads(value if name.upper().startswith(ENV_PREFIX) else "0")
+        except RecursionError:
+            return name
+        except ValueError:  # a text, no JSON
+            continue
     return f"{ENV_PREFIX}..."
 
 

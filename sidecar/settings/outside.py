@@ -8,13 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sidecar.settings.kinds import Between, Section, WebUrl, WebUrlOrNone, Word
+from sidecar.settings.kinds import Between, Section, WebUrl, WebUrlOrNone, Word, matching
 
 MAX_METRICS = 16
 MAX_QUERY = 4_000
 """Characters of a query: it is sent in the URL."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _POINTER = re.compile(r"(/([^~/]|~[01])*)*")
 
 
@@ -23,15 +22,6 @@ def _env_name(name: str) -> str:
         raise ValueError("is no name of an environment variable; give one such as METRICS_TOKEN")
     if name.upper().startswith("SIDECAR_"):
         raise ValueError("begins with SIDECAR_, as settings do; give the variable another name")
-    return name
-
-
-def _metric_name(name: str) -> str:
-    if _METRIC_NAME.fullmatch(name) is None:
-        raise ValueError(
-            "is no name of a metric: small letters, digits and underscores, 32 at most, such as "
-            "error_share"
-        )
     return name
 
 
@@ -49,7 +39,14 @@ def _pointer(pointer: str) -> str:
 
 EnvName = Annotated[str, AfterValidator(_env_name)]
 """Name of an environment variable that holds a secret; empty: there is none."""
-MetricName = Annotated[str, AfterValidator(_metric_name)]
+MetricName = Annotated[
+    str,
+    matching(
+        r"[a-z][a-z0-9_]{0,31}",
+        "is no name of a metric: small letters, digits and underscores, 32 at most, such as "
+        "error_share",
+    ),
+]
 CallTimeout = Annotated[float, Between(0.05, 60, "a service is waited for with each call", "s")]
 
 

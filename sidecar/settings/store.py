@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +17,17 @@ from pydantic import (
 )
 
 from sidecar.errors import SettingsError
-from sidecar.settings.kinds import Between, Key, Line, Name, Section, Word, from_file, read_secret
+from sidecar.settings.kinds import (
+    Between,
+    Key,
+    Line,
+    Name,
+    Section,
+    Word,
+    from_file,
+    matching,
+    read_secret,
+)
 from sidecar.store.keyring import Keyring, read_keys
 
 # The section of the store, and the keys that encrypt what it holds.
@@ -145,34 +154,32 @@ PROGRAM_BYTES = 2**20
 _EDGES = tuple("".join(one) for n in range(3) for one in product("a-\n", repeat=n))
 """In these stand all edges that RE2 tells apart: what is beside one is a letter of a word, another
 character, a line's end or nothing."""
-_NAME = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 
 
-def _kind(name: str) -> str:
-    if _NAME.fullmatch(name) is None:
-        raise ValueError("is no kind: capitals, digits and underscores, 32 at most, such as EMAIL")
-    return name
-
-
-def _pattern(pattern: str) -> str:
+def compiled(pattern: str, most: int) -> Any:  # Any: the library has no types
+    """Compile a pattern of RE2. most: its characters. Raises: ValueError."""
     import re2  # no other setting needs it
 
-    if len(pattern) > MAX_PATTERN:
-        raise ValueError(f"a pattern has over {MAX_PATTERN} characters")
+    if len(pattern) > most:
+        raise ValueError(f"a pattern has over {most} characters")
     options = re2.Options()
     options.log_errors = False
     options.max_mem = PROGRAM_BYTES
     try:
-        compiled = re2.compile(pattern, options)
+        return re2.compile(pattern, options)
     except re2.error as error:
         why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
         raise ValueError(
             f"the pattern is refused ({why}): it must be one of RE2, which takes linear time: no "
             "backreferences, no look-around, repetitions up to 1000"
         ) from None
+
+
+def _pattern(pattern: str) -> str:
+    found = compiled(pattern, MAX_PATTERN)
     for text in _EDGES:
         for at in range(len(text) + 1):
-            match = compiled.search(text, at)
+            match = found.search(text, at)
             if match is not None and not match[0]:
                 raise ValueError(
                     "the pattern matches the empty text or an edge of words (`\\b` alone), so "
@@ -181,7 +188,13 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
-Kind = Annotated[str, AfterValidator(_kind)]
+Kind = Annotated[
+    str,
+    matching(
+        r"[A-Z][A-Z0-9_]{0,31}",
+        "is no kind: capitals, digits and underscores, 32 at most, such as EMAIL",
+    ),
+]
 Policy = Literal["keep_out", "encrypt", "drop"]
 
 

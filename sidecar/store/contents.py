@@ -220,13 +220,11 @@ def answer_place(group_id: str, index: int, column: str) -> bytes:
 
 def opened_reply(session: Session, row: ChoiceRow | AnswerRow, column: str) -> bytes:
     """Decrypt `message_body` or `token_ids` of an answer. Raises: ValueError."""
-    place = (
-        reply_place(row.exchange_id, row.index, column)
-        if isinstance(row, ChoiceRow)
-        else answer_place(row.group_id, row.index, column)
-    )
-    stored: bytes = getattr(row, column)
-    return keyring_of(session).open(stored, place)
+    if isinstance(row, ChoiceRow):
+        place = reply_place(row.exchange_id, row.index, column)
+    else:
+        place = answer_place(row.group_id, row.index, column)
+    return keyring_of(session).open(getattr(row, column), place)
 
 
 def load_links(session: Session, exchange_ids: Sequence[str]) -> dict[str, Link]:
@@ -308,8 +306,11 @@ class _Reading:
             self._decode(exchange_id)
 
     def _fetch(self, exchange_ids: Sequence[str]) -> None:
+        columns = (_ROW.exchange_id, _ROW.base_id, _ROW.request_body, _ROW.prompt_token_ids)
         for page in _pages(exchange_ids):
-            self._fetch_rows(page)
+            found = self._session.execute(select(*columns).where(_ROW.exchange_id.in_(page)))
+            for exchange_id, base_id, body, ids in found:
+                self._rows[exchange_id] = _Stored(base_id, body, ids)
         bases = set(exchange_ids)
         if not self._as_bases:
             bases &= {row.base_id for row in self._rows.values()}
@@ -326,12 +327,6 @@ class _Reading:
                 .order_by(ChoiceRow.exchange_id, ChoiceRow.index)
             ):
                 self._replies[exchange_id].append((index, body, ids))
-
-    def _fetch_rows(self, exchange_ids: Sequence[str]) -> None:
-        columns = (_ROW.exchange_id, _ROW.base_id, _ROW.request_body, _ROW.prompt_token_ids)
-        where = _ROW.exchange_id.in_(exchange_ids)
-        for exchange_id, base_id, body, ids in self._session.execute(select(*columns).where(where)):
-            self._rows[exchange_id] = _Stored(base_id, body, ids)
 
     def _decode(self, exchange_id: str) -> None:
         """Decode a chain from the lowest exchange that is not known yet."""

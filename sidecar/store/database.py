@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
@@ -250,11 +250,8 @@ class Database:
 
     def _quarantined(self, error: Exception) -> StoreError:
         """Put the damaged rows into quarantine. Returns: the error that has the caller repeat."""
-        raw = self._engine.raw_connection()
-        try:
+        with closing(self._engine.raw_connection()) as raw:
             found = damaged_rows(raw.driver_connection, LAST.statement)
-        finally:
-            raw.close()
         with self.write() as session:
             number = put_into_quarantine(session, found, now=time.time())
         if not number:
@@ -331,18 +328,3 @@ def compress(body: bytes) -> bytes:
 def decompress(data: bytes) -> bytes:
     """Undo `compress`. Raises: zlib.error."""
     return zlib.decompress(data)
-
-
-__all__ = [
-    "MIGRATIONS",
-    "Base",
-    "Database",
-    "compress",
-    "count",
-    "decompress",
-    "get_flag",
-    "insert_into",
-    "newest_revision",
-    "refuse_bad_arguments",
-    "set_flag",
-]

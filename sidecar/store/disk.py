@@ -51,11 +51,9 @@ def space_of(session: Session, *, limit: int = 0) -> Space:
         sizes = [func.pg_total_relation_size(name) for name in METADATA.tables]
         files: int = session.execute(select(sum(sizes[1:], sizes[0]))).scalar_one()
         return Space(_rows_bytes(session) if 0 < limit < files else files, 0)
-    size, pages, free = (_pragma(session, name) for name in ("page_size", "page_count", _FREE))
+    names = ("page_size", "page_count", "freelist_count")
+    size, pages, free = (_pragma(session, name) for name in names)
     return Space((pages - free) * size, free * size)
-
-
-_FREE = "freelist_count"
 
 
 def _rows_bytes(session: Session) -> int:
@@ -75,7 +73,7 @@ def give_back(session: Session) -> bool:
     """
     if session.get_bind().dialect.name == "postgresql":
         return False
-    if _pragma(session, "auto_vacuum") != _INCREMENTAL or _pragma(session, _FREE) == 0:
+    if _pragma(session, "auto_vacuum") != _INCREMENTAL or _pragma(session, "freelist_count") == 0:
         return False
     # The pages are moved while the (empty) result is read, which SQLAlchemy would not do.
     cursor = session.connection().connection.cursor()

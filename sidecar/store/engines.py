@@ -39,7 +39,7 @@ from sqlalchemy.sql.compiler import GenericTypeCompiler
 from sqlalchemy.types import TypeEngine
 
 from sidecar.errors import DamagedColumnError, SettingsError
-from sidecar.store.codec import REPLACEMENT, from_json, storable_parameters, to_json
+from sidecar.store.codec import from_json, storable_parameters, to_json
 from sidecar.store.tables import JsonArray, JsonObject
 
 if TYPE_CHECKING:
@@ -139,12 +139,8 @@ def state_of(error: BaseException | None) -> str:
 EXAMPLES = "sqlite:///path/to/store.db or postgresql://user@host/database"
 
 
-def refuse_bad_arguments(url: str) -> None:
-    """Check a database URL and its parameters as the engine does. Opens no file and no connection.
-
-    Raises: ValueError when the driver is missing or does not take a parameter: one line, which
-    never quotes a value.
-    """
+def dialect_of(url: str) -> tuple[URL, type[Dialect]]:
+    """Parse a store's URL. Raises: ValueError, one line, which never quotes a value."""
     # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
     try:
         parsed = with_driver(url)
@@ -153,6 +149,16 @@ def refuse_bad_arguments(url: str) -> None:
         raise ValueError(f"is no database URL; give {EXAMPLES}") from None
     if kind.name not in ("sqlite", "postgresql"):
         raise ValueError(f"is of {kind.name}; the store is SQLite or PostgreSQL: give {EXAMPLES}")
+    return parsed, kind
+
+
+def refuse_bad_arguments(url: str) -> None:
+    """Check a database URL and its parameters as the engine does. Opens no file and no connection.
+
+    Raises: ValueError, as `dialect_of`; also when the driver is missing or does not take a
+    parameter.
+    """
+    parsed, kind = dialect_of(url)
     try:
         driver = kind.import_dbapi()
     except ImportError as error:
@@ -164,14 +170,10 @@ def refuse_bad_arguments(url: str) -> None:
     dialect: Dialect = kind(dbapi=driver)  # type: ignore[call-arg]  # every dialect takes it
     if _are_taken(dialect, parsed):
         return
-    alone = (name for name in parsed.query if not _are_taken(dialect, _with_only(parsed, name)))
-    culprit = next(alone, "")
+    alone = {name: parsed.set(query={name: value}) for name, value in parsed.query.items()}
+    culprit = next((name for name, url in alone.items() if not _are_taken(dialect, url)), "")
     what = f"parameter {culprit}" if culprit else "user, host, port or parameters"
     raise ValueError(f"its {what} is not what {dialect.driver} takes; correct it or leave it out")
-
-
-def _with_only(url: URL, name: str) -> URL:
-    return url.set(query={name: url.query[name]})
 
 
 def _are_taken(dialect: Dialect, url: URL) -> bool:
@@ -211,8 +213,6 @@ EXISTING_CONNECTIONS = 2
 """A proxy reads in one thread and reports trips in another."""
 
 MIGRATIONS = Path(__file__).with_name("migrations")
-
-__all__ = ["REPLACEMENT", "baseline", "newest_revision", "open_existing", "read_damaged_text"]
 
 
 def newest_revision() -> str:
@@ -255,10 +255,7 @@ def open_existing(store_url: str) -> Engine:
         connect_args={"timeout": EXISTING_TIMEOUT_S, "check_same_thread": False},
     )
 
-    @event.listens_for(engine, "connect")
-    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
-        read_damaged_text(connection)
-
+    event.listen(engine, "connect", lambda connection, _record: read_damaged_text(connection))
     return engine
 
 

@@ -969,50 +969,6 @@ class AdapterProfileRow(Base):
     """JSON of `ingest.reward_watch.traits.Profile`."""
 
 
-# The store's tables as row classes: the one place that states each column.
-
-__all__ = [
-    "AdapterProfileRow",
-    "AdapterRow",
-    "AliasEventRow",
-    "AliasRow",
-    "AnswerRow",
-    "ApiKeyRow",
-    "AuditRow",
-    "BannedDigestRow",
-    "Base",
-    "BestOfScoreRow",
-    "BreakerTripRow",
-    "CanaryRow",
-    "ChoiceRow",
-    "ConditionRow",
-    "CounterRow",
-    "DeadLetterRow",
-    "ExchangeRow",
-    "FeedbackRow",
-    "FlagRow",
-    "ForgottenRow",
-    "GateComparisonRow",
-    "GroupDigestRow",
-    "GroupRow",
-    "JudgeCallRow",
-    "JudgeNoiseDayRow",
-    "JudgeReplyRow",
-    "LeaseRow",
-    "RehearsalRow",
-    "RoutingRow",
-    "RunRow",
-    "RunStepRow",
-    "ScheduleJobRow",
-    "SignalRow",
-    "TableTakenRow",
-    "TaskGroupRow",
-    "TaskMemberRow",
-    "UnwantedAdapterRow",
-    "WatchedAnswerRow",
-]
-
-
 # SQLite keeps the types of a new store; one of before keeps its tables.
 
 for _table in METADATA.tables.values():

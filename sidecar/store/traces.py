@@ -48,11 +48,8 @@ def remove_traces(database: Database, *, large_too: bool = False) -> str:
             f"its file of {megabytes} MB may hold what was deleted or replaced: run this again "
             "with --vacuum; writers wait meanwhile"
         )
-    return (
-        ""
-        if empty_store_log(database, wait_s=WAIT_S)
-        else "its -wal file is in use by a reader: run this again"
-    )
+    emptied = empty_store_log(database, wait_s=WAIT_S)
+    return "" if emptied else "its -wal file is in use by a reader: run this again"
 
 
 def empty_store_log(database: Database, *, wait_s: float, attempt_ms: int = 0) -> bool:

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from sidecar.errors import UNREADABLE_JSON
-from sidecar.records import Choice, Exchange, RawCapture
+from sidecar.records import Exchange, RawCapture
 from sidecar.settings import Telemetry
 from sidecar.tracing.telemetry import OPERATIONS, GenAiMetrics, Tracing, error_type, span_attributes
 
@@ -95,15 +95,21 @@ Part = dict[str, Any]  # Any: arguments and results of tools have any type
 def content_attributes(exchange: Exchange) -> dict[str, str]:
     """Return `gen_ai.input.messages`, `gen_ai.output.messages` and, if there are tools,
     `gen_ai.tool.definitions`."""
-    attributes = {"gen_ai.output.messages": _text([_output(one) for one in exchange.choices])}
+    said = [
+        # The message is ours, so it is valid JSON.
+        {**_message(json.loads(one.message)), "finish_reason": one.finish_reason or ""}
+        for one in exchange.choices
+    ]
+    # ASCII: a lone surrogate, which JSON may hold, would make the export of a batch fail.
+    attributes = {"gen_ai.output.messages": json.dumps(said)}
     try:
         request = json.loads(exchange.request)
     except UNREADABLE_JSON:
         request = None
     if isinstance(request, dict):
-        attributes["gen_ai.input.messages"] = _text(_input(request))
+        attributes["gen_ai.input.messages"] = json.dumps(_input(request))
         if request.get("tools"):
-            attributes["gen_ai.tool.definitions"] = _text(request["tools"])
+            attributes["gen_ai.tool.definitions"] = json.dumps(request["tools"])
     return attributes
 
 
@@ -125,26 +131,16 @@ def _input(request: dict[str, Any]) -> list[Part]:
 def _message(item: object) -> Part:
     if not isinstance(item, dict):  # one prompt of a list
         return {"role": "user", "parts": [_said(str(item))]}
-    if item.get("type") in (
-        "function_call",
-        "function_call_output",
-    ):  # items of the responses surface
+    if item.get("type") in ("function_call", "function_call_output"):  # of the responses surface
         role = "assistant" if item["type"] == "function_call" else "tool"
         return {"role": role, "parts": [_part(item)]}
     role = str(item.get("role", "user"))
     if role == "tool":
-        response = item.get("content")
-        return {
-            "role": role,
-            "parts": [_response(item.get("tool_call_id"), response)],
-        }
+        return {"role": role, "parts": [_response(item.get("tool_call_id"), item.get("content"))]}
     said = [*_parts(item.get("content")), *_parts(item.get("refusal"))]
-    return {"role": role, "parts": [*_reasoning(item), *said, *_calls(item)]}
-
-
-def _output(choice: Choice) -> Part:
-    message = json.loads(choice.message)  # ours, so it is valid JSON
-    return {**_message(message), "finish_reason": choice.finish_reason or ""}
+    if thought := item.get("reasoning") or item.get("reasoning_content"):
+        said.insert(0, {"type": "reasoning", "content": thought})
+    return {"role": role, "parts": [*said, *_calls(item)]}
 
 
 def _parts(content: object) -> Iterable[Part]:
@@ -172,12 +168,6 @@ def _part(item: dict[str, Any]) -> Part:
     return {"type": str(kind)}
 
 
-def _reasoning(message: dict[str, Any]) -> Iterable[Part]:
-    said = message.get("reasoning") or message.get("reasoning_content")
-    if said:
-        yield {"type": "reasoning", "content": said}
-
-
 def _calls(message: dict[str, Any]) -> Iterable[Part]:
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
@@ -200,11 +190,6 @@ def _response(call_id: object, response: object) -> Part:
 
 def _said(text: object) -> Part:
     return {"type": "text", "content": text}
-
-
-def _text(value: object) -> str:
-    # ASCII: a lone surrogate, which JSON may hold, would make the export of a batch fail.
-    return json.dumps(value)
 
 
 NANOSECONDS = 1_000_000_000
@@ -298,14 +283,10 @@ def request_spans(tracing: Tracing, telemetry: Telemetry) -> RequestSpans | None
     if tracing.spans is None and tracing.metrics is None:
         return None
     ids = tracing.spans.id_generator if tracing.spans is not None else None
-    metrics = None
-    if tracing.metrics is not None:
-        meter = tracing.metrics.get_meter("sidecar")
-        metrics = GenAiMetrics(meter)
     return RequestSpans(
         tracing.spans,
         ids if isinstance(ids, GivenIds) else None,
-        metrics=metrics,
+        metrics=GenAiMetrics(tracing.metrics.get_meter("sidecar")) if tracing.metrics else None,
         content=tracing.content,
     )
 

@@ -91,6 +91,11 @@ class Child:
     def serves(self) -> bool:
         return self.ready.is_set() and not self.left.is_set()
 
+    @property
+    def end_reason(self) -> str:
+        code = self.process.returncode if self.ended.is_set() else 0
+        return "hung" if self.hung else "ended" if not code else "killed" if code < 0 else "failed"
+
     def tell(self, *words: str | int) -> None:
         if self.writer is not None and not self.ended.is_set():
             self.writer.write(f"{' '.join(map(str, words))}\n".encode())
@@ -108,33 +113,25 @@ class Child:
 
 
 class Silence:
-    """Measures how long a worker has given no sign of life. Pure.
-
-    It counts checks instead of reading a clock: while the parent does not run either (a frozen
-    container, a sleeping laptop), no check happens and no worker becomes silent.
-    """
+    """Measures how long a worker has given no sign of life. It counts checks instead of reading a
+    clock: while the parent does not run either (a frozen container, a sleeping laptop), no check
+    happens and no worker becomes silent. Pure."""
 
     def __init__(self) -> None:
         self._signs = 0
         self._silent_checks = 0
 
     def check(self, signs: int) -> float:
-        """Compare with the last check, at least `CHECK_INTERVAL_S` ago.
-
-        signs: signs of life since the worker started. Returns: the least number of seconds since
-        the last new sign.
-        """
+        """Compare with the last check, at least `CHECK_INTERVAL_S` ago. signs: signs of life since
+        the worker started. Returns: the least number of seconds since the last new sign."""
         self._silent_checks = self._silent_checks + 1 if signs == self._signs else 0
         self._signs = signs
         return self._silent_checks * CHECK_INTERVAL_S
 
 
 def takers(serving: Sequence[bool]) -> list[int | None]:
-    """Choose the worker that accepts each listener's connections. Pure.
-
-    It is the listener's own worker if that one serves, else the first that does. None: no worker
-    serves, and the connections wait.
-    """
+    """Choose the worker that accepts each listener's connections: its own if that one serves, else
+    the first that does. None: no worker serves, and the connections wait. Pure."""
     substitute = serving.index(True) if True in serving else None
     return [own if serves else substitute for own, serves in enumerate(serving)]
 
@@ -198,7 +195,10 @@ class Workers:
         # A worker alone counts in its own memory, which takes a third of the time.
         if settings.access.mode == "keys" and proxy.workers > 1:
             self._limits = shared_memory(1)
-            self._limits_file = _limits_file(settings, self._limits, counts)
+            lost = counted(limits_lost(counts), "limits_lost")
+            unchecked = counted(limits_unchecked(counts), "limits_unchecked")
+            table = TableLimiter(self._limits, unchecked=unchecked, lost=lost)
+            self._limits_file = LimitsFile(limits_path(settings), table, lost=lost)
         self._serving: list[Child | None] = [None] * proxy.workers
         """By position, which is also the listener's number."""
         self._takers: list[Child | None] = [None] * proxy.workers
@@ -270,7 +270,7 @@ class Workers:
                     child = await self._surely(position)
                     continue
                 self._serving[position] = None
-            reason = await self._why(child)
+            reason = child.end_reason
             self._restarts.inc((reason,))
             wait_s = waits.restart_s(time.monotonic() - child.started)
             if reason == "ended":  # a person told it to: a worker drains or returns 0 only then
@@ -292,14 +292,6 @@ class Workers:
                     log.error("worker_hung", slot=slot, pid=pid, silent_s=silent_s)
                     child.end_hung()
                     self._assign()
-
-    async def _why(self, child: Child) -> str:
-        if child.hung:
-            return "hung"
-        if not child.ended.is_set():
-            return "ended"
-        code = child.process.returncode or 0
-        return "killed" if code < 0 else "failed" if code else "ended"
 
     async def _replace_all(self) -> None:
         log.info("workers_replaced_one_by_one", count=len(self._serving))
@@ -456,11 +448,3 @@ class Workers:
             log.error("workers_failed", exc_info=error)
             self._exit_code = 1
             self._end()
-
-
-def _limits_file(settings: Settings, memory: int, counts: MetricSet) -> LimitsFile:
-    """The file in which the parent keeps what is in the workers' table of limits."""
-    lost = counted(limits_lost(counts), "limits_lost")
-    unchecked = counted(limits_unchecked(counts), "limits_unchecked")
-    table = TableLimiter(memory, unchecked=unchecked, lost=lost)
-    return LimitsFile(limits_path(settings), table, lost=lost)

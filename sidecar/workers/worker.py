@@ -77,12 +77,9 @@ def decode_handover(text: str) -> Handover:
 
 
 def bind_listeners(host: str, port: int, count: int) -> list[tuple[socket.socket, ...]]:
-    """`count` listeners that share one port, each with a socket for every address of the host.
-
-    The kernel spreads new connections over them (SO_REUSEPORT).
-    Raises: OSError, also when any other process listens there: SO_REUSEPORT alone would let two
-    proxies of one user share a port unnoticed.
-    """
+    """`count` listeners that share one port, each with a socket for every address of the host. The
+    kernel spreads new connections over them (SO_REUSEPORT). Raises: OSError, also when any other
+    process listens there: SO_REUSEPORT alone would let two proxies of one user share a port."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
     if port:

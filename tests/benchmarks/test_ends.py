@@ -143,13 +143,6 @@ def test_the_load_counts_each_event_of_each_stream(ends: Ends, port: int, tmp_pa
     assert (report.refused, report.broken) == (0, 0)
 
 
-def test_latencies_are_counted_once_each(ends: Ends, port: int, tmp_path: Path) -> None:
-    report = load(ends, tmp_path, port, [of("small1")], connections=3)
-
-    assert sum(count for _, count in report.latency) == report.requests
-    assert report.replies_ever == report.requests
-
-
 Play = Callable[[socket.socket], None]
 
 
@@ -209,13 +202,3 @@ def test_a_reply_that_is_cut_is_broken_and_not_a_reply(ends: Ends, tmp_path: Pat
 
     assert report.broken > 0
     assert report.requests == 0
-
-
-def test_a_reply_of_garbage_ends_the_load_and_says_why(ends: Ends, tmp_path: Path) -> None:
-    garbage = STREAM + b"zz\r\n"
-
-    with (
-        server(lambda connection: connection.sendall(garbage)) as port,
-        pytest.raises(RuntimeError, match="a chunk's size"),
-    ):
-        load(ends, tmp_path, port, [PLAIN])

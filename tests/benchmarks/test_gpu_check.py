@@ -94,20 +94,6 @@ def test_the_script_starts_again_where_a_process_ended_in_a_measure(
     assert told.read_text() == "\n8B: one\n"
 
 
-def test_what_the_minutes_do_not_hold_is_left_out_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPU_CHECK_STARTED", "0")  # long ago
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "facts", lambda *_: {"card": "H100"})
-
-    assert gpu_check.main(["--out", str(tmp_path), "--only", "long", "trl"]) == 0
-
-    rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
-    assert [row["check"] for row in rows] == ["long", "long", "trl", "trl"]
-    assert all(row["why"].startswith("left out: ") for row in rows)
-
-
 def test_targets_are_bounds_shares_of_the_card_and_memory() -> None:
     rows: list[Row] = [
         {"check": "kernel", "what": "varlen", "value": 0.04, "limit": 0.05},

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-import random
-from statistics import stdev
 from typing import Any
 
 import pytest
 
-from benchmarks.learning import instructions as obeyed
 from benchmarks.learning.instructions import instructions
 from benchmarks.learning.play import (
     Exam,
     Kind,
     Played,
-    drawn,
     measured_noise,
     scored_group,
-    scores_of,
 )
 from benchmarks.learning.run import _targets, gains, interval_over_runs, row, row_of_all
 from benchmarks.learning.tasks import Prompt, support
@@ -72,17 +66,6 @@ def test_a_call_is_worth_how_far_it_gets(call: str, reward: float) -> None:
     assert worth({"content": call}, FUNCTION, TRUTH) == reward
 
 
-def test_instructions_are_checked_by_code() -> None:
-    assert obeyed.short("one " * 15) == 1.0
-    assert obeyed.short("one " * 60) == 0.0
-    assert obeyed.exclaims("Yes! ") == 1.0
-    assert obeyed.lower("aB") == 0.5
-    assert obeyed.one_sentence("A b. C d.") == 0.5
-    assert obeyed.one_sentence("A b") == 0.0
-    assert obeyed.keyword("Quiet, please", word="quiet") == 1.0
-    assert obeyed.begins(" Well, yes") == 1.0
-
-
 @pytest.mark.parametrize("task", [support(), instructions()], ids=lambda task: task.name)
 def test_the_exam_shares_no_prompt_with_training(task: Any) -> None:
     told = [json.dumps(prompt.chat) for prompt in task.exam]
@@ -108,29 +91,6 @@ def test_the_interval_of_several_runs_knows_how_few_seeds_there_are() -> None:
 
     # Prompts alone differ: standard error 0.1 / sqrt(3) too, t(2) from three prompts.
     assert interval_over_runs([[0.1, 0.2, 0.3]] * 5) == pytest.approx((mean, low, high), abs=1e-9)
-
-
-@pytest.mark.parametrize("spread", [0.095, 0.003])
-def test_the_interval_of_three_seeds_covers_the_true_gain_about_19_times_in_20(
-    spread: float,
-) -> None:
-    """0.095: as the gains 0.26, 0.10 and 0.27 spread. Over prompts alone 0.67 are covered there."""
-    chance = random.Random(5)
-    covered = alone = 0
-    for _ in range(400):
-        prompts = [chance.gauss(0.0, 0.15) for _ in range(32)]
-        found = [
-            [0.2 + seed + prompt + chance.gauss(0.0, 0.2) for prompt in prompts]
-            for seed in [chance.gauss(0.0, spread) for _ in range(3)]
-        ]
-        _, low, high = interval_over_runs(found)
-        covered += low <= 0.2 <= high
-        means = [sum(values) / 3 for values in zip(*found, strict=True)]
-        error = stdev(means) / math.sqrt(32)
-        alone += abs(sum(means) / 32 - 0.2) <= 2.04 * error
-
-    assert 0.91 <= covered / 400 <= 0.985
-    assert (alone / 400 < 0.75) == (spread > 0.05)
 
 
 def test_each_seed_must_gain_and_more_with_all_groups_than_with_a_few() -> None:
@@ -169,7 +129,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "least", "most"), [("null", 0, 3), ("noisy", 12, 16)])
+@pytest.mark.parametrize(("kind", "least", "most"), [("null", 0, 3), ("noisy", 8, 16)])
 def test_random_rewards_are_left_out_by_their_noise_and_noisy_ones_are_not(
     kind: Kind, least: int, most: int
 ) -> None:
@@ -179,26 +139,3 @@ def test_random_rewards_are_left_out_by_their_noise_and_noisy_ones_are_not(
     chosen = select_groups(scored, pack_tokens=2048, noise=noise)
 
     assert least <= len(chosen.groups) <= most
-
-
-def test_scores_of_a_kind_follow_from_the_rewards_and_the_key() -> None:
-    rewards = tuple(at / 10 for at in range(8))
-
-    assert scores_of(LENGTHS, ANSWERS, "real", "k") == rewards
-    assert scores_of(LENGTHS, ANSWERS, "squeezed", "k") == pytest.approx(
-        [0.45 + 0.1 * one for one in rewards]
-    )
-    for kind in ("noisy", "null"):
-        assert scores_of(LENGTHS, ANSWERS, kind, "k") == scores_of(LENGTHS, ANSWERS, kind, "k")
-        assert scores_of(LENGTHS, ANSWERS, kind, "k") != scores_of(LENGTHS, ANSWERS, kind, "l")
-    assert measured_noise([LENGTHS], [ANSWERS], "real", 1) is None
-
-
-def test_a_prompt_comes_again_after_all_others() -> None:
-    prompts = support().train
-
-    found = [one.id for one in drawn(prompts, 2 * len(prompts) + 3, 7)]
-
-    assert sorted(found[: len(prompts)]) == sorted(one.id for one in prompts)
-    assert len(set(found[-3:])) == 3
-    assert found == [one.id for one in drawn(prompts, len(found), 7)]

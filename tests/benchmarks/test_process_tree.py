@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from benchmarks.relay import process_tree
-from benchmarks.relay.contenders import Launch
-from benchmarks.relay.stage import Running, on_stage, pick_cores
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 """Uses this much CPU in all, however busy the machine is."""
@@ -68,36 +63,3 @@ def test_cpu_of_a_child_that_lives_counts() -> None:
 
     assert len(members) == 2
     assert used >= 0.2
-
-
-def cores_of(pid: int) -> set[frozenset[int]]:
-    """What its threads may run on."""
-    return {frozenset(os.sched_getaffinity(int(one))) for one in os.listdir(f"/proc/{pid}/task")}
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_contender_has_the_core_while_it_is_measured_and_leaves_it_with_all_its_threads() -> None:
-    code = (
-        "import threading\n"
-        "for _ in range(2): threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    cores, before = pick_cores(), os.sched_getaffinity(0)
-    with child(code) as run:
-        running = Running(name="x", port=0, pid=run.pid, launch=Launch(command=()))
-        with on_stage(running, cores):
-            measured = cores_of(run.pid)
-        idle = cores_of(run.pid)
-
-    assert os.sched_getaffinity(0) == before
-    assert measured == {frozenset({cores.proxy})}
-    assert idle == {frozenset({cores.ends})}
-
-
-def test_memory_that_was_let_go_is_in_the_peak_only() -> None:
-    with child("held = bytearray(64 * 2**20); del held") as run:
-        rss, peak = process_tree.rss_mb(run.pid), process_tree.peak_rss_mb(run.pid)
-        process_tree.reset_peak(run.pid)
-        after = process_tree.peak_rss_mb(run.pid)
-
-    assert peak >= rss + 50
-    assert after <= peak  # less where the kernel lets the peak begin anew

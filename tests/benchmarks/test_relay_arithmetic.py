@@ -9,7 +9,7 @@ from benchmarks.relay.histogram import Histogram, percentile_us
 from benchmarks.relay.measure import Sample
 from benchmarks.relay.memory import Soak, soak_target
 from benchmarks.relay.scan import growth_us_per_mb, scan_rows, scan_targets
-from benchmarks.relay.summary import Samples, cpu_per_request, p50, targets
+from benchmarks.relay.summary import Samples, cpu_per_request, targets
 
 
 def sample(
@@ -58,14 +58,6 @@ def test_a_percentile_is_the_smallest_value_that_reaches_the_share() -> None:
     assert percentile_us(histogram, 1.0) == 9.0
 
 
-def test_cpu_is_counted_per_reply_and_per_event() -> None:
-    # Half a core for a second of 10,000 replies: 50 microseconds each.
-    one = sample("nginx", cpu=0.5, requests=10_000, events=25_000)
-
-    assert one.cpu_us_per_request == pytest.approx(50.0)
-    assert one.cpu_us_per_event == pytest.approx(20.0)
-
-
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
     # Rounds: 20/10, 90/30, 40/40. The medians' ratio would be 40/30.
     pairs = [(0.02, 0.01), (0.09, 0.03), (0.04, 0.04)]
@@ -79,17 +71,6 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
     )
 
     assert samples.ratio("ours-off", "nginx", "small32", cpu_per_request) == pytest.approx(2.0)
-
-
-def test_what_is_added_is_over_the_upstream_alone() -> None:
-    samples = Samples(
-        [
-            sample("upstream", "small1", latency=[(20_000, 1)]),
-            sample("ours-off", "small1", latency=[(70_000, 1)]),
-        ]
-    )
-
-    assert samples.added("ours-off", "small1", p50) == pytest.approx(50.0)
 
 
 def test_other_work_is_what_the_core_did_beside_the_contender() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -109,30 +107,6 @@ def test_every_reply_that_the_load_got_is_counted_and_captured(tmp_path: Path) -
     ]
     assert min(arms) > 0
     assert not (tmp_path / "x").exists()  # it cleans up after itself
-
-
-@needs_machine
-def test_the_quick_mode_measures_and_writes_what_was_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "BENCH", tmp_path / "bench")
-    monkeypatch.setattr(run, "_alone", nullcontext)  # a run beside it does not hold up a test
-    # Two seconds, because a busy machine may answer nothing in a shorter window.
-    words = ["--only", "upstream,ours-off", "--scenario", "small1", "--seconds", "2"]
-
-    code = run.main([*words, "--rounds", "1", "--out", str(tmp_path)])
-
-    written = json.loads((tmp_path / "relay-part.json").read_text())
-    measured = [row for row in written["rows"] if row["scenario"] == "small1"]
-    assert [row["contender"] for row in measured] == ["upstream", "ours-off"]
-    assert all(row["rps"] > 0 and row["refused"] == 0 for row in measured)
-    assert measured[1]["added_p50_us"] > 0
-    # The one target that these two can be judged by.
-    assert [target["what"] for target in written["targets"]] == [
-        "added p99 in ms, ours-off, 1 connection"
-    ]
-    assert code == (0 if written["targets"][0]["holds"] else 1)
-    assert "small1: 0.9 kB replies, 1 connection" in capsys.readouterr().out
 
 
 def test_every_peer_is_pinned_and_none_is_a_compromised_release() -> None:

@@ -127,13 +127,6 @@ def entries(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_position_bias_goes_from_the_first_to_the_last() -> None:
-    said = reply_to(art_prompt(MADE), Traits(noise=0.0, slope=0.2), TRUTH)
-
-    assert said.meant == (0.9, 0.5, 0.1)  # +0.1, 0, -0.1
-    assert [entry["trajectory_id"] for entry in entries(said.text)] == ["1", "2", "3"]
-
-
 def test_hostile_text_fools_the_judge_that_can_be_fooled_at_art_and_not_at_ours() -> None:
     made = injections.attacked(1, "a")
     assert len(made) == 2 * len(injections.TEXTS)
@@ -182,28 +175,6 @@ def test_one_side_is_summed_up_by_hand() -> None:
     assert one.first_bias == pytest.approx((0.0 + (-0.6 - 0.3)) / 2)
     assert one.twins_apart is None
     assert (one.calls, one.prompt_tokens, one.completion_tokens) == (1.0, 100.0, 10.0)
-
-
-def test_a_score_that_is_no_number_is_wrong_and_orders_nothing() -> None:
-    scores = (float("nan"), 0.5, 0.2)
-
-    one = compare([MADE], [Outcome(scores=scores)], [call(MADE.cases, MADE.truth)])
-
-    assert one.wrong == 1.0
-    assert one.first_bias is None
-    assert one.tau is not None
-    assert one.tau.value == pytest.approx(1 / 3**0.5)  # one pair of three is ordered
-
-
-def test_equal_answers_with_different_scores_are_counted() -> None:
-    twins = in_order(MADE, (0, 1, 0))
-    meant = meant_scores([call(twins.cases, (0.8, 0.5, 0.7))])
-
-    one = compare([twins], [Outcome(scores=(0.8, 0.5, 0.7))], [])
-
-    assert one.twins_apart == 1.0
-    assert not is_wrong(twins, (0.8, 0.5, 0.7), meant)
-    assert is_wrong(twins, (0.8, 0.5, 0.6), meant)
 
 
 def test_two_passes_mean_the_mean_of_their_last_attempts() -> None:

@@ -6,13 +6,12 @@ import asyncio
 
 import httpx
 
-from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE, OVERLONG, REFUSAL, lessons, topic
+from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE
 from benchmarks.sabotage.play import Exposed, Played, Told
 from benchmarks.sabotage.run import targets_of
 from benchmarks.sabotage.stalling import stalling
 from benchmarks.sabotage.visitors import Visit
 from demo.ports import free_port
-from demo.stand_in_rule import score_answer
 from support.adapter_endpoints import MODEL, vllm_in_thread
 
 
@@ -50,17 +49,6 @@ def test_what_the_gate_must_see_meets_no_user_and_the_good_one_is_promoted() -> 
     assert failing(told(failed=0, elsewhere=0, exposed=1)) == ["gated, noise: sessions exposed"]
     good = told(failed=0, elsewhere=0, good="inconclusive")
     assert failing(good) == ["gated, good: promoted"]
-
-
-def test_the_lessons_are_as_good_and_as_bad_as_they_should_be() -> None:
-    taught = lessons(GOOD)
-
-    assert len(taught) == 40
-    assert min(score_answer(one.answer, one.prompt)[0] for one in taught) > 0.7
-    assert all(one.ends for one in taught)
-    assert not any(one.ends for one in lessons(OVERLONG))
-    assert {one.answer for one in lessons("always refuses")} == {REFUSAL}
-    assert topic("Where is my parcel?") == "parcel"
 
 
 async def test_only_the_chats_of_a_stalled_adapter_hang() -> None:

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.sessions.bfcl import SETS
 from benchmarks.sessions.finders import by_key, by_tree
 from benchmarks.sessions.mixes import BY_NAME, MIXES, Mix
-from benchmarks.sessions.records import SentRequest
 from benchmarks.sessions.run import main
 from benchmarks.sessions.scoring import score
 from benchmarks.sessions.streams import Data
@@ -110,79 +109,12 @@ def test_a_true_parent_is_in_the_same_session_and_started_before(mix: Mix, data:
     assert begun == {one.true_session for one in stream}
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=[mix.name for mix in MIXES])
-def test_a_stream_is_the_same_each_time(mix: Mix, data: Data) -> None:
-    assert mix.make(data, "seed") == mix.make(data, "seed")
-    assert mix.make(data, "seed") != mix.make(data, "other")
-
-
-def calls_of(one: SentRequest) -> list[dict[str, dict[str, str]]]:
-    return [call for raw in one.replies for call in json.loads(raw).get("tool_calls", ())]
-
-
-def parents(stream: list[SentRequest]) -> list[tuple[SentRequest, SentRequest]]:
-    """Each request that has a parent, with it."""
-    by_name = {one.exchange_id: one for one in stream}
-    return [(one, by_name[one.true_parent]) for one in stream if one.true_parent]
-
-
-def test_the_prompt_of_a_sub_agent_is_an_argument_of_the_call_that_its_parent_made(
-    data: Data,
-) -> None:
-    stream = [
-        one for one in BY_NAME["sub-agents"].make(data, "seed") if one.surface == "chat"
-    ]  # its messages are the easiest to read
-
-    begun = 0
-    for one, parent in parents(stream):
-        system, first, *more = json.loads(one.request)["messages"]
-        if more or "sub-agent" not in system["content"]:
-            continue
-        prompts = [json.loads(call["function"]["arguments"]) for call in calls_of(parent)]
-        assert first["content"] in [prompt["prompt"] for prompt in prompts]
-        begun += 1
-    assert begun > TASKS
-
-
-def test_a_retry_is_the_same_bytes_and_shares_the_parent(data: Data) -> None:
-    stream = BY_NAME["retries"].make(data, "seed")
-
-    lost = [one for one in stream if not one.replies]
-    assert lost
-    for one in lost:
-        again = [other for other in stream if other.request == one.request and other is not one]
-        assert one.true_parent in [other.true_parent for other in again]
-        assert one.true_session in [other.true_session for other in again]
-
-
 @pytest.mark.parametrize("name", ["retries", "regenerations", "edits", "parallel"])
 def test_a_branch_shares_its_parent_with_another_request(name: str, data: Data) -> None:
     stream = BY_NAME[name].make(data, "seed")
 
     named = [one.true_parent for one in stream if one.true_parent]
     assert len(named) > len(set(named))
-
-
-@pytest.mark.parametrize("name", ["summary", "system", "transcript"])
-def test_after_a_summary_the_text_of_it_is_sent_and_the_history_is_not(
-    name: str, data: Data
-) -> None:
-    stream = BY_NAME[f"compaction-{name}"].make(data, "seed")
-
-    summaries = [
-        one for one in stream if b"Summarise" in one.request.rpartition(b'"role": "user"')[2]
-    ]
-    assert len(summaries) > TASKS
-    for one in summaries:
-        text = json.dumps(json.loads(one.replies[0])["content"], ensure_ascii=False)[1:-1].encode()
-        later = [
-            other
-            for other in stream
-            if other.true_session == one.true_session and other.at > one.at
-        ]
-        assert text in later[0].request
-        if name != "transcript":
-            assert later[0].true_parent == one.exchange_id
 
 
 def test_a_clock_mixes_no_conversations_by_their_key_and_the_tree_links_turns(data: Data) -> None:

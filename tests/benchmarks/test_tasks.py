@@ -9,13 +9,10 @@ import pytest
 
 from benchmarks.learner.art import FOLDER
 from benchmarks.tasks import art
-from benchmarks.tasks.run import merged
-from benchmarks.tasks.spoken import CASES, make_tokenizer, turns
 from benchmarks.tasks.world import (
     ACTIONS,
     SIZE,
     STEPS,
-    TRAPS,
     Floats,
     Site,
     as_large,
@@ -28,21 +25,12 @@ from benchmarks.tasks.world import (
     site,
     survivors,
 )
-from ingest.sessions.rows import join_rows
-from ingest.tasks.keys import why_excluded
 
 FLAT = np.zeros((STEPS, ACTIONS))
 
 
 def a_site(seed: int = 1) -> Site:
     return site(np.random.default_rng(seed))
-
-
-def test_a_trap_looks_best_and_costs_most() -> None:
-    place = a_site()
-    for step in TRAPS:
-        assert place.looks[step].argmax() == 0
-        assert place.effect[step].argmin() == 0
 
 
 def test_the_uniform_policy_gained_nothing_and_the_best_one_all() -> None:
@@ -79,11 +67,6 @@ def test_groups_are_of_told_sessions_and_hold_a_user_once() -> None:
         assert sum(one.ready.caller == "user:one" for one, _ in group) <= 1
 
 
-def test_merged_sessions_are_what_the_product_refuses() -> None:
-    reasons = [why_excluded(steps) for steps in merged()]
-    assert reasons == ["too_many_callers", "too_many_openings", "several_tasks"]
-
-
 def test_steps_of_one_size_keep_their_directions() -> None:
     def doubled(rewards: Sequence[Sequence[float]]) -> list[float]:
         return [2 * one for group in rewards for one in group]
@@ -92,17 +75,6 @@ def test_steps_of_one_size_keep_their_directions() -> None:
     # Ours are 1, -1, 0 and 0: together 2. Theirs are 2, 0, 2 and 2: together 6.
     assert found == pytest.approx([2 / 3, 0.0, 2 / 3, 2 / 3])
     assert as_large(doubled, leave_one_out)([(0.0, 0.0)]) == [0.0, 0.0]
-
-
-def test_a_session_is_spoken_as_one_row_unless_its_history_changes() -> None:
-    tokenizer = make_tokenizer()
-    rows = {}
-    for case in CASES:
-        said = turns(
-            tokenizer, (0, 1, 2, 3, 0, 1), case, lambda _, s: [-1.0] * len(s), task=1, name="s"
-        )
-        rows[case] = len(join_rows(turn.tokens for turn in said))
-    assert rows == {"plain": 1, "tool calls": 1, "other tokens": 2, "rewritten": 2}
 
 
 @pytest.mark.skipif(not (FOLDER / "art").is_dir(), reason="benchmarks/tasks/setup has not run")

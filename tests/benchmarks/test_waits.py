@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.ruler.run import ttft_target
-from benchmarks.ruler.users.load import Asked, _says_something
-from benchmarks.ruler.users.ttft import OFF, ON, _over_off, _sliced
+from benchmarks.ruler.users.ttft import OFF, ON, _over_off
 from benchmarks.ruler.users.waits import percentile, ratio
 
 
@@ -29,32 +28,6 @@ def test_equal_arms_have_the_ratio_1_and_slower_ones_their_factor() -> None:
 
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
     assert (twice.value, twice.low, twice.high) == (2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}', False),
-        ('data: {"choices": [{"delta": {"content": "Hi"}}]}', True),
-        ('data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}', True),
-        ('data: {"choices": [], "usage": {}}', False),
-        ("data: [DONE]", False),
-        ("", False),
-    ],
-)
-def test_a_first_token_is_a_piece_of_the_answer_or_its_end(line: str, says: bool) -> None:
-    assert _says_something(line) is says
-
-
-def test_waits_of_five_seconds_are_one_slice_and_failed_requests_have_none() -> None:
-    asked = [
-        Asked(at=5.0, first_s=0.1),
-        Asked(at=9.9, first_s=0.2),
-        Asked(at=10.0, first_s=0.3),
-        Asked(at=11.0, first_s=None, error="status 500"),
-    ]
-
-    assert _sliced(asked) == [[0.1, 0.2], [0.3]]
 
 
 def test_an_arm_is_compared_with_the_one_without_sampling() -> None:

@@ -20,7 +20,7 @@ from ingest.grouping.request import (
     STRICT_TOOLS,
     EngineFacts,
     candidate_body,
-    masking_field,
+    masking_fields,
 )
 from ingest.vllm.probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
 from tests.clients.servers import ENGINE_CORE, process, wait_until_ready
@@ -156,5 +156,5 @@ def test_a_strict_tool_is_a_grammar_and_a_plain_one_is_not(engine: Engine) -> No
     assert engine.only_answer(**TOOLS) == ANSWER
     # The call that the grammar allows is all that is left beside the unlikely answer.
     assert engine.only_answer(**strict_tools) != ANSWER
-    assert masking_field({"messages": [], **TOOLS}) is None
-    assert masking_field({"messages": [], **strict_tools}) == STRICT_TOOLS
+    assert list(masking_fields({"messages": [], **TOOLS})) == []
+    assert next(masking_fields({"messages": [], **strict_tools})) == STRICT_TOOLS

@@ -25,14 +25,6 @@ def test_a_chosen_port_is_refused_until_its_server_listens_and_is_given_to_nobod
             socket.create_connection(("127.0.0.1", port), 5).close()
 
 
-def test_the_preferred_port_is_taken_where_nothing_listens_on_it() -> None:
-    port = free_port()
-
-    assert free_port(port) == port
-    with socket.create_server(("127.0.0.1", port)):
-        assert free_port(port) != port
-
-
 def test_the_followers_are_reserved_too() -> None:
     port = free_port(followers=2)
 

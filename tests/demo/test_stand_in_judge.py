@@ -57,27 +57,6 @@ def test_the_rule_by_hand(text: str, score: float) -> None:
     assert value(text) == pytest.approx(score, abs=6e-5)  # scores have four places
 
 
-def test_the_weights_of_a_long_sentence_by_hand() -> None:
-    # 40 words of 4 letters and a blank between: 40 * 4 + 39 + 1 = 200 characters.
-    text = " ".join(["word"] * 40) + "."
-    parts = score_parts(text)
-    assert parts == {"complete": 1.0, "polite": 0.0, "short": 0.5, "brevity": 0.5}
-    # .35 + .35 * .5 + .05 * .5 = .55, off the topic: half.
-    assert value(text) == 0.275
-
-
-@pytest.mark.parametrize(
-    ("words", "short"), [(4, 1.0), (20, 1.0), (30, 0.75), (50, 0.25), (60, 0.0), (80, 0.0)]
-)
-def test_short_falls_from_twenty_words_to_nothing_at_sixty(words: int, short: float) -> None:
-    assert score_parts(" ".join(["word"] * words) + ".")["short"] == short
-
-
-@pytest.mark.parametrize(("sentences", "short"), [(1, 1.0), (2, 1 / 2), (3, 1 / 3), (4, 1 / 4)])
-def test_short_falls_with_each_further_sentence(sentences: int, short: float) -> None:
-    assert score_parts(" ".join(["We can do it."] * sentences))["short"] == pytest.approx(short)
-
-
 @pytest.mark.parametrize(
     "text",
     [

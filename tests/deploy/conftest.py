@@ -25,7 +25,7 @@ from deploy.canary.gate_store import SETTLED_S
 from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.records import AdapterVersion, Canary
-from deploy.registry import audit, canaries, routing_writer, transitions, versions
+from deploy.registry import audit, canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.supervise import LoopView
 from ingest.privacy.screen import Screen
@@ -167,12 +167,33 @@ class World:
             gate=gate or self.gate(),
             rules=self.rules,
             limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
-            model=self.line.name,
             line=self.line,
             approval=self.approval,
             on_change=on_change,
             clock=self.clock,
         )
+
+    def keeper(
+        self, control: FakeControl | None = None, replica: str = "", **more: Any
+    ) -> Reconciler:
+        """A new reconciler of one vLLM, the world's own by default."""
+        return Reconciler(
+            database=self.database,
+            control=control or self.control,
+            replica=replica,
+            **{"model": "m", "max_loras": 4, "clock": self.clock, **more},
+        )
+
+    def fleet(self, controls: Mapping[str, FakeControl]) -> Fleet:
+        return Fleet({url: self.keeper(control, url) for url, control in controls.items()})
+
+    def serve_five(self) -> list[str]:
+        """Five versions, promoted one after the other and all loaded: one is too many."""
+        names = [self.register(version) for version in range(1, 6)]
+        for name in names:
+            self.promote(name)
+            self.control.adapters[name] = self.adapter(name).path
+        return names
 
     def register(self, version: int, *, parent: str = BASE, **folder: Any) -> str:
         """What a training run does at its end. Returns: the adapter's name."""
@@ -334,25 +355,67 @@ class World:
 
     def promote(self, name: str) -> None:
         """Take a registered adapter through a canary that passes, without the controller."""
-        self._take(name, PASSING)
+        self.begin(name, PASSING)
 
     def ramp(self, name: str) -> None:
         """Take a registered adapter to the first step of its ramp, without the controller."""
-        self._take(name, PASSING[:2])
+        self.begin(name, PASSING[:2])
 
-    def _take(self, name: str, moves: Sequence[Move]) -> None:
+    async def to_ramp(self, name: str = "") -> str:
+        """Tick until this candidate, or a new one, ramps. Returns: its name.
+
+        One tick loads it, two judge four prompts, two at a time.
+        """
+        found = name or self.register(1)
+        self.hold_out(4)
+        self.clock.now += 1.0
+        for _ in range(3):
+            await self.controller().tick()
+        assert self.canary(found).phase == "ramping"
+        return found
+
+    def start(self, reference: str, *, steps: tuple[int, ...] | None = None) -> Canary:
+        """What an operator does to have a version tried."""
         with self.database.write() as session:
-            begun = transitions.begin(
+            return candidates.start(
+                session,
+                self.line.name,
+                reference,
+                steps=steps or self.rules.steps,
+                now=self.clock.now,
+                actor="me",
+                reason="try it",
+            )
+
+    def act(self, action: str, name: str) -> Canary:
+        """What an operator does to a candidate's canary: "pause", "abort", ..."""
+        with self.database.write() as session:
+            verb = getattr(transitions, action)
+            row = self.canary_row(session, name)
+            after: Canary = verb(session, row, reason="by hand", now=self.clock.now, actor="me")
+        return after
+
+    def move(self, name: str, *moves: Move) -> None:
+        """Make these moves of a candidate's canary, without the controller."""
+        for move in moves:
+            with self.database.write() as session:
+                canary = canaries.to_canary(self.canary_row(session, name))
+                assert transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
+
+    def begin(
+        self, name: str, moves: Sequence[Move] = (), steps: tuple[int, ...] = (5_000,)
+    ) -> None:
+        """Begin a registered adapter's canary, and make these moves, without the controller."""
+        with self.database.write() as session:
+            transitions.begin(
                 session,
                 model=self.line.name,
                 candidate=name,
-                steps=(5000,),
+                steps=steps,
                 now=self.clock.now,
                 actor="t",
             )
-            for move in moves:
-                canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
-                transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
+        self.move(name, *moves)
 
     @staticmethod
     def canary_row(session: Session, candidate: str) -> CanaryRow:
@@ -479,13 +542,7 @@ def make_api(world: World) -> MakeApi:
         scopes: str = "",
         lines: tuple[Line, ...] = (),
     ) -> Api:
-        reconciler = Reconciler(
-            database=world.database,
-            control=world.control,
-            model="m",
-            max_loras=4,
-            clock=world.clock,
-        )
+        reconciler = world.keeper()
         changes: list[int] = []
         loops: dict[str, LoopView] = {"tick": LoopView()}
         colon = f":{scopes}" if scopes else ""

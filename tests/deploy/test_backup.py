@@ -9,7 +9,6 @@ import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +19,7 @@ from deploy.errors import BackupError
 from deploy.registry import versions
 from learner.adapter_folder import WEIGHTS, folder_digest
 from sidecar.store.database import Database
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 @pytest.fixture

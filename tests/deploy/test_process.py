@@ -11,18 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
 from demo.ports import free_port
-from learner.adapter_folder import folder_digest
-from sidecar.store.models import AdapterRow, CanaryRow
 from support.adapter_endpoints import vllm_in_thread
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -141,47 +137,6 @@ def test_a_vllm_that_only_samples_gets_the_adapters_and_is_waited_for_by_nobody(
     assert (one.loads, other.loads) == ([name], [name])
     assert list(engine["replicas"]) == [serving]
     assert engine["away"] is None
-
-
-def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
-    tmp_path: Path, world: World
-) -> None:
-    broken = world.register(1)
-    folder = Path(world.adapter(broken).path)
-    weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes().replace(b'"BF16"', b"[]    "))
-    with world.database.write() as session:
-        session.get_one(AdapterRow, broken).digest = folder_digest(folder)
-    with vllm_in_thread() as (url, vllm):
-        vllm.overrides["/v1/completions"] = (500, b"")  # no probe: the canary stays where it began
-        config = write_config(
-            tmp_path,
-            serving={"upstreams": [url], "model": "m"},
-            store={"url": world.database.url},
-        )
-        with control(config) as process:
-            admin = wait_for(process, "control_ready")["admin"]
-            moved = wait_for(process, "canary_moved")
-            assert (moved["candidate"], moved["after"]) == (broken, "rolled_back")
-
-            world.register(2)
-            began = wait_for(process, "canary_began")
-            with world.database.write() as session:
-                row = session.get_one(CanaryRow, began["canary"])
-                row.evidence = {}  # the steps of the ramp are lost
-            moved = wait_for(process, "canary_moved")
-            assert (moved["canary"], moved["after"]) == (began["canary"], "rolled_back")
-            assert "cannot be read" in moved["reason"]
-
-            ready = httpx.get(f"{admin}/readyz")
-            audit = httpx.get(f"{admin}/admin/v1/audit")
-            back = httpx.get(f"{admin}/healthz")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-
-    assert [answer.status_code for answer in (ready, audit, back)] == [200, 200, 200]
-    assert set(ready.json()["loops"].values()) == {"ok"}
-    assert broken not in vllm.loads
 
 
 def test_a_taken_port_is_one_line_and_exit_1(

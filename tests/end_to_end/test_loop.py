@@ -32,7 +32,7 @@ from deploy.cli.main import main
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
 
 MAX_TOKENS = 16
 """The longest answer that a customer asks for: the story is about the machinery, and on a processor

@@ -6,23 +6,25 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from ingest.records import Answer, Group
+from ingest.judge_watch import JudgeState, read_judge_state
+from ingest.records import Answer, Group, ScoredGroup
 from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.judging import JudgingWorker
 from ingest.store.exchanges import save_exchange
-from ingest.store.groups import mark_sampled, save_group
+from ingest.store.groups import load_scored_group, mark_sampled, save_group
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
 from support.clock import Clock
-from support.fake_judge import FakeJudge, Shown, score_by_content, scores_reply, shown_answers
+from support.fake_judge import FakeJudge, Shown, score_by_content, shown_answers
 from support.ingest_kit import filled_bus, kit
 from support.stores import NewStore
 
@@ -220,18 +222,13 @@ class JudgeKit:
     """What the tests of RULER and of the judges use."""
 
     FakeJudge = FakeJudge
-    shown_answers = staticmethod(shown_answers)
-    scores_reply = staticmethod(scores_reply)
     score_by_content = staticmethod(score_by_content)
     completion = staticmethod(completion)
     answer_with = staticmethod(answer_with)
-    put_group = staticmethod(put_group)
     status = staticmethod(status)
     group_row = staticmethod(group_row)
     counts = staticmethod(counts)
-    calls = staticmethod(calls)
     worker = staticmethod(worker)
-    until = staticmethod(until)
 
     def __init__(self) -> None:
         self.servers: list[ScriptedServer] = []
@@ -253,6 +250,52 @@ class JudgeKit:
             LiteLlmJudge(JudgeSettings(**{**values, "api_base": server_url, **settings}))
         )
         return self.judges[-1]
+
+
+@dataclass
+class Bench:
+    """A store with groups, a clock, and the judging worker between them."""
+
+    kit: JudgeKit
+    database: Database
+    clock: Clock
+
+    def put(self, name: str, *texts: str, **changes: Any) -> None:
+        put_group(self.database, name, *texts, **changes)
+
+    def status(self, name: str) -> tuple[str, str | None]:
+        return status(self.database, name)
+
+    def row(self, name: str) -> GroupRow:
+        return group_row(self.database, name)
+
+    def counts(self, stage: str) -> dict[str, int]:
+        return counts(self.database, stage)
+
+    def calls(self) -> list[JudgeCallRow]:
+        return calls(self.database)
+
+    def worker(self, judge: Judge, **settings: Any) -> JudgingWorker:
+        return worker(self.database, judge, self.clock, **settings)
+
+    def scored(self, name: str = "g1") -> ScoredGroup:
+        with self.database.read() as session:
+            found = load_scored_group(session, name)
+        assert found is not None
+        return found
+
+    @property
+    def state(self) -> JudgeState:
+        """What is known of the judge."""
+        with self.database.read() as session:
+            found = read_judge_state(session)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def bench(judge_kit: JudgeKit, database: Database, clock: Clock) -> Bench:
+    return Bench(judge_kit, database, clock)
 
 
 @pytest.fixture

@@ -22,14 +22,12 @@ from ingest.importing import (
     open_rows,
 )
 from ingest.intake.choose import Sessions
-from ingest.intake.consume import Consumed, consume
-from ingest.store.exchanges import load_exchange
-from ingest.store.groups import load_group
+from ingest.intake.consume import Consumed
 from sidecar.bounds import bound
 from sidecar.feedback import Feedback, decode_feedback, encode_feedback
 from sidecar.records import Exchange, encode_exchange
 from sidecar.store.models import AliasRow
-from support.ingest_kit import Kit, MemoryBus, packed
+from support.ingest_kit import Kit
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
 TOOL = {"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}
@@ -132,7 +130,7 @@ def made(form: str, row: Mapping[str, Any], **changes: Any) -> Exchange:
 @pytest.mark.parametrize(
     ("form", "row"), [("litellm", LITELLM), ("langfuse", LANGFUSE)], ids=["litellm", "langfuse"]
 )
-def test_a_row_becomes_an_exchange_that_is_never_trained_on(
+def test_a_row_becomes_an_exchange_that_is_not_trained_on(
     form: str, row: Mapping[str, Any]
 ) -> None:
     found = made(form, row)
@@ -189,6 +187,7 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
 @pytest.mark.parametrize(
     ("form", "row", "change", "reason"),
     [
+        ("litellm", LITELLM, {"id": None}, "no_id"),
         ("litellm", LITELLM, {"status": "failure"}, "failed"),
         ("litellm", LITELLM, {"call_type": "aembedding"}, "no_chat"),
         ("litellm", LITELLM, {"messages": "redacted-by-litellm"}, "cut_or_redacted"),
@@ -220,11 +219,6 @@ def test_what_is_no_chat_is_left_out_by_its_reason(
 ) -> None:
     with pytest.raises(LeftOutError, match=f"^{reason}$"):
         made(form, {**row, **change})
-
-
-def test_a_row_without_an_id_is_left_out() -> None:
-    with pytest.raises(LeftOutError, match=r"^no_id$"):
-        made("litellm", {**LITELLM, "id": None})
 
 
 @pytest.mark.parametrize("value", ["Infinity", "0.5", 10**30, True, None, [1]])
@@ -309,9 +303,7 @@ def rows_of(tmp_path: Path, *rows: Mapping[str, Any]) -> list[Path]:
     ],
     ids=["page-of-an-api", "byte-order-mark", "cut-array", "cut-page"],
 )
-def test_other_files_are_read_or_counted(
-    tmp_path: Path, text: str, found: int, reason: Mapping[str, int]
-) -> None:
+def test_files_are_read(tmp_path: Path, text: str, found: int, reason: Mapping[str, int]) -> None:
     path = tmp_path / "log.json"
     path.write_text(text % json.dumps(LITELLM), encoding="utf-8")
     work = new_import()
@@ -375,7 +367,7 @@ def test_rows_come_in_the_order_of_their_times(tmp_path: Path) -> None:
         ({"trace_id": None, "session_id": "s1", "value": 0}, "session", -1),
     ],
 )
-def test_a_score_becomes_feedback_on_what_was_imported(
+def test_a_score_becomes_feedback(
     tmp_path: Path, scored: Mapping[str, Any], kind: str, score: float
 ) -> None:
     row = {"id": "score-1", "name": "helpful", "timestamp": "2026-09-22 00:00:00.0", **scored}
@@ -401,7 +393,7 @@ def test_a_score_becomes_feedback_on_what_was_imported(
         ({"value": "good"}, "no_number"),
     ],
 )
-def test_a_score_that_says_nothing_of_an_import_is_left_out(
+def test_a_score_of_nothing_imported_is_left_out(
     tmp_path: Path, change: Mapping[str, Any], reason: str
 ) -> None:
     row = {
@@ -423,22 +415,16 @@ def test_a_score_that_says_nothing_of_an_import_is_left_out(
 @pytest.mark.parametrize("held_out", [False, True], ids=["group", "held-out"])
 def test_an_import_starts_a_group_without_its_own_answer(kit: Kit, held_out: bool) -> None:
     found = made("litellm", LITELLM)
-    bus = MemoryBus([payload for _, payload in packed([found, found])])
     sessions = Sessions(held_out_rate=float(held_out))
 
-    taken = consume(bus, kit.database, limit=10, sessions=sessions, now=1_790_000_900.0)
+    taken = kit.take(found, found, sessions=sessions, now=1_790_000_900.0)
 
     assert taken == Consumed(stored=1, repeated=1), "the same row again changes nothing"
     kit.choose()
-    with kit.database.read() as session:
-        stored = load_exchange(session, found.exchange_id)
-        group = load_group(session, group_id_of(found.exchange_id))
-    assert stored is not None
+    assert kit.stored(found.exchange_id).selection == ("held_out" if held_out else "chosen")
     if held_out:
-        assert (stored.selection, group) == ("held_out", None)
         return
-    assert stored.selection == "chosen"
-    assert group is not None
+    group = kit.group(group_id_of(found.exchange_id))
     assert (group.adapter, group.prompt_token_ids, group.answers) == ("base", IDS, ())
 
 
@@ -462,7 +448,4 @@ def test_an_import_that_waits_is_for_the_champion_of_the_time_when_it_is_chosen(
 
     kit.choose()
 
-    with kit.database.read() as session:
-        group = load_group(session, group_id_of(found.exchange_id))
-    assert group is not None
-    assert group.adapter == "smollm--v1"
+    assert kit.group(group_id_of(found.exchange_id)).adapter == "smollm--v1"

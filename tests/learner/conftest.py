@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import select
 
 from ingest.records import Answer, Group, ScoredGroup
+from ingest.store.groups import mark_sampled, mark_scored, save_group
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.records import (
     CheckedAnswers,
@@ -23,10 +25,11 @@ from learner.records import (
     TrainingJob,
     TrainingOutcome,
 )
+from learner.runs.train import Run, Trainer
 from sidecar.settings import Learner, Serving, Settings, Store
-from sidecar.store.codec import pack_floats, pack_ids
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database, compress
-from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
+from sidecar.store.models import AdapterRow, AliasRow, CounterRow, ExchangeRow, GroupRow
 from support.clock import Clock
 from support.stores import NewStore
 
@@ -36,12 +39,9 @@ if TYPE_CHECKING:
 VOCABULARY = 48
 NOW = 1_000_000.0
 
-MakeRow = Callable[..., TrainableRow]
-MakeGroup = Callable[..., TrainingGroup]
-MakeAnswer = Callable[..., Answer]
-MakeScoredGroup = Callable[..., ScoredGroup]
 PutGroup = Callable[[ScoredGroup], None]
 PutVersion = Callable[..., str]
+NewRun = Callable[..., Run]
 """The fixtures of these names; each fixture's docstring gives its arguments."""
 
 
@@ -126,7 +126,7 @@ def settings(
     )
 
 
-def _row(
+def make_row(
     token_ids: Sequence[int],
     advantage: float = 1.0,
     *,
@@ -145,35 +145,76 @@ def _row(
     )
 
 
-@pytest.fixture
-def row() -> MakeRow:
-    """row(token_ids, advantage, logprobs=, temperature=, trainable=, kept=)."""
-    return _row
+def make_group(
+    prompt: Sequence[int],
+    rows: Sequence[TrainableRow],
+    *,
+    adapter: str = "base",
+    group_id: str = "g",
+) -> TrainingGroup:
+    """Scores follow the advantages."""
+    return TrainingGroup(
+        group_id=group_id,
+        adapter=adapter,
+        prompt_token_ids=tuple(prompt),
+        rows=tuple(rows),
+        scores=tuple(0.5 + row.advantage / 2 for row in rows),
+    )
 
 
-@pytest.fixture
-def group() -> MakeGroup:
-    """group(prompt, rows, adapter=, group_id=): scores follow the advantages."""
-
-    def make(
-        prompt: Sequence[int],
-        rows: Sequence[TrainableRow],
-        *,
-        adapter: str = "base",
-        group_id: str = "g",
-    ) -> TrainingGroup:
-        return TrainingGroup(
-            group_id=group_id,
-            adapter=adapter,
-            prompt_token_ids=tuple(prompt),
-            rows=tuple(rows),
-            scores=tuple(0.5 + row.advantage / 2 for row in rows),
-        )
-
-    return make
+def logprobs_of(
+    policy: Policy, prompt: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[tuple[float, ...]]:
+    """[answers][tokens] nats under the policy."""
+    return own_logprobs(policy, make_group(prompt, [make_row(ids) for ids in answers]))
 
 
-def _answer(index: int, **changes: Any) -> Answer:
+def own_logprobs(policy: Policy, group: TrainingGroup) -> list[tuple[float, ...]]:
+    """[trainable rows][tokens] nats under the policy."""
+    import torch
+
+    from learner.policy.packing import pack_group
+
+    rows = [replace(row, kept=()) for row in group.rows if row.trainable]
+    (pack,) = pack_group(replace(group, rows=tuple(rows)), max_tokens=10_000)
+    with torch.no_grad():
+        values = policy.logprobs(pack)[0].split([len(row.token_ids) for row in rows])
+    return [tuple(one.tolist()) for one in values]
+
+
+def on_policy(policy: Policy, group: TrainingGroup) -> TrainingGroup:
+    """The group as if the policy had sampled it."""
+    found = iter(own_logprobs(policy, group))
+    rows = [replace(row, logprobs=next(found)) if row.trainable else row for row in group.rows]
+    return replace(group, rows=tuple(rows))
+
+
+def with_effect(policy: Policy, std: float = 0.1) -> Policy:
+    """Let the adapter change the answers: its matrices B are 0 in a fresh one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def group_outcomes(database: Database) -> dict[str, tuple[str, str | None]]:
+    """Group id -> status and reason."""
+    with database.read() as session:
+        rows = session.scalars(select(GroupRow)).all()
+        return {row.group_id: (row.status, row.reason) for row in rows}
+
+
+def counters(database: Database, stage: str = "learn") -> dict[str, int]:
+    with database.read() as session:
+        rows = session.scalars(select(CounterRow).where(CounterRow.stage == stage))
+        return {row.reason: row.count for row in rows if row.count}
+
+
+def make_answer(index: int, **changes: Any) -> Answer:
     values: dict[str, Any] = {
         "index": index,
         "origin": "sampled",
@@ -185,43 +226,32 @@ def _answer(index: int, **changes: Any) -> Answer:
     return Answer(**values)
 
 
-@pytest.fixture
-def answer() -> MakeAnswer:
-    """answer(index, **fields of Answer)."""
-    return _answer
-
-
-@pytest.fixture
-def scored_group() -> MakeScoredGroup:
-    """scored_group(scores, answers=, group_id=, **fields of Group)."""
-
-    def make(
-        scores: Sequence[float],
-        *,
-        answers: Sequence[Answer] | None = None,
-        group_id: str = "g",
-        **changes: Any,
-    ) -> ScoredGroup:
-        given = answers if answers is not None else [_answer(i) for i in range(len(scores))]
-        base = Group(
-            group_id=group_id,
-            exchange_id=f"x-{group_id}",
-            session_key="h:s",
-            session_id="h:s",
-            adapter="base",
-            request=b"{}",
-            prompt_token_ids=(1, 2, 3),
-            answers=tuple(given),
-        )
-        return ScoredGroup(
-            group=replace(base, **changes),
-            scores=tuple(scores),
-            explanations=("",) * len(given),
-            judge_model="judge",
-            rubric_hash="rubric",
-        )
-
-    return make
+def make_scored_group(
+    scores: Sequence[float],
+    *,
+    answers: Sequence[Answer] | None = None,
+    group_id: str = "g",
+    **changes: Any,
+) -> ScoredGroup:
+    """changes: of the fields of `Group`."""
+    given = answers if answers is not None else [make_answer(i) for i in range(len(scores))]
+    base = Group(
+        group_id=group_id,
+        exchange_id=f"x-{group_id}",
+        session_key="h:s",
+        session_id="h:s",
+        adapter="base",
+        request=b"{}",
+        prompt_token_ids=(1, 2, 3),
+        answers=tuple(given),
+    )
+    return ScoredGroup(
+        group=replace(base, **changes),
+        scores=tuple(scores),
+        explanations=("",) * len(given),
+        judge_model="judge",
+        rubric_hash="rubric",
+    )
 
 
 @pytest.fixture
@@ -230,49 +260,22 @@ def put_group(database: Database) -> PutGroup:
 
     def put(scored: ScoredGroup) -> None:
         group = scored.group
+        judged = (scored.scores, scored.explanations, scored.judge_model, scored.rubric_hash)
         with database.write() as session:
             session.add(_exchange_row(group))
             session.flush()
-            session.add(
-                GroupRow(
-                    group_id=group.group_id,
-                    exchange_id=group.exchange_id,
-                    session_key=group.session_key,
-                    session_id=group.session_id,
-                    adapter=group.adapter,
-                    masked_by=group.masked_by,
-                    status="scored",
-                    created_at=NOW,
-                    scored_at=NOW,
-                    judge_model=scored.judge_model,
-                    rubric_hash=scored.rubric_hash,
-                )
-            )
-            session.flush()
-            for answer, score in zip(group.answers, scored.scores, strict=True):
-                session.add(
-                    AnswerRow(
-                        group_id=group.group_id,
-                        index=answer.index,
-                        origin=answer.origin,
-                        message_body=compress(answer.message),
-                        token_ids=pack_ids(answer.token_ids),
-                        logprobs=pack_floats(answer.logprobs),
-                        temperature=answer.temperature,
-                        untrainable_reason=answer.untrainable_reason,
-                        score=score,
-                        explanation="",
-                    )
-                )
+            save_group(session, group, now=NOW)
+            mark_sampled(session, group.group_id)
+            mark_scored(session, group.group_id, *judged, NOW)
 
     return put
 
 
 @pytest.fixture
-def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
+def two_groups(put_group: PutGroup) -> None:
     """Groups `a` and `b`, which a run can learn from."""
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
+    put_group(make_scored_group([0.0, 1.0], group_id="a"))
+    put_group(make_scored_group([0.2, 0.6], group_id="b"))
 
 
 def _exchange_row(group: Group) -> ExchangeRow:
@@ -351,25 +354,8 @@ class FakeTrainer:
             raise self.error
         (job.folder / CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
         (job.folder / WEIGHTS).write_bytes(self.weights)
-        step = StepMetrics(
-            step=1,
-            groups=len(job.groups),
-            answers=4,
-            tokens=12,
-            computed_tokens=14,
-            reward_mean=0.5,
-            reward_spread=0.25,
-            loss=0.1,
-            ratio_mean=1.0,
-            clip_share=0.0,
-            approx_kl=0.0,
-            entropy=1.0,
-            grad_norm=0.3,
-            update_norm=0.1,
-            learning_rate=1e-3,
-            seconds=2.0,
-            tokens_per_s=7.0,
-        )
+        figures = {**dict.fromkeys(StepMetrics.__dataclass_fields__, 0.25), "left_out": {}}
+        step = StepMetrics(**{**figures, "step": 1, "loss": 0.1})  # type: ignore[arg-type]
         drift = Drift(mean=0.0, mean_abs=0.01, max_abs=0.1, ratio_mean=1.0, tokens=12)
         return TrainingOutcome(
             metrics=(step,), drift=drift, algorithm={"loss": "fake"}, answers=self.answers
@@ -379,6 +365,26 @@ class FakeTrainer:
 @pytest.fixture
 def fake_trainer() -> FakeTrainer:
     return FakeTrainer()
+
+
+@pytest.fixture
+def new_run(
+    settings: Settings, database: Database, clock: Clock, fake_trainer: FakeTrainer
+) -> NewRun:
+    """new_run(run_id, trainer=, **learner settings)."""
+
+    def make(run_id: str = "r1", trainer: Trainer | None = None, **changes: Any) -> Run:
+        learner = settings.learner.model_copy(update=changes)
+        return Run(
+            settings.model_copy(update={"learner": learner}),
+            database,
+            lambda: trainer if trainer is not None else fake_trainer,
+            run_id=run_id,
+            clock=clock,
+            heartbeat_s=0.01,
+        )
+
+    return make
 
 
 @pytest.fixture(autouse=True)

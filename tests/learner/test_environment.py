@@ -11,12 +11,10 @@ import math
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +32,6 @@ from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def with_base(settings: Settings, path: Path) -> Settings:
 
 
 @pytest.mark.usefixtures("two_groups")
-@pytest.mark.parametrize("device", ["cudaa", "cuda:99", "meta", "cpu:x", ""])
+@pytest.mark.parametrize("device", ["cudaa", "cuda:99", "meta"])
 def test_a_device_that_cannot_compute_is_one_line(
     settings: Settings, line: Callable[[Settings], str], device: str
 ) -> None:
@@ -94,7 +89,7 @@ def copy_of_base(tiny_base: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("two_groups")
-@pytest.mark.parametrize("method", ["awq", "fp8", ""])
+@pytest.mark.parametrize("method", ["awq", ""])
 def test_a_quantised_base_is_refused_by_its_name(
     settings: Settings, line: Callable[[Settings], str], copy_of_base: Path, method: str
 ) -> None:
@@ -111,7 +106,7 @@ def test_a_quantised_base_is_refused_by_its_name(
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize(
     "config",
-    ["[]", "null", "{", "", '{"model_type": 7}', '{"model_type": "mystery"}'],
+    ["[]", "{", '{"model_type": "mystery"}'],
 )
 def test_a_base_whose_config_is_nonsense_is_one_line(
     settings: Settings, line: Callable[[Settings], str], copy_of_base: Path, config: str
@@ -215,30 +210,11 @@ def test_a_base_that_overflows_is_not_told_to_set_what_is_set(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_champion_without_a_row_is_one_line_with_what_to_do(
-    settings: Settings, database: Database, capsys: pytest.CaptureFixture[str], clock: Clock
-) -> None:
-    with database.write() as session:
-        session.add(AliasRow(model="m", alias="champion", adapter="m--v9-x", generation=1))
-
-    code = run_once(settings, database, run_id="r1", clock=clock, stopping=threading.Event())
-
-    assert code == 1
-    assert re.search(
-        "champion m--v9-x is no registered adapter of m: .*roll back to a version that has one",
-        capsys.readouterr().err,
-    )
-
-
-@pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize(
     ("config", "weights"),
     [
         ("[]", b""),
-        ("null", b""),
-        ("{", b""),
         ("[" * 5_000, b""),
-        ('{"peft_type": []}', b""),
         ('{"peft_type": "LORA", "target_modules": {"a": 1}, "r": "x"}', b""),
         ('{"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4}', b"\xff" * 64),
     ],
@@ -273,48 +249,6 @@ def test_a_parent_whose_folder_is_nonsense_is_one_line(
     assert "parent m--v1-x" in line(settings)
 
 
-LIMITED = """
-import resource, signal, sys, threading, time
-from pathlib import Path
-from sidecar.store.database import Database
-from learner.once import run_once
-from sidecar.settings import Learner, Serving, Settings, Store
-url, base, adapters, kind = sys.argv[1:]
-settings = Settings(
-    serving=Serving(model="m", base_model_path=base), store=Store(url=url),
-    learner=Learner(min_groups=2, rank=256, max_drift=10.0, adapters_dir=Path(adapters), threads=1),
-)
-database = Database(url)
-if kind == "disk":  # the adapter's file is larger than any file may become
-    import torch, peft, transformers
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, 800_000))
-stopping = threading.Event()
-sys.exit(run_once(settings, database, run_id="r1", clock=time.time, stopping=stopping))
-"""
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("two_groups")
-def test_a_disk_without_room_for_the_adapter_is_one_line(
-    database: Database, tiny_base: Path, tmp_path: Path
-) -> None:
-    """A real write that the system refuses: the limit of a file's size stands for the disk's."""
-    adapters = tmp_path / "adapters"
-    command = [sys.executable, "-c", LIMITED, database.url, str(tiny_base), str(adapters), "disk"]
-
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=500)
-
-    (said,) = [one for one in ended.stderr.splitlines() if one.startswith("learner: ")]
-    assert "Traceback" not in ended.stderr
-    assert ended.returncode == 1
-    assert "cannot be written: file too large; free space there; the next start goes on" in said
-    assert [one.name for one in adapters.iterdir()] == [".run-r1"]  # with its checkpoint
-    with database.read() as session:
-        groups = session.scalars(select(GroupRow)).all()
-        assert [(row.status, row.learn_attempts) for row in groups] == [("claimed", 0)] * 2
-
-
 @pytest.mark.usefixtures("two_groups")
 def test_an_adapters_folder_that_is_a_file_is_one_line(
     settings: Settings, line: Callable[[Settings], str], tmp_path: Path
@@ -333,16 +267,13 @@ def test_an_adapters_folder_that_is_a_file_is_one_line(
         (OSError(errno.ENOSPC, "No space left on device"), ("/a cannot", "free space")),
         (OSError(errno.EACCES, "Permission denied", "/b"), ("/b cannot", "right to write")),
         (MemoryError(), ("out of memory", "learner.pack_tokens")),
-        (ZeroDivisionError("x\ny"), ("unexpected ZeroDivisionError: x y", "report it")),
+        (ZeroDivisionError("x\ny" * 9_999), ("unexpected ZeroDivisionError: x y", "report it")),
     ],
 )
 def test_every_error_says_what_why_and_what_to_do(error: Exception, parts: tuple[str, ...]) -> None:
     said = explain(error, adapters_dir=Path("/a"))
 
     assert "\n" not in said
+    assert len(said) < 800
     for part in parts:
         assert part in said
-
-
-def test_a_long_error_is_cut() -> None:
-    assert len(explain(ValueError("x" * 10_000), adapters_dir=Path("/a"))) < 800

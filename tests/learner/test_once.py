@@ -10,13 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from learner import once
-from learner.__main__ import main
 from learner.command import NO_ROOM_FLAG, STOPPED
 from learner.distributed.place import Place
 from learner.errors import RunInProgressError, TinkerServerError
@@ -30,9 +29,7 @@ from sidecar.settings import Learner, Settings
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow, RunRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
+from tests.learner.conftest import FakeTrainer, PutGroup, make_scored_group
 
 
 @pytest.fixture(autouse=True)
@@ -60,17 +57,6 @@ def run(
 ) -> Callable[[], int]:
     monkeypatch.setattr(once, "torch_trainer", lambda: fake_trainer)
     return lambda: run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_trained_run_says_the_name_and_exits_0(
-    run: Callable[[], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run() == 0
-    first, last = capsys.readouterr().out.splitlines()[-2:]
-    assert first == "2 groups used; left out: none"
-    assert last.startswith("trained m--v1-")
-    assert last.endswith(" from base")
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -110,14 +96,11 @@ def test_a_launcher_beside_a_tinker_server_is_refused(settings: Settings) -> Non
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_trained_run_says_how_many_groups_it_left_out_and_why(
-    run: Callable[[], int],
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-    capsys: pytest.CaptureFixture[str],
+    run: Callable[[], int], put_group: PutGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(3):
-        put_group(scored_group([0.5, 0.5], group_id=f"flat {number}"))
-    put_group(scored_group([0.0, 1.0], group_id="of nobody", adapter="gone"))
+        put_group(make_scored_group([0.5, 0.5], group_id=f"flat {number}"))
+    put_group(make_scored_group([0.0, 1.0], group_id="of nobody", adapter="gone"))
 
     assert run() == 0
     first, last = capsys.readouterr().out.splitlines()[-2:]
@@ -125,6 +108,7 @@ def test_a_trained_run_says_how_many_groups_it_left_out_and_why(
         "2 groups used; left out: 3 no_spread, 1 unknown_adapter (`sidecar groups ls`)"
     )
     assert last.startswith("trained m--v1-")
+    assert last.endswith(" from base")
 
 
 def test_nothing_to_learn_exits_3_and_says_why(
@@ -173,19 +157,6 @@ def test_a_person_at_a_terminal_sees_where_the_run_is(
     lines = terminal.getvalue().splitlines()
     assert "loading" in lines
     assert "checking: 0 of 2 answers" in lines
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_failed_run_exits_1_with_one_line(
-    run: Callable[[], int], fake_trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_trainer.error = OSError(28, "No space left on device", "/adapters/x")
-
-    assert run() == 1
-    assert capsys.readouterr().err == (
-        "learner: /adapters/x cannot be read or written: no space left on device; free space "
-        "there; the groups are given back, and the next run takes them again\n"
-    )
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -267,14 +238,6 @@ def test_waiting_for_a_lease_ends_when_asked() -> None:
         start_when_free(start, wait=lambda _seconds: True)
 
 
-def test_wrong_settings_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "sidecar.toml"
-    config.write_text("[learner]\nrankk = 3\n")
-
-    assert main(["--once", "--config", str(config)]) == 2
-    assert "learner.rank" in capsys.readouterr().err
-
-
 @pytest.mark.tier_2
 def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Database) -> None:
     """The real schedule as a process: it says it is ready, and TERM ends it with 0."""
@@ -336,11 +299,3 @@ def test_only_the_trainer_loads_torch() -> None:
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_once_and_replay_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--once", "--replay", "v1"])
-
-    assert caught.value.code == 2
-    assert "argument --replay: not allowed with argument --once" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,9 +19,7 @@ from sidecar.errors import StoreError, StoreLockedError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
+from tests.learner.conftest import FakeTrainer, PutGroup, make_scored_group
 
 LOCKED = StoreLockedError("store s: database is locked: end that program, then try again")
 
@@ -86,14 +84,13 @@ def test_a_lock_while_a_run_begins_costs_it_nothing(
     clock: Clock,
     fake_trainer: FakeTrainer,
     put_group: PutGroup,
-    scored_group: MakeScoredGroup,
     monkeypatch: pytest.MonkeyPatch,
     module: Any,
     name: str,
 ) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
-    put_group(scored_group([0.2, 0.6], group_id="of nobody", adapter="gone"))
+    put_group(make_scored_group([0.0, 1.0], group_id="a"))
+    put_group(make_scored_group([0.2, 0.6], group_id="b"))
+    put_group(make_scored_group([0.2, 0.6], group_id="of nobody", adapter="gone"))
     monkeypatch.setattr(module, name, refusing(iter([LOCKED] * 2), getattr(module, name)))
 
     stopping = threading.Event()

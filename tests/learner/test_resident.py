@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,9 +20,7 @@ from learner.command import FAILED, RENEW, STOPPED, TRAINED
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from support.forking import Fork, Forked, forking
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup, PutGroup
+from tests.learner.conftest import PutGroup, make_scored_group
 
 pytestmark = pytest.mark.timeout(1800)
 OWN = "support"
@@ -116,14 +113,12 @@ def worker(fork: Fork) -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture
-def put(
-    put_group: PutGroup, scored_group: MakeScoredGroup, database: Database
-) -> Callable[..., None]:
+def put(put_group: PutGroup, database: Database) -> Callable[..., None]:
     """put(number, project): two groups, the same ones but for their ids."""
 
     def make(number: int, project: str | None = None) -> None:
         for which, scores in (("a", [0.0, 1.0, 0.4]), ("b", [0.6, 0.2, 0.9])):
-            put_group(scored_group(scores, group_id=f"{number}{which}"))
+            put_group(make_scored_group(scores, group_id=f"{number}{which}"))
         with database.write() as session:
             mine = GroupRow.group_id.startswith(str(number))
             session.execute(update(GroupRow).where(mine).values(project=project))

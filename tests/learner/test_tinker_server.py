@@ -15,12 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -31,14 +30,10 @@ from learner.adapter_folder import WEIGHTS, folder_digest
 from learner.grpo import optimizer
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import Policy, packs_of
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent, TrainingJob
 from sidecar.settings import Learner
-from tests.learner.conftest import job_of
+from tests.learner.conftest import job_of, make_group, make_row, on_policy, own_logprobs
 from tests.learner.tinker_side import Found, Given
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".models" / "smollm2-135m"
@@ -116,7 +111,7 @@ def _wait_until_up(address: str, server: subprocess.Popen[bytes], log: Path) -> 
 
 
 @pytest.fixture
-def job(url: str, base: Path, row: MakeRow, group: MakeGroup) -> TrainingJob:
+def job(url: str, base: Path) -> TrainingJob:
     """Four groups of two answers, which the base gave: two steps."""
     settings = Learner(
         tinker_url=url,
@@ -133,22 +128,13 @@ def job(url: str, base: Path, row: MakeRow, group: MakeGroup) -> TrainingJob:
     ]
     policy = load_policy(str(base), Parent(name="base"), settings)
     groups = [
-        group(prompt, [row(good, 0.5 / (n + 1)), row(bad, -0.5 / (n + 1))], group_id=str(n))
+        make_group(
+            prompt, [make_row(good, 0.5 / (n + 1)), make_row(bad, -0.5 / (n + 1))], group_id=str(n)
+        )
         for n, (prompt, good, bad) in enumerate(answers)
     ]
-    told = [_with(one, _logprobs(policy, one)) for one in groups]
+    told = [on_policy(policy, one) for one in groups]
     return job_of(told, settings, base_model_path=str(base))
-
-
-def _logprobs(policy: Policy, group: TrainingGroup) -> list[float]:
-    return [v for pack in packs_of(policy, group, 256) for v in policy.logprobs(pack)[0].tolist()]
-
-
-def _with(group: TrainingGroup, values: Sequence[float]) -> TrainingGroup:
-    """Let a policy have given the answers. values: its log-probabilities."""
-    rest = iter(values)
-    rows = [replace(one, logprobs=tuple(next(rest) for _ in one.token_ids)) for one in group.rows]
-    return replace(group, rows=tuple(rows))
 
 
 def test_a_run_equals_that_of_our_own_trainer_and_its_adapter_passes_the_gate_and_goes_on(
@@ -187,7 +173,8 @@ def test_a_run_equals_that_of_our_own_trainer_and_its_adapter_passes_the_gate_an
     version = Parent(name="m--v1", path=adapter)
     policy = load_policy(job.base_model_path, version, local)
     for known, values in zip(job.groups, found.again, strict=True):
-        assert [v for of in values for v in of] == pytest.approx(_logprobs(policy, known), abs=1e-3)
+        for served, own_values in zip(values, own_logprobs(policy, known), strict=True):
+            assert served == pytest.approx(own_values, abs=1e-3)
     assert "failed at loading m--v2 from tinker://model_0/weights/gone" in found.gone
 
 

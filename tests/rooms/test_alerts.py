@@ -187,27 +187,17 @@ def played(name: str, series: Series, *, fires: bool) -> dict[str, object]:
         key: re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: case.labels[found[1]], rule[key])
         for key in ("summary", "description")
     }
-    alert = {
-        "exp_labels": {**case.labels, "severity": rule["severity"]},
-        "exp_annotations": texts,
-    }
-    looked_at = {
-        "eval_time": f"{case.after_m}m",
-        "alertname": name,
-        "exp_alerts": [alert] if fires else [],
-    }
-    return {
-        "interval": "1m",
-        "input_series": [{"series": one, "values": values} for one, values in series.items()],
-        "alert_rule_test": [looked_at],
-    }
+    labels = {**case.labels, "severity": rule["severity"]}
+    alerts = [{"exp_labels": labels, "exp_annotations": texts}] if fires else []
+    looked_at = {"eval_time": f"{case.after_m}m", "alertname": name, "exp_alerts": alerts}
+    played = [{"series": one, "values": values} for one, values in series.items()]
+    return {"interval": "1m", "input_series": played, "alert_rule_test": [looked_at]}
 
 
 def promtool(folder: Path, *tests: dict[str, object]) -> tuple[int, str]:
     path = folder / "tests.json"
-    path.write_text(
-        json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests})
-    )
+    asked = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
+    path.write_text(json.dumps(asked))
     return output(tool("promtool"), "test", "rules", path)
 
 

@@ -94,14 +94,8 @@ def room_at(request: pytest.FixtureRequest) -> BuildRoom:
     return builders[request.param]
 
 
-async def test_there_is_room_while_users_have_few_requests(room_at: BuildRoom) -> None:
+async def test_room_is_there_while_users_have_few_requests(room_at: BuildRoom) -> None:
     assert await room_at(0).is_open()
-
-
-async def test_there_is_no_room_while_users_have_many_requests(room_at: BuildRoom) -> None:
     assert not await room_at(9).is_open()
-
-
-async def test_a_load_that_is_not_known_is_an_error(room_at: BuildRoom) -> None:
     with pytest.raises(SamplingError):
         await room_at(SamplingError("no metrics")).is_open()

@@ -106,7 +106,6 @@ SORTS = {
     "deploy/registry/lineage.py:_canary": GATE,
     "deploy/registry/lineage.py:_of_sessions": "the sessions of one run's groups",
     "deploy/admin/records.py:_add_sessions.<locals>.session_read": OF_SESSION,
-    "ingest/feedback/deriving.py:derive_session": OF_SESSION,
     "ingest/store/exchanges.py:_load": "the exchanges of one batch's turns",
     "ingest/store/exchanges.py:_stored": "the choices of one batch",
     "ingest/store/exchanges.py:turns_with": "the turns of one batch",

@@ -7,8 +7,6 @@ import json
 import math
 import re
 import socket
-import subprocess
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -35,7 +33,6 @@ from sidecar.settings.kinds import Between, base_url
 from sidecar.store.database import Database
 from sidecar.tracing.telemetry import configure_tracing
 
-TRIED = ("0", "-1", "nan", "inf", "-inf", "1e300", "1e400", "1" + "0" * 30, "1" + "0" * 400, "true")
 SECRET = "s3cret-value"
 
 
@@ -126,33 +123,42 @@ def build_all(settings: Settings, folder: Path) -> None:
     asyncio.run(engine.aclose())
 
 
-def test_every_numeric_setting_is_found() -> None:
+def test_every_process_can_be_built_at_either_limit_of_every_number(tmp_path: Path) -> None:
     assert len(NUMERIC) > 60
     assert ("canary", "steps", "[{}]") in NUMERIC
     assert ("capture", "projects", "{{chat = {}}}") in NUMERIC
+    for end in range(2):
+        values: dict[str, dict[str, Any]] = {}
+        for section, key, written in NUMERIC:
+            limit = ends(limits(SECTIONS[section], key))[end]
+            values.setdefault(section, {})[key] = held(written, limit)
+        values["learner"]["advanced"] = values.pop("learner.advanced")
+
+        build_all(Settings(state_dir=tmp_path / "state", **values), tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("section", "key", "written"), NUMERIC, ids=[f"{s}.{k}" for s, k, _ in NUMERIC]
 )
-def test_a_number_is_refused_in_one_line_or_every_process_can_be_built(
+def test_a_number_is_taken_up_to_its_limits_and_what_is_beyond_is_refused_in_one_line(
     tmp_path: Path, section: str, key: str, written: str
 ) -> None:
-    refused = []
-    for value in TRIED:
-        path = write(tmp_path, f"[{section}]\n{key} = {written.format(value)}\n")
-        if (message := why_refused(path)) is None:
-            build_all(load_settings(path), tmp_path)
-            continue
-        refused.append(value)
-        assert f"{section}.{key}" in message
-        assert "\n" not in message
-        assert len(message) < 400
+    between = limits(SECTIONS[section], key)
+    low, high = ends(between)
+    beyond = [between.low - 1, between.high + 1, math.nan, math.inf, -math.inf, 1e300, 10**400]
+    beyond += [True, *([between.low] if low != between.low else ())]
+    beyond += [between.high] if high != between.high else []
 
-    kind = SECTIONS[section]
-    # A number below 0 means something to a few: -1 is every token, as vLLM's top_k.
-    below_0 = {"-1"} - ({"-1"} if limits(kind, key).holds(-1) else set())
-    assert below_0 | {"nan", "inf", "-inf", "1e300", "1e400", "true"} <= set(refused)
+    taken = [one for one in (low, high, *beyond) if takes(SECTIONS[section], key, written, one)]
+    number = json.dumps(between.high + 1)
+    message = why_refused(write(tmp_path, f"[{section}]\n{key} = {written.format(number)}\n"))
+
+    assert taken == [low, high]
+    assert message is not None
+    assert f"{section}.{key}" in message
+    assert between.why in message
+    assert "\n" not in message
+    assert len(message) < 400
 
 
 def limits(kind: type[BaseModel], key: str) -> Between:
@@ -162,13 +168,23 @@ def limits(kind: type[BaseModel], key: str) -> Between:
     return found[0]
 
 
+def ends(between: Between) -> tuple[float, float]:
+    """The smallest and the largest number within the limits."""
+    low = math.nextafter(between.low, math.inf) if between.above_low else between.low
+    return low, math.nextafter(between.high, -math.inf) if between.below_high else between.high
+
+
+def held(written: str, value: float) -> Any:
+    """The value as the setting holds it: alone, in a list or in a table."""
+    if (match := re.fullmatch(r"\{\{(\w+) = \{\}\}\}", written)) is not None:
+        return {match[1]: value}
+    return (value,) if written == "[{}]" else value
+
+
 def takes(kind: type[BaseModel], key: str, written: str, value: float) -> bool:
     """Whether the section alone takes the value."""
-    one: object = (value,) if written == "[{}]" else value
-    if (match := re.fullmatch(r"\{\{(\w+) = \{\}\}\}", written)) is not None:
-        one = {match[1]: value}
     try:
-        kind.model_validate({key: one})
+        kind.model_validate({key: held(written, value)})
     except ValidationError:
         return False
     return True
@@ -183,82 +199,37 @@ def _betweens(kind: Any) -> Iterator[Between]:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "written"), NUMERIC, ids=[f"{s}.{k}" for s, k, _ in NUMERIC]
-)
-def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
-    section: str, key: str, written: str
-) -> None:
-    kind = SECTIONS[section]
-    between = limits(kind, key)
-    low = math.nextafter(between.low, math.inf) if between.above_low else between.low
-    high = math.nextafter(between.high, -math.inf) if between.below_high else between.high
-    expected = {
-        low: True,
-        high: True,
-        between.low - 1: False,
-        between.high + 1: False,
-        **({between.low: False} if between.above_low else {}),
-        **({between.high: False} if between.below_high else {}),
-    }
-
-    taken = {value: takes(kind, key, written, value) for value in expected}
-
-    assert taken == expected
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[canary]\nsteps = []", "setting canary.steps is empty; give at least one weight"),
-        ("[canary]\nsteps = [20000]", "setting canary.steps: 20000 is out of range; give 100"),
-        ("[canary]\nsteps = [-5]", "setting canary.steps: -5 is out of range; give 100 to"),
         ("[canary]\nsteps = [5000, 2000]", r"setting canary.steps is [5000, 2000]; a ramp goes up"),
-        ("[canary]\nsteps = [2000, 2000]", "setting canary.steps is [2000, 2000]; a ramp goes up"),
-        ("[canary]\nsteps = [10, 50]", "setting canary.steps: 10 is out of range; give 100 to"),
         ("[canary]\nsteps = 2000", "setting canary.steps: must be a list; write it between"),
-        ("[canary]\ngate_answers = 0", "setting canary.gate_answers: 0 is out of range; give 1 to"),
         ("[canary]\ngate_min_prompts = 41", "setting canary.gate_min_prompts is 41 and canary.gat"),
         ("[canary]\nstep_min_s = 100\nstep_max_s = 50", "setting canary.step_min_s is 100 and can"),
-        (
-            "[canary]\nturn_wait_s = 100\nstep_max_s = 150",
-            "setting canary.turn_wait_s is 100; with",
-        ),
-        ("[learner]\nalpha = 0", "setting learner.alpha: 0 is out of range; give 1 to 65536"),
+        ("[canary]\nturn_wait_s = 100\nstep_max_s = 150", "setting canary.turn_wait_s is 100; wit"),
         ("[learner]\nrank = 32", "setting learner.rank is 32 and serving.max_lora_rank is 16"),
-        (
-            "[learner]\nkl_coef = 11",
-            "setting learner.advanced.kl_coef: 11 is out of range; give 0 to 10",
+        ("[learner]\nkl_coef = 11", "setting learner.advanced.kl_coef: 11 is out of range; give 0"),
+        *(
+            (f'[learner]\nschedule = "cron"\ncron = "{cron}"', f"setting learner.cron: {why}")
+            for cron, why in (
+                ("0 3 * *", "has 4 fields instead of 5; give five fields: minute, hour, day, mont"),
+                ("61 3 * * *", "minute 61 is not in 0 to 59"),
+                ("* * * * nosuchday", "weekday 'nosuchday' is no number and no name"),
+                ("0 0 31 2 *", "names a day that never comes"),
+            )
         ),
-        ("[learner]\nmin_groups = 0", "setting learner.min_groups: 0 is out of range; give 1 to"),
         ("[learner]\nmin_groups = 257", "setting learner.min_groups is 257 and learner.max_groups"),
-        ("[learner]\ninterval_s = -5", "setting learner.interval_s: -5 is out of range; give 1 to"),
         ('[learner]\ndevice = "cuda:x"', "setting learner.device: is no device of the learner"),
-        (
-            '[learner]\ndevice = "gpu"',
-            "setting learner.device: is no device of the learner; give cpu",
-        ),
-        (
-            '[learner]\ndevice = "auto"',
-            "setting learner.device: is no device of the learner; give cpu",
-        ),
         ('[admin]\nhost = "[::1]"', "setting admin.host: write an IPv6 address without brackets"),
         ('[admin]\nhost = "http://x"', "setting admin.host: is no address and no host name"),
         ('[admin]\nhost = "127.0.0.999"', "setting admin.host: is no address and no host name"),
         ('[admin]\nhost = ""', "setting admin.host: is empty; 127.0.0.1 is this machine"),
-        ("[admin]\nport = 99999", "setting admin.port: 99999 is out of range; give 0 to 65535"),
         ("[admin]\nport = 8080", "setting admin.port is 8080, as proxy.port"),
-        (
-            '[proxy]\nhost = "localhost"\n[admin]\nport = 8080',
-            "setting admin.port is 8080, as proxy.port",
-        ),
         (
             '[proxy]\nhost = "::1"\n[admin]\nport = 8080\nhost = "0:0:0:0:0:0:0:1"',
             "setting admin.port is 8080, as proxy.port",
         ),
-        (
-            '[admin]\nport = 8080\nhost = "::ffff:127.0.0.1"',
-            "setting admin.port is 8080, as proxy.port",
-        ),
+        ('[admin]\nport = 8080\nhost = "::ffff:127.0.0.1"', "setting admin.port is 8080, as proxy"),
         (
             '[proxy]\nhost = "0:0:0:0:0:0:0:0"\nallow_remote_without_keys = true\n'
             '[admin]\nport = 8080\nhost = "127.0.0.2"',
@@ -273,20 +244,11 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
             "[judge]\nparams = " + "{a = " * 33 + "1" + "}" * 33,
             "setting judge.params nests deeper than 32 levels",
         ),
-        *(
-            (
-                f'[store]\nurl = "sqlite:////tmp/s.db?{name}={SECRET}"',
-                f"setting store.url: its parameter {name} is not what pysqlite takes",
-            )
-            for name in ("timeout", "check_same_thread", "cached_statements", "detect_types")
-        ),
         (
-            '[store]\nurl = "sqlite:////tmp/s.db?timeout=9&cached_statements=1' + "0" * 30 + '"',
-            "setting store.url: its parameter cached_statements is not what pysqlite takes",
+            f'[store]\nurl = "sqlite:////tmp/s.db?timeout={SECRET}"',
+            "setting store.url: its parameter timeout is not what pysqlite takes",
         ),
-        ('[store]\nurl = "sqlite:////tmp/s.db?mode=ro"', "its parameter mode is not what"),
         ('[store]\nurl = "sqlite:///file:/tmp/s.db?uri=true"', "names a URI, not a path"),
-        ('[admin]\nport = "x"', "setting admin.port: must be a whole number"),
         (f'[admin]\ntokens = ["{SECRET}"]', "setting admin.tokens: is no SHA-256 digest"),
         ("[serving]\nupstreams = []", "setting serving.upstreams is empty; name at least one"),
         ('[serving]\nupstreams = ["http://a:1", "http://A:1/"]', "names one vLLM twice"),
@@ -294,48 +256,22 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
             '[groups]\nsampling_upstreams = ["http://a:1", "http://A:1/"]',
             "groups.sampling_upstreams names one vLLM twice",
         ),
-        (
-            '[groups]\nsampling_upstreams = ["http://127.0.0.1:8080"]',
-            "groups.sampling_upstreams names the sidecar's own proxy.host",
-        ),
-        (
-            '[serving]\nupstreams = ["http://a:1/v1"]',
-            "setting serving.upstreams: http://a:1/v1 ends in /v1",
-        ),
-        (
-            '[serving]\nupstreams = ["127.0.0.1:8000"]',
-            "upstreams: 127.0.0.1:8000 is not http://host:port",
-        ),
-        (
-            '[serving]\nupstreams = ["http://h:99999"]',
-            "upstreams: http://h:99999 is no URL; give http",
-        ),
+        ('[serving]\nupstreams = ["http://a:1/v1"]', "setting serving.upstreams: http://a:1/v1 en"),
+        ('[serving]\nupstreams = ["127.0.0.1:8000"]', "upstreams: 127.0.0.1:8000 is not http://ho"),
+        ('[serving]\nupstreams = ["http://h:99999"]', "upstreams: http://h:99999 is no URL; give"),
+        ('[serving]\nupstreams = ["dns+https://a:1"]', "is not dns+http://NAME:PORT"),
         ('[serving]\nupstreams = ["http://[::1"]', "upstreams: http://[::1 is no URL; give http"),
         (f'[serving]\nupstreams = ["http://u:{SECRET}@h"]', "holds a user name or a password"),
         ('[serving]\nupstreams = ["http://localhost:8080"]', "names the sidecar's own proxy.host"),
         (f'[serving]\napi_key = "{SECRET}\\n"', "setting serving.api_key: holds a space around"),
-        (
-            f'[serving]\napi_key = ["{SECRET}"]',
-            "setting serving.api_key: must be text; write it between",
-        ),
         ("serving = 5", "setting serving: must be a table; write [serving] above its keys"),
         ('[serving]\nmodel = ""', "setting serving.model: is empty; give a name"),
         ('[serving]\nmodel = "a\\nb"', "setting serving.model: must be one line"),
-        ('[judge]\napi_base = "localhost:9"', "setting judge.api_base: localhost:9 is not http://"),
         ("[judge]\nparams = {temperature = nan}", "setting judge.params is sent as JSON and holds"),
-        ("[judge]\nparams = {when = 2020-01-01}", "setting judge.params is sent as JSON and holds"),
         ("[judge]\nparams = {stream = true}", "setting judge.params holds stream"),
-        ('[judge]\nparams = {model = "x"}', "setting judge.params holds model"),
         ('[judge]\nrubric = " "', "setting judge.rubric: is empty"),
         ("[judge]\nprice = {input = 1}", "setting judge.price lacks output; give input and outp"),
-        (
-            "[judge]\nprice = {input = 1, outputs = 1}",
-            "setting judge.price.outputs: must be 'input' or 'output'",
-        ),
-        (
-            '[[judge.fallbacks]]\nmodel = "openai/x"',
-            "setting judge.fallbacks has judges and judge.model is empty; name the first there",
-        ),
+        ('[[judge.fallbacks]]\nmodel = "openai/x"', "setting judge.fallbacks has judges and judge"),
         (
             '[judge]\nmodel = "openai/x"\n[[judge.fallbacks]]\nmodel = "openai/x"',
             "setting judge.fallbacks names one judge twice; name each once",
@@ -379,17 +315,9 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ('[bus]\nurl = "sqlite:///:memory:"', "setting bus.url: memory is not shared"),
         ('[store]\nurl = "sqlite://"', "setting store.url names no file"),
         (f'[store]\nurl = "nonsense:{SECRET}"', "setting store.url is no database URL"),
-        (f'[store]\nurl = "nosuch://u:{SECRET}@h/d"', "setting store.url is no database URL"),
         (f'[store]\nurl = "postgresql://u:{SECRET}@h:x/d"', "setting store.url is no database URL"),
         ('[bus]\nurl = "sqlite:///x.db"\n[store]\nurl = "sqlite:///x.db"', "name one file"),
-        (
-            '[store]\nurl = "sqlite:////tmp"',
-            "setting store.url must name a file, and /tmp is a fol",
-        ),
-        (
-            '[learner]\nadapters_dir = "/etc/passwd/x"',
-            "adapters_dir must be a folder, and /etc/pas",
-        ),
+        ('[store]\nurl = "sqlite:////tmp"', "setting store.url must name a file, and /tmp is a fo"),
         ('[telemetry]\nspans_file = "/tmp"', "setting telemetry.spans_file must name a file"),
         ('[telemetry]\notlp_endpoint = "x"', "setting telemetry.otlp_endpoint: x is not http"),
         ('"\\u001b[31m" = 1', "unknown setting \\x1b[31m; the sections are state_dir, "),
@@ -413,31 +341,6 @@ def test_what_would_break_a_process_is_refused_with_what_why_and_what_to_do(
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize(
-    ("cron", "message"),
-    [
-        ("0 3 * *", "has 4 fields instead of 5; give five fields: minute, hour, day, month"),
-        ("0 3 * * * *", "has 6 fields instead of 5"),
-        ("61 3 * * *", "minute 61 is not in 0 to 59"),
-        ("* * * * nosuchday", "weekday 'nosuchday' is no number and no name"),
-        ("0 0 31 2 *", "names a day that never comes"),
-        ("", "has 0 fields instead of 5"),
-    ],
-)
-def test_a_cron_line_is_read_at_the_check(
-    tmp_path: Path, cron: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, f'[learner]\nschedule = "cron"\ncron = "{cron}"\n')
-
-    code = main(["--config", str(path), "config", "check"])
-
-    said = capsys.readouterr().err
-    assert code == 2
-    assert said.startswith("sidecar: setting learner.cron: ")
-    assert message in said
-    assert said.count("\n") == 1
-
-
 def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -450,19 +353,11 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("SIDECAR_CANARY__GATE_ANSWERS", "0", "setting SIDECAR_CANARY__GATE_ANSWERS: 0 is out of"),
         ("SIDECAR_ADMIN__PORT", "99999", "setting SIDECAR_ADMIN__PORT: 99999 is out of range"),
-        (
-            "SIDECAR_LEARNER__MAX_DRIFT",
-            "nan",
-            "setting SIDECAR_LEARNER__MAX_DRIFT: nan is out",
-        ),
         ("SIDECAR_CANARY__STEPS", "[]", "setting SIDECAR_CANARY__STEPS is empty"),
-        ("SIDECAR_CANARY__STEPS", "[-1]", "setting SIDECAR_CANARY__STEPS: -1 is out of range"),
         ("SIDECAR_CANARY", '{"gate_answers": 0}', "setting SIDECAR_CANARY: 0 is out of range"),
         ("SIDECAR_SERVING__API_KEY", f"{SECRET}\n", "setting SIDECAR_SERVING__API_KEY: holds a sp"),
         ("SIDECAR_PROXY__PORT", "eighty", "setting SIDECAR_PROXY__PORT: must be a whole number"),
-        ("SIDECAR_STATE_DIR", "/etc/passwd", "setting SIDECAR_STATE_DIR must be a folder"),
         ("SIDECAR_STATE_DIR", "", "setting SIDECAR_STATE_DIR: is empty; give a folder"),
         (
             "SIDECAR_JUDGE__PARAMS__TEMPERATURE",
@@ -471,18 +366,9 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
             "judge.params, which is one JSON value in the environment; give "
             "SIDECAR_JUDGE__PARAMS='{\"TEMPERATURE\": ...}'",
         ),
-        (
-            "sidecar_engine__env__CUDA__x",
-            SECRET,
-            "goes into the table engine.env, which is one JSON value in the environment; give "
-            "SIDECAR_ENGINE__ENV='{\"CUDA__x\": ...}'",
-        ),
-        ("SIDECAR_SERVING__SAMPLING_DEFAULTS__TOP_P", "1", "give SIDECAR_SERVING__SAMPLING_DEFA"),
-        ("SIDECAR_CAPTURE__PROJECTS__A", "1", "give SIDECAR_CAPTURE__PROJECTS='{\"A\": ...}'"),
         ("SIDECAR_LEARNER__RANK__X", "3", "did you mean SIDECAR_LEARNER__RANK?"),
         ("SIDECAR_STATE_DIR__X", "3", "unknown environment variable SIDECAR_STATE_DIR__X; "),
         ("sidecar_lerner__rank", SECRET, "variable sidecar_lerner__rank; did you mean learner?"),
-        ("Sidecar_learner__Ran", SECRET, "Sidecar_learner__Ran; did you mean learner.rank?"),
         ("sidecar_admin_token", SECRET, "sidecar_admin_token; did you mean SIDECAR_ADMIN_TOKEN?"),
         ("SIDECAR_JUDGE__PARAMS", "[" * 100_000, "environment variable SIDECAR_JUDGE__PARAMS: lis"),
         ("SIDECAR_JUDGE__PARAMS", '{"a":' * 900 + "1" + "}" * 900, "SIDECAR_JUDGE__PARAMS"),
@@ -506,11 +392,13 @@ def test_a_table_in_the_environment_keeps_its_names_and_types(
 ) -> None:
     monkeypatch.setenv("SIDECAR_JUDGE__PARAMS", '{"temperature": 0.2, "seed": 7}')
     monkeypatch.setenv("sidecar_engine__env", '{"CUDA_VISIBLE_DEVICES": "0"}')
+    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", "")
 
     settings = load_settings(write(tmp_path, "[judge.params]\nmax_tokens = 9\n"))
 
     assert settings.judge.params == {"temperature": 0.2, "seed": 7, "max_tokens": 9}
     assert settings.engine.env == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert settings.judge.api_key is None, "an empty key is none"
 
 
 def test_one_setting_in_two_variables_is_refused(
@@ -577,18 +465,6 @@ def test_a_budget_in_dollars_that_nobody_can_keep_is_refused(
     assert said in told or not model
 
 
-def test_a_process_of_its_own_refuses_such_a_budget(tmp_path: Path) -> None:
-    """The prices are LiteLLM's, whose import warns."""
-    path = write(tmp_path, '[judge]\nmodel = "hosted_vllm/own"\nbudget = 5.0\n')
-    command = [sys.executable, "-P", "-m", "deploy.cli.main", "--config", str(path)]
-
-    done = subprocess.run([*command, "config", "check"], capture_output=True, text=True)
-
-    assert done.returncode != 0
-    said = "sidecar: setting judge.budget cannot be kept: nobody knows the price of hosted_vllm/own"
-    assert said in done.stderr
-
-
 def test_a_fallback_hides_its_secrets_and_is_read_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,12 +477,6 @@ def test_a_fallback_hides_its_secrets_and_is_read_from_the_environment(
     assert settings.judge.fallbacks[0].api_key is not None
     assert settings.judge.price == {"input": 1.0, "output": 2.0}
     assert SECRET not in json.dumps(shown_settings(settings))
-
-
-def test_an_empty_key_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", "")
-
-    assert load_settings(write(tmp_path, "")).judge.api_key is None
 
 
 def test_a_file_from_another_editor_is_read_or_says_why_not(tmp_path: Path) -> None:

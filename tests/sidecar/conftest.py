@@ -34,7 +34,7 @@ from support.proxy_kit import (
     Wire,
 )
 
-hypothesis.settings.register_profile("shared-machine", deadline=None)
+hypothesis.settings.register_profile("shared-machine")
 hypothesis.settings.load_profile("shared-machine")
 ROOT = Path(__file__).resolve().parents[2]
 OWN_PATH = os.environ.get("PYTHONPATH") or str(ROOT)
@@ -108,7 +108,7 @@ TIMES = {
     "write_timeout_s": "sidecar.relay.client.WRITE_TIMEOUT_S",
     "idle_timeout_s": "sidecar.relay.client.IDLE_TIMEOUT_S",
     "routing_poll_s": "sidecar.proxy.ROUTING_POLL_S",
-    "record_bytes": "sidecar.proxy.RECORD_BYTES",
+    "record_bytes": "sidecar.capture.outbox.RECORD_BYTES",
     "max_in_flight": "sidecar.relay.context.MAX_IN_FLIGHT",
     "held_bodies": "sidecar.relay.context.HELD_BODIES",
     "max_connections": "sidecar.relay.server.MAX_CONNECTIONS",

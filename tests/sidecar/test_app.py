@@ -14,28 +14,18 @@ def _get(path: str, method: str = "GET") -> bytes:
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 
 
-async def test_health_is_the_processs_own(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+async def test_health_is_the_processs_own_and_a_head_leaves_the_connection_usable(
+    fake_vllm: FakeVllm, start_proxy: StartProxy
 ) -> None:
     running = await start_proxy()
     await fake_vllm.stop()
-
-    line, headers, body = wire.split(await running.send(_get("/healthz")))
-
-    assert (line, body) == ("HTTP/1.1 200 OK", b'{"status":"ok"}')
-    assert "x-sidecar-adapter" not in headers
-
-
-async def test_a_head_request_has_no_body_and_leaves_the_connection_usable(
-    start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
     head = b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 
     received = await running.send(head + _get("/healthz"))
 
     assert received.count(b"HTTP/1.1 200 OK") == 2
     assert received.count(b'{"status":"ok"}') == 1
+    assert b"x-sidecar-adapter" not in received
 
 
 async def test_readiness_follows_vllm(
@@ -73,7 +63,7 @@ async def test_models_shows_the_public_name_only(
     assert fake_vllm.requests[0].headers["authorization"] == "Bearer k"
 
 
-@pytest.mark.parametrize("data", [b"null", b"7", b'"x"', b'[null,3,"smollm2-135m"]'])
+@pytest.mark.parametrize("data", [b"null", b'[null,3,"smollm2-135m"]'])
 async def test_a_list_that_is_none_shows_no_model(
     data: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
@@ -98,26 +88,18 @@ async def test_a_key_reaches_vllm_as_the_bytes_that_came(
     assert key in (sent.encode("latin-1"), sent.encode("utf-8", "surrogateescape"))
 
 
-async def test_a_model_list_that_vllm_refuses_is_refused_the_same_way(
+async def test_a_model_list_that_vllm_refuses_is_refused_the_same_way_and_without_vllm_502(
     fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"error":"Unauthorized"}', "401 Unauthorized")]
     running = await start_proxy()
 
     line, _, body = wire.split(await running.send(_get("/v1/models")))
+    await fake_vllm.stop()
+    away, _, _ = wire.split(await running.send(_get("/v1/models")))
 
     assert (line, json.loads(body)) == ("HTTP/1.1 401 Unauthorized", {"error": "Unauthorized"})
-
-
-async def test_models_without_vllm_gives_502(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
-    await fake_vllm.stop()
-
-    line, _, _ = wire.split(await running.send(_get("/v1/models")))
-
-    assert line == "HTTP/1.1 502 Bad Gateway"
+    assert away == "HTTP/1.1 502 Bad Gateway"
 
 
 async def test_metrics_are_served_for_prometheus(start_proxy: StartProxy, wire: Wire) -> None:

@@ -15,14 +15,8 @@ FIVE = Backoff(first_s=0.5, last_s=5.0)
 
 def test_each_failure_in_a_row_doubles_the_wait_up_to_the_ceiling() -> None:
     assert [FIVE.wait_s(failures) for failures in range(1, 7)] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
-
-
-def test_another_factor_and_no_ceiling() -> None:
+    assert FIVE.wait_s(100_000) == 5.0, "a count that a float power cannot hold"
     assert Backoff(first_s=2.0, factor=3.0).wait_s(4) == 54.0
-
-
-def test_a_count_that_a_float_power_cannot_hold_waits_for_the_ceiling() -> None:
-    assert FIVE.wait_s(100_000) == 5.0
 
 
 def test_jitter_takes_away_no_more_than_its_share_and_only_with_a_source_of_chance() -> None:
@@ -40,16 +34,6 @@ def test_a_wait_that_follows_another_is_the_one_of_the_count() -> None:
     waits = Waits(FIVE)
 
     assert [waits.next_s() for _ in range(6)] == [FIVE.wait_s(n) for n in range(1, 7)]
-
-
-def test_a_success_starts_at_the_first_wait_again() -> None:
-    waits = Waits(FIVE)
-    waits.next_s()
-    waits.next_s()
-
-    waits.reset()
-
-    assert waits.next_s() == 0.5
 
 
 def test_a_process_that_lived_long_starts_at_the_first_wait_again() -> None:

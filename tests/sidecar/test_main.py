@@ -52,23 +52,13 @@ def test_it_starts_without_vllm_says_what_to_check_and_stops_on_term(state_dir: 
     assert not list(state_dir.glob("*.sock"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('proxy = {host = "0.0.0.0"}', "proxy.host 0.0.0.0 is reachable from outside"),
-        ('bus = {url = "kafka://h:9092"}', "setting bus.url: names no topic"),
-        ('serving = {upstreams = ["vllm:8000"]}', "serving.upstreams: vllm:8000 is not"),
-    ],
-)
-def test_it_refuses_unsafe_and_impossible_settings_in_one_line(
-    line: str, message: str, state_dir: Path
-) -> None:
-    process = _start(state_dir, line)
+def test_it_refuses_unsafe_settings_in_one_line(state_dir: Path) -> None:
+    process = _start(state_dir, 'proxy = {host = "0.0.0.0"}')
 
     error = process.communicate(timeout=60)[1]
 
     assert process.returncode == 2
-    assert message in error
+    assert "proxy.host 0.0.0.0 is reachable from outside" in error
     assert len(error.splitlines()) == 1
 
 

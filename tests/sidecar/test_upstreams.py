@@ -43,6 +43,7 @@ def test_a_name_stands_for_all_its_addresses_among_urls_that_stand_for_themselve
     found = names.upstreams("https://a.example/p/", f"{NAME}/v/", "http://10.0.0.3")
 
     assert found.follows_dns
+    assert not names.upstreams("http://a:1/").follows_dns
     assert found.now() == (
         "https://a.example/p",
         "http://10.0.0.1:8000/v",
@@ -51,15 +52,6 @@ def test_a_name_stands_for_all_its_addresses_among_urls_that_stand_for_themselve
         "http://10.0.0.3",
     )
     assert names.asked == [("vllm.svc", 8000)]
-
-
-def test_without_a_name_nothing_is_looked_up() -> None:
-    names = Names("10.0.0.1")
-    found = names.upstreams("http://a:1/", "http://b:2")
-
-    assert not found.follows_dns
-    assert found.now() == ("http://a:1", "http://b:2")
-    assert names.asked == []
 
 
 def test_a_name_is_looked_up_no_more_often_than_its_ttl() -> None:

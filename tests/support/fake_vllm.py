@@ -109,6 +109,12 @@ class ScriptedServer(Generic[Request]):
         for writer in self.writers:
             writer.transport.abort()
 
+    async def asked(self, count: int = 1) -> None:
+        """Wait until so many requests have come."""
+        async with asyncio.timeout(60):
+            while len(self.requests) < count:
+                await asyncio.sleep(0.001)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
 

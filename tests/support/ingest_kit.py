@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -14,18 +14,25 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
 
 from ingest.grouping.request import EngineFacts
 from ingest.grouping.selection import Rules, group_id_of
 from ingest.intake.bus import BATCH_BYTES, BusReader, Envelope
-from ingest.intake.choose import choose_new
-from ingest.store.exchanges import save_exchange
+from ingest.intake.choose import Sessions, choose_new
+from ingest.intake.consume import Consumed, consume
+from ingest.records import Group
+from ingest.sessions.messages import Place
+from ingest.store.bases import encode_children, store_children
+from ingest.store.exchanges import StoredExchange, load_exchange, save_exchange
+from ingest.store.groups import load_group
 from sidecar.feedback import Feedback, encode_feedback
 from sidecar.forwarding.process import Tally
 from sidecar.forwarding.sender import ensure_topics
 from sidecar.records import Choice, Exchange, Sampling, Timings, encode_exchange
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.settings import Kafka as KafkaSettings, KafkaUrl, read_bus_url
+from sidecar.store.contents import content_cache
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,
@@ -86,6 +93,20 @@ def make_exchange(exchange_id: str = "e1", **changes: Any) -> Exchange:
     return msgspec.structs.replace(plain, **changes)
 
 
+def make_place(exchange_id: str, parent: str | None = None, **changes: Any) -> Place:
+    """The place of an exchange in the session "s"."""
+    plain = Place(
+        exchange_id=exchange_id,
+        session="s",
+        parent=parent,
+        turn=0,
+        branch=0,
+        segment=0,
+        how="answered" if parent else "root",
+    )
+    return replace(plain, **changes)
+
+
 def make_feedback(name: str, target: str = "e1", **changes: Any) -> Feedback:
     """Good feedback on an exchange, by a user of the default project."""
     plain = Feedback(
@@ -130,6 +151,15 @@ class MemoryBus:
         """Nothing to let go of."""
 
 
+def rebase_children(session: Session, gone: Collection[str], *, limit: int = 256) -> int:
+    """Encode anew those that stand on exchanges that will be deleted, in the transaction that
+    deletes them. Returns: how many; 0: none is left."""
+    done = store_children(session, encode_children(session, gone, {}, limit=limit), gone)
+    for one in gone:
+        content_cache(session).drop(one)
+    return done
+
+
 class Kit:
     """A store, and short ways to fill it and to look into it."""
 
@@ -156,10 +186,28 @@ class Kit:
         )
         return replace(plain, **changes)
 
-    def store(self, *exchanges: Exchange, held_out: bool = False) -> None:
+    def store(
+        self,
+        *exchanges: Exchange,
+        held_out: bool = False,
+        now: float = 1.0,
+        place: Place | None = None,
+    ) -> None:
         with self.database.write() as session:
             for exchange in exchanges:
-                assert save_exchange(session, exchange, held_out=held_out, now=1.0)
+                assert save_exchange(session, exchange, held_out=held_out, now=now, place=place)
+
+    def take(
+        self,
+        *records: Exchange | Feedback,
+        sessions: Sessions | None = None,
+        now: float = 5.0,
+        **more: Any,
+    ) -> Consumed:
+        """Consume these records from a bus in memory."""
+        bus = MemoryBus([payload for _, payload in packed(records)])
+        sessions = sessions or Sessions(held_out_rate=0.0)
+        return consume(bus, self.database, limit=100, sessions=sessions, now=now, **more)
 
     def choose(self, *exchanges: Exchange, **rules: Any) -> list[str]:
         """Store exchanges and make groups of them. Returns: the groups' ids."""
@@ -199,6 +247,23 @@ class Kit:
     def group_count(self) -> int:
         with self.database.read() as session:
             return session.scalar(select(func.count()).select_from(GroupRow)) or 0
+
+    def scalars(self, statement: Any) -> list[Any]:
+        """What a SELECT of one column or table finds."""
+        with self.database.read() as session:
+            return list(session.scalars(statement))
+
+    def stored(self, exchange_id: str) -> StoredExchange:
+        with self.database.read() as session:
+            found = load_exchange(session, exchange_id)
+        assert found is not None
+        return found
+
+    def group(self, group_id: str) -> Group:
+        with self.database.read() as session:
+            found = load_group(session, group_id)
+        assert found is not None
+        return found
 
     def row(self, group_id: str) -> GroupRow:
         with self.database.read() as session:

@@ -49,7 +49,6 @@ from ingest.errors import (
     JudgeUnavailableError,
     SamplingError,
 )
-from ingest.feedback.deriving import derive_session
 from ingest.grouping.request import EngineFacts
 from ingest.grouping.selection import rules_of
 from ingest.intake.loop import Intake
@@ -63,7 +62,7 @@ from ingest.reward_watch.traits import Profile, RateOf, write_body
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import hash_of
 from ingest.sampling.worker import SamplingWorker
-from ingest.store.bases import rebase_children
+from ingest.store.bases import encode_children, store_children
 from ingest.store.exchanges import dead_letter
 from ingest.store.groups import keep_scores, set_aside
 from ingest.store.sessions import save_forgotten
@@ -243,10 +242,9 @@ def _ingest(use: _Use) -> None:
             *exchanges[-8:-2],
             mover,
         ]
-    with use.database.read() as session:
-        derive_session(session, "early")
     with use.database.write() as session:
-        assert rebase_children(session, ["talk-0"], limit=2) == 1
+        rebased = encode_children(session, ["talk-0"], {}, limit=2)
+        assert store_children(session, rebased, ["talk-0"]) == 1
 
 
 def _retention(use: _Use) -> None:
@@ -775,7 +773,9 @@ async def _outside(use: _Use) -> None:
 
 def _shadow(use: _Use) -> None:
     """What the ramp asks candidate and champion beside the users."""
-    drawing = Drawing(use.database, use.settings.canary, parallel=2, clock=use.clock)
+    drawing = Drawing(
+        use.database, use.settings.canary, parallel=2, clock=use.clock, line=Line(name=MODEL)
+    )
     with use.database.read() as session:
         canary = canaries.active(session, MODEL)
         assert canary is not None
@@ -818,6 +818,7 @@ def _controller(use: _Use, control: FakeControl) -> Controller:
         room=FakeRoom(),
         parallel=2,
         clock=use.clock,
+        line=Line(name=MODEL),
     )
     return Controller(
         database=use.database,
@@ -825,7 +826,7 @@ def _controller(use: _Use, control: FakeControl) -> Controller:
         gate=gate,
         rules=rules,
         limits=ServingLimits(max_rank=8, bases=frozenset()),
-        model=MODEL,
+        line=Line(name=MODEL),
         clock=use.clock,
     )
 

@@ -283,6 +283,14 @@ class Reply:
         return first(self.headers, name)
 
 
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+
+
+def post(body: bytes = REQUEST, *fields: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
+    lines = (b"POST %b HTTP/1.1" % path, b"Host: x", *fields, b"Content-Length: %d" % len(body))
+    return b"\r\n".join((*lines, b"", body))
+
+
 class Dial:
     """One connection of a client: writes raw bytes, reads strictly."""
 

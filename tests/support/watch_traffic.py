@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import accumulate
 from random import Random
 
-from ingest.reward_watch.rules import Mean, Moments, mean_of, moments, pooled_correlation, rate_of
-from ingest.reward_watch.traits import KINDS, Kind, MeanOf, Profile, RateOf
+from ingest.reward_watch.rules import Moments, mean_of, moments, pooled_correlation, rate_of
+from ingest.reward_watch.traits import KINDS, Kind, Profile, RateOf
 
 USUAL: Mapping[Kind, float] = {
     "refusal": 0.02,
@@ -75,12 +75,12 @@ def simulate(
         sessions=len(sizes),
         newest=sum(sizes),
         rates=rates,
-        log_tokens=_mean(mean),
+        log_tokens=mean,
         groups=0 if found is None else found.groups,
         correlation=None if found is None else found.r,
         correlation_error=0.0 if found is None else found.error,
         signals=simulate_rate(rng, counted, behaviour.signals, likeness),
-        feedback=_mean(feedback),
+        feedback=feedback,
     )
 
 
@@ -97,8 +97,7 @@ def _sessions(rng: Random, answers: int) -> list[int]:
 
 def simulate_rate(rng: Random, sizes: Mapping[int, int], share: float, likeness: float) -> RateOf:
     """Draw a rate. sizes: answers of a session -> sessions of that size."""
-    rate = rate_of(_hits(rng, sizes, share, likeness))
-    return RateOf(n=rate.n, hits=rate.hits, weight=rate.weight, sessions=rate.sessions)
+    return rate_of(_hits(rng, sizes, share, likeness))
 
 
 def _hits(
@@ -136,12 +135,6 @@ def _cumulated(size: int, share: float, likeness: float) -> list[float]:
 
 def _log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
-def _mean(found: Mean | None) -> MeanOf | None:
-    if found is None:
-        return None
-    return MeanOf(n=found.n, mean=found.mean, error=found.error, sessions=found.sessions)
 
 
 def _group(rng: Random, taste: float) -> Moments:

@@ -52,19 +52,6 @@ def message_with_a_system_text(target: Target) -> Any:
     return ask(target, system="You answer in one word.", stop_sequences=["."])
 
 
-def message_of_a_conversation(target: Target) -> Any:
-    turns = [
-        {"role": "user", "content": [{"type": "text", "text": "My name is Ada."}]},
-        {"role": "assistant", "content": "Hello Ada."},
-        {"role": "user", "content": "What is my name?"},
-    ]
-    return ask(target, messages=turns)
-
-
-def message_stream(target: Target) -> Any:
-    return events(target)
-
-
 def message_stream_by_helper(target: Target) -> Any:
     with client(target).messages.stream(
         model=target.model, messages=TURNS, max_tokens=12, **GREEDY
@@ -75,10 +62,6 @@ def message_stream_by_helper(target: Target) -> Any:
 
 def tool_named(target: Target) -> Any:
     return ask(target, messages=WEATHER, tools=TOOLS, tool_choice=NAMED, max_tokens=80)
-
-
-def tool_of_any_name(target: Target) -> Any:
-    return ask(target, messages=WEATHER, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=80)
 
 
 def tool_stream(target: Target) -> Any:
@@ -103,25 +86,12 @@ def tokens_counted(target: Target) -> Any:
     return counted.model_dump()
 
 
-def tokens_of_an_unknown_model(target: Target) -> Any:
-    asking = client(target)
-    return refusal(lambda: asking.messages.count_tokens(model=UNKNOWN_MODEL, messages=TURNS))
-
-
 def unknown_model(target: Target) -> Any:
     return refusal(lambda: ask(Target(target.url, UNKNOWN_MODEL)))
 
 
-def unknown_model_streamed(target: Target) -> Any:
-    return refusal(lambda: events(Target(target.url, UNKNOWN_MODEL)))
-
-
 def too_many_tokens(target: Target) -> Any:
     return refusal(lambda: ask(target, max_tokens=1_000_000))
-
-
-def wrong_type(target: Target) -> Any:
-    return refusal(lambda: ask(target, max_tokens=0))
 
 
 def image_that_the_model_cannot_see(target: Target) -> Any:
@@ -145,20 +115,14 @@ if __name__ == "__main__":
         [
             message,
             message_with_a_system_text,
-            message_of_a_conversation,
-            message_stream,
             message_stream_by_helper,
             message_asynchronous,
             tool_named,
-            tool_of_any_name,
             tool_stream,
             turn_after_a_tool,
             tokens_counted,
-            tokens_of_an_unknown_model,
             unknown_model,
-            unknown_model_streamed,
             too_many_tokens,
-            wrong_type,
             image_that_the_model_cannot_see,
         ]
     )

@@ -57,14 +57,6 @@ async def chat_stream_with_a_tool(target: Target) -> Any:
         return [chunk.model_dump() async for chunk in stream]
 
 
-async def completion_stream(target: Target) -> Any:
-    async with client(target) as asking:
-        stream = await asking.completions.create(
-            model=target.model, prompt=QUESTION, temperature=0, max_tokens=8, stream=True
-        )
-        return [chunk.model_dump() async for chunk in stream]
-
-
 async def response_stream(target: Target) -> Any:
     async with client(target) as asking:
         stream = await asking.responses.create(
@@ -89,7 +81,6 @@ if __name__ == "__main__":
             several_on_one_connection,
             chat_stream,
             chat_stream_with_a_tool,
-            completion_stream,
             response_stream,
             unknown_model,
         ]

@@ -81,37 +81,13 @@ def stream(target: Target) -> Any:
     return chunks(target)
 
 
-def stream_with_usage(target: Target) -> Any:
-    return chunks(target, stream_options={"include_usage": True})
-
-
-def stream_with_continuous_usage(target: Target) -> Any:
-    return chunks(target, stream_options={"include_usage": True, "continuous_usage_stats": True})
-
-
 def stream_of_choices_with_logprobs(target: Target) -> Any:
     return by_choice(chunks(target, logprobs=True, top_logprobs=1, **CHOICES))
-
-
-def stream_of_choices(target: Target) -> Any:
-    return by_choice(chunks(target, **CHOICES))
-
-
-def stream_with_token_ids_asked_for(target: Target) -> Any:
-    return chunks(target, extra_body={"return_token_ids": True})
-
-
-def stream_held_back_for_a_stop_string(target: Target) -> Any:
-    return chunks(target, stop=["France is Paris in"])
 
 
 def stream_cut_inside_characters(target: Target) -> Any:
     emoji = [{"role": "user", "content": "Repeat: 😀😁😂🤣😃"}]
     return chunks(target, messages=emoji, max_tokens=24)
-
-
-def tool_left_to_the_model(target: Target) -> Any:
-    return ask(target, messages=WEATHER, tools=TOOLS)
 
 
 def tool_named(target: Target) -> Any:
@@ -126,17 +102,6 @@ def tools_in_parallel(target: Target) -> Any:
         tool_choice="required",
         parallel_tool_calls=True,
         max_tokens=100,
-    )
-
-
-def tool_not_in_parallel(target: Target) -> Any:
-    return ask(
-        target,
-        messages=WEATHER,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=60,
     )
 
 
@@ -202,16 +167,8 @@ def unknown_model(target: Target) -> Any:
     return refusal(lambda: ask(Target(target.url, UNKNOWN_MODEL)))
 
 
-def too_many_tokens(target: Target) -> Any:
-    return refusal(lambda: ask(target, max_tokens=1_000_000))
-
-
 def wrong_type(target: Target) -> Any:
     return refusal(lambda: ask(target, messages="not a list"))
-
-
-def error_before_a_stream(target: Target) -> Any:
-    return refusal(lambda: chunks(target, temperature=-1))
 
 
 if __name__ == "__main__":
@@ -222,17 +179,10 @@ if __name__ == "__main__":
             choices_and_logprobs,
             extra_parameters_of_vllm,
             stream,
-            stream_with_usage,
-            stream_with_continuous_usage,
             stream_of_choices_with_logprobs,
-            stream_of_choices,
-            stream_with_token_ids_asked_for,
-            stream_held_back_for_a_stop_string,
             stream_cut_inside_characters,
-            tool_left_to_the_model,
             tool_named,
             tools_in_parallel,
-            tool_not_in_parallel,
             stream_of_a_named_tool,
             stream_of_tools_in_parallel,
             turn_after_a_tool,
@@ -240,8 +190,6 @@ if __name__ == "__main__":
             structured_output_streamed,
             image_that_the_model_cannot_see,
             unknown_model,
-            too_many_tokens,
             wrong_type,
-            error_before_a_stream,
         ]
     )

@@ -63,20 +63,8 @@ def completion(target: Target) -> Any:
     return complete(target)
 
 
-def completion_with_echo(target: Target) -> Any:
-    return complete(target, echo=True)
-
-
 def completion_with_logprobs(target: Target) -> Any:
     return complete(target, logprobs=2)
-
-
-def completion_with_logprobs_zero(target: Target) -> Any:
-    return complete(target, logprobs=0)
-
-
-def completion_of_several_prompts(target: Target) -> Any:
-    return complete(target, [PROMPT, "Two plus two is"], **CHOICES)
 
 
 def completion_of_tokens(target: Target) -> Any:
@@ -91,24 +79,8 @@ def completion_stream_of_several(target: Target) -> Any:
     return by_choice(chunks(target, [PROMPT, "Two plus two is"], **CHOICES))
 
 
-def completion_stream_with_usage(target: Target) -> Any:
-    return chunks(target, stream_options={"include_usage": True, "continuous_usage_stats": True})
-
-
-def completion_stream_with_echo(target: Target) -> Any:
-    return chunks(target, echo=True)
-
-
 def completion_stream_with_logprobs(target: Target) -> Any:
     return chunks(target, logprobs=1)
-
-
-def completion_stream_with_a_stop_string(target: Target) -> Any:
-    return chunks(target, stop=["\n\nThe capital"], max_tokens=12)
-
-
-def completion_error(target: Target) -> Any:
-    return refusal(lambda: complete(target, logprobs=99))
 
 
 def completion_of_an_unknown_model(target: Target) -> Any:
@@ -165,10 +137,6 @@ def response_parsed(target: Target) -> Any:
     return reply.model_dump()
 
 
-def response_error(target: Target) -> Any:
-    return refusal(lambda: respond(target, max_output_tokens=1_000_000))
-
-
 def response_of_an_unknown_model(target: Target) -> Any:
     return refusal(lambda: respond(Target(target.url, UNKNOWN_MODEL)))
 
@@ -177,29 +145,16 @@ def response_after_one_that_is_not_kept(target: Target) -> Any:
     return refusal(lambda: respond(target, previous_response_id="resp_0000"))
 
 
-def embeddings_that_the_model_has_not(target: Target) -> Any:
-    return refusal(
-        lambda: client(target).embeddings.create(model=target.model, input="Paris").model_dump()
-    )
-
-
 if __name__ == "__main__":
     main(
         [
             models,
             completion,
-            completion_with_echo,
             completion_with_logprobs,
-            completion_with_logprobs_zero,
-            completion_of_several_prompts,
             completion_of_tokens,
             completion_stream,
             completion_stream_of_several,
-            completion_stream_with_usage,
-            completion_stream_with_echo,
             completion_stream_with_logprobs,
-            completion_stream_with_a_stop_string,
-            completion_error,
             completion_of_an_unknown_model,
             response,
             response_of_a_conversation,
@@ -209,9 +164,7 @@ if __name__ == "__main__":
             response_with_a_tool,
             response_stream_with_a_tool,
             response_parsed,
-            response_error,
             response_of_an_unknown_model,
             response_after_one_that_is_not_kept,
-            embeddings_that_the_model_has_not,
         ]
     )

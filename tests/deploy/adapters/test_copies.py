@@ -17,7 +17,8 @@ from deploy.records import AdapterVersion
 from deploy.registry import versions
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow, RunRow
+from sidecar.store.models import AdapterRow, AuditRow, GroupDigestRow
+from support.finished_run import finished_run
 from tests.deploy.conftest import write_adapter
 
 NOT_COMPARED = "\nIt was not compared with the version that it should replace.\n"
@@ -122,13 +123,7 @@ def test_diff_says_descent_config_data_and_weights(
     shop.change(2, run_id="r2", parent=shop.version(1).name)
     with shop.database.write() as session:
         for run, lr in (("r1", 1e-4), ("r2", 2e-4)):
-            session.add(
-                RunRow(
-                    run_id=run, model="m", status="finished", reason=None, started_at=0.0,
-                    heartbeat_at=0.0, ended_at=1.0, parent="base", settings={"lr": lr}, counts={},
-                    metrics=[], adapter=None,
-                )
-            )  # fmt: skip
+            session.add(finished_run(run, settings={"lr": lr}))
         for seq, (group, run, status) in enumerate(
             [("g1", "r1", "trained"), ("g2", "r2", "trained"), ("g3", "r2", "dropped")]
         ):

@@ -8,28 +8,33 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import update
 
 from deploy.adapters import prune as pruning
 from deploy.adapters.prune import DAY_S, DEAD_FETCH_S, REMOVED, TRASH, FolderRule, Pruner
+from deploy.canary.controller import Controller
+from deploy.cli.adapters import import_adapter
+from deploy.engine.validation import ServingLimits
 from deploy.errors import TransitionError
 from deploy.forgetting import retire_adapters
-from deploy.registry import aliases, candidates, transitions, versions
-from deploy.registry.rollback import rollback
+from deploy.line_loops import make_folder_of
+from deploy.registry import aliases, transitions, versions
+from deploy.registry.rollback import RollbackResult, rollback
 from learner.adapter_folder import CARD, LINEAGE, WEIGHTS, folder_digest
-from learner.shared_folders import FETCHING
+from learner.resume import remove_folder
+from learner.shared_folders import FETCHING, MANIFEST, shared_folders
+from sidecar.lines import Line
 from sidecar.records import BASE
-from sidecar.store.models import AdapterRow, AuditRow, RoutingRow, RunRow, UnwantedAdapterRow
+from sidecar.settings import Learner, Serving, Settings, Store
+from sidecar.settings.training import Adapters
+from sidecar.store.models import AdapterRow, AuditRow, RoutingRow, UnwantedAdapterRow
 from support.adapter_endpoints import MODEL
-from tests.deploy.conftest import write_adapter
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from support.finished_run import finished_run
+from tests.deploy.conftest import World, write_adapter
 
 LONG = 1_000 * DAY_S
 """Far beyond any number of days of these tests."""
@@ -67,6 +72,16 @@ class Folders:
             row.state = "ramping"
             session.flush()
             transitions.promote(session, row, reason="good", now=now, actor=begun.canary_id)
+
+    def point(self, alias: str, name: str) -> None:
+        with self.world.database.write() as session:
+            versions.move_alias(
+                session, model=MODEL, alias=alias, to=name, now=0.0, actor="t", reason="r"
+            )
+
+    def roll_back(self, to: str) -> RollbackResult:
+        world = self.world
+        return rollback(world.database, MODEL, to=to, reason="r", actor="t", now=world.clock.now)
 
     def pruner(self, rule: FolderRule = RULE) -> Pruner:
         return Pruner(database=self.world.database, adapters_dir=self.adapters_dir, rule=rule)
@@ -123,10 +138,7 @@ def test_what_an_alias_names_stays_and_its_parent(folders: Folders, alias: str) 
     grandparent = folders.publish(1)
     parent = folders.publish(2, parent=grandparent)
     name = folders.publish(3, parent=parent)
-    with folders.world.database.write() as session:
-        versions.move_alias(
-            session, model=MODEL, alias=alias, to=name, now=0.0, actor="t", reason="r"
-        )
+    folders.point(alias, name)
 
     assert folders.prune() == {name, parent}
 
@@ -136,9 +148,7 @@ def test_the_last_champions_stay_and_older_ones_go(folders: Folders) -> None:
     for name in names:
         folders.promote(name)
         folders.world.clock.now += 1.0
-    rollback(
-        folders.world.database, MODEL, to="base", reason="r", actor="t", now=folders.world.clock.now
-    )
+    folders.roll_back(BASE)
 
     assert folders.prune(FolderRule(folder_days=30, keep_champions=3)) == set(names[1:])
     assert folders.prune() == set(names[2:])
@@ -147,29 +157,14 @@ def test_the_last_champions_stay_and_older_ones_go(folders: Folders) -> None:
 def test_what_a_run_continues_stays(folders: Folders) -> None:
     parent, other = folders.publish(1), folders.publish(2)
     with folders.world.database.write() as session:
-        session.add(
-            RunRow(
-                run_id="r",
-                model=MODEL,
-                status="running",
-                reason=None,
-                started_at=0.0,
-                heartbeat_at=0.0,
-                ended_at=None,
-                parent=parent,
-                settings={},
-                counts={},
-                metrics=[],
-                adapter=None,
-            )
-        )
+        session.add(finished_run("r", model=MODEL, status="running", parent=parent))
 
     assert folders.kept_because(parent) == "the run r needs it"
     assert folders.prune() == {parent}
     assert other not in folders.there()
 
 
-@pytest.mark.parametrize("phase", ["queued", "loading", "gating", "ramping"])
+@pytest.mark.parametrize("phase", ["queued", "ramping"])
 def test_what_a_canary_tries_and_compares_with_stays(folders: Folders, phase: str) -> None:
     names = [folders.publish(version) for version in (1, 2, 3)]
     with folders.world.database.write() as session:
@@ -201,22 +196,30 @@ def test_what_the_routing_table_names_stays(folders: Folders) -> None:
     with folders.world.database.write() as session:
         session.query(RoutingRow).one()
         session.execute(update(AdapterRow).values(state="retired"))
-        for alias in ("champion", "previous"):
-            versions.move_alias(
-                session, model=MODEL, alias=alias, to=BASE, now=0.0, actor="t", reason="r"
-            )
+    for alias in ("champion", "previous"):
+        folders.point(alias, BASE)
 
     assert "routing table" in folders.kept_because(name)
 
 
-def test_one_that_was_used_lately_stays_until_its_days_are_over(folders: Folders) -> None:
+@pytest.mark.parametrize(
+    ("days", "goes", "why"),
+    [
+        (29.6, False, "used 29 days ago, adapters.folder_days is 30"),
+        (30.0, True, "unused for 30 days"),
+        (0.99, False, "used 23 h ago, adapters.folder_days is 30"),
+    ],
+)
+def test_an_age_below_the_rule_does_not_look_as_if_it_had_reached_it(
+    folders: Folders, days: float, goes: bool, why: str
+) -> None:
     folders.publish(1)
-    now = folders.world.clock.now
 
-    folders.pruner().prune(now=now + 29 * DAY_S, actor="t")
-    assert len(folders.there()) == 1
-    folders.pruner().prune(now=now + 31 * DAY_S, actor="t")
-    assert folders.there() == set()
+    done = folders.pruner().prune(now=folders.world.clock.now + days * DAY_S, actor="t")
+
+    [fate] = done.fates
+    assert (fate.goes, fate.why) == (goes, why)
+    assert len(folders.there()) == (not goes)
 
 
 def test_days_count_from_when_it_lost_its_alias(folders: Folders) -> None:
@@ -224,9 +227,7 @@ def test_days_count_from_when_it_lost_its_alias(folders: Folders) -> None:
     for name in names:
         folders.world.clock.now += 100 * DAY_S
         folders.promote(name)
-    rollback(
-        folders.world.database, MODEL, to="base", reason="r", actor="t", now=folders.world.clock.now
-    )
+    folders.roll_back(BASE)
     lost_at = folders.world.clock.now - 100 * DAY_S  # v2 took its place
 
     folders.pruner(FolderRule(folder_days=150, keep_champions=1)).prune(
@@ -256,21 +257,8 @@ def test_a_dry_run_changes_nothing(folders: Folders) -> None:
 def test_another_versions_same_files_keep_them(folders: Folders) -> None:
     name = folders.publish(1)
     found = folders.world.adapter(name)
-    with folders.world.database.write() as session:
-        session.add(
-            AdapterRow(
-                name="other--v1-x",
-                model="other",
-                version=1,
-                digest=found.digest,
-                path=found.path,
-                parent=BASE,
-                run_id=None,
-                state="champion",
-                reason=None,
-                created_at=0.0,
-            )
-        )
+    other = replace(folders.world, line=Line(name="other"))
+    other.add_version("other--v1-x", 1, Path(found.path), found.digest, state="champion")
 
     assert "has the files of other--v1-x" in folders.kept_because(name)
     assert name in folders.prune()
@@ -320,13 +308,12 @@ def test_a_removed_version_begins_nothing_again(folders: Folders) -> None:
         folders.world.clock.now += 1.0
     folders.prune(FolderRule(folder_days=30, keep_champions=1))
     assert old not in folders.there()
-    database, now = folders.world.database, folders.world.clock.now
 
     with pytest.raises(TransitionError, match=r"adapters\.folder_days"):
-        rollback(database, MODEL, to=old, reason="r", actor="t", now=now)
-    with database.write() as session, pytest.raises(TransitionError, match="was removed"):
-        candidates.start(session, MODEL, old, steps=(10_000,), now=now, actor="t", reason="again")
-    assert rollback(database, MODEL, to=middle, reason="r", actor="t", now=now).after == middle
+        folders.roll_back(old)
+    with pytest.raises(TransitionError, match="was removed"):
+        folders.world.start(old)
+    assert folders.roll_back(middle).after == middle
 
 
 def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Folders) -> None:
@@ -337,9 +324,7 @@ def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Fol
     with folders.world.database.write() as session:
         aliases.ban(session, old, now=0.0, actor="t", reason="bad")
         session.get_one(AdapterRow, last).forgotten_at = 1.0
-        versions.move_alias(
-            session, model=MODEL, alias="previous", to=last, now=0.0, actor="t", reason="r"
-        )
+    folders.point("previous", last)
     folders.prune(FolderRule(folder_days=30, keep_champions=1))
     assert old not in folders.there()
     Path(folders.world.adapter(old).path).mkdir()  # somebody's empty folder brings nothing back
@@ -446,13 +431,96 @@ def test_what_becomes_needed_while_it_is_hashed_stays(
     original: Callable[[Path], str] = folder_digest
 
     def meanwhile(folder: Path) -> str:
-        with folders.world.database.write() as session:
-            versions.move_alias(
-                session, model=MODEL, alias="anchor", to=name, now=0.0, actor="t", reason="r"
-            )
+        folders.point("anchor", name)
         return original(folder)
 
     monkeypatch.setattr(pruning, "folder_digest", meanwhile)
 
     assert folders.prune() == {name}
     assert folders.world.adapter(name).removed_at is None
+
+
+# `adapters.url`: an import on one machine is loaded by control on another.
+
+
+def settings_of(world: World, adapters_dir: Path, bucket: Path) -> Settings:
+    return Settings(
+        serving=Serving(model="m", base_model_path="/models/m", max_lora_rank=8),
+        store=Store(url=world.database.url),
+        learner=Learner(adapters_dir=adapters_dir, rank=4, alpha=8),
+        adapters=Adapters(url=f"file://{bucket}"),
+    )
+
+
+def controller(world: World, settings: Settings) -> Controller:
+    return Controller(
+        database=world.database,
+        replicas={"http://vllm": world.control},
+        gate=world.gate(),
+        rules=world.rules,
+        limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
+        line=world.line,
+        clock=world.clock,
+        folder_of=make_folder_of(settings),
+    )
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    return tmp_path / "bucket"
+
+
+async def test_control_fetches_verifies_and_loads_what_another_machine_made(
+    world: World, tmp_path: Path, bucket: Path
+) -> None:
+    write_adapter(tmp_path / "mine")
+    there = settings_of(world, tmp_path / "there", bucket)
+    made = import_adapter(there, world.database, tmp_path / "mine", reason="r", now=5.0)
+    remove_folder(made.path)  # this machine never had it
+    here = settings_of(world, tmp_path / "here", bucket)
+
+    await controller(world, here).tick()
+
+    assert world.canary(made.adapter).phase == "gating"
+    assert folder_digest(tmp_path / "here" / made.digest) == made.digest
+
+
+async def test_a_candidate_waits_while_the_url_cannot_be_reached(
+    world: World, tmp_path: Path, bucket: Path
+) -> None:
+    write_adapter(tmp_path / "mine")
+    settings = settings_of(world, tmp_path / "there", bucket)
+    made = import_adapter(settings, world.database, tmp_path / "mine", reason="r", now=5.0)
+    remove_folder(made.path)
+    (bucket / made.digest / MANIFEST).rename(bucket / "away")
+    control = controller(world, settings)
+
+    await control.tick()
+
+    assert world.canary(made.adapter).phase == "loading"
+    assert "not complete there" in str(world.canary(made.adapter).reason)
+    (bucket / "away").rename(bucket / made.digest / MANIFEST)
+
+    await control.tick()
+
+    assert world.canary(made.adapter).phase == "gating"
+
+
+def test_retention_removes_the_copy_too(world: World, tmp_path: Path, bucket: Path) -> None:
+    write_adapter(tmp_path / "mine")
+    settings = settings_of(world, tmp_path / "there", bucket)
+    made = import_adapter(settings, world.database, tmp_path / "mine", reason="r", now=5.0)
+    with world.database.write() as session:
+        session.get_one(AdapterRow, made.adapter).state = "rejected"
+    folders = settings.learner.adapters_dir
+    pruner = Pruner(
+        database=world.database,
+        adapters_dir=folders,
+        rule=FolderRule(folder_days=1, keep_champions=1),
+        shared=shared_folders(settings),
+    )
+
+    pruner.prune(now=world.clock.now + 10 * DAY_S, actor="t")
+
+    assert not made.path.exists()
+    assert list((bucket / made.digest).iterdir()) == []

@@ -27,7 +27,8 @@ from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.judge_noise import NoiseState, write_noise_state
-from sidecar.store.database import compress, count, set_flag
+from learner.schedule import loop as schedule
+from sidecar.store.database import compress, count, get_flag, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run
 from support.ingest_kit import make_feedback
@@ -79,15 +80,13 @@ async def test_a_listing_refuses_a_query_that_it_would_not_obey(api: Api) -> Non
     assert (await api.get("/groups", limit=2, status="scored")).status_code == 200
 
 
-@pytest.mark.parametrize("blank", ["", " ", "\t\n\u00a0"])
-async def test_a_blank_reason_is_refused_and_a_missing_one_is_not(
-    world: World, api: Api, blank: str
-) -> None:
+async def test_a_blank_reason_is_refused_and_a_missing_one_is_not(world: World, api: Api) -> None:
     ramping(world)
     canary_id = (await api.get("/canaries")).json()["items"][0]["canary_id"]
 
     for path in ("/rollback", f"/canaries/{canary_id}/pause", f"/canaries/{canary_id}/abort"):
-        assert_problem(await api.post(path, {"reason": blank}), 400, "blank-reason")
+        for blank in ("", "\t\n\u00a0"):
+            assert_problem(await api.post(path, {"reason": blank}), 400, "blank-reason")
 
     assert (await api.post(f"/canaries/{canary_id}/pause")).json()["paused"] is True
 
@@ -121,14 +120,6 @@ async def test_status_says_what_serves_and_what_is_on_canary(world: World, api: 
     assert body["adapters"] == {"champion": 1, "ramping": 1}
     assert body["learner"]["paused"] is False
     assert body["token_check"] == "off: ingest has not run yet"
-
-
-async def test_status_and_funnel_say_how_the_token_check_stands(world: World, api: Api) -> None:
-    with world.database.write() as session:
-        set_flag(session, "token_check", "off: no tokenizer", now=1.0)
-
-    assert (await api.get("/status")).json()["token_check"] == "off: no tokenizer"
-    assert (await api.get("/funnel")).json()["token_check"] == "off: no tokenizer"
 
 
 async def test_adapters_by_version_name_and_alias(world: World, api: Api) -> None:
@@ -182,14 +173,12 @@ def add_groups(world: World, count: int) -> None:
                     project="shop",
                     adapter="base",
                     status="scored",
-                    reason=None,
                     created_at=1.0,
                     scored_at=2.0,
                     judge_model="j",
                     rubric_hash="r",
                     disagreement=0.125,
                     flipped_pairs=0.5,
-                    run_id=None,
                 )
             )
             session.flush()
@@ -203,7 +192,6 @@ def add_groups(world: World, count: int) -> None:
                     token_ids=b"\1\0\0\0",
                     logprobs=b"\0\0\0\0",
                     temperature=1.0,
-                    untrainable_reason=None,
                     score=0.5,
                     disagreement=0.25,
                     explanation="so",
@@ -234,13 +222,12 @@ async def test_paging_shows_every_row_once_though_rows_are_added(world: World, a
     add_groups(world, 5)
 
     first = (await api.get("/groups", limit=2)).json()
-    add_groups_later = world.serve("late")
-    assert add_groups_later
+    late = world.serve("late")
     with world.database.write() as session:
         session.add(
             GroupRow(
                 group_id="g-late",
-                exchange_id=add_groups_later,
+                exchange_id=late,
                 session_key="late",
                 adapter="base",
                 status="sampling",
@@ -270,6 +257,7 @@ async def test_every_listing_pages_to_its_end(world: World, api: Api) -> None:
         cursor: str | None = None
         while True:
             page = (await api.get(path, limit=1, **({"cursor": cursor} if cursor else {}))).json()
+            assert page["items"], path
             seen += [one[key] for one in page["items"]]
             cursor = page["next_cursor"]
             if cursor is None:
@@ -283,11 +271,6 @@ async def test_a_cursor_is_of_one_listing(api: Api) -> None:
     assert (await api.get("/audit", cursor=of_audit)).status_code == 200
     for path, cursor in (("/groups", of_audit), ("/adapters", of_audit), ("/audit", "WzFd")):
         assert_problem(await api.get(path, cursor=cursor), 400, "bad-cursor")
-
-
-@pytest.mark.parametrize("cursor", ["nonsense", "bm9wZQ==", "WyJhIl0=", "WzEsMl0=", "W3RydWVd"])
-async def test_a_foreign_cursor_is_a_problem(api: Api, cursor: str) -> None:
-    assert_problem(await api.get("/groups", cursor=cursor), 400, "bad-cursor")
 
 
 @pytest.mark.parametrize("limit", [0, 201, "many"])
@@ -418,9 +401,12 @@ async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:
         for stage, reason in (("selection", "chosen"), ("sampling", "sampled")):
             count(session, stage, reason, 2)
         count(session, "judging", "scored")
+        set_flag(session, "token_check", "off: no tokenizer", now=1.0)
 
     body = (await api.get("/funnel")).json()
 
+    assert (await api.get("/status")).json()["token_check"] == "off: no tokenizer"
+    assert body["token_check"] == "off: no tokenizer"
     assert body["exchanges"] == {"chosen": 2, "held_out": 3}
     assert body["groups"] == {"sampled": 1, "scored": 1}
     assert [(one["name"], one["entered"], one["passed"]) for one in body["stages"]] == [
@@ -460,7 +446,6 @@ async def test_what_is_not_there_is_a_problem(api: Api, path: str, slug: str) ->
     ("path", "wanted", "known"),
     [
         ("/adapters", {"state": "chmpion"}, get_args(AdapterState)),
-        ("/adapters", {"state": ""}, get_args(AdapterState)),
         (
             "/groups",
             {"status": "skored"},
@@ -513,21 +498,7 @@ async def test_rollback_says_from_and_to(world: World, api: Api) -> None:
     assert api.changes == [1]
     row = world.rows(AuditRow)[-1]
     assert (row.action, row.actor, row.reason) == ("rollback", "local", "rambles")
-
-
-async def test_the_audit_has_the_address_that_a_change_was_asked_from(
-    world: World, api: Api
-) -> None:
-    world.promote(world.register(1))
-
-    await api.client.post(
-        "/admin/v1/rollback", json={"to": "base"}, headers={"x-forwarded-for": "8.8.8.8"}
-    )
-
-    items = (await api.get("/audit")).json()["items"]
-    assert {one["source"] for one in items if one["actor"] == "local"} == {"127.0.0.9"}
-    assert [one["action"] for one in items[:2]] == ["rollback", "learner.pause"]
-    assert {one["source"] for one in items if one["actor"] != "local"} == {""}
+    assert row.source == "127.0.0.9"
 
 
 @pytest.mark.parametrize("body", [None, {}, {"to": 1}, {"to": "v1", "reason": "x"}])
@@ -548,32 +519,6 @@ async def test_rollback_needs_no_precondition_and_may_be_repeated(world: World, 
     assert first.json()["changed"] is True
     assert second.json()["changed"] is False
     assert second.json()["to"] == "base"
-
-
-async def test_a_rollback_flips_first_and_control_loads_the_target_afterwards(
-    world: World, api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = world.register(1)
-    world.promote(first)
-    world.promote(world.register(2))
-    champion_when_loaded: list[tuple[str, str]] = []
-    load = world.control.load
-
-    async def loading(name: str, path: str) -> None:
-        champion_when_loaded.append((name, world.table().champion))
-        await load(name, path)
-
-    monkeypatch.setattr(world.control, "load", loading)
-    await api.reconciler.reconcile()  # both were wanted before the rollback: drop what it loaded
-    world.control.adapters.clear()
-    champion_when_loaded.clear()
-
-    await api.post("/rollback", {"to": first, "reason": "x"})
-    assert (world.table().champion, champion_when_loaded) == (first, [])
-    assert api.changes == [1], "control is told at once"
-    await api.reconciler.reconcile()
-
-    assert champion_when_loaded == [(first, first)]
 
 
 async def test_a_rollback_waits_for_no_vllm_that_hangs(
@@ -657,10 +602,6 @@ async def test_a_rollback_to_what_vllm_refuses_still_takes_the_champion_out_and_
     [
         ({"to": "77"}, 404, "unknown-adapter"),
         ({"to": "2"}, 409, "not-allowed-now"),
-        ({"to": []}, 422, "bad-request"),
-        ({"to": True}, 422, "bad-request"),
-        ({"to": 1.0}, 422, "bad-request"),
-        ({"to": -1}, 422, "bad-request"),
         ({"to": "1", "reason": 5}, 422, "bad-request"),
         ({"target": "base"}, 422, "bad-request"),
         ([], 422, "bad-request"),
@@ -720,22 +661,21 @@ async def test_what_the_state_does_not_allow_says_what_it_does(world: World, api
     body = assert_problem(await api.post(f"{path}/resume", if_match="*"), 409, "not-allowed-now")
 
     assert body["allowed_actions"] == ["pause", "abort", "promote", "skip-step"]
-
-
-async def test_an_unknown_action_is_a_problem(world: World, api: Api) -> None:
-    name = ramping(world)
-
-    reply = await api.post(f"/canaries/{world.canary(name).canary_id}/explode")
-
-    assert_problem(reply, 422, "bad-request")
+    assert_problem(await api.post(f"{path}/explode"), 422, "bad-request")
 
 
 async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> None:
     etag = (await api.get("/learner")).headers["etag"]
 
+    def flag(name: str) -> str | None:
+        with world.database.read() as session:
+            return get_flag(session, name)
+
     assert_problem(await api.post("/learner/run"), 428, "if-match-needed")
     ran = await api.post("/learner/run", {"reason": "now"}, if_match=etag)
+    assert flag(schedule.REQUESTED_FLAG) == "1"
     paused = await api.post("/learner/pause")
+    assert flag(schedule.PAUSED_FLAG) == "1"
     stale = await api.post("/learner/resume", if_match=etag)
     refused = await api.post("/learner/run", if_match=paused.headers["etag"])
     resumed = await api.post("/learner/resume", if_match=paused.headers["etag"])
@@ -746,21 +686,6 @@ async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> 
     assert assert_problem(refused, 409, "not-allowed-now")["allowed_actions"] == ["resume"]
     assert resumed.json()["paused"] is False
     assert world.actions()[-3:] == ["learner.run", "learner.pause", "learner.resume"]
-
-
-async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
-    world: World, api: Api
-) -> None:
-    from deploy.registry import switches as learner_switches
-    from learner.schedule import loop as schedule
-    from sidecar.store.database import get_flag
-
-    await api.post("/learner/pause")
-
-    assert learner_switches.PAUSED == schedule.PAUSED_FLAG
-    assert learner_switches.RUN_REQUESTED == schedule.REQUESTED_FLAG
-    with world.database.read() as session:
-        assert get_flag(session, schedule.PAUSED_FLAG) == "1"
 
 
 async def test_the_audit_names_the_token_and_never_shows_it(
@@ -789,13 +714,6 @@ async def test_without_tokens_a_rebound_name_is_refused(make_api: Callable[..., 
     assert_problem(await make_api(host="evil.example").get("/status"), 403, "forbidden")
     assert (await make_api(host="localhost:8081").get("/status")).status_code == 200
     assert (await make_api(host="[::1]:8081").get("/status")).status_code == 200
-
-
-async def test_ready_once_there_is_a_routing_table(api: Api) -> None:
-    reply = await api.client.get("/readyz")
-
-    assert reply.status_code == 200
-    assert reply.json()["status"] == "ready"
 
 
 async def test_not_ready_says_why_and_as_it_is_described(world: World, api: Api) -> None:

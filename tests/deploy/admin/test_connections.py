@@ -14,9 +14,7 @@ import pytest
 
 from deploy.admin import wire
 from deploy.admin.context import AdminContext
-from deploy.admin.events import MAX_STREAMS
 from deploy.engine.reconcile import Fleet
-from deploy.registry import audit
 from support.served_admin import served_admin
 
 if TYPE_CHECKING:
@@ -116,34 +114,6 @@ def test_the_last_of_what_a_closing_connection_sends_is_given_up_too(
     last = STATIC.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     with never_read(port, STATIC * 200 + last, times=1) as client:
         assert closed(client)
-
-
-def test_streams_that_nobody_reads_make_room_for_another(
-    world: World, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with world.database.write() as session:
-        for _ in range(2_000):
-            audit.record(
-                session,
-                now=1.0,
-                actor="x",
-                action="learner.pause",
-                subject="learner",
-                before={},
-                after={},
-                reason="r" * 4_000,
-            )
-    monkeypatch.setattr(wire, "STUCK_S", 0.5)
-    asks = b"GET /admin/v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nLast-Event-ID: 0\r\n\r\n"
-    clients = [never_read(port, asks, times=1) for _ in range(MAX_STREAMS)]
-    try:
-        assert all(closed(one) for one in clients)
-        url = f"http://127.0.0.1:{port}/admin/v1/events?for_s=0"
-        while httpx.get(url, timeout=30).status_code == 503:  # until the last one's task has ended
-            time.sleep(0.05)
-    finally:
-        for one in clients:
-            one.close()
 
 
 def test_who_reads_slowly_is_served_and_who_stops_is_dropped() -> None:

@@ -27,6 +27,9 @@ CURSORS = (
     "[" * 20_000,
     "[" * 900 + "]" * 900,
     '{"a":' * 3_000,
+    "none",
+    '["a"]',
+    "[true]",
 )
 DEEP = [
     opening * depth + "1" + closing * depth
@@ -115,7 +118,13 @@ async def test_a_cursor_that_no_database_can_hold_is_a_400(api: Api, path: str) 
         named = text.replace("[", f'["{path[1:]}",', 1)  # one of this listing
         for one in (text, named):
             assert await status_of(api, "GET", path, query=cursor(one)) == 400, one[:40]
-    for raw in (b"cursor=\xff", b"cursor=%ED%A0%80", b"%ED%A0%80=1", b"state=%00"):
+    for raw in (
+        b"cursor=\xff",
+        b"cursor=nonsense",
+        b"cursor=%ED%A0%80",
+        b"%ED%A0%80=1",
+        b"state=%00",
+    ):
         assert await status_of(api, "GET", path, query=raw) == 400, raw
 
 

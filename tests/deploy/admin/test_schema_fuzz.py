@@ -27,7 +27,6 @@ EACH = 5
 PLAIN = settings(
     max_examples=SEQUENCES,
     stateful_step_count=STEPS,
-    deadline=None,
     phases=[Phase.generate],
     database=None,
     derandomize=True,

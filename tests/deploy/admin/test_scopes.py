@@ -52,20 +52,15 @@ def test_a_digest_alone_has_every_scope_and_words_narrow_it() -> None:
     ("scope", "method", "path", "allowed"),
     [
         ("read", "GET", "/status", True),
-        ("read", "GET", "/audit", True),
         ("read", "GET", "/groups/g", False),
-        ("read", "GET", "/exchanges/x", False),
         ("read", "GET", "/sessions/a/b", False),
         ("read", "GET", "/canaries/x/evidence", False),
         ("read", "POST", "/rollback", False),
-        ("read", "POST", "/canaries/x/pause", False),
-        ("read", "POST", "/learner/pause", False),
         ("content", "GET", "/groups/g", True),
         ("content", "POST", "/rollback", False),
         ("operate", "POST", "/rollback", True),
         ("operate", "POST", "/canaries/x/pause", True),
         ("operate", "POST", "/learner/pause", False),
-        ("operate", "GET", "/exchanges/x", False),
         ("train", "POST", "/learner/pause", True),
         ("train", "POST", "/rollback", False),
         ("admin", "POST", "/learner/pause", True),
@@ -86,12 +81,6 @@ async def test_the_server_holds_a_token_to_its_scopes(
         assert api.refusals.counts["no_scope"] == 1
 
 
-async def test_a_body_that_is_wrong_too_is_refused_for_its_scope(make_api: MakeApi) -> None:
-    reply = await make_api("t", scopes="read").post("/rollback", {"nope": 1}, **AS_T)
-
-    assert reply.status_code == 403
-
-
 def test_the_setting_takes_digests_with_and_without_scopes() -> None:
     words = (DIGEST, f"{DIGEST}:read+content")
 
@@ -101,21 +90,15 @@ def test_the_setting_takes_digests_with_and_without_scopes() -> None:
             Admin(tokens=(wrong,))
 
 
-async def test_a_wrong_method_is_told_all_that_the_path_takes(api: Api) -> None:
-    wrong = await api.client.delete("/admin/v1/canaries/x")
-    posted = await api.post("/status")
-
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
-    assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
-
-
 @pytest.mark.parametrize("method", ["DELETE", "POST"])
 async def test_the_evidence_is_no_action_of_a_canary(api: Api, method: str) -> None:
     evidence = await api.client.request(method, "/admin/v1/canaries/x/evidence")
     action = await api.client.request("DELETE", "/admin/v1/canaries/x/pause")
+    status = await api.post("/status")
 
     assert (evidence.status_code, evidence.headers["allow"]) == (405, "GET")
     assert (action.status_code, action.headers["allow"]) == (405, "POST")
+    assert (status.status_code, status.headers["allow"]) == (405, "GET")
 
 
 async def test_a_reply_and_the_audit_name_the_request(world: World, api: Api) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import msgspec
@@ -25,9 +24,7 @@ from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings, Settings
 from sidecar.store.database import count
 from sidecar.store.models import CounterRow, ExchangeRow, RehearsalRow, TaskMemberRow
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 Plays = Callable[[str], Any]
 
@@ -172,40 +169,23 @@ async def test_a_runner_that_does_not_ask_the_adapter_proves_nothing(
 
 
 @pytest.mark.parametrize("bad", [{"error": "the agent cannot read this answer"}, {}])
-async def test_bad_ends_of_the_candidate_count_against_it_whatever_the_runner_calls_them(
-    site: Site, bad: dict[str, str]
+@pytest.mark.parametrize("arm", ["candidate", "champion"])
+async def test_bad_ends_count_against_their_arm_whatever_the_runner_calls_them(
+    site: Site, bad: dict[str, str], arm: str
 ) -> None:
     site.world.hold_out(3)
-    site.ends = lambda adapter: {"success": True} if adapter == BASE else bad
+    of_champion = arm == "champion"
+    site.ends = lambda one: bad if (one == BASE) is of_champion else {"success": True}
 
     candidate = await site.gated()
 
-    assert site.world.canary(candidate).phase == "rolled_back"
-    assert [one.difference for one in site.world.comparisons()] == [-1.0] * 3
+    assert site.world.canary(candidate).phase == ("ramping" if of_champion else "rolled_back")
+    assert [one.difference for one in site.world.comparisons()] == [
+        1.0 if of_champion else -1.0
+    ] * 3
     tried = [site.adapter_of(ask) for ask in site.asked]
-    assert tried.count(candidate) == (12 if bad else 6)  # a failed one is made once more
-
-
-async def test_attempts_that_fail_at_random_favour_no_arm(site: Site) -> None:
-    """Every third attempt fails twice."""
-    site.world.hold_out(3)
-    numbers = itertools.cycle(range(3))
-    failing: dict[str, bool] = {}
-
-    def ends(adapter: str) -> dict[str, Any]:
-        if failing.pop(adapter, False):
-            return {"error": "flaky"}
-        if next(numbers) == 0:
-            failing[adapter] = True
-            return {"error": "flaky"}
-        return {"success": True}
-
-    site.ends = ends
-
-    await site.gated()
-
-    assert {one.status for one in site.world.comparisons()} == {"scored"}
-    assert {one.fault for one in site.world.comparisons()} == {None}
+    bad_one = BASE if of_champion else candidate
+    assert tried.count(bad_one) == (12 if bad else 6)  # a failed one is made once more
 
 
 async def test_a_task_of_which_no_end_is_known_is_set_aside_and_the_next_one_asked(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from sqlalchemy import String, cast, insert, literal, select
+from sqlalchemy import select
 
 from deploy.canary import live_turns
 from deploy.canary.live_turns import LiveTurns
@@ -16,14 +16,12 @@ from deploy.evidence.live import Live
 from deploy.records import Canary
 from sidecar.store.models import ExchangeRow
 from tests.deploy.canary.test_ramp_counts import CANARY, FAILED, ramping
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 def read(world: World, turns: LiveTurns | None = None, canary: Canary | None = None) -> Live:
     with world.database.read() as session:
-        live, behind = (turns or LiveTurns(world.rules)).read(
+        live, behind = (turns or LiveTurns(world.rules, world.line)).read(
             session, canary or ramping(), world.clock.now
         )
     assert not behind
@@ -64,7 +62,7 @@ def passes(world: World, seconds: float) -> None:
 def waiting(world: World, wait_s: float = 60.0) -> LiveTurns:
     world.rules = world.rules.model_copy(update={"turn_wait_s": wait_s})
     world.clock.now = 2_000.0
-    return LiveTurns(world.rules)
+    return LiveTurns(world.rules, world.line)
 
 
 def play_latency(world: World, turns: LiveTurns, seconds: int, *, hanging_s: float = 40.0) -> Live:
@@ -88,18 +86,6 @@ def play_latency(world: World, turns: LiveTurns, seconds: int, *, hanging_s: flo
     return live
 
 
-def test_an_arm_that_answers_slower_is_not_taken_for_one_that_gets_fewer_sessions(
-    world: World,
-) -> None:
-    turns = waiting(world)
-
-    live = play_latency(world, turns, 120)
-
-    assert live.mismatch < 2.0
-    assert abs(live.canary_units - live.champion_units) < 25
-    assert live.late == {"canary": 0, "champion": 0}
-
-
 @pytest.mark.parametrize("timings", [{"total_s": 50.0}, {}])
 def test_a_second_request_waits_for_what_the_first_reply_was_too_quick(
     world: World, timings: Any
@@ -121,31 +107,6 @@ def test_a_second_request_waits_for_what_the_first_reply_was_too_quick(
     assert read(world, turns).guards["failed"].canary == 1
 
 
-def test_a_turn_is_counted_when_those_that_began_before_it_have_ended(world: World) -> None:
-    turns = waiting(world)
-    ended(world, "fast", 1.0, canary=True)
-    world.clock.now += 30.0
-    ended(world, "slow", 40.0, canary=False)
-    assert read(world, turns).canary_units == 0
-
-    passes(world, 25.0)
-    live = read(world, turns)
-    assert (live.champion_units, live.canary_units) == (1, 0), "the canary's has waited 56 s"
-    passes(world, 5.0)
-    assert read(world, turns).canary_units == 1
-
-
-def test_a_turn_that_takes_longer_than_the_wait_is_late_and_counts(world: World) -> None:
-    """An adapter that hangs must not be left out."""
-    turns = waiting(world)
-    ended(world, "hung", 600.0, canary=True)
-    passes(world, 60.0)
-
-    live = read(world, turns)
-
-    assert (live.canary_units, live.late["canary"]) == (1, 1)
-
-
 @pytest.mark.parametrize("page", [3, 500])
 def test_reading_again_after_a_restart_ends_in_the_same_state(
     world: World, monkeypatch: pytest.MonkeyPatch, page: int
@@ -165,109 +126,8 @@ def test_reading_again_after_a_restart_ends_in_the_same_state(
     assert dict(after.guards) == dict(before.guards)
 
 
-def test_what_waits_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = waiting(world)
-    monkeypatch.setattr(in_order, "MOST_HELD", 3)
-    for number in range(5):
-        ended(world, f"s{number}", 1.0, canary=False)
-
-    live = read(world, turns)
-
-    assert (live.champion_units, live.late["champion"]) == (2, 2), "they are not counted in order"
-
-
-def test_a_request_that_never_ends_keeps_nobody_waiting(world: World) -> None:
-    """What is still in flight is in no table, and the wait for it ends."""
-    turns = waiting(world)
-    began = world.clock.now
-    world.clock.now += 1.0
-    ended(world, "beside it", 0.5, canary=True)
-    passes(world, 60.0)
-
-    assert read(world, turns).canary_units == 1
-
-    world.clock.now = began + 50_000.0
-    ended(world, "never ends", 50_000.0, canary=True)
-    ended(world, "newer", 1.0, canary=False)
-    passes(world, 5.0)
-    live = read(world, turns)
-    assert (live.canary_units, live.late["canary"]) == (2, 1)
-    assert live.champion_units == 0, "it waits for those that began before it"
-
-
-def test_a_proxy_whose_clock_is_a_day_ahead_waits_an_hour_and_no_more(world: World) -> None:
-    turns = waiting(world)
-    ended(world, "from tomorrow", -86_400.0, canary=True)
-    passes(world, 3_650.0)
-    assert read(world, turns).canary_units == 0
-
-    passes(world, 10.0)
-
-    assert read(world, turns).canary_units == 1
-
-
-def test_processes_that_read_at_different_times_end_in_the_same_state(world: World) -> None:
-    """Two controls, and rows of two ingest processes: each stores its batch when it is full, so the
-    table's order is not that of the ends."""
-    turns, other = waiting(world), LiveTurns(world.rules)
-    rng = random.Random(3)
-    live = Live({})
-    for batch in range(12):
-        began = world.clock.now
-        for number in rng.sample(range(20), 20):
-            world.clock.now = began + number / 2
-            ended(world, f"{batch}-{number}", rng.uniform(0.0, 50.0), canary=number % 3 == 0)
-        world.clock.now = began + 10.0
-        live = read(world, turns)
-        if batch == 7:
-            read(world, other)
-    late = read(world, other)
-
-    assert late.split == live.split
-    assert dict(late.guards) == dict(live.guards)
-    assert live.canary_units > 40
-
-
-def test_many_exchanges_are_read_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hours without control: each tick reads four pages of each kind, and little is held."""
-    turns, count = waiting(world), 20_000
-    monkeypatch.setattr("deploy.evidence.live.MOST_UNITS", count)
-    began = world.clock.now
-    first = world.serve("first", propensity=0.5, outcome="upstream_error", content=None)
-    number = select(literal(0).label("n")).cte("number", recursive=True)
-    number = number.union_all(select(number.c.n + 1).where(number.c.n < count - 1))
-    # One statement: through the ORM the rows take longer to write than to read.
-    like = {column.key: column for column in ExchangeRow.__table__.columns if column.key != "seq"}
-    copied: dict[str, Any] = like | {
-        "exchange_id": "y" + cast(number.c.n, String),
-        "session_key": "s" + cast(number.c.n, String),
-        "started_at": began + number.c.n / 10.0,
-        "stored_at": began + number.c.n / 10.0 + 1.0,
-    }
-    rows = (
-        select(*copied.values())
-        .join_from(number, ExchangeRow, ExchangeRow.exchange_id == first)
-        .order_by(number.c.n)
-    )
-    with world.database.write() as session:
-        session.execute(insert(ExchangeRow).from_select(list(copied), rows))
-    world.clock.now = began + count / 10 + 100.0 + in_order.QUIET_S
-    ticks, most_held, behind = 0, 0, True
-    while behind:
-        with world.database.read() as session:
-            live, behind = turns.read(session, ramping(), world.clock.now)
-        ticks, most_held = ticks + 1, max(most_held, len(turns._order))
-
-    assert ticks == count // (live_turns.TURNS_PAGE * live_turns.PAGES) + 1
-    assert most_held <= 10 * 60 + live_turns.TURNS_PAGE, (
-        "60 s of ten requests each, and what was read"
-    )
-    assert live.champion_units == live.guards["failed"].champion == count + 1
-    assert live.forgotten == 1
-
-
 def test_a_clock_that_is_set_back_takes_back_nothing_that_was_counted(world: World) -> None:
-    turns = LiveTurns(world.rules.model_copy(update={"turn_wait_s": 0.0}))
+    turns = LiveTurns(world.rules, world.line)
     canary = ramping()
     for number in range(4):
         world.serve(
@@ -282,3 +142,25 @@ def test_a_clock_that_is_set_back_takes_back_nothing_that_was_counted(world: Wor
 
     after = read(world, turns, back)
     assert (after.guards["failed"].canary, after.canary_units) == (5, 5)
+
+
+def test_many_exchanges_are_read_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours without control: each tick reads so many pages of each kind, and little is held."""
+    monkeypatch.setattr(live_turns, "TURNS_PAGE", 20)
+    monkeypatch.setattr("deploy.evidence.live.MOST_UNITS", 399)
+    turns = waiting(world)
+    with world.together():
+        for number in range(400):
+            world.serve(f"s{number}", propensity=0.5, outcome="upstream_error", content=None)
+            world.clock.now += 5.0
+    world.clock.now += 100.0 + in_order.QUIET_S
+    ticks, most_held, behind = 0, 0, True
+    while behind:
+        with world.database.read() as session:
+            live, behind = turns.read(session, ramping(), world.clock.now)
+        ticks, most_held = ticks + 1, max(most_held, len(turns._order))
+
+    assert ticks == 400 // (20 * live_turns.PAGES) + 1
+    assert most_held <= 60 / 5 + 20, "60 s of requests, and what was read"
+    assert live.champion_units == live.guards["failed"].champion == 400
+    assert live.forgotten == 1

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from deploy.canary import live_turns
-from deploy.canary.gate_store import held_out_prompts
-from deploy.canary.live_turns import asks_for_one, count_ramp
+from deploy.canary.controller import count_conversations
+from deploy.canary.gate_store import held_out_prompts, live_prompts
+from deploy.canary.live_turns import LiveTurns, asks_for_one, count_ramp
+from deploy.doctor.collect import read_recent
 from deploy.records import Canary
 from deploy.registry.canary_rule import BREAKER_FAILURES, ArmCounts, RampEvidence
+from deploy.registry.candidates import sessions_a_day
+from ingest.intake.choose import recent_demand
 from sidecar.lines import Line
 from sidecar.relay.best_of import BestOfPlan, plan_best_of
 from sidecar.relay.peek import peek_request
-from sidecar.store.database import compress
+from sidecar.store.database import compress, count
 from sidecar.store.models import ChoiceRow, ExchangeRow
+from support.adapter_endpoints import MODEL
 from support.made_canary import made_canary
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 CANARY = "m--v1-aaaa"
 CHAMPION = "m--v0-bbbb"
@@ -40,7 +44,9 @@ def ramping(champion: str = "base") -> Canary:
 
 def counted(world: World, champion: str = "base", step_min_exchanges: int = 3) -> RampEvidence:
     with world.database.read() as session:
-        return count_ramp(session, ramping(champion), step_min_exchanges=step_min_exchanges)
+        return count_ramp(
+            session, ramping(champion), line=world.line, step_min_exchanges=step_min_exchanges
+        )
 
 
 def canary(world: World, **reply: Any) -> None:
@@ -110,39 +116,29 @@ def canary_choices(
             )
 
 
+ASKED: dict[str, Any] = {"n": 2}
+PROMPTS: dict[str, Any] = {"surface": "completions", "prompt": ["a", "b"]}
+
+
 @pytest.mark.parametrize(
-    ("finish_reasons", "returned_index", "short"),
+    ("finish_reasons", "request_", "short"),
     [
-        (("length", "stop", "length"), 1, 0),
-        (("stop", "length", "stop"), 1, 1),
-        (("stop", "length"), 0, 0),  # the judge chose the first one, or nobody chose
-        (("length", "stop"), 0, 1),
+        (("length", "stop", "length"), {"returned_index": 1}, 0),
+        (("stop", "length", "stop"), {"returned_index": 1}, 1),
+        (("stop", "length"), {}, 0),  # the judge chose the first one, or nobody chose
+        (("length", "stop"), {}, 1),
+        (("stop", "stop"), ASKED, 0),
+        (("stop", "length"), ASKED, 1),
+        (("length", "length"), ASKED, 1),
+        (("stop", "length"), PROMPTS, 1),
     ],
 )
-def test_of_best_of_n_only_the_returned_answer_counts(
-    world: World, finish_reasons: Sequence[str], returned_index: int, short: int
+def test_of_best_of_n_the_returned_answer_counts_and_of_choices_asked_for_all(
+    world: World, finish_reasons: Sequence[str], request_: dict[str, Any], short: int
 ) -> None:
-    canary_choices(world, *finish_reasons, returned_index=returned_index)
+    canary_choices(world, *finish_reasons, **request_)
 
     assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=short)
-
-
-@pytest.mark.parametrize(
-    ("finish_reasons", "short"),
-    [(("stop", "stop"), 0), (("stop", "length"), 1), (("length", "length"), 1)],
-)
-def test_of_choices_that_the_client_asked_for_all_count(
-    world: World, finish_reasons: Sequence[str], short: int
-) -> None:
-    canary_choices(world, *finish_reasons, n=2)
-
-    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=short)
-
-
-def test_of_several_prompts_of_one_completions_request_all_answers_count(world: World) -> None:
-    canary_choices(world, "stop", "length", surface="completions", prompt=["a", "b"])
-
-    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=1)
 
 
 @pytest.mark.both_stores
@@ -201,8 +197,8 @@ def test_a_missing_canary_of_an_earlier_step_is_forgotten(world: World) -> None:
     fallback(world)
     world.clock.now += 10.0
     with world.database.read() as session:
-        later = Canary(**{**_as_dict(ramping()), "step_started_at": 1_005.0})
-        evidence = count_ramp(session, later, step_min_exchanges=3)
+        later = replace(ramping(), step_started_at=1_005.0)
+        evidence = count_ramp(session, later, line=world.line, step_min_exchanges=3)
 
     assert evidence.candidate == ArmCounts(replies=0, errors=0, short=0)
     assert evidence.missing_in_a_row == 0
@@ -315,53 +311,18 @@ def test_a_step_that_needs_many_turns_ends_although_some_were_sent_again(world: 
     assert counted(world, step_min_exchanges=30).seen == 30
 
 
-def _as_dict(one: Canary) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Canary.__dataclass_fields__}
-
-
-async def ramp(world: World, tick: Callable[[], Awaitable[None]]) -> str:
-    name = str(world.register(1))
-    world.hold_out(4)
-    world.clock.now += 1.0
-    for _ in range(3):
-        await tick()
-    assert world.canary(name).phase == "ramping"
-    return name
-
-
-async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: World) -> None:
-    async def tick() -> None:
-        await world.controller().tick()
-
-    name = await ramp(world, tick)
-    for number in range(BREAKER_FAILURES):
-        world.serve(f"b{number}")
-        world.serve(f"c{number}", adapter="base", arm="champion", fallback_from=name)
-
-    await tick()
-
-    assert world.canary(name).phase == "rolled_back"
-    assert (world.canary(name).reason or "").startswith(
-        "5 of the canary's sessions and 0 of the champion's failed: evidence from 5 callers: "
-    )
-    assert world.table().canary is None
-
-
 @pytest.mark.parametrize("back", [True, False])
 async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, back: bool) -> None:
     """One session that fails proves nothing; but nobody gets the canary's answers now."""
 
-    async def tick() -> None:
-        await world.controller().tick()
-
-    name = await ramp(world, tick)
+    name = await world.to_ramp()
     for number in range(100):
         world.serve(f"c{number}", adapter=name, arm="canary", propensity=0.5)
         world.serve(f"b{number}", propensity=0.5)
     for _ in range(BREAKER_FAILURES):
         world.serve("c", adapter="base", arm="champion", fallback_from=name)
     world.clock.now += 10.0
-    await tick()
+    await world.controller().tick()
     assert world.canary(name).step == 0
     assert world.canary(name).reason == (
         "step 1 stands: vLLM did not know the adapter for its last 5 requests"
@@ -371,7 +332,7 @@ async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, 
         world.serve("c", adapter=name, arm="canary")
     else:
         world.clock.now += 1_000.0
-    await tick()
+    await world.controller().tick()
 
     canary_now = world.canary(name)
     assert (canary_now.phase, canary_now.step) == (("ramping", 1) if back else ("inconclusive", 0))
@@ -406,9 +367,158 @@ def test_a_step_sees_its_sessions_beyond_the_newest_exchanges(
 
     def sessions(wanted: int) -> int:
         with world.database.read() as session:
-            found = count_ramp(session, ramping(), step_min_exchanges=3, step_min_sessions=wanted)
+            found = count_ramp(
+                session, ramping(), line=world.line, step_min_exchanges=3, step_min_sessions=wanted
+            )
         return found.sessions
 
     assert (sessions(2), sessions(5), sessions(100)) == (3, 5, 12)
     monkeypatch.setattr(live_turns, "MOST_FOR_SESSIONS", 100)
     assert sessions(100) == 5, "so much is read and no more"
+
+
+# Which conversations of a ramp count as having met both arms.
+
+
+def serve_turn(
+    world: World,
+    session: str,
+    parent: str | None = None,
+    *,
+    canary: bool = False,
+    placed_by: str = "answered",
+    weight: float = 0.2,
+    fallback_from: str = "",
+) -> str:
+    arm = "canary" if canary else "champion"
+    name = world.serve(
+        session,
+        adapter=CANARY if canary else "base",
+        arm=arm,
+        propensity=weight if canary else 1.0 - weight,
+        fallback_from=fallback_from,
+    )
+    with world.database.write() as opened:
+        row = opened.query(ExchangeRow).filter_by(exchange_id=name).one()
+        row.parent_id, row.placed_by = parent, placed_by if parent else "root"
+    return name
+
+
+def met_both(world: World, after_seq: int = 0) -> tuple[int, int]:
+    canary = ramping()
+    object.__setattr__(canary, "ramp_after_seq", after_seq)
+    with world.database.read() as session:
+        return count_conversations(session, canary, Line(name=canary.model))
+
+
+@pytest.mark.both_stores
+def test_a_conversation_whose_turns_met_both_arms_counts_once(world: World) -> None:
+    first = serve_turn(world, "flips")
+    second = serve_turn(world, "flips", first, canary=True)
+    serve_turn(world, "flips", second)
+    stays = serve_turn(world, "stays", canary=True)
+    serve_turn(world, "stays", stays, canary=True)
+    serve_turn(world, "single")
+
+    assert met_both(world) == (3, 1)
+
+
+def test_a_larger_weight_and_a_sub_agent_are_no_flip(world: World) -> None:
+    grows = serve_turn(world, "grows", weight=0.05)
+    serve_turn(world, "grows", grows, canary=True, weight=0.2)
+    agent = serve_turn(world, "agent")
+    serve_turn(world, "agent", agent, canary=True, placed_by="called")
+
+    assert met_both(world) == (2, 0)
+
+
+def test_what_was_before_the_ramp_or_taken_over_is_no_flip(world: World) -> None:
+    before = serve_turn(world, "before")
+    after = serve_turn(world, "before", before, canary=True)
+    assert met_both(world, after_seq=1) == (1, 0)
+    assert met_both(world) == (1, 1)
+
+    lost = serve_turn(world, "before", after, fallback_from=CANARY)
+    serve_turn(world, "before", lost, canary=True)
+    assert met_both(world, after_seq=2) == (1, 0)
+
+
+def test_only_the_newest_exchanges_of_each_arm_are_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.canary.controller.NEWEST", 2)
+    first = serve_turn(world, "flips")
+    serve_turn(world, "flips", first, canary=True)
+    assert met_both(world) == (1, 1)
+    for session in ("a", "b"):
+        serve_turn(world, session)
+        serve_turn(world, session + "c", canary=True)
+
+    assert met_both(world) == (4, 0)
+
+
+# Rehearsals beside users' traffic while a canary runs: no figure of users counts them.
+
+
+LINE = Line(name=MODEL)
+
+
+def serve_beside(world: World, attempts: int) -> None:
+    """40 sessions of two turns, a quarter of them the canary's; so many attempts between them."""
+    world.clock.now = 2_000.0
+    with world.together():
+        for number in range(40):
+            canary = {"adapter": CANARY, "arm": "canary"} if number % 4 == 0 else {}
+            for _ in range(2):
+                world.serve(f"s{number}", propensity=0.75 if not canary else 0.25, **canary)  # type: ignore[arg-type]
+            for attempt in range(attempts // 40):
+                failed = FAILED if attempt % 2 else {}
+                name = f"h:rehearsal-{number}-{attempt}"
+                world.serve(name, arm="rehearsal", origin="rehearsal", propensity=1.0, **failed)
+    world.clock.now += 600.0
+
+
+@pytest.mark.both_stores
+def test_no_figure_of_users_counts_attempts(world: World) -> None:
+    serve_beside(world, 400)
+    with world.database.write() as session:
+        count(session, "selection", "rehearsal", 400)
+
+    with world.database.read() as session:
+        evidence = count_ramp(
+            session, ramping(), line=world.line, step_min_exchanges=30, step_min_sessions=20
+        )
+        live, behind = LiveTurns(world.rules, world.line).read(session, ramping(), world.clock.now)
+        a_day = sessions_a_day(session, LINE, world.clock.now)
+        recent = read_recent(session)
+        prompts = live_prompts(
+            session, ramping(), LINE, after=0.0, until=world.clock.now, limit=100, known=()
+        )
+
+    assert not behind
+    assert (evidence.candidate.replies, evidence.champion.replies) == (20, 60)
+    assert (evidence.candidate.errors, evidence.champion.errors) == (0, 0)
+    assert (evidence.seen, evidence.sessions) == (20, 10)
+    assert (live.canary_units, live.champion_units) == (10, 30)
+    assert live.guards["failed"].champion == 0
+    assert a_day == pytest.approx(40.0)
+    assert recent.sessions == 40
+    assert not any(one.session_id.startswith("h:rehearsal") for one in prompts)
+
+
+def test_no_caller_gets_a_share_for_attempts(world: World) -> None:
+    serve_beside(world, 400)
+    with world.database.write() as session:
+        from sqlalchemy import update
+
+        from sidecar.store.models import ExchangeRow
+
+        row = ExchangeRow
+        session.execute(
+            update(row).where(row.origin == "rehearsal").values(selection="rehearsal", user="agent")
+        )
+
+    with world.database.read() as session:
+        demand, _ = recent_demand(session, now=world.clock.now)
+
+    assert [caller.user for caller in demand] == [""]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -17,9 +17,7 @@ from sidecar.feedback import Caller, Kind, decode_feedback, encode_feedback, rea
 from sidecar.store.models import ExchangeRow
 from support import api_keys
 from tests.deploy.canary.test_ramp_counts import CANARY, ramping
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 def tell(world: World, body: dict[str, Any], caller: Caller | None = None) -> None:
@@ -172,12 +170,7 @@ def test_a_key_is_one_voice_and_many_sources_of_it_move_nothing(world: World) ->
 async def test_a_canary_whose_users_press_thumbs_down_ends(
     callers: int, phase: str, world: World
 ) -> None:
-    name = world.register(1)
-    world.hold_out(4)
-    world.clock.now += 1.0
-    for _ in range(3):
-        await world.controller().tick()
-    assert world.canary(name).phase == "ramping"
+    name = await world.to_ramp()
     control = world.controller()
     for number in range(120):
         canary = number % 5 == 0

@@ -6,13 +6,13 @@ import json
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text, update
 from sqlalchemy.orm import Session
 
-from deploy.cli.main import main
 from ingest.feedback.deriving import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
@@ -28,6 +28,7 @@ from sidecar.store.models import ExchangeRow, GroupRow
 from support.disk_limits import full_disk
 from support.ingest_kit import make_exchange, make_feedback, message
 from support.migrated_store import open_migrated
+from tests.deploy.cli.conftest import Command
 
 Run = Callable[..., tuple[int, str, str]]
 """`sidecar exchanges ...`: exit status, output, errors."""
@@ -41,16 +42,8 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    config = tmp_path / "sidecar.toml"
-    config.write_text(f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n')
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", str(config), "exchanges", *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+def run(sidecar: Command) -> Run:
+    return partial(sidecar.said, "exchanges")
 
 
 def save(database: Database, number: int, *, held_out: bool = False, **changes: object) -> None:
@@ -328,19 +321,6 @@ def test_a_missing_key_is_said_as_such(tmp_path: Path, run: Run) -> None:
     assert (code, rows) == (1, "")
     assert "is encrypted with the key 'old', which is missing" in err
     assert "damaged" not in err
-
-
-@pytest.mark.parametrize("calls", [7, True, "x", {"id": "1"}])
-def test_calls_that_are_no_list_are_shown_as_they_are(
-    database: Database, run: Run, calls: object
-) -> None:
-    said = {"role": "assistant", "content": "", "tool_calls": calls}
-    save(database, 1, request={"messages": [said]})
-
-    code, out, _ = run("show", "e1")
-
-    assert code == 0
-    assert f"tool call: {json.dumps(calls)}\n" in out
 
 
 def test_an_export_on_a_full_disk_is_one_line_and_leaves_no_half(

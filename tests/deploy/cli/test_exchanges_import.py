@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.cli import content
-from deploy.cli.main import main
 from sidecar.capture.outbox import OutboxReader
 from sidecar.feedback import decode_feedback, is_feedback
 from sidecar.records import decode_exchange
 from support.ingest_kit import make_exchange
 from support.migrated_store import open_migrated
+from tests.deploy.cli.conftest import Command
+from tests.ingest.conftest import ScriptedServer
 
 ASKED = [{"role": "user", "content": "Where is it?"}]
 ROW: dict[str, Any] = {
@@ -40,59 +41,33 @@ SCORE = {
 Run = Callable[..., tuple[int, str, str]]
 
 
-class Renderer(ThreadingHTTPServer):
+class Renderer:
     """A vLLM that has `/tokenize` alone."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.status_of: Callable[[object], int] = lambda _: 200
+        self.server = ScriptedServer(self.answer)
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Renderer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append((self.path, body, self.headers["authorization"]))
-        data = json.dumps({"tokens": [1, 2, 3], "count": 3, "max_model_len": 99}).encode()
-        self.send_response(self.server.status_of(body))
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return self.status_of(body), {"tokens": [1, 2, 3], "count": 3, "max_model_len": 99}
 
 
 @pytest.fixture
 def vllm() -> Iterator[Renderer]:
-    with Renderer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    made = Renderer()
+    with closing(made.server):
+        yield made
 
 
 @pytest.fixture
-def run(tmp_path: Path, vllm: Renderer, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, vllm: Renderer, config: Path, sidecar: Command) -> Run:
     open_migrated(tmp_path / "store.db").close()
-    config = tmp_path / "sidecar.toml"
     config.write_text(
-        f'[serving]\nupstreams = ["http://127.0.0.1:{vllm.server_port}"]\nmodel = "smollm"\n'
+        f'[serving]\nupstreams = ["{vllm.server.url.removesuffix("/v1")}"]\nmodel = "smollm"\n'
         f'api_key = "k"\n[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
         f'[bus]\nurl = "sqlite:///{tmp_path}/bus.db"\n'
     )
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", str(config), "exchanges", "import", *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return partial(sidecar.said, "exchanges", "import")
 
 
 def log_of(tmp_path: Path, *rows: dict[str, Any]) -> str:
@@ -121,7 +96,8 @@ def test_a_log_and_its_scores_go_to_the_bus(tmp_path: Path, run: Run, vllm: Rend
     assert is_feedback(score)
     told = decode_feedback(score)
     assert (told.target, told.score) == (found.exchange_id, 0.5)
-    assert vllm.asked == [("/tokenize", {"model": "smollm", "messages": ASKED}, "Bearer k")]
+    assert vllm.server.requests == [{"model": "smollm", "messages": ASKED}]
+    assert vllm.server.headers[0]["authorization"] == "Bearer k"
 
 
 @pytest.mark.parametrize("status", [400, 500], ids=["refused", "fails-on-it"])

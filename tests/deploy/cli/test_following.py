@@ -14,7 +14,7 @@ import pytest
 from deploy.admin.client import AdminClient
 from deploy.cli import canary as following
 from deploy.cli.canary import Changes, looks, progress_line
-from deploy.cli.main import main
+from tests.deploy.cli.conftest import Command
 
 NAME = "m--v7-0a0b0c0d0e0f"
 
@@ -56,22 +56,26 @@ class Api:
         return self._found.pop(0) if len(self._found) > 1 else self._found[0]
 
 
-def test_it_looks_each_second_until_the_canary_has_ended() -> None:
-    clock, api = Clock(), Api([canary(), canary(), canary(state="promoted"), canary()])
-
-    seen = list(looks(api, "c1", None, clock=clock, sleep=clock.sleep))
-
-    assert [one["state"] for one in seen] == ["ramping", "ramping", "promoted"]
-    assert clock.now == 2.0
-    assert set(api.asked) == {("/canaries", "c1")}
-
-
-def test_it_looks_once_more_when_the_time_is_over() -> None:
+@pytest.mark.parametrize(
+    ("states", "timeout_s", "seen", "now"),
+    [
+        # each second until it has ended
+        (["ramping", "ramping", "promoted", "ramping"], None, 3, 2.0),
+        # once more when the time is over
+        (["ramping"], 2.5, 4, 2.5),
+    ],
+)
+def test_it_looks_each_second(
+    states: list[str], timeout_s: float | None, seen: int, now: float
+) -> None:
     clock = Clock()
+    api: Any = Api(canary(state=state) for state in states)
 
-    seen = list(looks(Api([canary()]), "c1", 2.5, clock=clock, sleep=clock.sleep))
+    shown = list(looks(api, "c1", timeout_s, clock=clock, sleep=clock.sleep))
 
-    assert (len(seen), clock.now) == (4, 2.5)
+    assert [one["state"] for one in shown] == (states * seen)[:seen]
+    assert clock.now == now
+    assert set(api.asked) == {("/canaries", "c1")}
 
 
 @pytest.mark.parametrize(
@@ -116,24 +120,21 @@ def test_a_line_has_time_version_state_step_share_and_reason() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "sidecar.toml"
-    path.write_text(f'state_dir = "{tmp_path}/state"\n[serving]\nmodel = "m"\n')
+def watch(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
     monkeypatch.setattr(following, "EVERY_S", 0.0)
-    return path
+    return Command(config, capsys, "canary", "watch", "c1")
 
 
 def test_each_change_is_a_line_and_the_end_is_the_exit_code(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    watch: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = Api([canary(state="gating"), canary(), canary(), canary(state="rolled_back")])
     monkeypatch.setattr(AdminClient, "get", lambda _, *path: api.get(*path))
 
-    code = main(["--config", str(config), "canary", "watch", "c1"])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 1
-    assert [line.split("  ")[2].split(",")[0].split(":")[0] for line in lines] == [
+    assert watch() == 1
+    assert [line.split("  ")[2].split(",")[0].split(":")[0] for line in watch.out.splitlines()] == [
         "gating",
         "ramping",
         "rolled_back",
@@ -141,24 +142,19 @@ def test_each_change_is_a_line_and_the_end_is_the_exit_code(
 
 
 def test_json_is_one_object_a_line_and_says_when(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    watch: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = Api([canary(), canary(state="inconclusive", reason="\x1b[31m\x7f")])
     monkeypatch.setattr(AdminClient, "get", lambda _, *path: api.get(*path))
 
-    code = main(["--config", str(config), "canary", "watch", "c1", "-o", "json"])
-
-    out = capsys.readouterr().out
-    found = [json.loads(line) for line in out.splitlines()]
-    assert code == 3
+    assert watch("-o", "json") == 3
+    found = [json.loads(line) for line in watch.out.splitlines()]
     assert [one["state"] for one in found] == ["ramping", "inconclusive"]
     assert all(one["seen_at"] > 0 for one in found)
-    assert "\x7f" not in out
+    assert "\x7f" not in watch.out
 
 
-def test_an_interrupt_ends_it_quietly(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_ends_it_quietly(watch: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def get(*_: object) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGINT)
         return canary()
@@ -166,8 +162,6 @@ def test_an_interrupt_ends_it_quietly(
     monkeypatch.setattr(AdminClient, "get", get)
     before = signal.getsignal(signal.SIGINT)
 
-    code = main(["--config", str(config), "canary", "watch", "c1"])
-
-    assert code == 130
-    assert capsys.readouterr().err == ""
+    assert watch() == 130
+    assert watch.err == ""
     assert signal.getsignal(signal.SIGINT) == before

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from deploy.cli.main import main
 from ingest.feedback.deriving import save_feedback
 from ingest.store.exchanges import save_exchange
 from sidecar.capture.outbox import Outbox
@@ -20,6 +18,7 @@ from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring
 from support.ingest_kit import make_exchange, make_feedback
 from support.migrated_store import open_migrated
+from tests.deploy.cli.conftest import Command
 
 Run = Callable[..., tuple[int, str, str]]
 """`sidecar forget ...`: exit status, output, errors."""
@@ -33,19 +32,10 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    config = tmp_path / "sidecar.toml"
-    config.write_text(
-        f'state_dir = "{tmp_path}"\n[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
-        f'[bus]\nurl = "sqlite:///{tmp_path}/outbox.db"\n'
-    )
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", str(config), "forget", *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+def run(config: Path, sidecar: Command, tmp_path: Path) -> Run:
+    settings = f'state_dir = "{tmp_path}"\n{config.read_text()}[bus]\nurl = '
+    config.write_text(f'{settings}"sqlite:///{tmp_path}/outbox.db"\n')
+    return partial(sidecar.said, "forget")
 
 
 def save(database: Database, name: str, user: str) -> None:
@@ -81,20 +71,6 @@ def test_it_ends_with_1_while_a_record_on_the_bus_cannot_be_read(
     assert (text[0], as_json[0]) == (1, 1)
     assert "Not removed yet: 1 record on the bus" in text[1]
     assert json.loads(as_json[1])["traces"] != []
-
-
-def test_it_ends_with_1_while_a_reader_keeps_the_log(
-    database: Database, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traces, "WAIT_S", 0.1)
-    save(database, "e1", "alice.walrus")
-    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT count(*) FROM exchange").fetchone()
-        while_read = run("--user", "alice.walrus", "--yes")
-
-    assert while_read[0] == 1
-    assert run("--user", "alice.walrus", "--yes")[0] == 0
 
 
 def test_a_user_who_only_gave_feedback_was_found(database: Database, run: Run) -> None:

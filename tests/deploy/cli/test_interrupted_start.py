@@ -21,8 +21,6 @@ from sidecar.processes import ends_in_one_line
     ("command", "name"),
     [
         (("sidecar",), "sidecar proxy"),
-        (("ingest",), "sidecar ingest"),
-        (("ingest.score",), "sidecar score"),
         (("deploy",), "sidecar control"),
         (("deploy.cli.main", "up"), "sidecar"),
         (("deploy.cli.main", "ingest"), "sidecar ingest"),

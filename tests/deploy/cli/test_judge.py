@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,17 +168,6 @@ def test_a_judge_that_cannot_be_reached_ends_with_one_line_and_exit_code_1(
     assert "tau-b)        -" in out
     assert errors.splitlines()[-1].startswith("sidecar: a judge scored no group")
     assert "Traceback" not in errors
-
-
-def test_ctrl_c_ends_it_with_one_line(judges: ScriptedJudges, tmp_path: Path) -> None:
-    process = start(tmp_path, *named(judges, "honest"), "--repeat", "100")
-    assert judges.asked.wait(60)
-    process.send_signal(signal.SIGINT)
-
-    out, errors = process.communicate(timeout=60)
-
-    assert (process.returncode, out) == (130, "")
-    assert errors.splitlines()[1:] == ["sidecar: interrupted"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -11,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.cli.main import main
 from ingest.judge_noise import (
     CHECKS,
     Check,
@@ -25,22 +23,22 @@ from sidecar.store.database import Database, set_flag
 from sidecar.store.models import JudgeNoiseDayRow
 from support.migrated_store import open_migrated
 from support.simulated_judge import SimulatedJudge, sums
+from tests.deploy.cli.conftest import Command
 
 HASH = rubric_hash("Be good.")
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    (tmp_path / "sidecar.toml").write_text(
-        f'[judge]\nmodel = "openai/judge"\nrubric = "Be good."\n'
-        f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
-    )
+def database(tmp_path: Path, config: Path) -> Iterator[Database]:
+    with config.open("a") as file:
+        file.write('[judge]\nmodel = "openai/judge"\nrubric = "Be good."\n')
     with closing(open_migrated(tmp_path / "store.db")) as opened:
         yield opened
 
 
-def command(folder: Path, *words: str, code: int = 0) -> None:
-    assert main(["--config", str(folder / "sidecar.toml"), "judge", "noise", *words]) == code
+@pytest.fixture
+def noise(config: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(config, capsys, "judge", "noise")
 
 
 def fill(database: Database, day: int, judge: SimulatedJudge) -> None:
@@ -51,18 +49,15 @@ def fill(database: Database, day: int, judge: SimulatedJudge) -> None:
         )
 
 
-def test_the_days_are_shown(
-    tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command(tmp_path)
-    assert "nothing is known yet" in capsys.readouterr().out
+def test_the_days_are_shown(noise: Command, database: Database) -> None:
+    assert noise() == 0
+    assert "nothing is known yet" in noise.out
     fill(database, 20_000, SimulatedJudge(noise=0.03))
     fill(database, 20_001, SimulatedJudge(noise=0.1, slope=0.3))
 
-    command(tmp_path)
-    lines = capsys.readouterr().out.splitlines()
-    command(tmp_path, "-o", "json")
-    found = json.loads(capsys.readouterr().out)
+    found = noise.json()
+    noise()
+    lines = noise.out.splitlines()
 
     assert lines[0] == f"openai/judge, rubric {HASH[:12]}: noise of a score over 2 passes"
     assert lines[2].split()[:2] == ["day", "(UTC)"]
@@ -73,11 +68,9 @@ def test_the_days_are_shown(
     assert oldest["sd"] == pytest.approx(0.03 / 2**0.5, rel=0.15)
 
 
-def test_the_judge_as_it_is_now_can_be_accepted(
-    tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command(tmp_path, "--accept", code=1)
-    assert "has not been checked yet" in capsys.readouterr().err
+def test_the_judge_as_it_is_now_can_be_accepted(noise: Command, database: Database) -> None:
+    assert noise("--accept") == 1
+    assert "has not been checked yet" in noise.err
     drift = {"drift": "noise sd 0.1", "drift_at": 4.0}
     checks = Checks(
         judge_model="openai/judge", rubric_hash=HASH, due_at=9.0, **drift,  # type: ignore[arg-type]
@@ -89,12 +82,11 @@ def test_the_judge_as_it_is_now_can_be_accepted(
     with database.write() as session:
         set_flag(session, CHECKS, msgspec.json.encode(checks).decode(), now=5.0)
         write_noise_state(session, state)
-    command(tmp_path)
-    assert "the judge is NOT AS IT WAS: noise sd 0.1" in capsys.readouterr().out
+    noise()
+    assert "the judge is NOT AS IT WAS: noise sd 0.1" in noise.out
 
-    command(tmp_path, "--accept")
-
-    assert "later checks are compared with that of" in capsys.readouterr().err
+    assert noise("--accept") == 0
+    assert "later checks are compared with that of" in noise.err
     with database.read() as session:
         after = read_noise_state(session)
     assert after is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 
 import ingest.ruler.judge
 import sidecar.logs
-from deploy.cli.main import main
 from ingest.errors import JudgeUnavailableError
 from ingest.feedback.deriving import save_feedback
 from ingest.ruler.prompt import rubric_hash
@@ -25,6 +25,7 @@ from sidecar.store.database import Database
 from support.ingest_kit import make_exchange, make_feedback
 from support.stores import NewStore
 from support.trajectory_judge import RankingJudge, shown_trajectories
+from tests.deploy.cli.conftest import Command
 
 pytestmark = pytest.mark.both_stores
 Run = Callable[..., tuple[int, str, str]]
@@ -63,21 +64,12 @@ def judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def run(
-    database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str], judges: list[Any]
-) -> Run:
-    config = tmp_path / "sidecar.toml"
+def run(database: Database, config: Path, sidecar: Command, judges: list[Any]) -> Run:
     url = database.engine.url.render_as_string(hide_password=False)
     config.write_text(
         f'[store]\nurl = "{url}"\n[judge]\nmodel = "openai/x"\nrubric = "Be kind."\npasses = 1\n'
     )
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", str(config), "judge", "sessions", *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return partial(sidecar.said, "judge", "sessions")
 
 
 def save(

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -20,13 +19,7 @@ from sidecar.routing.source import StoreWatch
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow, AuditRow
 from support.migrated_store import open_migrated
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "sidecar.toml"
-    path.write_text(f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n[access]\nmode = "keys"\n')
-    return path
+from tests.deploy.cli.conftest import Command
 
 
 @pytest.fixture
@@ -36,27 +29,11 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-class Command:
-    """`sidecar keys ...`, and what it printed."""
-
-    def __init__(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._config = config
-        self._capsys = capsys
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: str) -> int:
-        code = main(["--config", str(self._config), "keys", *arguments])
-        self.out, self.err = self._capsys.readouterr()
-        return code
-
-    def json(self, *arguments: str) -> Any:
-        assert self(*arguments, "-o", "json") == 0, self.err
-        return json.loads(self.out)
-
-
 @pytest.fixture
 def keys(config: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(config, capsys)
+    with config.open("a") as file:
+        file.write('[access]\nmode = "keys"\n')
+    return Command(config, capsys, "keys")
 
 
 def test_no_store_is_made_in_a_folder_that_has_no_settings(
@@ -196,16 +173,6 @@ def test_what_makes_no_sense_exits_2_with_one_line(
     assert message in keys.err
     assert keys.err.count("\n") == 1
     assert keys.json("ls")["items"] == []
-
-
-def test_without_a_project_it_is_bad_use(keys: Command) -> None:
-    assert keys("create") == 2
-
-
-def test_the_first_key_may_come_before_the_first_start(keys: Command, tmp_path: Path) -> None:
-    assert keys("create", "--project", "shop") == 0
-
-    assert (tmp_path / "store.db").exists()
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("revoke", "abc")])

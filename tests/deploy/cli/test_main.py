@@ -23,65 +23,35 @@ from deploy.registry import transitions
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 from support.migrated_store import LATER, add_revision, open_migrated
+from tests.deploy.cli.conftest import Command
+
+ROLLBACK = ("rollback", "--to", "base", "--offline", "--reason")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "sidecar.toml"
-    path.write_text(
-        f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n[admin]\nport = 9\n'
-        '[serving]\nmodel = "m"\n'
-    )
-    return path
+def test_sound_settings_exit_0(sidecar: Command) -> None:
+    assert sidecar("config", "check") == 0
+    assert sidecar.out == "settings are sound\n"
+    assert "judge.model is empty, so no group is sampled or scored" in sidecar.err
+    assert "serving.base_model_path is empty, so no training run can start" in sidecar.err
 
 
-def test_sound_settings_exit_0(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", str(config), "config", "check"]) == 0
-    out, told = capsys.readouterr()
-    assert out == "settings are sound\n"
-    assert "judge.model is empty, so no group is sampled or scored" in told
-    assert "serving.base_model_path is empty, so no training run can start" in told
+def test_wrong_settings_exit_2_with_one_line(sidecar: Command, config: Path) -> None:
+    config.write_text("[proxy]\nprot = 1\n")
+
+    assert sidecar("status") == 2
+    assert sidecar.err == "sidecar: unknown setting proxy.prot; did you mean proxy.port?\n"
 
 
-def test_wrong_settings_exit_2_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "wrong.toml"
-    path.write_text("[proxy]\nprot = 1\n")
-
-    code = main(["--config", str(path), "status"])
-
-    assert code == 2
-    assert capsys.readouterr().err == (
-        "sidecar: unknown setting proxy.prot; did you mean proxy.port?\n"
-    )
+def test_an_absent_admin_api_is_one_line_with_what_to_do(sidecar: Command) -> None:
+    assert sidecar("status") == 1
+    assert sidecar.err.count("\n") == 1
+    assert "is `sidecar up` running?" in sidecar.err
 
 
-def test_a_wrong_word_is_bad_use() -> None:
-    assert main(["rolback"]) == 2
-
-
-def test_an_absent_admin_api_is_one_line_with_what_to_do(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["--config", str(config), "status"])
-
-    assert code == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "is `sidecar up` running?" in error
-
-
-def test_rollback_offline_needs_the_store_alone(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollback_offline_needs_the_store_alone(sidecar: Command, tmp_path: Path) -> None:
     database = store_with_champion(tmp_path)
-    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
-    code = main([*arguments, "--reason", "night shift", "-o", "json"])
-
-    assert code == 0
-    assert json.loads(capsys.readouterr().out) == {
+    assert sidecar.json(*ROLLBACK, "night shift") == {
         "from": "m--v1-0a0b0c0d0e0f",
         "to": "base",
         "changed": True,
@@ -96,7 +66,7 @@ def test_rollback_offline_needs_the_store_alone(
 
 
 def test_rollback_offline_works_on_the_store_of_an_older_version(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "m--v1-0a0b0c0d0e0f"
     database = open_migrated(tmp_path / "store.db")
@@ -104,9 +74,8 @@ def test_rollback_offline_works_on_the_store_of_an_older_version(
         session.add(AliasRow(model="m", alias="champion", adapter=name, generation=1))
         session.add(adapter_row(name, 1))
     add_revision(tmp_path / "migrations", monkeypatch)
-    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
-    assert main([*arguments, "--reason", "x"]) == 0
+    assert sidecar(*ROLLBACK, "x") == 0
 
     with database.read() as session:
         rows = [(row.action, row.source) for row in session.query(AuditRow)]
@@ -115,36 +84,18 @@ def test_rollback_offline_works_on_the_store_of_an_older_version(
     database.close()
 
 
-def test_a_store_that_is_not_there_is_not_made(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
-
-    code = main([*arguments, "--reason", "x"])
-
-    assert code == 1
-    assert "no such file; check store.url" in capsys.readouterr().err
-    assert not (tmp_path / "store.db").exists()
-
-
-def test_settings_are_shown_without_passwords(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "sidecar.toml"
-    path.write_text(
+def test_settings_are_shown_without_passwords(sidecar: Command, config: Path) -> None:
+    config.write_text(
         '[store]\nurl = "postgresql://joe:s3cret@db/x"\n'
         '[engine]\ncommand = ["vllm", "--api-key", "s3cret"]\n[engine.env]\nHF_TOKEN = "s3cret"\n'
         '[judge]\napi_key = "s3cret"\nparams = {api_key = "s3cret", temperature = 0.5}\n'
         f'[admin]\ntokens = ["{"5e" * 32}"]\n'
     )
 
-    code = main(["--config", str(path), "config", "show"])
-
-    shown = capsys.readouterr().out
-    assert code == 0
-    assert "s3cret" not in shown
-    assert "5e5e" not in shown
-    assert json.loads(shown)["engine"]["env"] == {"HF_TOKEN": "(set)"}
+    assert sidecar("config", "show") == 0
+    assert "s3cret" not in sidecar.out
+    assert "5e5e" not in sidecar.out
+    assert json.loads(sidecar.out)["engine"]["env"] == {"HF_TOKEN": "(set)"}
 
 
 ESCAPES = "\x1b[2J\x9b31m\u202eevil\x07\nchampion: evil"
@@ -198,65 +149,42 @@ RECORD = {
 }
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "status",
-        "audit",
-        "rollback --reason x",
-        "adapters ls",
-        "adapters show v1",
-        "canary get c1",
-        "canary pause c1",
-        "canary resume c1",
-        "canary promote c1",
-        "canary abort c1",
-        "canary wait c1",
-        "canary watch c1",
-    ],
-)
 def test_what_people_wrote_reaches_the_terminal_without_escape_codes(
-    config: Path, capsys: pytest.CaptureFixture[str], command: str
+    sidecar: Command, config: Path
 ) -> None:
+    changes = [f"canary {one} c1" for one in ("pause", "resume", "promote", "abort", "wait")]
+    reads = ["status", "rollback --reason x", "adapters show v1", "canary watch c1"]
     with admin_api(config, {"items": [RECORD], **RECORD}):
-        main(["--config", str(config), *command.split()])
+        for command in (*reads, *changes):
+            sidecar(*command.split())
+            assert "evil" in sidecar.out + sidecar.err, command
+            assert not obeys(sidecar.out), command
+            assert not obeys(sidecar.err), command
 
-    shown = capsys.readouterr()
-    assert "evil" in shown.out + shown.err
-    assert not obeys(shown.out)
-    assert not obeys(shown.err)
 
-
-def test_json_output_escapes_them_and_keeps_the_text(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_output_escapes_them_and_keeps_the_text(sidecar: Command, config: Path) -> None:
     record = {"reason": ESCAPES + "\x7f"}
 
     with admin_api(config, record):
-        main(["--config", str(config), "status", "-o", "json"])
+        sidecar("status", "-o", "json")
 
-    shown = capsys.readouterr().out
-    assert not obeys(shown)
-    assert shown.isascii()
-    assert json.loads(shown) == record
+    assert not obeys(sidecar.out)
+    assert sidecar.out.isascii()
+    assert json.loads(sidecar.out) == record
 
 
 def test_an_error_that_quotes_escape_codes_is_one_harmless_line(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    sidecar: Command, config: Path
 ) -> None:
     with admin_api(config, {"items": []}):
         config.write_text(config.read_text() + '"\\u001b[31m" = 1\n')
-        code = main(["--config", str(config), "status"])
+        assert sidecar("status") == 2
 
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.count("\n") == 1
-    assert not obeys(error)
+    assert sidecar.err.count("\n") == 1
+    assert not obeys(sidecar.err)
 
 
-def test_lineage_shows_reasons_without_escape_codes(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lineage_shows_reasons_without_escape_codes(sidecar: Command, tmp_path: Path) -> None:
     database = store_with_adapter(tmp_path)
     with database.write() as session:
         canary = transitions.begin(
@@ -266,25 +194,10 @@ def test_lineage_shows_reasons_without_escape_codes(
         transitions.abort(session, row, reason=ESCAPES, now=2.0, actor="t")
     database.close()
 
-    assert main(["--config", str(config), "lineage", "v1"]) == 0
-
-    shown = capsys.readouterr().out
-    assert "evil" in shown
-    assert not obeys(shown)
-    assert "\nchampion: evil" not in shown
-
-
-def test_key_names_are_listed_without_escape_codes(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    create = ["--config", str(config), "keys", "create", "--project", "p", "--name", "\x1b[2J"]
-
-    main(create)
-    main(["--config", str(config), "keys", "ls"])
-
-    shown = capsys.readouterr()
-    assert not obeys(shown.out)
-    assert not obeys(shown.err)
+    assert sidecar("lineage", "v1") == 0
+    assert "evil" in sidecar.out
+    assert not obeys(sidecar.out)
+    assert "\nchampion: evil" not in sidecar.out
 
 
 @pytest.mark.tier_2
@@ -304,31 +217,15 @@ def test_a_terminal_of_another_encoding_loses_no_key(config: Path) -> None:
 
 
 def test_an_argument_that_is_no_utf8_is_bad_use_and_changes_nothing(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sidecar: Command, tmp_path: Path
 ) -> None:
     for command in (
         ["rollback", "--offline", "--reason", "\udcff", "--to", "base"],
         ["adapters", "show", "\ud800"],
     ):
-        assert main(["--config", str(config), *command]) == 2
-        assert capsys.readouterr().err == (
-            "sidecar: an argument is not valid UTF-8; type it again\n"
-        )
+        assert sidecar(*command) == 2
+        assert sidecar.err == "sidecar: an argument is not valid UTF-8; type it again\n"
     assert not (tmp_path / "store.db").exists()
-
-
-def test_rollback_to_an_unknown_version_exits_1(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    database.close()
-    arguments = ["--config", str(config), "rollback", "--to", "v7", "--offline"]
-
-    code = main([*arguments, "--reason", "x"])
-
-    assert code == 1
-    assert "v7" in capsys.readouterr().err
 
 
 def store_with_champion(folder: Path) -> Database:
@@ -378,48 +275,32 @@ def adapter_row(name: str, version: int) -> AdapterRow:
     ],
 )
 def test_a_usage_error_is_one_line_that_names_the_help(
-    capsys: pytest.CaptureFixture[str], command: str, expected: str
+    sidecar: Command, command: str, expected: str
 ) -> None:
-    assert main(command.split()) == 2
-
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", expected)
+    assert sidecar.said(*command.split()) == (2, "", expected)
 
 
-@pytest.mark.parametrize(
-    "command", ["rollback", "rollback --offline", "canary pause", "canary abort", "keys revoke k"]
-)
-@pytest.mark.parametrize("blank", ["", "  "])
-def test_a_blank_reason_is_bad_use(
-    capsys: pytest.CaptureFixture[str], command: str, blank: str
-) -> None:
-    assert main([*command.split(), "--reason", blank]) == 2
+@pytest.mark.parametrize("command", ["rollback", "rollback --offline", "canary pause"])
+def test_a_blank_reason_is_bad_use(sidecar: Command, command: str) -> None:
+    assert sidecar(*command.split(), "--reason", "  ") == 2
 
-    assert "'--reason': is blank; say why" in capsys.readouterr().err.replace(
-        "--reason:", "'--reason':"
-    )
+    assert "is blank; say why" in sidecar.err
 
 
-@pytest.mark.parametrize("command", ["canary abort", "keys revoke k"])
-def test_a_reason_longer_than_the_api_takes_is_bad_use(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert main([*command.split(), "--reason", "x" * (MAX_REASON + 1)]) == 2
+def test_a_reason_longer_than_the_api_takes_is_bad_use(sidecar: Command) -> None:
+    assert sidecar("canary", "abort", "--reason", "x" * (MAX_REASON + 1)) == 2
 
-    assert "has 2,001 characters; at most 2,000 are kept" in capsys.readouterr().err
+    assert "has 2,001 characters; at most 2,000 are kept" in sidecar.err
     with pytest.raises(ValidationError):
         changes.ReasonIn(reason="x" * (MAX_REASON + 1))
 
 
-def test_a_rollback_is_not_refused_for_a_long_reason(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollback_is_not_refused_for_a_long_reason(sidecar: Command, tmp_path: Path) -> None:
     database = store_with_champion(tmp_path)
-    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
-    assert main([*arguments, "--reason", "x" * 100_000]) == 0
+    assert sidecar(*ROLLBACK, "x" * 100_000) == 0
 
-    assert "of 100,000 characters the first 1,999 are kept" in capsys.readouterr().err
+    assert "of 100,000 characters the first 1,999 are kept" in sidecar.err
     with database.read() as session:
         (kept,) = [row.reason for row in session.query(AuditRow) if row.action == "rollback"]
     assert kept == "x" * 1_999 + "…"
@@ -438,10 +319,6 @@ def test_a_command_without_its_subcommand_prints_its_help(
 @pytest.mark.parametrize(
     ("at", "said"), [("1900-01-01", "is before 1970"), ("yesterday", "is no time")]
 )
-def test_a_time_that_has_no_champion_is_bad_use(
-    config: Path, capsys: pytest.CaptureFixture[str], at: str, said: str
-) -> None:
-    code = main(["--config", str(config), "adapters", "ls", "--at", at])
-
-    assert code == 2
-    assert said in capsys.readouterr().err
+def test_a_time_that_has_no_champion_is_bad_use(sidecar: Command, at: str, said: str) -> None:
+    assert sidecar("adapters", "ls", "--at", at) == 2
+    assert said in sidecar.err

@@ -8,23 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.main import main
-from sidecar.store.database import Database
+from tests.deploy.cli.conftest import Command
 
 postgres_only = pytest.mark.parametrize("store_kind", ["postgres"], indirect=True)
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(config: Path, sidecar: Command) -> Run:
     """run(store_url, *arguments): (exit code, what it prints, what it complains)."""
 
     def run(url: str, *arguments: str) -> tuple[int, str, str]:
-        config = tmp_path / "sidecar.toml"
         config.write_text(f"[store]\nurl = {json.dumps(url)}\n[serving]\nmodel = 'm'\n")
-        code = main(["--config", str(config), *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+        return sidecar.said(*arguments)
 
     return run
 
@@ -68,39 +64,3 @@ def test_a_server_that_is_away_is_one_line_without_the_password(run: Run) -> Non
     assert len(why.splitlines()) == 1
     assert "refused" in why
     assert "s3cret" not in why
-
-
-@postgres_only
-def test_a_control_that_wrote_the_routing_is_found_by_a_proxy(
-    new_store: Callable[[], Database],
-) -> None:
-    """`StoreWatch` reads PostgreSQL; a reader that fails does not keep the others from reading."""
-    from sqlalchemy import Connection, text
-
-    from deploy.registry import audit, routing_writer
-    from sidecar.routing.source import StoreWatch
-
-    class Reader:
-        def __init__(self, statement: str) -> None:
-            self.statement = statement
-            self.found: list[str] = []
-            self.away: list[str] = []
-
-        def read(self, connection: Connection) -> None:
-            self.found.append(connection.execute(text(self.statement)).scalar_one())
-
-        def store_away(self, why: str) -> None:
-            self.away.append(why)
-
-    database = new_store()
-    with database.write() as session:
-        routing_writer.initialise(session, "m", now=1.0, actor=audit.CONTROL)
-    broken, good = Reader("SELECT 1 FROM nowhere"), Reader("SELECT model FROM routing_table")
-    watch = StoreWatch(database.url, [broken, good], poll_s=60.0)
-
-    watch.poll()
-    watch.poll()
-    watch.stop()
-
-    assert good.found == ["m", "m"]
-    assert (len(broken.away), good.away) == (2, [])

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
-from deploy.admin.models import (
-    CanaryOut,
-    EngineOut,
-    LearnerOut,
-    ReplicaOut,
-    RunOut,
-    ScheduleOut,
-    StatusOut,
-)
+from deploy.admin.models import EngineOut, LearnerOut, ReplicaOut, RunOut, ScheduleOut
 from deploy.admin.out import BudgetOut, ConditionOut, GateJudgeOut, RoutingOut
 from deploy.admin.text import reply_lines
 from deploy.examiner import examiner_of
@@ -23,39 +16,24 @@ from deploy.text import shown_time
 from learner.schedule.rule import shown_cron
 from sidecar.conditions import Condition
 from sidecar.settings import Learner, Settings
+from support.admin_replies import CANDIDATE, CHAMPION, canary_out, status_out
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
-CHAMPION, CANDIDATE = "m--v3-0a0b0c0d0e0f", "m--v4-1a1b1c1d1e1f"
 URL = "http://127.0.0.1:8000"
+canary = partial(canary_out, NOW)
 
 
 def status(**changes: Any) -> Any:
     """`GET /admin/v1/status` as JSON: a champion serves, and nothing else goes on."""
-    engine = EngineOut(
-        away=None,
-        loaded=[CHAMPION],
-        refused={},
-        replicas={URL: ReplicaOut(away=None, loaded=[CHAMPION], refused={})},
-    )
+    replicas = {URL: ReplicaOut(away=None, loaded=[CHAMPION], refused={})}
     fields: dict[str, Any] = {
-        "model": "m",
-        "champion": CHAMPION,
-        "previous": "base",
+        "engine": EngineOut(away=None, loaded=[CHAMPION], refused={}, replicas=replicas),
         "routing": RoutingOut(champion=CHAMPION, canary=None, canary_weight_bp=0, generation=7),
-        "canary": None,
-        "learner": LearnerOut(
-            paused=False, run_requested=False, last_run=None, allowed_actions=["pause", "run"]
-        ),
-        "engine": engine,
         "adapters": {"champion": 1, "retired": 2},
         "groups": {"scored": 12},
         "exchanges": 1_240,
-        "feedback": {},
-        "signals": {},
-        "retention": None,
-        "token_check": "on",
     }
-    return StatusOut(**{**fields, **changes}).model_dump(mode="json")
+    return status_out(**{**fields, **changes}).model_dump(mode="json")
 
 
 def status_lines(found: Any) -> list[str]:
@@ -106,27 +84,6 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
         "Gate: judged by openai/a, 2 passes, by judge.rubric.",
     ]
     assert said(apart) == ["Gate: judged by openai/b, 2 passes, by a rubric of its own."]
-
-
-def canary(**changes: Any) -> CanaryOut:
-    fields: dict[str, Any] = {
-        "canary_id": "c-1",
-        "candidate": CANDIDATE,
-        "champion": CHAMPION,
-        "state": "ramping",
-        "paused": False,
-        "reason": None,
-        "step": 0,
-        "steps": [2_000, 5_000],
-        "weight_bp": 2_000,
-        "created_at": NOW - 300,
-        "step_started_at": NOW - 120,
-        "next_step_earliest_at": NOW + 60,
-        "ended_at": None,
-        "generation": 3,
-        "allowed_actions": ["abort"],
-    }
-    return CanaryOut(**{**fields, **changes})
 
 
 def run(**changes: Any) -> RunOut:
@@ -258,10 +215,14 @@ def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
     ]
 
 
-def test_behind_the_last_step_comes_the_promotion() -> None:
-    lines = status_lines(status(canary=canary(step=1, weight_bp=5_000)))
+def test_behind_the_last_step_comes_the_promotion_and_the_next_one_waits() -> None:
+    queued = canary(state="queued", canary_id="c-2")
+
+    lines = status_lines(status(canary=canary(step=1, weight_bp=5_000), queued=queued))
 
     assert "  Promotion: in 1 min at the earliest." in lines
+    since = "2026-03-01T09:28:00Z (2 min ago)"
+    assert f"Queue: {CANDIDATE} waits since {since} (canary c-2)." in lines
 
 
 def test_a_paused_canary_says_why_and_how_to_continue_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli.output import print_found
 from deploy.text import is_time, iso, shown_time
 
 AT = 1_772_357_400.0  # 2026-03-01T09:30:00Z
@@ -58,19 +57,3 @@ def test_only_numbers_in_fields_of_times_are_times() -> None:
     assert not is_time("pass_at", 0.5), "a score"
     assert not is_time("step", 1)
     assert not is_time("format", 1)
-
-
-def test_a_listing_has_dates_in_text_and_numbers_in_json(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = {"items": [{"seq": 1, "at": AT, "after": {"expires_at": AT}, "ended_at": None}]}
-
-    print_found(found, "text")
-    text = capsys.readouterr().out
-    print_found(found, "json")
-
-    assert text.splitlines()[0] == "seq: 1"
-    assert text.splitlines()[1].startswith("at: 2026-03-01T09:30:00Z (")
-    assert text.splitlines()[3].startswith("  expires_at: 2026-03-01T09:30:00Z (")
-    assert text.splitlines()[4] == "ended_at: -"
-    assert str(AT) in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +14,7 @@ from deploy.registry.leases import keep_since, read_since
 from sidecar.settings import Serving, Settings
 from support.adapter_endpoints import MODEL, vllm_in_thread
 from support.dns_names import Names
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 @pytest.fixture
@@ -66,13 +63,3 @@ async def test_a_vllm_that_comes_gets_the_adapters_and_one_that_goes_is_left(
         engines.wake()
         await until(lambda: len(second.seen) > before)
         assert len(first.seen) == asked
-
-
-async def test_control_wakes_all_of_them(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    with vllm_in_thread() as (url, endpoints):
-        monkeypatch.setattr(engines, "_serving", Names(url))
-        await engines.follow()
-        await until(lambda: len(endpoints.seen) > 0)
-        before = len(endpoints.seen)
-        await asyncio.to_thread(engines.wake)
-        await until(lambda: len(endpoints.seen) > before)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.engine.lora_weights import first_non_finite, read_tensors
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import AlteredAdapterError, InvalidAdapterError
 from learner.adapter_folder import file_digest, folder_digest
@@ -26,14 +25,15 @@ def refusal(folder: Path, digest: str, limits: ServingLimits = LIMITS) -> str:
     return str(caught.value)
 
 
-def non_finite(path: Path) -> str | None:
-    with path.open("rb") as file:
-        return first_non_finite(file, read_tensors(file, path.name))
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
-def test_a_sound_folder_is_taken(adapter_folder: Folder, dtype: str) -> None:
-    folder, digest = adapter_folder(dtype=dtype, values=(0.5, -0.0, 3e4, -1e-4))
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("BF16", 3.3895e38), ("F16", 65504.0), ("F32", 3.4028e38), ("F64", 1e308)],
+)
+def test_a_sound_folder_is_taken_with_the_largest_finite_numbers(
+    adapter_folder: Folder, dtype: str, largest: float
+) -> None:
+    folder, digest = adapter_folder(dtype=dtype, values=(0.5, -0.0, largest, -largest))
+    (folder / "README.md").write_text("# card")
 
     validate_folder(folder, Registered(digest=digest), LIMITS)
 
@@ -51,18 +51,6 @@ def test_a_weight_that_is_not_finite_is_refused(
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "largest"),
-    [("BF16", 3.3895e38), ("F16", 65504.0), ("F32", 3.4028e38), ("F64", 1e308)],
-)
-def test_the_largest_finite_numbers_are_not_taken_for_infinities(
-    adapter_folder: Folder, dtype: str, largest: float
-) -> None:
-    folder, _ = adapter_folder(dtype=dtype, values=(largest, -largest))
-
-    assert non_finite(folder / "adapter_model.safetensors") is None
-
-
 def test_a_rank_over_the_server_s_is_refused(adapter_folder: Folder) -> None:
     folder, digest = adapter_folder(rank=9)
 
@@ -73,53 +61,6 @@ def test_a_file_of_a_higher_rank_than_its_config_says_is_refused(adapter_folder:
     folder, digest = adapter_folder(rank=9, config={"r": 8})
 
     assert "lora_A.weight has rank 9 over 8" in refusal(folder, digest)
-
-
-def test_a_rank_pattern_counts(adapter_folder: Folder) -> None:
-    folder, digest = adapter_folder(config={"rank_pattern": {"q_proj": 64}})
-
-    assert "rank 64" in refusal(folder, digest)
-
-
-@pytest.mark.parametrize("excluded", [["q_proj"], ["layers.0.q_proj"], r".*\.q_proj", ".*q_.*|x"])
-def test_a_matrix_of_an_excluded_module_is_refused(
-    adapter_folder: Folder, excluded: object
-) -> None:
-    folder, digest = adapter_folder(config={"exclude_modules": excluded})
-
-    assert refusal(folder, digest) == (
-        "adapter_config.json: exclude_modules excludes layers.0.q_proj, of which "
-        "adapter_model.safetensors has matrices; remove exclude_modules if they belong to the "
-        "adapter, else save it again without them"
-    )
-
-
-@pytest.mark.parametrize(
-    "excluded",
-    [None, [], "", ["proj"], ["lm_head"], "q_proj", "layers", r".*vision.*"],
-)
-def test_an_exclusion_of_other_modules_is_taken(adapter_folder: Folder, excluded: object) -> None:
-    folder, digest = adapter_folder(config={"exclude_modules": excluded})
-
-    validate_folder(folder, Registered(digest=digest), LIMITS)
-
-
-@pytest.mark.parametrize("excluded", ["(a+)+b", "(.*q)*_proj", "a*" * 5, "x" * 600])
-def test_an_exclusion_that_may_take_long_to_match_is_not_looked_at(
-    adapter_folder: Folder, excluded: str
-) -> None:
-    folder, digest = adapter_folder(config={"exclude_modules": excluded})
-
-    validate_folder(folder, Registered(digest=digest), LIMITS)
-
-
-@pytest.mark.parametrize("excluded", [7, [7], {"q_proj": 1}, "("])
-def test_an_exclusion_that_cannot_be_read_is_refused(
-    adapter_folder: Folder, excluded: object
-) -> None:
-    said = refusal(*adapter_folder(config={"exclude_modules": excluded}))
-
-    assert said.startswith("adapter_config.json: exclude_modules is ")
 
 
 def test_a_changed_file_is_refused(adapter_folder: Folder) -> None:
@@ -138,13 +79,6 @@ def test_a_pickle_is_refused(adapter_folder: Folder, name: str) -> None:
     assert refusal(folder, digest) == (
         f"{name}: could run code when it is read; weights must be safetensors"
     )
-
-
-def test_a_link_is_refused(adapter_folder: Folder, tmp_path: Path) -> None:
-    folder, digest = adapter_folder()
-    (folder / "README.md").symlink_to(tmp_path)
-
-    assert refusal(folder, digest) == "README.md: is not a plain file"
 
 
 @pytest.mark.parametrize("what", ["adapter_config.json", "adapter_model.safetensors", ""])
@@ -213,78 +147,63 @@ def test_a_long_config_is_not_parsed(adapter_folder: Folder) -> None:
     assert refusal(folder, digest) == "adapter_config.json: has more than 262144 bytes"
 
 
-def test_card_and_lineage_are_welcome(adapter_folder: Folder) -> None:
-    folder, digest = adapter_folder()
-    (folder / "README.md").write_text("# card")
-    (folder / "lineage.json").write_text("{}")
-
-    validate_folder(folder, Registered(digest=digest), LIMITS)
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        *(
+            (
+                {"exclude_modules": one},
+                "exclude_modules excludes layers.0.q_proj, of which adapter_model.safetensors has "
+                "matrices; remove exclude_modules if they belong",
+            )
+            for one in (["q_proj"], ["layers.0.q_proj"], r".*\.q_proj", ".*q_.*|x")
+        ),
+        *(
+            ({"exclude_modules": one}, "adapter_config.json: exclude_modules is ")
+            for one in (7, [7], {"q_proj": 1}, "(")
+        ),
         ({"peft_type": "IA3"}, "peft_type is IA3"),
         ({"task_type": "SEQ_CLS"}, "task_type is SEQ_CLS, and only CAUSAL_LM can be served"),
-        ({"task_type": "NONSENSE"}, "task_type is NONSENSE, and only CAUSAL_LM"),
         ({"task_type": ["CAUSAL_LM"]}, "task_type is ['CAUSAL_LM'], and only CAUSAL_LM"),
         ({"init_lora_weights": 7}, "init_lora_weights is 7, which is not true, false or an"),
         ({"lora_dropout": "x"}, "lora_dropout is x, which is no number of 0 to 1"),
-        ({"lora_dropout": 1.5}, "lora_dropout is 1.5, which is no number of 0 to 1"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config is {'top_k': 1}, which is no part of"),
-        ({"velora_config": {}}, "velora_config is {}, which is no part of a plain LoRA"),
-        ({"monteclora_config": {}}, "monteclora_config is {}, which is no part of"),
-        ({"megatron_config": {"a": 1}}, "megatron_config is {'a': 1}, which is no part of"),
         ({"eva_config": {"rho": 2.0}}, "eva_config is {'rho': 2.0}, and init_lora_weights is not"),
         ({"sparse_config": {"top_k": 1}}, "this release does not know what it does"),
-        ({"use_new": True}, "use_new is True, and this release does not know what it does"),
         ({"layers_to_transform": [1]}, "layers_to_transform leaves out layers.0.q_proj"),
-        ({"layers_to_transform": 1}, "layers_to_transform leaves out layers.0.q_proj"),
         ({"layers_to_transform": ["0"]}, "layers_to_transform is ['0'], which is no list"),
         ({"layers_pattern": "layers"}, "and there is no layers_to_transform"),
         ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "layers_to_transform leaves"),
-        ({"layers_to_transform": [0], "layers_pattern": "(a+)+"}, "layers_pattern is (a+)+"),
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "saved modules"),
         ({"bias": "all"}, "bias is all"),
         ({"r": True}, "rank True"),
-        ({"r": "8"}, "rank 8"),
         ({"r": 2}, "lora_A.weight has rank 4, adapter_config.json says 2"),
         ({"rank_pattern": {"q_proj": 2}}, "lora_A.weight has rank 4, adapter_config.json says 2"),
-        ({"rank_pattern": {"layers.0.q_proj": 2}}, "has rank 4, adapter_config.json says 2"),
+        ({"rank_pattern": {"q_proj": 64}}, "rank 64"),
         ({"rank_pattern": [4]}, "rank_pattern is not a table"),
         ({"rank_pattern": {"q_proj": True}}, "rank True"),
         ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern names (a+)+; use plain names"),
         ({"rank_pattern": {f"m{n}": 4 for n in range(4_097)}}, "rank_pattern is not a table"),
         ({"alpha_pattern": {"(.*a){20}": 8}}, "alpha_pattern names (.*a){20}; use plain names"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern holds 0"),
-        ({"alpha_pattern": {"q_proj": -8.0}}, "alpha_pattern holds -8.0"),
         ({"alpha_pattern": {"q_proj": 65_537}}, "alpha_pattern holds 65537"),
         ({"alpha_pattern": "q_proj"}, "alpha_pattern is not a table"),
         ({"lora_alpha": 0}, "lora_alpha holds 0, which is no number over 0 and up to 65536"),
-        ({"lora_alpha": -1}, "lora_alpha holds -1"),
-        ({"lora_alpha": None}, "lora_alpha holds None"),
         ({"lora_alpha": True}, "lora_alpha holds True"),
         ({"lora_alpha": "8"}, "lora_alpha holds 8"),
         ({"lora_alpha": 1e300}, "lora_alpha holds 1e+300"),
         ({"lora_alpha": math.nan}, "holds NaN, which is no JSON"),
-        ({"lora_alpha": math.inf}, "holds Infinity, which is no JSON"),
         ({"lora_alpha": 10**400}, "holds an integer of 401 digits"),
         ({"target_modules": None}, "target_modules is not a list"),
-        ({"target_modules": []}, "target_modules is not a list"),
-        ({"target_modules": "all-linear"}, "target_modules is not a list"),
         ({"target_modules": [["q_proj"]]}, "target_modules names ['q_proj']"),
         ({"target_modules": ["(a+)+$"]}, "target_modules names (a+)+$"),
         ({"target_modules": ["k_proj"]}, "layers.0.q_proj is none of"),
-        ({"target_modules": ["proj"]}, "layers.0.q_proj is none of"),
         ({"target_modules": ["q_proj", "k_proj"]}, "target_modules names k_proj, of which"),
         ({"use_rslora": "yes"}, "use_rslora is yes, which is not true or false"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
-        ({"layer_replication": [[0, 4]]}, "layer_replication is [[0, 4]], which is no part"),
         ({"target_parameters": ["experts"]}, "target_parameters is ['experts'], which is no part"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is [1], which is no part"),
         ({"base_model_name_or_path": "/models/other"}, "was trained on /models/other"),
-        ({"base_model_name_or_path": None}, "was trained on None"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(
@@ -298,6 +217,10 @@ def test_a_config_that_cannot_be_served_is_refused(
 @pytest.mark.parametrize(
     "config",
     [
+        *({"exclude_modules": one} for one in (None, [], "", ["proj"], ["lm_head"])),
+        *({"exclude_modules": one} for one in ("q_proj", "layers", r".*vision.*")),
+        # These may take long to match, and are not looked at.
+        *({"exclude_modules": one} for one in ("(a+)+b", "(.*q)*_proj", "a*" * 5, "x" * 600)),
         {"rank_pattern": {"q_proj": 4}, "r": 8},
         {"rank_pattern": {"v_proj": 2, "layers.0.q_proj": 4}, "r": 8},
         {"rank_pattern": None, "alpha_pattern": None},
@@ -329,9 +252,7 @@ def test_a_config_that_can_be_served_is_taken(
         (b"\xff{}", "is not UTF-8 at byte 0"),
         (b'{"r": 4, "r": 4}', "has a duplicate key in one object"),
         (b'{"r": 1e999}', "holds the number 1e999, which is too large"),
-        (b'{"a": -Infinity}', "holds -Infinity"),
         (rb'{"a": ["\ud800"]}', "holds a lone surrogate"),
-        (rb'{"\udfff": 1}', "holds a lone surrogate"),
         (b"[" * 17 + b"]" * 17, "is nested deeper than 16 levels"),
         (b'{"a":' * 200_000, "is nested deeper than 16 levels"),
     ],
@@ -357,14 +278,6 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_missing_file_is_refused(adapter_folder: Folder, missing: str) -> None:
-    folder, digest = adapter_folder()
-    (folder / missing).unlink()
-
-    assert missing in refusal(folder, digest)
-
-
 def raw(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -384,8 +297,6 @@ TENSOR = {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}
         (raw({"a": {"dtype": "BF16"}}), "is not described by"),
         (raw({"x.lora_A.weight": {**TENSOR, "dtype": "I8"}}, b"\0" * 4), "is I8"),
         (raw({"x.lora_A.weight": {**TENSOR, "shape": [1, -2]}}, b"\0" * 4), "broken shape"),
-        (raw({"x.lora_A.weight": {**TENSOR, "shape": [1, "2"]}}, b"\0" * 4), "broken shape"),
-        (raw({"x.lora_A.weight": TENSOR}, b"\0" * 3), "holds 3 bytes"),
         (raw({"x.lora_A.weight": TENSOR}, b"\0" * 5), "holds 5 bytes"),
         (raw({"x.lora_A.weight": {**TENSOR, "data_offsets": [2, 6]}}, b"\0" * 6), "wrong place"),
         (raw({"x.lora_A.weight": {**TENSOR, "shape": [2, 2]}}, b"\0" * 4), "wrong place"),
@@ -400,16 +311,12 @@ TENSOR = {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}
         (raw({"a": {**TENSOR, "shape": "12"}}, b"\0" * 4), "broken shape"),
         (raw({"a": {**TENSOR, "shape": [True, 2]}}, b"\0" * 4), "broken shape"),
         (raw({"a": {**TENSOR, "data_offsets": [0]}}, b"\0" * 4), "broken shape"),
-        (raw({"a": {**TENSOR, "data_offsets": [4, 0]}}, b"\0" * 4), "wrong place"),
         (raw({"a": TENSOR, "b": TENSOR}, b"\0" * 4), "b lies at a wrong place"),
-        (raw({"a": {**TENSOR, "shape": [2**63, 2**63]}}, b"\0" * 4), "wrong place"),
         (raw(b'{"a": {}, "a": {}}'), "has a duplicate key in one object"),
         (raw({"__metadata__": {"format": 1}}), "__metadata__ is not a table of texts"),
-        (raw({"__metadata__": []}), "__metadata__ is not a table of texts"),
         (raw(b" " * 300_000), "header of 300000 bytes is over 262144"),
         (struct.pack("<Q", 2**64 - 1), "does not fit the file"),
         (raw({}), "holds no LoRA matrices"),
-        (raw({"__metadata__": {"format": "pt"}}), "holds no LoRA matrices"),
     ],
 )
 def test_a_broken_weights_file_is_refused(

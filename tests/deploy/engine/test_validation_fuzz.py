@@ -17,7 +17,6 @@ from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 
 LIMITS = ServingLimits(max_rank=8, bases=frozenset({"/models/m"}))
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-EXAMPLES = 120
 
 numbers = st.one_of(
     st.integers(-(2**70), 2**70),
@@ -73,7 +72,7 @@ def write_header(folder: Path, header: bytes, data: bytes) -> None:
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=60, suppress_health_check=QUIET)
 @given(data=st.data())
 def test_any_value_at_any_key_of_the_config(good: Good, data: st.DataObject) -> None:
     folder, _, config, _, _ = good
@@ -90,7 +89,7 @@ def test_any_value_at_any_key_of_the_config(good: Good, data: st.DataObject) -> 
     verdict(folder)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=60, suppress_health_check=QUIET)
 @given(data=st.data())
 def test_any_value_at_any_place_of_the_header(good: Good, data: st.DataObject) -> None:
     folder, config, _, header, tensors = good
@@ -109,7 +108,7 @@ def test_any_value_at_any_place_of_the_header(good: Good, data: st.DataObject) -
     verdict(folder)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=60, suppress_health_check=QUIET)
 @given(data=st.data())
 def test_any_bytes_anywhere_in_both_files(good: Good, data: st.DataObject) -> None:
     folder, config, _, header, tensors = good

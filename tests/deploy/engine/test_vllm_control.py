@@ -134,19 +134,6 @@ async def test_a_vllm_that_is_down_is_an_engine_error(server: FakeVllm, real: Vl
             await call
 
 
-async def test_the_probe_asks_for_one_token_after_each_prompt_and_no_prompt_logprobs(
-    vllm: AdapterEndpoints, real: VllmControl
-) -> None:
-    await real.probe(MODEL)
-
-    path, body = vllm.seen[-1]
-    assert path == "/v1/completions"
-    assert body["prompt"] == list(PROBE_PROMPTS)
-    assert (body["max_tokens"], body["logprobs"]) == (1, 5)
-    # It would take a vLLM on the CPU down when another request is in the batch.
-    assert "prompt_logprobs" not in body
-
-
 async def test_the_sampled_token_beside_the_likeliest_is_left_out(
     vllm: AdapterEndpoints, real: VllmControl
 ) -> None:
@@ -166,18 +153,6 @@ async def test_contract_a_probe_asks_the_prompts_that_it_is_given(control: Adapt
 
     assert len(found.next_tokens) == 2
     assert found.model_in_reply == "m--v1"
-
-
-async def test_prompts_go_out_as_token_ids_and_prompt_logprobs_never(
-    vllm: AdapterEndpoints, real: VllmControl
-) -> None:
-    await real.probe(MODEL, [(1, 2), (3,)])
-    await real.probe(MODEL)
-
-    (_, given), (_, fixed) = vllm.seen
-    assert given["prompt"] == [[1, 2], [3]]
-    assert all(isinstance(text, str) for text in fixed["prompt"])
-    assert "prompt_logprobs" not in {*given, *fixed}
 
 
 async def test_contract_the_room_is_told_after_the_first_request(
@@ -222,3 +197,17 @@ async def test_a_timeout_is_told_by_its_name() -> None:
     ) as client:
         with pytest.raises(EngineError, match=r"gave no reply: ReadTimeout$"):
             await VllmControl(client).load("m--v1", "/a")
+
+
+async def test_the_probe_asks_for_one_token_after_each_prompt_and_no_prompt_logprobs(
+    vllm: AdapterEndpoints, real: VllmControl
+) -> None:
+    """These would take a vLLM on the CPU down when another request is in the batch."""
+    await real.probe(MODEL, [(1, 2), (3,)])
+    await real.probe(MODEL)
+
+    (_, given), (path, fixed) = vllm.seen
+    assert path == "/v1/completions"
+    assert (given["prompt"], fixed["prompt"]) == ([[1, 2], [3]], list(PROBE_PROMPTS))
+    assert (fixed["max_tokens"], fixed["logprobs"]) == (1, 5)
+    assert "prompt_logprobs" not in {*given, *fixed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,9 +12,7 @@ from deploy.canary.gate_store import fits_format, lengthening, narrowing
 from deploy.evidence.quality import Group, Quality, add_group
 from deploy.registry import proof_rule
 from sidecar.settings import Canary as CanarySettings
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 RULES = CanarySettings()
 SCHEMA = {
@@ -94,14 +92,6 @@ async def test_a_candidate_far_from_the_base_is_rejected_before_anybody_meets_it
     assert world.evidence(name)["probe"]["kl"] > 0.001
 
 
-async def test_at_the_default_limit_a_usual_candidate_passes(world: World) -> None:
-    name = world.register(1)
-
-    await world.controller().tick()
-
-    assert world.canary(name).phase == "gating"
-
-
 async def gated(world: World, *, logprobs: tuple[float, ...]) -> str:
     """Play a gate of 40 prompts for a candidate whose tokens have these log-probabilities."""
     name = world.register(1)
@@ -128,11 +118,7 @@ async def test_a_collapsed_candidate_is_rejected_at_the_gate(world: World) -> No
 async def test_live_replies_that_break_the_schema_of_their_request_roll_back(
     world: World,
 ) -> None:
-    name = world.register(1)
-    world.hold_out(4)
-    for _ in range(3):
-        await world.controller().tick()
-    assert world.canary(name).phase == "ramping"
+    name = await world.to_ramp()
     asked: dict[str, Any] = {"response_format": SCHEMA}
     for number in range(12):
         world.serve(f"c{number}", adapter=name, arm="canary", content='{"town": "Ulm"}', **asked)

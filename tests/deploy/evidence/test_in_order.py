@@ -164,3 +164,41 @@ def test_a_long_interval_is_that_of_the_slower_arm() -> None:
         long.add(30.0, canary=False)
 
     assert 30.0 <= long.long_s <= 30.0 * 1.25
+
+
+def test_a_request_that_never_ends_keeps_nobody_waiting_and_counts_as_late_when_it_ends() -> None:
+    """What is still in flight is in no table, and an adapter that hangs must not be left out."""
+    order = InOrder(60.0)
+    said(order, "beside it", 0.5, 0.5)
+    passed(order, 61.0)
+    assert taken(order, 61.0) == ["beside it"]
+
+    said(order, "hung", 0.0, 1_000.0)
+    said(order, "newer", 999.0, 1.0)
+    passed(order, 1_005.0)
+    late = list(order.take(1_005.0))
+
+    assert [one.unit for one in late] == ["nobody", "hung"], "newer waits for what began before it"
+    assert [one.late for one in late] == [False, True]
+
+
+def test_what_waits_is_bounded_and_what_was_pushed_out_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_order, "MOST_HELD", 3)
+    order = InOrder(60.0)
+    for at in range(5):
+        said(order, f"s{at}", float(at), 1.0)
+
+    assert [(one.unit, one.late) for one in order.take(6.0)] == [("s0", True), ("s1", True)]
+
+
+def test_a_clock_that_is_a_day_ahead_makes_a_turn_wait_an_hour_and_no_more() -> None:
+    order = InOrder(60.0)
+    turn = Turn(unit="from tomorrow", canary=True, weight=0.5)
+    order.add(turn, started_at=86_400.0, stored_at=0.0, took_s=1.0, place=0)
+    passed(order, 3_650.0)
+    assert taken(order, 3_650.0) == []
+    passed(order, 3_660.0)
+
+    assert taken(order, 3_660.0) == ["from tomorrow"]

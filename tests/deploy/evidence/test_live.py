@@ -107,12 +107,6 @@ def test_a_unit_counts_once_for_each_guard_however_many_turns_it_has() -> None:
     assert (live.canary_units, live.champion_units) == (1, 1)
 
 
-def test_a_champion_that_never_fails_is_no_obstacle() -> None:
-    live = after(*(turn(str(number), True, "failed") for number in range(8)))
-
-    assert live.guards["failed"].bets.peak >= math.log(100)
-
-
 def test_an_outage_of_both_arms_proves_nothing() -> None:
     """One of five units is the canary's, as the weight says."""
     live = after(*(turn(str(number), number % 5 == 0, "failed") for number in range(500)))

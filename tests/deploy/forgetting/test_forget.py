@@ -42,7 +42,7 @@ from sidecar.routing.session_key import session_key
 from sidecar.settings import Bus, Retention, Serving, Settings, Store
 from sidecar.store import traces
 from sidecar.store.contents import load_contents
-from sidecar.store.database import Database, compress, get_flag
+from sidecar.store.database import Database, compress
 from sidecar.store.keyring import BUS, Keyring
 from sidecar.store.models import (
     AdapterRow,
@@ -54,10 +54,9 @@ from sidecar.store.models import (
     GateComparisonRow,
     GroupRow,
     RehearsalRow,
-    RunRow,
     SignalRow,
 )
-from sidecar.store.traces import FLAG as OVERWRITES
+from support.finished_run import finished_run
 from support.ingest_kit import Kit, kit, packed
 from support.planted import plant, repeated
 
@@ -81,6 +80,12 @@ def settings(kit: Kit, tmp_path: Path) -> Settings:
         bus=Bus(url=f"sqlite:///{tmp_path}/outbox.db"),
         store=Store(url=kit.database.url),
     )
+
+
+@pytest.fixture
+def of_sqlite(store_kind: str) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("of SQLite's files")
 
 
 def marked(kit: Kit, name: str, turn: int, **changes: object) -> Exchange:
@@ -272,21 +277,10 @@ def learned(
     """Give the exchange's group to a run, which makes an adapter of it or is at work."""
     run_id = f"run-{exchange_id}"
     with kit.database.write() as session:
-        session.add(
-            RunRow(
-                run_id=run_id,
-                model=MODEL,
-                status="finished" if adapter else "running",
-                started_at=1.0,
-                heartbeat_at=NOW,
-                ended_at=2.0 if adapter else None,
-                parent=parent,
-                settings={},
-                counts={},
-                metrics=[],
-                adapter=adapter,
-            )
-        )
+        status_of_run = "finished" if adapter else "running"
+        run = finished_run(run_id, status=status_of_run, heartbeat_at=NOW, parent=parent)
+        run.model, run.adapter = MODEL, adapter
+        session.add(run)
         where = GroupRow.exchange_id == exchange_id
         session.execute(update(GroupRow).where(where).values(run_id=run_id, status=status))
         if adapter:
@@ -326,6 +320,14 @@ def canary(session, name: str, state: str, created_at: float) -> None:  # type: 
             evidence={"steps": [10_000]},
         )
     )
+
+
+def three_champions(kit: Kit) -> None:
+    """v1 to v3, promoted one after the other."""
+    with kit.database.write() as session:
+        for number, name in enumerate(("v1", "v2", "v3")):
+            canary(session, name, "promoted", created_at=float(number))
+        session.add(AliasRow(model=MODEL, alias="champion", adapter="v3", generation=1))
 
 
 def do(kit: Kit, settings: Settings, kind: str, name: str, **more: object) -> Report:
@@ -425,17 +427,11 @@ def test_no_byte_of_what_was_said_is_left(
         kit.database.close()
 
 
-@pytest.mark.parametrize(
-    ("table", "column"), [("exchange", "timings"), ("choice", "finish_reason")]
-)
-def test_a_damaged_row_is_forgotten_with_the_others(
-    kit: Kit, settings: Settings, store_kind: str, table: str, column: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("PostgreSQL keeps the types of its columns")
+@pytest.mark.usefixtures("of_sqlite")  # PostgreSQL keeps the types of its columns
+def test_damaged_rows_are_forgotten_with_the_others(kit: Kit, settings: Settings) -> None:
     fill(kit, settings)
-    gone = next(name for name in sorted(names(kit)) if name != "other")
-    plant(kit.database, table, column, f"exchange_id = '{gone}'")
+    for table, column, name in (("exchange", "timings", "a0"), ("choice", "finish_reason", "a1")):
+        plant(kit.database, table, column, f"exchange_id = '{name}'")
 
     repeated(lambda: do(kit, settings, "user", USER))
 
@@ -520,37 +516,10 @@ def test_after_a_crash_in_the_middle_the_next_run_does_the_rest(
     assert files_with_the_marker(settings.state_dir) == set()
 
 
-def test_the_file_is_rewritten_by_the_run_after_one_that_died_before_it(
-    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
-
-    def die(*_: object, **__: object) -> str:
-        raise StoreError("dies here")
-
-    def is_rewritten() -> bool:
-        with kit.database.read() as session:
-            return get_flag(session, OVERWRITES) == "1"
-
-    fill(kit, settings)
-    do(kit, settings, "user", "nobody")
-    with monkeypatch.context() as patch:
-        patch.setattr(forgetting, "remove_traces", die)
-        with pytest.raises(StoreError):
-            do(kit, settings, "user", USER)
-    assert not is_rewritten()
-
-    assert do(kit, settings, "user", USER).exchanges == 0
-
-    assert is_rewritten()
-
-
+@pytest.mark.usefixtures("of_sqlite")
 def test_the_first_exchanges_that_go_have_the_file_rewritten_whatever_comes_after(
-    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
 
     def die(*_: object, **__: object) -> None:
         raise StoreError("dies here")
@@ -573,11 +542,10 @@ def test_the_first_exchanges_that_go_have_the_file_rewritten_whatever_comes_afte
     assert files_with_the_marker(path.parent) == set()
 
 
+@pytest.mark.usefixtures("of_sqlite")
 def test_rows_that_go_while_the_file_is_rewritten_have_it_rewritten_again(
-    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
     rewritten: list[str] = []
     connect = traces._connection
 
@@ -684,6 +652,7 @@ def test_a_run_that_learns_from_it_now_registers_nothing(kit: Kit, settings: Set
     report = do(kit, settings, "user", USER)
 
     assert (report.exchanges, report.groups) == (1, 1)
+    assert any("no outbox at" in note for note in report.notes)
     with kit.database.write() as session, pytest.raises(RunStoppedError):
         end_run(session, "run-a0", "finished", now=NOW, adapter="v1")
 
@@ -697,10 +666,8 @@ def test_retire_goes_back_to_the_newest_champion_that_did_not_learn_from_it(
     with kit.database.write() as session:
         version(session, "v3", parent="v2")
         version(session, "v4", parent="v2")
-        for number, name in enumerate(("v1", "v2", "v3")):
-            canary(session, name, "promoted", created_at=float(number))
-        for alias, to in (("champion", "v3"), ("previous", "v2")):
-            session.add(AliasRow(model=MODEL, alias=alias, adapter=to, generation=1))
+        session.add(AliasRow(model=MODEL, alias="previous", adapter="v2", generation=1))
+    three_champions(kit)
 
     report = do(kit, settings, "user", USER, retire=True)
 
@@ -723,11 +690,8 @@ def test_content_that_retention_deleted_is_known_by_its_digest(
     assert do(kit, settings, "user", USER).adapters == ["v1"]
 
 
-def test_it_works_while_others_read_and_write(
-    kit: Kit, settings: Settings, store_kind: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
+@pytest.mark.usefixtures("of_sqlite")
+def test_it_works_while_others_read_and_write(kit: Kit, settings: Settings) -> None:
     fill(kit, settings)
     path = kit.database.url.removeprefix("sqlite:///")
     with (
@@ -745,11 +709,10 @@ def test_it_works_while_others_read_and_write(
     assert files_with_the_marker(settings.state_dir) == set()
 
 
+@pytest.mark.usefixtures("of_sqlite")
 def test_while_a_reader_keeps_an_older_state_it_says_what_is_left(
-    kit: Kit, settings: Settings, store_kind: str, monkeypatch: pytest.MonkeyPatch
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
     monkeypatch.setattr(traces, "WAIT_S", 0.1)
     fill(kit, settings)
     path = kit.database.url.removeprefix("sqlite:///")
@@ -763,11 +726,8 @@ def test_while_a_reader_keeps_an_older_state_it_says_what_is_left(
     assert files_with_the_marker(settings.state_dir) == set()
 
 
-def test_the_file_of_an_older_version_is_rewritten(
-    kit: Kit, settings: Settings, store_kind: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
+@pytest.mark.usefixtures("of_sqlite")
+def test_the_file_of_an_older_version_is_rewritten(kit: Kit, settings: Settings) -> None:
     path = Path(kit.database.url.removeprefix("sqlite:///"))
     with closing(sqlite3.connect(path, isolation_level=None)) as old:
         old.execute("PRAGMA secure_delete=OFF")
@@ -782,40 +742,13 @@ def test_the_file_of_an_older_version_is_rewritten(
     assert files_with_the_marker(path.parent) == set()
 
 
-def test_copies_that_sqlite_left_of_moved_rows_go_too(
-    kit: Kit, settings: Settings, store_kind: str
-) -> None:
-    if store_kind != "sqlite":
-        pytest.skip("of SQLite's files")
-    kit.store(marked(kit, "a", 0))
-    path = Path(kit.database.url.removeprefix("sqlite:///"))
-    with closing(sqlite3.connect(path, isolation_level=None)) as moved:
-        moved.execute("PRAGMA secure_delete=OFF")
-        moved.execute("INSERT INTO flag VALUES ('x', ?, 1)", (MARKER * 1_000,))
-        moved.execute("DELETE FROM flag WHERE name = 'x'")
-
-    assert do(kit, settings, "user", USER).traces == []
-
-    assert files_with_the_marker(path.parent) == set()
-
-
-def test_what_a_user_told_of_others_goes_too(kit: Kit, settings: Settings) -> None:
+@pytest.mark.parametrize("by", ["", "user:"])
+def test_what_a_user_told_of_others_goes_too(kit: Kit, settings: Settings, by: str) -> None:
     with kit.database.write() as session:
-        save_feedback(
-            session, [feedback("1", source=USER), feedback("2", source="another")], now=1.0
-        )
-
-    do(kit, settings, "user", USER)
-
-    assert told_of(kit)[0] == ["fb_2"]
-
-
-def test_what_a_user_told_with_the_header_goes_too(kit: Kit, settings: Settings) -> None:
-    with kit.database.write() as session:
-        sent = [feedback("1", source=f"user:{USER}"), feedback("2", source="user:another")]
+        sent = [feedback("1", source=by + USER), feedback("2", source=f"{by}another")]
         save_feedback(session, sent, now=1.0)
     outbox = Outbox(settings.state_dir / "outbox.db", max_rows=100)
-    outbox.append(packed([feedback("3", source=f"user:{USER}", target="elsewhere")]))
+    outbox.append(packed([feedback("3", source=by + USER, target="elsewhere")]))
     outbox.close()
 
     report = do(kit, settings, "user", USER)
@@ -881,9 +814,7 @@ def test_retire_never_goes_back_to_an_adapter_that_was_rolled_back(
         version(session, "v2", parent="base")
         session.flush()
         versions.set_state(session, "v2", "rolled_back", "answers nonsense")
-        for number, name in enumerate(("v1", "v2", "v3")):
-            canary(session, name, "promoted", created_at=float(number))
-        session.add(AliasRow(model=MODEL, alias="champion", adapter="v3", generation=1))
+    three_champions(kit)
 
     report = do(kit, settings, "user", USER, retire=True)
 
@@ -896,10 +827,7 @@ def test_retire_passes_over_an_adapter_whose_folder_is_gone(kit: Kit, settings: 
         version(session, "v1", parent="base")
         version(session, "v2", parent="v1", folder=settings.state_dir / "gone")
     learned(kit, "a0", "trained", "v3", parent="v1")
-    with kit.database.write() as session:
-        for number, name in enumerate(("v1", "v2", "v3")):
-            canary(session, name, "promoted", created_at=float(number))
-        session.add(AliasRow(model=MODEL, alias="champion", adapter="v3", generation=1))
+    three_champions(kit)
 
     report = do(kit, settings, "user", USER, retire=True)
 
@@ -915,14 +843,6 @@ def test_a_name_beyond_ascii_is_found_in_what_was_exported(kit: Kit, settings: S
     do(kit, settings, "user", "Åsa Öberg")
 
     assert MARKER not in export.read_text()
-
-
-def test_it_says_when_there_is_no_outbox_where_it_runs(kit: Kit, settings: Settings) -> None:
-    kit.store(marked(kit, "a", 0))
-
-    report = do(kit, settings, "user", USER)
-
-    assert [note for note in report.notes if "no outbox at" in note] != []
 
 
 def test_feedback_on_a_session_in_which_others_spoke_stays(kit: Kit, settings: Settings) -> None:

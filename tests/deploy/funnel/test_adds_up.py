@@ -264,7 +264,6 @@ STEPS = ("proxy", "damage", "ingest", "dying ingest", "score", "learn")
 @given(steps=st.lists(st.sampled_from(STEPS), max_size=14), seed=st.integers(0, 10_000))
 @settings(
     max_examples=12,
-    deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -249,9 +249,3 @@ async def test_no_message_quotes_the_url(caller: Caller) -> None:
 def test_a_metric_that_could_not_work_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Metric.model_validate({"url": "http://h", **values})
-
-
-def test_a_new_metric_gates_nothing() -> None:
-    assert Metric.model_validate({"kind": "http_json", "url": "http://h", "max": 1.0}).mode == (
-        "dry_run"
-    )

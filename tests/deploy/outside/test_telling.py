@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -32,12 +32,13 @@ from sidecar.settings import Hook, Notify
 from sidecar.store.database import set_flag
 from sidecar.store.models import CounterRow
 from support.outside_server import OutsideServer, outside_server
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 SECRETS = {"HOOK_SECRET": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}
 URL = "http://hook"
+EVENT = Event(
+    seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
+)
 
 
 @dataclass
@@ -257,14 +258,15 @@ async def test_news_that_are_too_old_are_given_up_without_a_try(told: Told) -> N
     assert (told.poster.posts, told.state.dead) == ([], 1)
 
 
-async def test_a_row_is_told_only_when_no_older_one_can_still_be_committed(told: Told) -> None:
-    told.happen("canary.ramping")
+async def test_events_of_two_stores_with_one_number_have_ids_of_their_own(told: Told) -> None:
+    sender = Sender("m", told.poster, environment=SECRETS, clock=lambda: 1.0)
+    hook = next(iter(told.settings.hooks.values()))
 
-    await told.turn(SETTLE_S / 2)
-    early = list(told.poster.told)
-    await told.turn(SETTLE_S)
+    for one in (EVENT, EVENT, replace(EVENT, at=2.0)):
+        await sender.post("ops", hook, one)
 
-    assert (early, told.poster.told) == ([], ["canary.ramping"])
+    first, again, other = (headers["webhook-id"] for *_, headers in told.poster.posts)
+    assert first == again != other
 
 
 async def test_a_clock_that_is_set_back_holds_up_no_news(told: Told) -> None:
@@ -273,6 +275,16 @@ async def test_a_clock_that_is_set_back_holds_up_no_news(told: Told) -> None:
     await told.turn(-86_400.0)
 
     assert told.poster.told == ["canary.ramping"]
+
+
+async def test_a_row_is_told_only_when_no_older_one_can_still_be_committed(told: Told) -> None:
+    told.happen("canary.ramping")
+
+    await told.turn(SETTLE_S / 2)
+    early = list(told.poster.told)
+    await told.turn(SETTLE_S)
+
+    assert (early, told.poster.told) == ([], ["canary.ramping"])
 
 
 async def test_one_hook_that_fails_holds_up_no_other(told: Told) -> None:
@@ -350,20 +362,6 @@ def server() -> Iterator[OutsideServer]:
         yield found
 
 
-async def test_events_of_two_stores_with_one_number_have_ids_of_their_own(told: Told) -> None:
-    sender = Sender("m", told.poster, environment=SECRETS, clock=lambda: 1.0)
-    hook = next(iter(told.settings.hooks.values()))
-    event = Event(
-        seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
-    )
-
-    for one in (event, event, replace(event, at=2.0)):
-        await sender.post("ops", hook, one)
-
-    first, again, other = (headers["webhook-id"] for *_, headers in told.poster.posts)
-    assert first == again != other
-
-
 async def test_over_http_the_receiver_can_verify_what_it_got(
     world: World, server: OutsideServer, tmp_path: Path
 ) -> None:
@@ -372,14 +370,11 @@ async def test_over_http_the_receiver_can_verify_what_it_got(
     hook = Hook.model_validate({"url": server.url + "/in", "secret_file": str(secret)})
     caller = Caller()
     hooks = Sender("m", caller, environment={}, clock=world.clock)
-    event = Event(
-        seq=7, at=1.0, type="rollback", subject="m", actor="me", reason="r", before={}, after={}
-    )
 
-    await hooks.post("ops", hook, event)
+    await hooks.post("ops", hook, EVENT)
     server.status = 302
     with pytest.raises(OutsideError, match=r"redirects|status 302"):
-        await hooks.post("ops", hook, event)
+        await hooks.post("ops", hook, EVENT)
     await caller.aclose()
 
     got = server.asked[0]

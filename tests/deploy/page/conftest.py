@@ -19,6 +19,7 @@ from deploy.admin.context import AdminContext
 from deploy.engine.reconcile import Fleet, Reconciler
 from deploy.page.mount import with_page
 from deploy.process import admin_server
+from support.chromium import Chromium, missing
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -115,3 +116,26 @@ def serve() -> Iterator[Callable[[AdminContext], str]]:
     for server, thread in running:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def url(make_browser: MakeBrowser, serve: Callable[[AdminContext], str]) -> str:
+    """URL of the page of visitors who need no token."""
+    return serve(make_browser().context)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if why := missing():
+        pytest.skip(why)
+    with Chromium(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def window(opened: Chromium) -> Chromium:
+    """A real browser, away from the page of the test before, whose server is gone: a page that is
+    left open asks it what has changed, and complains of the silence in the next test."""
+    opened.open("about:blank")
+    opened.messages()
+    return opened

@@ -16,7 +16,7 @@ from support.finished_run import finished_run
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
-    from tests.deploy.page.conftest import Browser, MakeBrowser
+    from tests.deploy.page.conftest import Browser
 
 
 def estimate(mean: float, half: float) -> dict[str, Any]:
@@ -105,9 +105,8 @@ def blocks(html: str) -> dict[str, str]:
 
 
 async def test_the_four_blocks_have_their_places_in_each_state(
-    world: World, make_browser: MakeBrowser
+    world: World, browser: Browser
 ) -> None:
-    browser = make_browser()
     await browser.reconciler.reconcile()
     nothing = blocks((await browser.get("/")).text)
     page_history.tell(world)

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import func, select
 
-from deploy.page import changing, overview
-from deploy.registry import transitions
-from sidecar.store.models import AuditRow, CanaryRow
-from support import chromium, page_history
+from deploy.page import changing
+from sidecar.store.models import AuditRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -42,6 +40,7 @@ async def test_a_browser_is_told_what_it_has_not_shown_as_one_change(
     before = newest(world)
     world.promote(world.register(2))
 
+    assert f'data-seq="{newest(world)}"' in (await browser.get("/")).text
     loaded = await browser.get(f"/changed?after={before}")
     again = await browser.get("/changed?after=0", last_event_id=str(before))
     nothing = await browser.get(f"/changed?after={newest(world)}")
@@ -54,15 +53,6 @@ async def test_a_browser_is_told_what_it_has_not_shown_as_one_change(
     told = [{"id": place, "event": "changed", "data": place}]
     assert [events(one.text) for one in (loaded, again, unread)] == [told, told, told]
     assert events(nothing.text) == events(hostile.text) == []
-
-
-@pytest.mark.usefixtures("short")
-async def test_the_status_page_says_which_change_it_shows(world: World, browser: Browser) -> None:
-    world.promote(world.register(1))
-
-    page = await browser.get("/")
-
-    assert f'data-seq="{newest(world)}"' in page.text
 
 
 async def test_a_change_while_the_stream_is_open_is_told(
@@ -116,24 +106,3 @@ async def test_nobody_is_told_before_the_login(make_browser: MakeBrowser) -> Non
 
     assert (before.status_code, before.headers["location"]) == (303, "/login")
     assert after.status_code == 200
-
-
-@pytest.mark.skipif(bool(chromium.missing()), reason=chromium.missing() or "-")
-def test_a_browser_shows_a_change_without_asking_on_time(
-    world: World, make_browser: MakeBrowser, serve: object, tmp_path: object,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(overview, "LIVE_S", 86_400)
-    page_history.tell(world)
-    context = make_browser().context
-    with chromium.Chromium(tmp_path) as window:  # type: ignore[arg-type]
-        window.open(serve(context))  # type: ignore[operator]
-        before = window.find("#headline").text
-        with world.database.write() as session:
-            row = session.scalars(select(CanaryRow).where(CanaryRow.state == "ramping")).one()
-            transitions.pause(session, row, reason="lunch", now=world.clock.now, actor="me")
-
-        window.until("return document.getElementById('headline').innerText.includes('paused')")
-
-        assert "paused" not in before
-        assert window.messages() == []

@@ -60,11 +60,8 @@ async def test_a_target_that_never_was_champion_is_refused_in_words(
     assert "has never been champion" in reply.text
 
 
-async def test_the_targets_say_where_they_are_loaded(
-    world: World, make_browser: MakeBrowser
-) -> None:
+async def test_the_targets_say_where_they_are_loaded(world: World, browser: Browser) -> None:
     page_history.tell(world)
-    browser = make_browser()
     await browser.reconciler.reconcile()
 
     found = words_of((await browser.get("/rollback")).text)
@@ -153,10 +150,9 @@ async def test_each_former_champion_is_listed_once_however_many_canaries_failed_
 
 
 async def test_after_a_rollback_the_page_shows_when_users_got_it(
-    world: World, make_browser: MakeBrowser
+    world: World, browser: Browser
 ) -> None:
     page_history.tell(world)
-    browser = make_browser()
     await browser.reconciler.reconcile()
     old, new = world.aliases()["previous"], world.aliases()["champion"]
     await browser.submit("/rollback", "/rollback", to="previous", reason="worse", confirm="yes")

@@ -48,12 +48,6 @@ def test_the_judged_difference_is_the_mean_so_far_in_the_order_in_which_they_cou
     assert difference_chart([compared(1, None, "unknown")], 0.05, made=1, whole=(0, 0)) is None
 
 
-def test_a_group_that_an_arm_lost_counts_as_the_rule_counts_it() -> None:
-    found = drawn(compared(1, None, "candidate"), compared(2, None, "champion"), compared(3, 0.3))
-
-    assert found.series[MEAN] == pytest.approx((-1.0, 0.0, 0.1))
-
-
 def test_the_interval_that_is_drawn_ends_where_the_evidence_has_it() -> None:
     random_of = random.Random(7)
     rules, quality, given = CanarySettings(), Quality(), []

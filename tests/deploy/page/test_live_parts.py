@@ -4,24 +4,18 @@ the keyboard focus stays and a screen reader is told of nothing new. In a real b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import pytest
-
-from deploy.admin.context import AdminContext
 from deploy.registry import flags
 from sidecar.store.database import count
 from sidecar.store.models import TableTakenRow
-from support import chromium, page_history
+from support import page_history
 from support.chromium import Chromium
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
-    from tests.deploy.page.conftest import Browser, MakeBrowser
+    from tests.deploy.page.conftest import Browser
 
-needs_browser = pytest.mark.skipif(bool(chromium.missing()), reason=chromium.missing() or "-")
-Serve = Callable[[AdminContext], str]
 WATCH = (
     "window.kept = document.querySelector(arguments[0]); kept.focus();"
     "window.seen = []; new MutationObserver((all) => all.forEach((one) => seen.push(one)))"
@@ -39,20 +33,6 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("profile")) as one:
-        yield one
-
-
-@pytest.fixture
-def window(opened: Chromium) -> Chromium:
-    """The browser, away from the page of the test before, whose server is gone."""
-    opened.open("about:blank")
-    opened.messages()
-    return opened
-
-
 def request_more(world: World, number: int) -> None:
     """Change a figure of the first screen, and nothing else."""
     with world.database.write() as session:
@@ -60,14 +40,13 @@ def request_more(world: World, number: int) -> None:
         count(session, "requests", "ok", number)
 
 
-@needs_browser
 def test_the_first_screen_keeps_the_focus_under_traffic(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
+    world: World, window: Chromium, url: str
 ) -> None:
     page_history.tell(world)
     with world.database.write() as session:
         flags.set_paused(session, "m", True, now=world.clock.now, actor="me", reason="a sale")
-    window.open(serve(make_browser().context))
+    window.open(url)
     for place in ("#needs ~ .cards a", "#arms"):
         assert window.run(WATCH, place)
         figure = (
@@ -83,9 +62,8 @@ def test_the_first_screen_keeps_the_focus_under_traffic(
     assert window.messages() == []
 
 
-@needs_browser
 def test_the_page_after_a_rollback_keeps_the_focus_and_asks_once_a_second(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
+    world: World, window: Chromium, url: str
 ) -> None:
     page_history.tell(world)
     page_history.roll_back(world, "worse")
@@ -93,7 +71,6 @@ def test_the_page_after_a_rollback_keeps_the_focus_and_asks_once_a_second(
     with world.database.write() as session:
         for proxy in ("a:8080", "b:8080"):
             session.add(TableTakenRow(proxy=proxy, model="m", generation=generation, taken_at=0.0))
-    url = serve(make_browser().context)
     window.open(f"{url}/rollback/last")
     first = world.aliases()["champion"]
     assert window.run(WATCH, "#by-proxy")
@@ -118,12 +95,11 @@ def test_the_page_after_a_rollback_keeps_the_focus_and_asks_once_a_second(
     assert window.messages() == []
 
 
-@needs_browser
 def test_the_focus_goes_to_the_content_when_what_had_it_is_gone(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
+    world: World, window: Chromium, url: str
 ) -> None:
     page_history.tell(world)
-    window.open(serve(make_browser().context))
+    window.open(url)
     assert window.run(WATCH, "#arms")
 
     page_history.roll_back(world, "worse")
@@ -132,11 +108,10 @@ def test_the_focus_goes_to_the_content_when_what_had_it_is_gone(
     assert window.run("return document.activeElement.id") == "main"
 
 
-@needs_browser
 def test_parts_are_found_again_by_their_ids_wherever_they_stand(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
+    world: World, window: Chromium, url: str
 ) -> None:
-    window.open(serve(make_browser().context))
+    window.open(url)
     became = window.run(
         """
         const part = (html) => new DOMParser().parseFromString(html, "text/html").body.firstChild;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,14 +17,12 @@ from deploy.admin.context import AdminContext
 from deploy.page.rendering import FOLDER
 from deploy.registry import transitions
 from sidecar.store.models import CanaryRow
-from support import chromium, page_history
+from support import page_history
 from support.chromium import ENTER, SPACE, TAB, Chromium
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
     from tests.deploy.page.conftest import MakeBrowser
-
-needs_browser = pytest.mark.skipif(bool(chromium.missing()), reason=chromium.missing() or "-")
 
 SHOTS = Path(__file__).resolve().parents[3] / ".cache" / "page"
 Serve = Callable[[AdminContext], str]
@@ -43,21 +41,6 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def window(browser: Chromium) -> Chromium:
-    """The browser, away from the page of the test before, whose server is gone: a page that is left
-    open asks it what has changed, and complains of the silence in the next test."""
-    browser.open("about:blank")
-    browser.messages()
-    return browser
-
-
 @pytest.fixture
 def told(world: World, make_browser: MakeBrowser, serve: Serve) -> str:
     """URL of the page over a history."""
@@ -72,7 +55,6 @@ def on_trial(world: World) -> str:
     return next(row.canary_id for row in world.rows(CanaryRow) if row.state == "ramping")
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_page_fits_its_window_without_a_complaint_of_the_browser(
@@ -90,25 +72,6 @@ def test_every_page_fits_its_window_without_a_complaint_of_the_browser(
         assert window.find("main").role == "main", name
 
 
-@needs_browser
-def test_the_first_page_is_readable_on_a_phone(window: Chromium, told: str) -> None:
-    window.look(width=390, scheme="dark")
-    window.open(f"{told}/")
-
-    scale = window.run(
-        "const one = document.querySelector('svg.curve');"
-        "return one.getBoundingClientRect().width / one.viewBox.baseVal.width"
-    )
-    tallest = window.run(
-        "return Math.max(...[...document.querySelectorAll('#arms tbody th')]"
-        ".map((one) => one.getBoundingClientRect().height))"
-    )
-
-    assert scale >= 0.98, "the letters of the curve have the size that the style gives them"
-    assert tallest < 70.0, "a name of the table has two lines, not one for each word"
-
-
-@needs_browser
 def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_them(
     world: World, window: Chromium, told: str
 ) -> None:
@@ -133,76 +96,6 @@ def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_th
     assert "the numbers are in the table below" in window.find("#proof .plot").label
 
 
-@needs_browser
-def test_names_of_thresholds_that_are_close_do_not_cover_each_other(
-    world: World, window: Chromium, told: str
-) -> None:
-    with world.database.write() as session:
-        row = next(one for one in session.query(CanaryRow) if one.state == "ramping")
-        guards = {
-            **row.evidence["guards"],
-            "short": {"nats": 0.0, "threshold": 200.0},
-            "invalid": {"nats": 0.0, "threshold": 220.0},
-        }
-        row.evidence = {**row.evidence, "guards": guards}
-    window.look(width=1280, scheme="light")
-    window.open(f"{told}/canaries/{on_trial(world)}")
-
-    boxes = window.run(
-        "const boxes = [], draw = CanvasRenderingContext2D.prototype.fillText;"
-        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
-        "  const width = this.measureText(text).width;"
-        "  if (text.startsWith('proven')) boxes.push([text, x - width, x, y]);"
-        "  draw.apply(this, arguments);"
-        "};"
-        "drawCharts(); return new Promise((done) => setTimeout(() => done(boxes), 300))"
-    )
-
-    assert [one[0] for one in boxes] == [f"proven at {n}" for n in (20, 100, 200, 220)]
-    covered = [
-        (one[0], other[0])
-        for i, one in enumerate(boxes)
-        for other in boxes[:i]
-        if one[1] < other[2] and other[1] < one[2] and abs(one[3] - other[3]) < 12
-    ]
-    assert covered == []
-
-
-@needs_browser
-def test_on_a_phone_no_word_is_broken_and_no_version_is_cut_off(
-    world: World, window: Chromium, told: str
-) -> None:
-    check = {"at": world.clock.now, "outcome": "ok", "value": 1.0, "why": ""}
-    metric = {"mode": "signal", "max": 20.0, "history": [check], "known_at": world.clock.now}
-    with world.database.write() as session:
-        row = next(one for one in session.query(CanaryRow) if one.state == "ramping")
-        row.evidence = {**row.evidence, "metrics": {"error_share": metric}}
-    window.look(width=390, scheme="light")
-
-    window.open(f"{told}/canaries/{on_trial(world)}")
-    lines = window.run(
-        "const range = document.createRange();"
-        "range.selectNodeContents(document.querySelector('#outside ~ .wide tbody th'));"
-        "return range.getClientRects().length"
-    )
-    window.open(f"{told}/rollback")
-    room = window.run(
-        "const select = document.getElementById('to'), text = document.createElement('span');"
-        "text.style.font = getComputedStyle(select).font; text.style.whiteSpace = 'nowrap';"
-        "document.body.append(text);"
-        "return [...select.options].map((one) => {"
-        "  text.textContent = one.text; return select.clientWidth - 40 - text.offsetWidth })"
-    )
-    said = window.run("return document.getElementById('to').getAttribute('aria-describedby')")
-    shown = window.find("#loaded").text
-
-    assert lines == 1
-    assert min(room[:2]) > 0, "without what was taken away"
-    assert "v1, the one before: loaded on" in shown
-    assert said == "loaded"
-
-
-@needs_browser
 def test_a_rollback_is_made_by_keyboard_alone(world: World, window: Chromium, told: str) -> None:
     window.look(width=1280, scheme="light")
     window.open(f"{told}/rollback")
@@ -234,14 +127,12 @@ def test_a_rollback_is_made_by_keyboard_alone(world: World, window: Chromium, to
     assert window.messages() == []
 
 
-@needs_browser
 def test_an_open_page_follows_what_happens_and_says_when_control_is_gone(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
+    world: World, window: Chromium, url: str
 ) -> None:
     page_history.tell(world)
-    context = make_browser().context
     window.look(width=1280, scheme="light")
-    window.open(serve(context))
+    window.open(url)
     before = window.find("#headline").text
     with world.database.write() as session:
         row = session.get(CanaryRow, on_trial(world))
@@ -268,15 +159,11 @@ def test_an_open_page_follows_what_happens_and_says_when_control_is_gone(
     assert hidden
 
 
-@needs_browser
-def test_hostile_texts_run_nothing(
-    world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
-) -> None:
+def test_hostile_texts_run_nothing(world: World, window: Chromium, url: str) -> None:
     code = (
         "<script>window.hit=1</script><img src=x onerror='window.hit=1'>\"' onfocus=window.hit=1 "
     )
     page_history.tell(world, lambda text: text + code)
-    url = serve(make_browser().context)
     window.look(width=1280, scheme="light")
     window.messages()
 
@@ -289,7 +176,6 @@ def test_hostile_texts_run_nothing(
     assert code.strip() in window.find(".answer pre").text
 
 
-@needs_browser
 def test_a_visitor_logs_in_and_out(
     world: World, window: Chromium, make_browser: MakeBrowser, serve: Serve
 ) -> None:

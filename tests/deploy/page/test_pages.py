@@ -39,31 +39,30 @@ def words_of(html: str) -> str:
     return re.sub(r"\s+", " ", unescape(text)).replace(" .", ".").replace(" ;", ";")
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("/", "The base model serves since 1 Jan 00:00 UTC. No candidate is being tried."),
-        ("/", "Nothing has come yet"),
-        ("/canaries", "No candidate has been tried yet."),
-        ("/funnel", "0 of 0 requests captured"),
-        ("/groups", "There is none."),
-        ("/runs", "It has not run yet."),
-        ("/adapters", "No adapter has been made yet: the base model answers everybody."),
-        ("/audit", "first start"),
-        ("/rollback", "There is nothing to go back to: the base model serves."),
-    ],
-)
+FRESH = {
+    "/": "The base model serves since 1 Jan 00:00 UTC. No candidate is being tried.",
+    "/live": "Nothing has come yet",
+    "/canaries": "No candidate has been tried yet.",
+    "/funnel": "0 of 0 requests captured",
+    "/groups": "There is none.",
+    "/runs": "It has not run yet.",
+    "/adapters": "No adapter has been made yet: the base model answers everybody.",
+    "/audit": "first start",
+    "/rollback": "There is nothing to go back to: the base model serves.",
+}
+
+
 async def test_a_fresh_installation_has_a_page_that_says_what_is_not_there_yet(
-    world: World, browser: Browser, path: str, says: str
+    world: World, browser: Browser
 ) -> None:
     world.clock.now = 1_767_225_600.0 + 86_400.0
     with sqlite3.connect(world.database.engine.url.database or "") as store:
         store.execute("UPDATE audit SET at = 1767225600.0")
 
-    reply = await browser.get(path)
-
-    assert reply.status_code == 200
-    assert says in words_of(reply.text)
+    for path, says in FRESH.items():
+        reply = await browser.get(path)
+        assert reply.status_code == 200, path
+        assert says in words_of(reply.text), path
 
 
 async def test_the_runs_page_says_when_the_learner_runs_and_what_holds_it(
@@ -115,19 +114,6 @@ async def test_the_first_screen_says_in_words_what_users_get(
     assert "answers; 3 adapters loaded" in found
 
 
-async def test_a_group_shows_its_answers_side_by_side_with_scores_and_the_judges_words(
-    world: World, browser: Browser
-) -> None:
-    page_history.tell(world)
-
-    found = words_of((await browser.get("/groups/group-1")).text)
-
-    assert "score 0.850" in found
-    assert "It is on its way: tomorrow by noon" in found
-    assert "The judge: Sends away." in found
-    assert "ask x2" in found
-
-
 async def test_a_visitor_who_was_away_sees_what_happened_meanwhile_and_no_more(
     world: World, browser: Browser
 ) -> None:
@@ -147,25 +133,6 @@ async def test_a_visitor_who_was_away_sees_what_happened_meanwhile_and_no_more(
     assert "the trial of v5 at 20% was ended by the rollback : rollback: replies got worse" in found
 
 
-async def test_what_was_seen_late_in_a_second_is_gone_at_once_and_what_follows_is_not(
-    world: World, browser: Browser
-) -> None:
-    page_history.tell(world)
-    world.clock.now = float(int(world.clock.now)) + 10.7
-    before = words_of((await browser.get("/")).text)
-    await browser.submit("/", "/seen")
-    world.clock.now += 0.05
-    after = words_of((await browser.get("/")).text)
-    page_history.roll_back(world, "replies got worse")
-
-    last = words_of((await browser.get("/")).text)
-
-    assert "v2 was rejected" in before
-    assert "v2 was rejected" not in after
-    assert "v2 was rejected" not in last
-    assert "rollback from v3 to v1 : replies got worse" in last
-
-
 async def test_no_text_of_the_store_becomes_markup(world: World, browser: Browser) -> None:
     page_history.tell(world, lambda text: text + HOSTILE)
     world.clock.now += 1.0
@@ -180,13 +147,6 @@ async def test_no_text_of_the_store_becomes_markup(world: World, browser: Browse
         assert "49</td>" not in html, path
         assert not re.search(r"<[^>]*\son\w+=", html), path
     assert shown > 30
-
-
-async def test_a_method_that_a_page_has_not_is_told_which_it_has(browser: Browser) -> None:
-    reply = await browser.client.request("TRACE", "/")
-
-    assert reply.status_code == 405
-    assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 async def test_a_name_from_the_address_does_not_become_markup(browser: Browser) -> None:
@@ -239,41 +199,34 @@ async def test_a_listing_goes_on_where_it_stopped(world: World, browser: Browser
     assert (first.count("<li class="), second.count("<li class=")) == (50, 5)
 
 
-async def test_the_page_of_adapters_says_which_are_banned(world: World, browser: Browser) -> None:
+async def test_adapters_say_which_are_banned_and_groups_their_scores(
+    world: World, browser: Browser
+) -> None:
     page_history.tell(world)
 
+    group = words_of((await browser.get("/groups/group-1")).text)
     found = words_of((await browser.get("/adapters")).text)
 
+    assert "score 0.850" in group
     assert "worse than the champion on 12 prompts: -0.081 Banned. No canary tries its" in found
 
 
-async def test_a_cursor_that_was_not_made_here_is_refused_in_words(browser: Browser) -> None:
-    reply = await browser.get("/groups?cursor=nonsense")
-
-    assert reply.status_code == 400
-    assert "cursor: use the previous page's next_cursor" in unescape(reply.text)
-
-
-@pytest.mark.parametrize("path", ["/", "/canaries", "/runs", "/audit", "/rollback/last"])
 async def test_a_store_that_is_away_is_said_with_what_works_all_the_same(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch, path: str
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away() -> None:
         raise StoreError("database is locked")
 
     monkeypatch.setattr(browser.context.database, "read", away)
 
-    reply = await browser.get(path)
+    for path in ("/", "/canaries", "/runs", "/audit", "/rollback/last"):
+        reply = await browser.get(path)
+        assert reply.status_code == 503, path
+        assert "database is locked" in reply.text
+        assert "sidecar rollback --offline" in reply.text
 
-    assert reply.status_code == 503
-    assert "database is locked" in reply.text
-    assert "sidecar rollback --offline" in reply.text
 
-
-async def test_vllm_away_and_a_failing_loop_need_somebody(
-    world: World, make_browser: MakeBrowser
-) -> None:
-    browser = make_browser()
+async def test_vllm_away_and_a_failing_loop_need_somebody(world: World, browser: Browser) -> None:
     world.control.away = True
     await browser.reconciler.reconcile()
 

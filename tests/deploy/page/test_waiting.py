@@ -20,9 +20,10 @@ from deploy.registry.canary_rule import ArmCounts, Hold, Move, RampEvidence, dec
 from deploy.registry.proof_rule import limits_of
 from sidecar.conditions import Condition
 from sidecar.settings import Approval as ApprovalSettings, Canary as CanarySettings
+from support.admin_replies import status_out
 from support.made_canary import made_canary
 from tests.deploy.page.test_pages import words_of
-from tests.deploy.page.test_shown import NOON, canary, status
+from tests.deploy.page.test_shown import NOON, canary
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -65,7 +66,7 @@ def said(hold: Hold) -> str:
     brief = hold.reason if hold.brief is None else hold.brief
     data = {"canary_id": "c1", "brief": brief, "metric": hold.metric}
     known = Condition(kind="canary", line="m", code="canary_waits", data=data)
-    found = status(canary=one, conditions=[ConditionOut.of(known)])
+    found = status_out(canary=one, conditions=[ConditionOut.of(known)])
     return headline(found, None, waits_for(found), NOON, None)
 
 

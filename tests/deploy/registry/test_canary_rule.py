@@ -7,20 +7,28 @@ from typing import Any
 
 import pytest
 
+from deploy.canary.gate_store import is_short
 from deploy.evidence.live import GUARDS, Guard, Live, Turn
 from deploy.evidence.quality import Group, Quality, add_group
-from deploy.records import Phase
+from deploy.records import Canary, Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
+    Comparison,
+    Decision,
+    Evidence,
     GateEvidence,
     GateVerdict,
     Hold,
     LoadEvidence,
     Move,
     RampEvidence,
+    bootstrap_interval,
     decide,
     elapsed_s,
+    judge_gate,
     load_wait_s,
+    mean_difference,
+    quality_of,
     step_limit_s,
 )
 from deploy.registry.proof_rule import limits_of
@@ -79,22 +87,77 @@ def arm(replies: int, *, errors: int = 0, short: int = 0) -> ArmCounts:
     return ArmCounts(replies=replies, errors=errors, short=short)
 
 
-def test_a_live_adapter_goes_to_the_gate(rules: CanarySettings) -> None:
-    assert decide(LOADING, LoadEvidence(live=True), rules, 101) == Move(
-        to="gating", candidate_state="gating", reason="loaded and live"
-    )
+def gates(reason: str) -> Move:
+    return Move(to="gating", candidate_state="gating", reason=reason)
 
 
-def test_an_invalid_adapter_is_rejected(rules: CanarySettings) -> None:
-    decision = decide(LOADING, LoadEvidence(invalid="holds NaN"), rules, 101)
-
-    assert decision == Move(to="rolled_back", candidate_state="rejected", reason="holds NaN")
+def ramps(reason: str, step: int = 0) -> Move:
+    return Move(to="ramping", candidate_state="ramping", reason=reason, step=step)
 
 
-def test_loading_waits_for_vllm_with_the_clock_stopped(rules: CanarySettings) -> None:
-    decision = decide(LOADING, LoadEvidence(away="no reply"), rules, 1e9)
+def rejects(reason: str) -> Move:
+    return Move(to="rolled_back", candidate_state="rejected", reason=reason)
 
-    assert decision == Hold(reason="waiting for vLLM: no reply", stops_clock=True)
+
+def waits(reason: str) -> Hold:
+    return Hold(reason=reason, stops_clock=True)
+
+
+LAST = replace(RAMPING, step=1)
+FEW = "gate: 1 comparison scored, 0 set aside in 3600 s; it needs 2"
+BAD = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
+
+
+@pytest.mark.parametrize(
+    ("canary", "evidence", "now", "decision"),
+    [
+        (LOADING, LoadEvidence(live=True), 101, gates("loaded and live")),
+        (LOADING, LoadEvidence(invalid="holds NaN"), 101, rejects("holds NaN")),
+        (LOADING, LoadEvidence(away="no reply"), 1e9, waits("waiting for vLLM: no reply")),
+        (GATING, gate(scored=4), 101, ramps("passed")),
+        (GATING, gate(scored=4, prompts=6, pending=2), 101, ramps("passed")),
+        (GATING, gate(scored=4, passed=False), 101, rejects("worse")),
+        (GATING, gate(scored=3, pending=1), 101, Hold(reason="gate: 3 of 4 prompts compared")),
+        (GATING, gate(scored=2, prompts=3), 101, ramps("passed")),
+        (
+            GATING,
+            gate(scored=0, prompts=1, pending=1),
+            1e9,
+            waits("gate waits for held-out prompts: 1 of the 2 it needs"),
+        ),
+        (GATING, gate(scored=0, away="it is down"), 1e9, waits("gate waits: it is down")),
+        (GATING, gate(scored=4, away="it is down"), 1e9, waits("gate waits: it is down")),
+        (
+            GATING,
+            gate(scored=1, pending=2),
+            3_700,
+            Move(to="inconclusive", candidate_state="retired", reason=FEW),
+        ),
+        (
+            LAST,
+            ramp(arm(3), arm(3)),
+            110,
+            Move(
+                to="promoted", candidate_state="champion", reason="passed all 2 steps of the ramp"
+            ),
+        ),
+        (
+            RAMPING,
+            ramp(arm(2), arm(9)),
+            101,
+            Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 sessions (1 needed)"),
+        ),
+        (replace(RAMPING, paused=True), BAD, 1e9, waits("paused")),
+        *[
+            (replace(LAST, phase=phase, reason="it ended"), BAD, 1e9, Hold(reason="it ended"))
+            for phase in ("promoted", "rolled_back", "inconclusive")
+        ],
+    ],
+)
+def test_what_is_decided(
+    rules: CanarySettings, canary: Canary, evidence: Evidence, now: float, decision: Decision
+) -> None:
+    assert decide(canary, evidence, rules, now) == decision
 
 
 @pytest.mark.parametrize(
@@ -120,48 +183,6 @@ def test_a_candidate_waits_an_hour_for_one_sick_vllm() -> None:
     assert sum(load_wait_s(failures) for failures in range(1, 34)) == 3_582.0
 
 
-def test_a_passed_gate_starts_the_ramp_at_its_first_step(rules: CanarySettings) -> None:
-    assert decide(GATING, gate(scored=4), rules, 101) == Move(
-        to="ramping", candidate_state="ramping", reason="passed", step=0
-    )
-
-
-def test_a_lost_gate_rejects(rules: CanarySettings) -> None:
-    assert decide(GATING, gate(scored=4, passed=False), rules, 101) == Move(
-        to="rolled_back", candidate_state="rejected", reason="worse"
-    )
-
-
-def test_the_gate_goes_on_while_prompts_are_pending(rules: CanarySettings) -> None:
-    assert decide(GATING, gate(scored=3, pending=1), rules, 101) == Hold(
-        reason="gate: 3 of 4 prompts compared"
-    )
-
-
-def test_the_gate_decides_on_what_there_is_when_no_prompt_is_left(rules: CanarySettings) -> None:
-    decision = decide(GATING, gate(scored=2, prompts=3, pending=0), rules, 101)
-
-    assert isinstance(decision, Move)
-    assert decision.to == "ramping"
-
-
-def test_the_gate_waits_for_held_out_prompts_without_end(rules: CanarySettings) -> None:
-    decision = decide(GATING, gate(scored=0, prompts=1, pending=1), rules, 1e9)
-
-    assert decision == Hold(
-        reason="gate waits for held-out prompts: 1 of the 2 it needs", stops_clock=True
-    )
-
-
-def test_an_absent_judge_neither_passes_nor_fails_whatever_the_time(rules: CanarySettings) -> None:
-    for scored in (0, 4):
-        evidence = gate(scored=scored, away="judge is down", passed=scored > 0)
-
-        assert decide(GATING, evidence, rules, 1e9) == Hold(
-            reason="gate waits: judge is down", stops_clock=True
-        )
-
-
 @pytest.mark.parametrize(
     ("scored", "now", "ends"),
     [(1, 3_699.9, None), (1, 3_700.0, "inconclusive"), (2, 3_700.0, "ramping")],
@@ -172,16 +193,6 @@ def test_at_the_gate_s_time_limit_what_is_scored_decides(
     decision = decide(GATING, gate(scored=scored, pending=2), rules, now)
 
     assert (decision.to if isinstance(decision, Move) else None) == ends
-
-
-def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
-    decision = decide(GATING, gate(scored=1, pending=2), rules, 3_700)
-
-    assert decision == Move(
-        to="inconclusive",
-        candidate_state="retired",
-        reason="gate: 1 comparison scored, 0 set aside in 3600 s; it needs 2",
-    )
 
 
 @pytest.mark.parametrize(
@@ -213,6 +224,7 @@ def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> 
 
     assert isinstance(decide(RAMPING, enough, rules, 109.9), Hold)
     assert isinstance(decide(RAMPING, too_few, rules, 500), Hold)
+    assert isinstance(decide(RAMPING, replace(enough, behind=True), rules, 110), Hold)
     assert decide(RAMPING, enough, rules, 110) == Move(
         to="ramping",
         candidate_state="ramping",
@@ -277,20 +289,6 @@ def test_a_step_is_on_hold_while_over_a_hundredth_of_the_conversations_met_both_
         late = decide(RAMPING, evidence, rules, 100 + rules.step_max_s)
         assert isinstance(late, Move)
         assert (late.to, late.reason) == ("inconclusive", words)
-
-
-def test_the_last_step_promotes(rules: CanarySettings) -> None:
-    decision = decide(replace(RAMPING, step=1), ramp(arm(3), arm(3)), rules, 110)
-
-    assert decision == Move(
-        to="promoted", candidate_state="champion", reason="passed all 2 steps of the ramp"
-    )
-
-
-def test_a_hold_in_the_ramp_says_weight_and_progress(rules: CanarySettings) -> None:
-    decision = decide(RAMPING, ramp(arm(2), arm(9)), rules, 101)
-
-    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 sessions (1 needed)")
 
 
 @pytest.mark.parametrize(
@@ -363,12 +361,6 @@ def test_a_wrong_split_holds_the_step_and_ends_inconclusive(rules: CanarySetting
     assert ended.to == "inconclusive"
 
 
-def test_nothing_ends_a_step_while_exchanges_wait_to_be_read(rules: CanarySettings) -> None:
-    evidence = ramp(arm(3), arm(9), behind=True)
-
-    assert isinstance(decide(RAMPING, evidence, rules, 110), Hold)
-
-
 def test_a_step_without_traffic_ends_inconclusive(rules: CanarySettings) -> None:
     nothing = ramp(arm(0), arm(9))
 
@@ -437,12 +429,6 @@ def test_the_proof_may_take_four_weeks_where_prompts_are_few(
     assert isinstance(decide(began, evidence, DEFAULT, days * DAY_S), Move) == ends
 
 
-def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:
-    bad = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
-
-    assert isinstance(decide(replace(RAMPING, paused=True), bad, rules, 1e9), Hold)
-
-
 @pytest.mark.parametrize(
     ("phase", "state"),
     [("loading", "rejected"), ("gating", "rejected"), ("ramping", "rolled_back")],
@@ -458,14 +444,6 @@ def test_a_canary_whose_ramp_cannot_be_read_ends(
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("rolled_back", state)
     assert canary.weight_bp == 0
-
-
-@pytest.mark.parametrize("phase", ["promoted", "rolled_back", "inconclusive"])
-def test_an_ended_canary_never_changes(rules: CanarySettings, phase: Phase) -> None:
-    ended = replace(RAMPING, phase=phase, step=1)
-    bad = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
-
-    assert isinstance(decide(ended, bad, rules, 1e9), Hold)
 
 
 def test_evidence_of_another_phase_is_a_defect(rules: CanarySettings) -> None:
@@ -485,15 +463,149 @@ def test_the_clock_stands_while_stopped(
 
 
 def test_of_one_thing_a_reason_speaks_in_the_singular(rules: CanarySettings) -> None:
-    one = rules.model_copy(update={"step_min_exchanges": 1})
-    both = rules.model_copy(update={"step_min_exchanges": 1, "gate_prompts": 1})
+    one = rules.model_copy(update={"step_min_exchanges": 1, "gate_prompts": 1})
 
-    assert decide(RAMPING, ramp(arm(0), arm(9)), one, 100).reason.endswith(
-        ": 0 of 1 exchange, 0 of 1 session"
+    assert [
+        decide(RAMPING, ramp(arm(0), arm(9)), one, 100).reason,
+        decide(RAMPING, ramp(arm(1), arm(9)), one, 110).reason,
+        decide(GATING, gate(scored=0, pending=1), one, 100).reason,
+    ] == [
+        "step 1 of 2 at 20%: 0 of 1 exchange, 0 of 1 session",
+        "step 1 of 2 passed with 1 exchange",
+        "gate: 0 of 1 prompt compared",
+    ]
+
+
+# The gate's arithmetic, by hand.
+
+
+STRICT = CanarySettings(margin=0.05)
+
+
+def test_difference_is_candidate_minus_champion() -> None:
+    assert mean_difference([0.9, 0.5], [0.25, 0.25]) == pytest.approx(0.45)
+
+
+def test_mean_over_the_prompts_that_were_scored() -> None:
+    made = [Comparison(difference=0.25), Comparison(difference=None), Comparison(difference=-0.125)]
+
+    verdict = judge_gate(made, STRICT, seed=1)
+
+    assert verdict.mean_difference == 0.0625
+    assert (verdict.scored, verdict.set_aside) == (2, 1)
+    assert verdict.passed
+
+
+@pytest.mark.parametrize(("difference", "passed"), [(-0.04, True), (-0.05, False), (-0.06, False)])
+def test_the_candidate_passes_above_minus_the_margin(difference: float, passed: bool) -> None:
+    verdict = judge_gate([Comparison(difference=difference)], STRICT, seed=1)
+
+    assert verdict.passed is passed
+
+
+def test_the_reason_says_numbers() -> None:
+    verdict = judge_gate([Comparison(difference=-0.125)] * 2, STRICT, seed=1)
+
+    assert verdict.reason == (
+        "gate: scored -0.125 against the champion on 2 held-out prompts, "
+        "not above the margin of -0.050"
     )
-    assert decide(RAMPING, ramp(arm(1), arm(9)), one, 110).reason == (
-        "step 1 of 2 passed with 1 exchange"
+
+
+@pytest.mark.parametrize(
+    ("difference", "judged", "margin"),
+    [
+        (-0.0199, "-0.0199", "above the margin of -0.0200"),
+        (-0.01999, "-0.01999", "above the margin of -0.02000"),
+        (-0.0201, "-0.0201", "not above the margin of -0.0200"),
+        (-0.02, "-0.020", "not above the margin of -0.020"),
+        (-0.0189, "-0.019", "above the margin of -0.020"),
+    ],
+)
+def test_numbers_that_differ_do_not_look_equal(difference: float, judged: str, margin: str) -> None:
+    rules = STRICT.model_copy(update={"margin": 0.02})
+
+    assert judge_gate([Comparison(difference=difference)], rules, seed=1).reason == (
+        f"gate: scored {judged} against the champion on 1 held-out prompt, {margin}"
     )
-    assert decide(GATING, gate(scored=0, pending=1), both, 100).reason == (
-        "gate: 0 of 1 prompt compared"
+
+
+def test_one_prompt_is_no_prompts() -> None:
+    reason = judge_gate([Comparison(difference=0.5)], STRICT, seed=1).reason
+
+    assert reason.startswith(
+        "gate: scored +0.500 against the champion on 1 held-out prompt, above "
     )
+
+
+def test_answers_of_set_aside_comparisons_count_for_the_guard() -> None:
+    made = [
+        Comparison(difference=0.5, candidate_answers=1, champion_answers=1),
+        Comparison(difference=None, candidate_answers=1, candidate_short=1, champion_answers=1),
+    ]
+
+    verdict = judge_gate(made, STRICT, seed=1)
+
+    assert verdict.candidate_short_share == 0.5
+
+
+def test_nothing_scored_does_not_pass() -> None:
+    verdict = judge_gate([], STRICT, seed=1)
+
+    assert not verdict.passed
+    assert verdict.mean_difference is None
+    assert (verdict.low, verdict.high) == (None, None)
+
+
+def test_the_interval_of_equal_values_is_that_value() -> None:
+    assert bootstrap_interval([0.25] * 5, seed=3) == (0.25, 0.25)
+
+
+def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_mean() -> None:
+    values = [0.0, 0.5, 1.0, 0.25, 0.75]
+
+    low, high = bootstrap_interval(values, seed=3)
+
+    assert (low, high) == bootstrap_interval(values, seed=3)
+    # 5 values with standard deviation 0.354: the mean's is 0.158, two of them on either side.
+    assert 0.15 <= low <= 0.30
+    assert 0.70 <= high <= 0.85
+
+
+@pytest.mark.parametrize(
+    ("message", "finish_reason", "short"),
+    [
+        ({"content": "Yes."}, "stop", False),
+        ({"content": "Yes, but"}, "length", True),
+        ({"content": " \n"}, "stop", True),
+        ({"content": None}, "stop", True),
+        ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls", False),
+        ({"content": [{"type": "text", "text": "Yes."}]}, "stop", False),
+        ({}, None, True),
+    ],
+)
+def test_short_means_cut_or_saying_nothing(
+    message: dict[str, object], finish_reason: str | None, short: bool
+) -> None:
+    assert is_short(message, finish_reason) is short
+
+
+def test_a_group_without_a_score_of_the_anchor_is_no_evidence_for_it() -> None:
+    """The champion's difference must not stand in for the anchor's, who may be far better."""
+    limits = limits_of(CanarySettings())
+    made = [Comparison(difference=0.1) for _ in range(100)]
+
+    alone = quality_of(made, limits, anchored=False)
+    beside = quality_of(made, limits, anchored=True)
+
+    assert alone.anchored == alone.no_worse
+    assert beside.no_worse == alone.no_worse
+    assert (beside.groups, beside.anchored.observations) == (100, 0)
+
+
+def test_a_scored_anchor_is_evidence_in_a_canary_that_has_one() -> None:
+    made = [Comparison(difference=0.1, anchor_difference=-0.2)]
+
+    quality = quality_of(made, limits_of(CanarySettings()), anchored=True)
+
+    assert quality.anchored.log_e < 0.0 < quality.no_worse.log_e

@@ -6,22 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 from structlog.testing import capture_logs
 
-from deploy.engine.reconcile import Reconciler
 from deploy.errors import LostLeaseError
 from deploy.registry.leases import BEAT_S, HELD_S, LEASE_S, Lease, keep_since, own_id, read_since
 from sidecar.errors import StoreError
 from sidecar.store.models import LeaseRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 def lease(world: World, holder: str, clock: Clock) -> Lease:
@@ -109,9 +105,7 @@ async def test_two_controls_on_one_store_make_the_comparisons_once(world: World)
 async def test_a_control_that_waits_loads_and_unloads_nothing(world: World) -> None:
     name = world.register(1)
     world.promote(name)
-    waits = Reconciler(
-        database=world.database, control=world.control, model="m", max_loras=4, acts=lambda: False
-    )
+    waits = world.keeper(acts=lambda: False)
 
     await waits.reconcile()
 
@@ -124,15 +118,7 @@ async def test_sixteen_restarts_leave_as_many_adapters_as_fit(world: World) -> N
     for version in range(1, 17):
         world.promote(world.register(version))
         for _ in range(2):
-            keeper = Reconciler(
-                database=world.database,
-                control=world.control,
-                model="m",
-                max_loras=4,
-                clock=world.clock,
-                replica="http://vllm",
-            )
-            await keeper.reconcile()
+            await world.keeper(replica="http://vllm").reconcile()
             world.clock.now += 20.0
 
     assert len(world.control.adapters) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -15,9 +15,7 @@ from deploy.registry.lineage import SHOWN_PROMPTS, Lineage, render_lineage, trac
 from sidecar.store.database import compress
 from sidecar.store.models import AdapterRow, AnswerRow, GroupRow
 from support.finished_run import finished_run
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 
 def add_run(world: World, name: str, run_id: str, scores: tuple[float, ...]) -> str:
@@ -78,29 +76,18 @@ async def traced(world: World) -> tuple[str, str, Lineage]:
         return first, second, trace_lineage(session, "m", "v2")
 
 
-async def test_the_chain_ends_at_the_base(world: World) -> None:
+async def test_the_chain_ends_at_the_base_and_names_what_each_step_rests_on(world: World) -> None:
     first, second, lineage = await traced(world)
 
     assert [step.adapter.name for step in lineage.steps] == [second, first]
     assert lineage.steps[-1].adapter.parent == "base"
-
-
-async def test_a_step_names_run_groups_exchanges_scores_and_judge(world: World) -> None:
-    _, _, lineage = await traced(world)
-
-    run = lineage.steps[1].run
+    run, canary = lineage.steps[1].run, lineage.steps[0].canary
     assert run is not None
     assert run.settings == {"learning_rate": 2e-4, "steps": 3}
     (group,) = run.groups
     assert (group.group_id, group.exchange_id) == ("g-r1", "x1")
     assert group.scores == (0.25, 0.75)
     assert (group.judge_model, group.rubric_hash) == ("openai/judge", "abcdef0123456789")
-
-
-async def test_a_step_names_the_evidence_of_its_canary(world: World) -> None:
-    _, _, lineage = await traced(world)
-
-    canary = lineage.steps[0].canary
     assert canary is not None
     assert canary.state == "ramping"
     assert canary.evidence["probe"]["live"] is True
@@ -109,14 +96,7 @@ async def test_a_step_names_the_evidence_of_its_canary(world: World) -> None:
     assert canary.gate_differences == (0.0, 0.0)
     assert len(canary.gate_judges) == 1
     assert canary.gate_judges[0].startswith("fake-judge rubric ")
-
-
-async def test_it_is_json(world: World) -> None:
-    _, second, lineage = await traced(world)
-
     body = json.loads(json.dumps(asdict(lineage)))
-
-    assert body["name"] == second
     assert body["steps"][0]["run"]["groups"][0]["scores"] == [0.5, 1.0]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns, count_ramp
-from deploy.engine.reconcile import Reconciler, read_desired
+from deploy.engine.reconcile import read_desired
 from deploy.registry import (
     aliases as bans,
     audit,
@@ -17,16 +16,13 @@ from deploy.registry import (
     candidates,
     flags,
     routing_writer,
-    switches,
     transitions,
     versions,
 )
 from deploy.registry.rollback import rollback
 from sidecar.lines import Line, lines_of
 from sidecar.store.models import AuditRow
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import MakeApi, World
+from tests.deploy.conftest import MakeApi, World
 
 DEFAULT, OWN = lines_of("m", ["support"])
 
@@ -170,21 +166,11 @@ async def test_vllm_holds_the_adapters_of_all_lines(shared: World, own: World) -
 
     desired = read_desired(own.database, "m", own=[OWN.name])
     assert desired.wanted == (one, other)
-    reconciler = Reconciler(
-        database=own.database,
-        control=own.control,
-        model="m",
-        own=[OWN.name],
-        max_loras=6,
-        clock=own.clock,
-    )
-    await reconciler.reconcile()
+    await own.keeper(own=[OWN.name], max_loras=6).reconcile()
     assert {one, other} <= own.control.adapters.keys()
 
     # Without the setting the line's adapters are unloaded, and its rows stay.
-    without = Reconciler(
-        database=own.database, control=own.control, model="m", max_loras=1, clock=own.clock
-    )
+    without = own.keeper(max_loras=1)
     await without.reconcile()
     own.clock.now += 31.0
     plan = await without.reconcile()
@@ -219,17 +205,6 @@ def test_a_version_number_is_of_its_line(shared: World, own: World) -> None:
             session, OWN.name, "v1", steps=(5000,), now=1.0, actor="me", reason="try"
         )
     assert (begun.model, begun.candidate) == (OWN.name, other)
-
-
-def test_the_learner_is_steered_for_one_line(own: World) -> None:
-    with own.database.write() as session:
-        switches.switch(session, OWN.name, "run", now=1.0, actor="me", reason="now")
-        switches.switch(session, "m", "pause", now=1.0, actor="me", reason="wait")
-
-    with own.database.read() as session:
-        mine, theirs = flags.read(session, OWN.name), flags.read(session, "m")
-    assert (mine.paused, mine.run_requested) == (False, True)
-    assert (theirs.paused, theirs.run_requested) == (True, False)
 
 
 async def test_the_admin_api_reads_and_changes_one_line(

@@ -253,12 +253,6 @@ def test_a_judge_that_is_away_stops_the_clock_of_the_proof() -> None:
     assert decision == Hold(reason="the evidence waits: judge is down", stops_clock=True)
 
 
-def test_quick_asks_for_no_proof() -> None:
-    rules = RULES.model_copy(update={"promote_on": "quick"})
-
-    assert phase(at_the_end(Quality(), rules=rules)) == "promoted"
-
-
 def test_a_promotion_waits_for_a_guard_of_judged_groups_that_is_not_quiet() -> None:
     """Evidence of over 100, where 200 roll back, must not be promoted."""
     quality = judged(0.05, groups=300, flaws={"invalid": 0.0})

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.registry import audit, routing_writer, transitions, versions
-from deploy.registry.canary_rule import Move
+from deploy.registry import audit, routing_writer, versions
 from deploy.registry.rollback import RollbackResult, rollback
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.source import RoutingSource
 from sidecar.store.database import Database
 from sidecar.store.models import AuditRow, BannedDigestRow, TableTakenRow
 from support.planted import NO_UTF8, plant
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import PASSING, World
 
 
 def roll_back(world: World, to: str = "previous", now: float = 2_000.0) -> RollbackResult:
@@ -28,16 +25,7 @@ def roll_back(world: World, to: str = "previous", now: float = 2_000.0) -> Rollb
 def ramp(world: World) -> str:
     """Register a fourth version and give it traffic. Returns: its name."""
     fourth: str = world.register(4)
-    with world.database.write() as session:
-        transitions.begin(
-            session, model="m", candidate=fourth, steps=(2_000,), now=1.0, actor="control"
-        )
-    phases: tuple[Literal["gating", "ramping"], ...] = ("gating", "ramping")
-    for phase in phases:
-        with world.database.write() as session:
-            move = Move(to=phase, candidate_state=phase, reason="on")
-            transitions.apply(session, world.canary(fourth), move, evidence={}, now=2.0)
-    assert world.table().canary == fourth
+    world.ramp(fourth)
     return fourth
 
 
@@ -110,15 +98,6 @@ def test_back_to_a_named_version_or_the_base(
     assert world.table().champion == expected
 
 
-def test_promotion_then_previous_then_base(world: World) -> None:
-    name = world.register(1)
-    world.promote(name)
-
-    assert roll_back(world).after == "base"
-    assert world.aliases() == {"champion": "base", "previous": "base"}
-    assert roll_back(world, "base").changed is False
-
-
 @pytest.mark.both_stores
 def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, ...]) -> None:
     third = served[2]
@@ -152,15 +131,7 @@ def test_a_candidate_that_no_user_met_is_not_banned_with_the_champion(
     champion = world.register(1)
     world.promote(champion)
     candidate = world.register(2, parent=champion, values=(0.3, 0.1))
-    with world.database.write() as session:
-        transitions.begin(
-            session, model="m", candidate=candidate, steps=(2_000,), now=1.0, actor="control"
-        )
-    steps: tuple[Literal["gating", "ramping"], ...] = ("gating", "ramping")
-    for to in steps[: ("loading", "gating", "ramping").index(phase)]:
-        with world.database.write() as session:
-            move = Move(to=to, candidate_state=to, reason="on")
-            transitions.apply(session, world.canary(candidate), move, evidence={}, now=2.0)
+    world.begin(candidate, PASSING[: ("loading", "gating", "ramping").index(phase)])
 
     result = roll_back(world)
 
@@ -173,26 +144,11 @@ def test_a_candidate_that_no_user_met_is_not_banned_with_the_champion(
 
 
 @pytest.mark.parametrize(
-    "evidence", [{}, [], {"steps": "many"}, {"steps": [None], "clock": [], "tick_errors": 7}]
-)
-def test_a_canary_whose_evidence_is_damaged_holds_up_no_rollback(
-    world: World, served: tuple[str, ...], evidence: Any
-) -> None:
-    candidate = ramp(world)
-    with world.database.write() as session:
-        world.canary_row(session, candidate).evidence = evidence
-
-    result = roll_back(world)
-
-    assert (result.after, result.changed) == (served[1], True)
-    assert (world.table().canary, world.table().champion) == (None, served[1])
-    assert world.canary(candidate).phase == "rolled_back"
-
-
-@pytest.mark.parametrize(
     ("table", "column", "value"),
     [
         ("canary", "evidence", "'{\"steps\": [20'"),
+        ("canary", "evidence", "'[]'"),
+        ("canary", "evidence", '\'{"steps": [null], "clock": [], "tick_errors": 7}\''),
         ("canary", "evidence", "'{\"steps\": [99999999]}'"),
         ("canary", "candidate", NO_UTF8),
         ("canary", "canary_id", NO_UTF8),
@@ -214,6 +170,8 @@ def test_no_damaged_row_holds_up_a_rollback(
 
     assert (result.after, result.changed) == (served[1], True)
     assert (world.table().canary, world.table().champion) == (None, served[1])
+    if column == "evidence":
+        assert world.canary(candidate).phase == "rolled_back"
 
 
 @pytest.mark.parametrize(
@@ -304,27 +262,18 @@ def test_the_audit_says_who_why_and_from_where_to_where(
     assert row.after["champion"] == served[1]
 
 
-def test_it_needs_nothing_but_a_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_it_needs_nothing_but_a_store(tmp_path: Path, started: bool) -> None:
     """As `sidecar rollback --offline`: no vLLM, no judge, no control process, a new connection."""
-    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    database.upgrade()
-    with database.write() as session:
-        routing_writer.initialise(session, "m", now=0.0, actor=audit.CONTROL)
+    with closing(Database(f"sqlite:///{tmp_path / 'store.db'}")) as database:
+        database.upgrade()
+        if started:
+            with database.write() as session:
+                routing_writer.initialise(session, "m", now=0.0, actor=audit.CONTROL)
 
-    result = rollback(database, "m", to="base", reason="test", actor="offline", now=1.0)
+        result = rollback(database, "m", to="base", reason="test", actor="offline", now=1.0)
 
-    assert (result.before, result.after, result.changed) == ("base", "base", False)
-    database.close()
-
-
-def test_it_works_before_any_first_start(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    database.upgrade()
-
-    result = rollback(database, "m", reason="test", actor="offline", now=1.0)
-
-    assert result.after == "base"
-    database.close()
+    assert (result.after, result.changed) == ("base", False)
 
 
 def anchored(world: World, *names: str) -> None:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.records import Canary
-from deploy.registry import canaries, candidates, transitions
 from deploy.registry.rollback import RollbackResult, rollback
 from support.adapter_endpoints import MODEL
-
-if TYPE_CHECKING:
-    from tests.deploy.conftest import World
+from tests.deploy.conftest import World
 
 OPERATOR = "operator"
-ACTIONS = {
-    "pause": transitions.pause,
-    "resume": transitions.resume,
-    "abort": transitions.abort,
-    "skip_step": transitions.skip_step,
-    "promote": transitions.promote,
-}
 
 
 @dataclass
@@ -46,11 +34,6 @@ class Stage:
         await self.tick()
         assert self.world.canary(name).phase == "gating"
 
-    async def to_ramp(self, name: str) -> None:
-        self.world.hold_out(4)
-        await self.tick(3)
-        assert self.world.canary(name).phase == "ramping"
-
     async def pass_step(self, name: str) -> None:
         """Three users of each arm, and the time of a step."""
         champion = self.world.table().champion
@@ -60,26 +43,6 @@ class Stage:
             self.world.serve(f"b{step}-{number}", adapter=champion)
         self.world.clock.now += 10.0
         await self.tick()
-
-    def act(self, action: str, name: str) -> Canary:
-        with self.world.database.write() as session:
-            row = canaries.canary_of(session, name)
-            assert row is not None
-            return ACTIONS[action](
-                session, row, reason="asked", now=self.world.clock.now, actor=OPERATOR
-            )
-
-    def start(self, reference: str) -> Canary:
-        with self.world.database.write() as session:
-            return candidates.start(
-                session,
-                MODEL,
-                reference,
-                steps=self.world.rules.steps,
-                now=self.world.clock.now,
-                actor=OPERATOR,
-                reason="asked",
-            )
 
     def roll_back(self, to: str = "previous") -> RollbackResult:
         world = self.world

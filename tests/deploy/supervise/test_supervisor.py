@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,6 +20,7 @@ from sidecar.settings import Serving, Settings
 from sidecar.upstreams import Upstreams
 from support.processes import is_alive, until
 
+MakeChild = Callable[..., Child]
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -26,12 +29,29 @@ def python(code: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Child:
-    spec = ProcessSpec(name="sleeper", command=python(SLEEPER))
-    return Child(spec, tmp_path / "logs" / "sleeper.log")
+def make(tmp_path: Path) -> Iterator[MakeChild]:
+    """make(*command, **spec): a child whose log is x.log; it is ended with the test."""
+    made: list[Child] = []
+
+    def make(*command: str, **spec: Any) -> Child:
+        made.append(Child(ProcessSpec(name="x", command=command, **spec), tmp_path / "x.log"))
+        return made[-1]
+
+    yield make
+    for child in made:
+        child.terminate()
+        child.join(time.monotonic() + 60)
 
 
-def test_a_dead_child_is_started_again_after_its_backoff(child: Child) -> None:
+def died(child: Child) -> int:
+    """Start it at 0. Returns: its exit code."""
+    child.start(now=0.0)
+    assert child.process is not None
+    return child.process.wait()
+
+
+def test_a_dead_child_is_started_again_after_its_backoff(make: MakeChild) -> None:
+    child = make(*python(SLEEPER))
     child.start(now=0.0)
     assert child.process is not None
     first = child.process.pid
@@ -49,20 +69,6 @@ def test_a_dead_child_is_started_again_after_its_backoff(child: Child) -> None:
     assert still_waiting
     assert child.process is not None
     assert child.process.pid != first
-    child.terminate()
-    child.join(time.monotonic() + 60)
-
-
-def test_the_last_line_tells_why_it_died(tmp_path: Path) -> None:
-    spec = ProcessSpec(name="failing", command=python("raise SystemExit('no disk')"))
-    child = Child(spec, tmp_path / "failing.log")
-    child.start(now=0.0)
-    assert child.process is not None
-
-    child.process.wait()
-
-    assert child.last_line() == "no disk"
-    child.join(time.monotonic() + 60)
 
 
 def die_often(child: Child, deaths: int) -> list[bool]:
@@ -78,107 +84,78 @@ def die_often(child: Child, deaths: int) -> list[bool]:
         given_up.append(child.is_hopeless)
         now = child.restart_at
         child.check(now)
-    assert child.process is not None
-    child.join(time.monotonic() + 60)
     return given_up
 
 
-def test_a_child_that_never_worked_is_given_up_after_five_deaths(tmp_path: Path) -> None:
-    spec = ProcessSpec(name="x", command=python("raise SystemExit('no')"), tells_ready=True)
-    child = Child(spec, tmp_path / "x.log")
+def test_a_child_that_never_worked_is_given_up_after_five_deaths(make: MakeChild) -> None:
+    child = make(*python("raise SystemExit('no')"), tells_ready=True)
 
     assert die_often(child, 5) == [False, False, False, False, True]
     assert child.is_failing
 
 
-def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> None:
+def test_a_child_that_worked_once_is_started_again_for_ever(make: MakeChild) -> None:
     code = "from sidecar.processes import tell_ready; tell_ready('http://x');raise SystemExit(1)"
-    child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
 
-    assert die_often(child, 7) == [False] * 7
+    assert die_often(make(*python(code), tells_ready=True), 7) == [False] * 7
 
 
 @pytest.mark.parametrize(
-    ("end", "event"),
+    ("ends", "event"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", "process_ended"),
-        ("os.kill(os.getpid(), signal.SIGHUP)", "process_ended"),
-        ("sys.exit(0)", "process_ended"),
-        ("sys.exit(1)", "process_died"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "process_died"),
+        ("tell_ready(); os.kill(os.getpid(), signal.SIGTERM)", "process_ended"),
+        ("tell_ready(); os.kill(os.getpid(), signal.SIGHUP)", "process_ended"),
+        ("tell_ready(); sys.exit(0)", "process_ended"),
+        ("sys.exit(0)", "process_died"),
+        ("tell_ready(); sys.exit(1)", "process_died"),
+        ("tell_ready(); os.kill(os.getpid(), signal.SIGKILL)", "process_died"),
     ],
 )
 def test_a_child_that_was_told_to_end_is_no_error_and_is_started_again(
-    tmp_path: Path, end: str, event: str
+    make: MakeChild, ends: str, event: str
 ) -> None:
-    code = f"import os, signal, sys; from sidecar.processes import tell_ready;tell_ready(); {end}"
-    child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
-    child.start(now=0.0)
-    assert child.process is not None
-    child.process.wait()
+    code = f"import os, signal, sys; from sidecar.processes import tell_ready; {ends}"
+    child = make(*python(code), tells_ready=True)
+    died(child)
 
     with capture_logs() as logs:
         child.check(now=1.0)
         child.check(now=child.restart_at)
 
-    assert child.process is not None
-    child.join(time.monotonic() + 60)
     levels = {entry["event"]: entry["log_level"] for entry in logs}
     assert list(levels) == [event, "process_started"]
     assert levels[event] == ("info" if event == "process_ended" else "error")
 
 
-def test_a_child_that_ends_before_it_was_ready_is_an_error(tmp_path: Path) -> None:
-    child = Child(ProcessSpec(name="x", command=python("")), tmp_path / "x.log")
-    child.start(now=0.0)
-    assert child.process is not None
-    child.process.wait()
-
-    with capture_logs() as logs:
-        child.check(now=1.0)
-
-    assert [entry["event"] for entry in logs] == ["process_died"]
-
-
-def test_the_last_line_is_of_this_life_and_one_that_a_terminal_can_show(tmp_path: Path) -> None:
-    path = tmp_path / "x.log"
-    path.write_text("of an earlier start\n")
-    silent = Child(ProcessSpec(name="x", command=python("raise SystemExit(3)")), path)
-    silent.start(now=0.0)
-    assert silent.process is not None
-    silent.process.wait()
+def test_the_last_line_is_of_this_life_and_one_that_a_terminal_can_show(
+    tmp_path: Path, make: MakeChild
+) -> None:
+    (tmp_path / "x.log").write_text("of an earlier start\n")
+    silent, loud = make(*python("raise SystemExit(3)")), make(*python("print('a\\x1b[31mb')"))
+    died(silent)
     first = silent.last_line()
-    silent.join(time.monotonic() + 60)
-    loud = Child(ProcessSpec(name="x", command=python("print('a\\x1b[31mb')")), path)
-    loud.start(now=0.0)
-    assert loud.process is not None
-    loud.process.wait()
+    died(loud)
 
     assert first == ""
     assert loud.last_line() == "a?[31mb"
-    loud.join(time.monotonic() + 60)
 
 
-def test_a_program_that_is_not_there_is_named_in_one_line(tmp_path: Path) -> None:
-    child = Child(ProcessSpec(name="engine", command=("/no/such/vllm",)), tmp_path / "x.log")
-    child.start(now=0.0)
-    assert child.process is not None
+def test_a_program_that_is_not_there_is_named_in_one_line(make: MakeChild) -> None:
+    child = make("/no/such/vllm")
 
-    code = child.process.wait()
-
-    assert code == 127
+    assert died(child) == 127
     assert child.last_line() == (
         "/no/such/vllm cannot be started: No such file or directory; correct the command"
     )
-    child.join(time.monotonic() + 60)
 
 
 def test_a_process_that_cannot_be_made_now_is_tried_again(
-    child: Child, monkeypatch: pytest.MonkeyPatch
+    make: MakeChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
+    child = make(*python(SLEEPER))
     with monkeypatch.context() as patch:
         patch.setattr("deploy.supervise.subprocess.Popen", refuse)
         child.check(now=0.0)
@@ -187,24 +164,19 @@ def test_a_process_that_cannot_be_made_now_is_tried_again(
 
     assert died == "could not be started: Resource temporarily unavailable"
     assert child.process is not None
-    child.terminate()
-    child.join(time.monotonic() + 60)
 
 
 def test_an_engine_gets_the_environment_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", ":/theirs")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     code = "import os; print(os.environ['PYTHONPATH'], os.environ.get('PYTHONSAFEPATH'))"
-    child = Child(ProcessSpec(name="engine", command=python(code)), tmp_path / "x.log")
-    child.start(now=0.0)
-    assert child.process is not None
+    child = make(*python(code))
 
-    child.process.wait()
+    died(child)
 
     assert child.last_line() == ":/theirs None"
-    child.join(time.monotonic() + 60)
 
 
 def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import httpx
 import pytest
@@ -29,6 +28,7 @@ from learning_sidecar import hidden_by, without_working_folder
 from sidecar.settings import Learner, Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
+from support.outside_server import outside_server
 from support.processes import is_alive, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,46 +55,21 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 pytestmark = pytest.mark.timeout(900)
 
 
-class Vllm(BaseHTTPRequestHandler):
-    """The parts of vLLM that a start needs: `/health` and the list of models."""
-
-    def do_GET(self) -> None:
-        body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        return None
-
-
-class Recorder(BaseHTTPRequestHandler):
-    """A proxy of the environment, which is asked for nothing."""
-
-    asked: ClassVar[list[str]] = []
-
-    def _record(self) -> None:
-        self.asked.append(self.requestline)
-        self.send_error(502)
-
-    do_GET = do_POST = do_CONNECT = _record
-
-    def log_message(self, *_: object) -> None:
-        return None
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """URL of the parts of vLLM that a start needs: `/health` and the list of models."""
+    with outside_server() as server:
+        server.body = json.dumps(
+            {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        ).encode()
+        server.headers = {"content-type": "application/json"}
+        yield server.url
 
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving() as url:
+        yield url
 
 
 def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:
@@ -265,20 +240,6 @@ def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
     assert "process_died" not in up.text
 
 
-def test_an_empty_entry_of_the_python_path_runs_nothing_of_a_users_in_the_command(
-    tmp_path: Path, run: Callable[..., Up], vllm: str
-) -> None:
-    write_settings(tmp_path, vllm)
-    note = hide_modules(tmp_path)
-
-    up = run("config", "check", PYTHONPATH=f":{ROOT}:")
-
-    assert up.ended() == 0
-    assert "settings are sound" in up.lines
-    assert "Traceback" not in up.text
-    assert not note.exists(), note.read_text()
-
-
 @pytest.mark.parametrize(
     ("python_path", "own", "left"),
     [
@@ -299,12 +260,12 @@ def test_the_working_folder_stays_on_the_path_only_where_it_was_named(
     assert without_working_folder(path, python_path, "/here", own) == left
 
 
-@pytest.mark.parametrize("room", ["sidecar", "ingest", "learner", "deploy"])
 def test_a_package_of_a_users_that_hides_one_of_ours_is_one_line(
-    tmp_path: Path, run: Callable[..., Up], room: str
+    tmp_path: Path, run: Callable[..., Up]
 ) -> None:
-    (tmp_path / room).mkdir()
-    assert hidden_by([str(tmp_path), str(ROOT)]) == ""  # without modules it hides nothing
+    for room in ("sidecar", "ingest", "deploy", "learner"):
+        (tmp_path / room).mkdir()
+        assert hidden_by([str(tmp_path), str(ROOT)]) == ""  # without modules it hides nothing
     (tmp_path / room / "__init__.py").touch()
     assert hidden_by([str(ROOT), str(tmp_path)]) == ""
 
@@ -321,24 +282,17 @@ def test_no_request_to_this_machine_goes_through_the_environments_proxy(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
     write_settings(tmp_path, vllm, telemetry={"otlp_endpoint": f"{vllm}/v1/traces"})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as recorder:
-        thread = threading.Thread(target=recorder.serve_forever)
-        thread.start()
-        try:
-            proxy = f"http://127.0.0.1:{recorder.server_port}"
-            named = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-            nobody = {"NO_PROXY": "", "no_proxy": ""}
-            up = run("up", **dict.fromkeys(named, proxy), **nobody)
-            ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
-            httpx.get(f"{ready[1]}/v1/models", trust_env=False)
-            up.process.send_signal(signal.SIGTERM)
-            code = up.ended()
-        finally:
-            recorder.shutdown()
-            thread.join()
+    with outside_server() as recorder:
+        named = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+        nobody = {"NO_PROXY": "", "no_proxy": ""}
+        up = run("up", **dict.fromkeys(named, recorder.url), **nobody)
+        ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
+        httpx.get(f"{ready[1]}/v1/models", trust_env=False)
+        up.process.send_signal(signal.SIGTERM)
+        code = up.ended()
 
     assert code == 0
-    assert Recorder.asked == []
+    assert recorder.asked == []
 
 
 def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
@@ -437,19 +391,11 @@ def test_a_port_that_somebody_else_serves_is_named_and_never_called_ready(
 ) -> None:
     # What stands there answers 200 to everything, /readyz too.
     taken = int(vllm.rpartition(":")[2])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        write_settings(
-            tmp_path,
-            f"http://127.0.0.1:{other.server_port}",
-            **{name: {"port": taken}},
-        )
+    with serving() as other:
+        write_settings(tmp_path, other, **{name: {"port": taken}})
 
         up = run("up")
         code = up.ended()
-        other.shutdown()
-        thread.join()
 
     assert code == 1
     assert up.lines == [

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
@@ -22,12 +22,10 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import BestOfScoreRow
 from sidecar.unix_socket import kernel_path
+from support.fake_judge import FakeJudge, score_by_content
+from tests.ingest.conftest import until
 
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
-
-
-WORTH = {"good": 0.9, "bad": 0.1}
+SCORES = score_by_content({"good": 0.9, "bad": 0.1})
 QUESTION = Material(
     exchange_id="ex_1",
     request=b'{"messages":[{"role":"user","content":"hi"}]}',
@@ -47,19 +45,19 @@ def state_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def start(database: Database, judge_kit: JudgeKit, state_dir: Path) -> AsyncIterator[Start]:
+async def start(database: Database, state_dir: Path) -> AsyncIterator[Start]:
     """Start a server, by default with a judge that scores by content; wait until it listens."""
     running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
     async def begin(judge: Any = None, *, wait: bool = True) -> tuple[BestOfServer, asyncio.Event]:
-        judge = judge or judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+        judge = judge or FakeJudge(SCORES)
         settings = Settings(judge={"model": "scripted"}, best_of={"enabled": True})
         server = BestOfServer(socket_path(state_dir), BestOfJudge(database, judge, settings))
         stop = asyncio.Event()
         task = asyncio.create_task(server.run(stop))
         running.append((stop, task))
         if wait:
-            await judge_kit.until(lambda: socket_path(state_dir).is_socket())
+            await until(lambda: socket_path(state_dir).is_socket())
         return server, stop
 
     yield begin
@@ -81,24 +79,22 @@ async def ask(state_dir: Path) -> Any:
     return found
 
 
-async def test_a_question_goes_all_the_way_to_the_judge_and_back(
-    start: Start, state_dir: Path
-) -> None:
-    await start()
+async def test_a_question_goes_over_a_socket_of_this_user(start: Start, state_dir: Path) -> None:
+    path = socket_path(state_dir)
+    path.touch()  # as a killed process leaves it
+
+    _, stop = await start()
 
     assert await ask(state_dir) == Pick(index=1, scores=(0.1, 0.9))
-
-
-async def test_the_socket_is_for_this_user_alone(start: Start, state_dir: Path) -> None:
-    await start()
-
-    assert stat.S_IMODE(socket_path(state_dir).stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    stop.set()
+    await until(lambda: not path.exists())
 
 
 async def test_an_asker_that_leaves_does_not_stop_the_judgement(
-    start: Start, state_dir: Path, database: Database, judge_kit: JudgeKit
+    start: Start, state_dir: Path, database: Database
 ) -> None:
-    inner = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+    inner = FakeJudge(SCORES)
     asked, go = asyncio.Event(), asyncio.Event()
 
     class SlowJudge:
@@ -121,13 +117,11 @@ async def test_an_asker_that_leaves_does_not_stop_the_judgement(
         with database.read() as session:
             return list(session.scalars(select(BestOfScoreRow.exchange_id)))
 
-    await judge_kit.until(lambda: waiting() == ["ex_1"])
+    await until(lambda: waiting() == ["ex_1"])
 
 
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", b"\x00\x00"])
-async def test_what_is_not_a_question_is_hung_up_on_and_said(
-    sent: bytes, start: Start, state_dir: Path
-) -> None:
+async def test_no_question_is_hung_up_on(sent: bytes, start: Start, state_dir: Path) -> None:
     await start()
     assert isinstance(await ask(state_dir), Pick)
 
@@ -143,36 +137,17 @@ async def test_what_is_not_a_question_is_hung_up_on_and_said(
     assert isinstance(await ask(state_dir), Pick)
 
 
-async def test_a_file_left_by_a_killed_process_is_replaced(start: Start, state_dir: Path) -> None:
-    socket_path(state_dir).touch()
-
-    await start()
-
-    assert isinstance(await ask(state_dir), Pick)
-
-
-async def test_at_its_end_the_socket_is_gone(
-    start: Start, state_dir: Path, judge_kit: JudgeKit
-) -> None:
-    _, stop = await start()
-    await ask(state_dir)
-
-    stop.set()
-
-    await judge_kit.until(lambda: not socket_path(state_dir).exists())
-
-
 async def test_of_two_one_listens_and_the_other_takes_over(
-    start: Start, state_dir: Path, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+    start: Start, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingest.best_of.TAKE_OVER_S", 0.01)
-    first = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    second = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+    first = FakeJudge(SCORES)
+    second = FakeJudge(SCORES)
     _, stop = await start(first)
     await ask(state_dir)
     with structlog.testing.capture_logs() as events:
         await start(second, wait=False)
-        await judge_kit.until(lambda: any(e["event"] == "best_of_waits" for e in events))
+        await until(lambda: any(e["event"] == "best_of_waits" for e in events))
     await ask(state_dir)
     assert (len(first.conversations), len(second.conversations)) == (2, 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -37,14 +36,6 @@ def test_a_kind_of_answer_has_one_score() -> None:
     assert len({(one.kind, one.score) for one in answers}) == 17
 
 
-def test_the_refund_questions_have_the_scores_of_the_write_ups() -> None:
-    for group in GROUPS:
-        if group.task == "refund question":
-            scores = {one.kind: one.score for one in group.candidates}
-            assert (scores["faithful"], scores["verbose"]) == (0.98, 0.96)
-            assert (scores["hallucinated"], scores["ignoring"]) == (0.20, 0.05)
-
-
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.group_id)
 def test_a_group_has_one_best_answer_and_no_two_alike(group: KnownGroup) -> None:
     messages = [one.message for one in group.candidates]
@@ -63,25 +54,6 @@ def test_nothing_in_them_is_hidden_from_the_judge() -> None:
         answers = [one.message for one in group.candidates]
         whole = View(context=list(group.context), tools=list(group.tools), answers=answers)
         assert default_view()(whole) == whole, group.group_id
-
-
-def test_malformed_calls_cannot_be_used_and_all_others_can() -> None:
-    for group in GROUPS:
-        required = {
-            tool["function"]["name"]: set(tool["function"]["parameters"]["required"])
-            for tool in group.tools
-        }
-        for one in group.candidates:
-            for call in one.message.get("tool_calls", ()):
-                usable = _usable(call["function"]["arguments"], required[call["function"]["name"]])
-                assert usable == (one.kind != "malformed_call"), (group.group_id, one.kind)
-
-
-def _usable(arguments: str, required: set[str]) -> bool:
-    try:
-        return set(json.loads(arguments)) == required
-    except ValueError:
-        return False
 
 
 def test_a_wheel_has_the_file() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from ingest.grouping.request import HARD_MASKS, EngineFacts, candidate_body
 from ingest.grouping.selection import Decision, Standing, rules_of, select_exchanges
-from ingest.store.groups import load_group
 from sidecar.settings import Settings
 from support.ingest_kit import REQUEST, Kit
 
@@ -71,7 +70,7 @@ def test_candidates_are_sampled_behind_the_same_mask(field: str) -> None:
         ({**HARD["min_tokens"], "thinking_token_budget": 9}, "thinking_token_budget"),
     ],
 )
-def test_what_moves_probabilities_is_not_learned_from_nor_beside_a_grammar(
+def test_what_moves_probabilities_is_not_learned_from(
     kit: Kit, fields: dict[str, Any], field: str
 ) -> None:
     decision = decide(kit, fields)
@@ -82,7 +81,7 @@ def test_what_moves_probabilities_is_not_learned_from_nor_beside_a_grammar(
 @pytest.mark.parametrize(
     "rules", [{"structured_output": "off"}, {"logprobs_mode": "raw_logprobs"}], ids=str
 )
-def test_without_the_setting_or_with_values_before_the_mask_nothing_is_learned(
+def test_off_or_with_values_before_the_mask_nothing_is_learned(
     kit: Kit, rules: dict[str, Any]
 ) -> None:
     assert decide(kit, HARD["tool_choice"], **rules).reason == "untrainable:masked_by_tool_choice"
@@ -111,11 +110,5 @@ def test_the_mask_is_stored_with_the_group(kit: Kit) -> None:
 
     (group_id,) = kit.choose(exchange, structured_output="free_tokens")
 
-    with kit.database.read() as session:
-        group = load_group(session, group_id)
-    assert group is not None
-    assert group.masked_by == "masked_by_tool_choice"
-
-
-def test_it_is_the_default() -> None:
+    assert kit.group(group_id).masked_by == "masked_by_tool_choice"
     assert rules_of(Settings()).structured_output == "free_tokens"

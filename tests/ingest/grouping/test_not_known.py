@@ -55,52 +55,23 @@ def served_answer(kit: Kit, sampling: Sampling, rules: dict[str, Any] | None = N
     ("request_fields", "reason"),
     [
         pytest.param({"tools": TOOLS}, "chosen", id="plain-tools"),
-        pytest.param({"tools": TOOLS, "tool_choice": "auto"}, "chosen", id="auto"),
         pytest.param({"tools": STRICT}, "strict_tools", id="one-strict-tool"),
-        pytest.param({"tools": STRICT, "tool_choice": "auto"}, "strict_tools", id="strict-auto"),
         pytest.param({"tools": STRICT, "tool_choice": None}, "strict_tools", id="strict-null"),
         pytest.param({"tools": STRICT, "tool_choice": "none"}, "chosen", id="tools-forbidden"),
-        pytest.param(
-            {"tools": [{"type": "function", "function": {**FUNCTION, "strict": 1}}]},
-            "strict_tools",
-            id="vllm-reads-1-as-true",
-        ),
-        pytest.param(
-            {"tools": [{"type": "function", "function": {**FUNCTION, "strict": "yes"}}]},
-            "strict_tools",
-            id="vllm-reads-yes-as-true",
-        ),
-        pytest.param(
-            {"tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}]},
-            "chosen",
-            id="strict-false",
-        ),
-        pytest.param(
-            {"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", id="one-call"
-        ),
-        pytest.param(
-            {"tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls", id="one-call-as-0"
-        ),
-        pytest.param(
-            {"tools": TOOLS, "parallel_tool_calls": "off"},
-            "parallel_tool_calls",
-            id="one-call-as-off",
-        ),
-        pytest.param({"tools": TOOLS, "parallel_tool_calls": True}, "chosen", id="many-calls"),
-        pytest.param({"tools": TOOLS, "parallel_tool_calls": None}, "chosen", id="calls-unsaid"),
+        ({"tools": [{"type": "function", "function": {**FUNCTION, "strict": 1}}]}, "strict_tools"),
+        ({"tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}]}, "chosen"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "parallel_tool_calls": "off"}, "parallel_tool_calls"),
         pytest.param({"parallel_tool_calls": False}, "chosen", id="one-call-without-tools"),
         pytest.param({"thinking_token_budget": 0}, "thinking_token_budget", id="no-thinking"),
         pytest.param({"thinking_token_budget": -1}, "chosen", id="unlimited-thinking"),
-        pytest.param({"thinking_token_budget": None}, "chosen", id="thinking-unsaid"),
         pytest.param({"use_beam_search": True}, "use_beam_search", id="beam-search"),
-        pytest.param({"watermarking": True}, "watermarking", id="watermark"),
         pytest.param({"watermarking": False}, "chosen", id="no-watermark"),
-        pytest.param(
-            {"structured_outputs": {"choice": ["A"]}}, "structured_outputs", id="structured"
-        ),
+        ({"structured_outputs": {"choice": ["A"]}}, "structured_outputs"),
     ],
 )
-def test_an_answer_under_a_grammar_or_a_mask_is_not_learned_from(
+def test_an_answer_under_a_mask_is_not_learned(
     kit: Kit, request_fields: dict[str, Any], reason: str
 ) -> None:
     expected = reason if reason == "chosen" else f"untrainable:masked_by_{reason}"
@@ -113,29 +84,20 @@ def test_an_answer_under_a_grammar_or_a_mask_is_not_learned_from(
         pytest.param("words", "chosen", id="text"),
         pytest.param(None, "chosen", id="a-turn-of-tool-calls"),
         pytest.param([{"type": "text", "text": "words"}], "chosen", id="text-parts"),
-        pytest.param(["words"], "chosen", id="bare-strings"),
-        pytest.param([{"type": "refusal", "refusal": "no"}], "chosen", id="refusal"),
         pytest.param([{"type": "image_url", "image_url": {"url": "u"}}], "media", id="image"),
-        pytest.param([{"image_url": "u"}], "media", id="image-without-a-type"),
-        pytest.param([{"type": "text", "text": "t", "image_url": "u"}], "media", id="two-in-one"),
-        pytest.param(
+        (
             [
                 {"type": "text", "text": "t"},
                 {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
             ],
             "media",
-            id="audio",
         ),
-        pytest.param([{"type": "video_url", "video_url": {"url": "u"}}], "media", id="video"),
-        pytest.param([{"type": "image_embeds", "image_embeds": "e"}], "media", id="embeddings"),
         pytest.param([{"type": "prompt_embeds", "data": "e"}], "media", id="prompt-embeddings"),
         pytest.param([{"type": "of_next_year"}], "media", id="a-type-nobody-knows"),
         pytest.param([{"type": ["text"]}], "media", id="a-type-that-is-no-text"),
     ],
 )
-def test_a_prompt_with_images_or_audio_is_not_learned_from(
-    kit: Kit, content: object, reason: str
-) -> None:
+def test_a_prompt_with_media_is_not_learned_from(kit: Kit, content: object, reason: str) -> None:
     messages = [{"role": "user", "content": "first"}, {"role": "tool", "content": content}]
 
     expected = reason if reason == "chosen" else "untrainable:prompt_has_media"
@@ -186,9 +148,7 @@ def test_an_unsaid_value_that_vllm_fills_by_itself_is_masked(kit: Kit, field: st
     assert reasons == [None, f"unsaid_{field}", None]
 
 
-def test_while_it_is_not_known_what_vllm_fills_only_a_request_that_says_all_is_learned_from(
-    kit: Kit,
-) -> None:
+def test_while_defaults_are_unknown_only_a_request_that_says_all_is_learned_from(kit: Kit) -> None:
     rules = {"facts": UNKNOWN}
     every = Sampling(
         temperature=0.7,
@@ -240,9 +200,7 @@ def test_what_the_operator_states_counts_as_said(kit: Kit) -> None:
     assert answer(Sampling(temperature=1.0, top_k=0)).temperature == 1.0
 
 
-def test_a_batch_is_decided_by_what_ingest_last_found_out_and_each_reason_is_counted(
-    kit: Kit,
-) -> None:
+def test_a_batch_is_decided_by_what_ingest_found_and_reasons_are_counted(kit: Kit) -> None:
     with kit.database.write() as session:
         facts = EngineFacts(defaults=frozenset({"top_p"}), grammar="with_tools")
         set_flag(session, FLAG, dump_facts(facts), now=1.0)

@@ -58,9 +58,6 @@ def test_features_are_worked_by_hand() -> None:
         earlier=4,
         earlier_spread=3,
     )
-
-
-def test_what_was_not_recorded_counts_as_nothing() -> None:
     assert surprisals(()) == surprisals((-math.inf,)) == (0.0, 0.0)
     assert features_of(make_exchange(choices=()), {}) == Features()
 
@@ -76,9 +73,7 @@ def test_what_promises_a_spread_is_likelier_to_be_drawn(better: Features) -> Non
 
 
 @pytest.mark.parametrize("decides", [Features(tool_choice=True), Features(final_answer=True)])
-def test_the_first_choice_of_a_tool_and_a_final_answer_are_preferred_to_the_steps_between(
-    decides: Features,
-) -> None:
+def test_a_first_tool_and_a_final_answer_are_preferred_to_steps_between(decides: Features) -> None:
     odds = [one / (1 - one) for one in map(chance_of_spread, (decides, Features()))]
 
     assert math.log(odds[0] / odds[1]) == pytest.approx(0.5)
@@ -159,9 +154,7 @@ def test_earlier_groups_of_an_opening_tell_of_the_next_one(kit: Kit) -> None:
 
 @pytest.mark.both_stores
 @pytest.mark.parametrize("shown", ["feedback", "session", "signal"])
-def test_discontent_that_comes_after_the_decision_draws_the_step_again(
-    kit: Kit, shown: str
-) -> None:
+def test_discontent_after_the_decision_draws_the_step_again(kit: Kit, shown: str) -> None:
     rules = kit.rules(choose="prefer", rate=0.5, uniform_share=0.1)
     served = make_choice(logprobs=(-0.1, -0.1, -0.1), finish_reason="length")
     likely, unlikely = luck_between(features_of(make_exchange(choices=(served,)), {}))
@@ -193,7 +186,7 @@ def test_discontent_that_comes_after_the_decision_draws_the_step_again(
 @pytest.mark.parametrize(
     ("kind", "negative"), [("session", [True, True]), ("exchange", [True, False])]
 )
-def test_negative_feedback_on_a_session_is_about_each_step_of_it(
+def test_negative_feedback_on_a_session_is_on_each_step(
     kit: Kit, kind: str, negative: list[bool]
 ) -> None:
     steps = [kit.exchange(name, session_key="m:s") for name in ("a", "b")]

@@ -11,7 +11,6 @@ from ingest.grouping.same_prompt import MIN_FREE, prompt_key
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.retention.deletion import delete_exchanges
-from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled
 from sidecar.records import Exchange, Sampling
 from support.ingest_kit import REQUEST, Kit
@@ -31,13 +30,6 @@ def choose(kit: Kit, *, now: float = 2.0, **rules: Any) -> None:
     choose_new(kit.database, kit.rules(**rules), model="smollm", limit=100, now=now)
 
 
-def selection(kit: Kit, name: str) -> str:
-    with kit.database.read() as session:
-        stored = load_exchange(session, name)
-    assert stored is not None
-    return stored.selection
-
-
 def contents(kit: Kit, name: str) -> list[str]:
     """What the answers of this exchange's group say; empty: it has none."""
     with kit.database.read() as session:
@@ -53,12 +45,10 @@ def test_a_regenerated_answer_is_an_answer_of_the_first_ones_group(kit: Kit) -> 
     choose(kit)
 
     assert contents(kit, "a") == ["by a", "by b"]
-    assert [selection(kit, name) for name in "ab"] == ["chosen", "joined"]
+    assert [kit.stored(name).selection for name in "ab"] == ["chosen", "joined"]
     assert kit.counts("selection") == {"chosen": 1, "joined": 1}
-    with kit.database.read() as session:
-        group = load_group(session, group_id_of("a"))
-    assert group is not None
-    assert [one.exchange_id for one in group.answers] == [None, "b"]
+    answers = kit.group(group_id_of("a")).answers
+    assert [one.exchange_id for one in answers] == [None, "b"]
 
 
 @pytest.mark.both_stores
@@ -69,7 +59,7 @@ def test_an_answer_that_comes_later_joins_the_group_while_it_is_sampled(kit: Kit
     choose(kit, now=3.0)
 
     assert contents(kit, "a") == ["by a", "by b"]
-    assert selection(kit, "b") == "joined"
+    assert kit.stored("b").selection == "joined"
 
     with kit.database.write() as session:
         mark_sampled(session, group_id_of("a"))
@@ -77,7 +67,7 @@ def test_an_answer_that_comes_later_joins_the_group_while_it_is_sampled(kit: Kit
     choose(kit, now=4.0)
 
     assert contents(kit, "a") == ["by a", "by b"]
-    assert (selection(kit, "c"), contents(kit, "c")) == ("chosen", ["by c"])
+    assert (kit.stored("c").selection, contents(kit, "c")) == ("chosen", ["by c"])
 
 
 def test_what_was_left_out_for_its_cost_joins_a_later_group(kit: Kit) -> None:
@@ -87,7 +77,7 @@ def test_what_was_left_out_for_its_cost_joins_a_later_group(kit: Kit) -> None:
     choose(kit, now=3.0)
 
     assert contents(kit, "b") == ["by b", "by a"]
-    assert [selection(kit, name) for name in "ab"] == ["joined", "chosen"]
+    assert [kit.stored(name).selection for name in "ab"] == ["joined", "chosen"]
     assert kit.counts("selection") == {"chosen": 1, "joined": 1}
 
 
@@ -126,7 +116,7 @@ def test_a_group_takes_no_more_exchanges_than_it_has_room_for(kit: Kit) -> None:
 def test_the_backlog_is_joined_when_there_is_room(kit: Kit) -> None:
     kit.store(again(kit, "a"), again(kit, "b"))
     choose(kit, max_pending_groups=0)
-    assert [selection(kit, name) for name in "ab"] == ["backlog", "backlog"]
+    assert [kit.stored(name).selection for name in "ab"] == ["backlog", "backlog"]
 
     choose_backlog(kit.database, kit.rules(join_served="session"), model="smollm", now=3.0)
 
@@ -158,7 +148,7 @@ def test_what_differs_by_more_than_chance_is_not_joined(kit: Kit, changes: dict[
     choose(kit)
 
     assert contents(kit, "a") == ["by a"]
-    assert selection(kit, "b") != "joined"
+    assert kit.stored("b").selection != "joined"
 
 
 def test_what_is_held_out_is_not_joined(kit: Kit) -> None:
@@ -168,7 +158,7 @@ def test_what_is_held_out_is_not_joined(kit: Kit) -> None:
     choose(kit)
 
     assert contents(kit, "b") == ["by b"]
-    assert selection(kit, "a") == "held_out"
+    assert kit.stored("a").selection == "held_out"
 
 
 def test_sessions_of_a_project_are_joined_only_when_asked_for(kit: Kit) -> None:
@@ -204,7 +194,7 @@ def test_what_is_forgotten_takes_the_groups_with_it_that_hold_its_answers(kit: K
 
     assert dict(done.groups) == {"sampling": 1}
     assert kit.group_count() == 0
-    assert selection(kit, "a") == "chosen"
+    assert kit.stored("a").selection == "chosen"
 
 
 def test_the_key_of_a_prompt_does_not_depend_on_how_the_request_is_sent(kit: Kit) -> None:

@@ -43,9 +43,7 @@ def filled(places: int, demand: dict[Caller, int], shares: Shares) -> Counter[Ca
         ([], math.inf),
     ],
 )
-def test_the_level_at_which_demands_fill_a_hundred_places(
-    demands: list[float], level: float
-) -> None:
+def test_the_level_at_which_demands_fill_100_places(demands: list[float], level: float) -> None:
     assert fill_level(demands, 100) == level
 
 
@@ -56,18 +54,6 @@ def test_a_robot_holds_a_fifth_where_others_have_enough() -> None:
 
     assert held[ROBOT] <= SHARE * 100
     assert held.total() == 100
-
-
-def test_a_robot_fills_what_others_leave() -> None:
-    demand = {ROBOT: 900, **dict.fromkeys(users(10), 1)}
-
-    held = filled(100, demand, Shares(100, {}, dict(demand)))
-
-    assert held == {ROBOT: 90, **dict.fromkeys(users(10), 1)}
-
-
-def test_a_caller_alone_has_all_places() -> None:
-    assert filled(100, {ROBOT: 900}, Shares(100, {}, {ROBOT: 900.0})) == {ROBOT: 100}
 
 
 def test_names_that_a_key_invents_are_one_share_of_the_keys() -> None:

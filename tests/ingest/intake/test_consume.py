@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from ingest.grouping.features import is_held_out
 from ingest.intake import consume as consuming
 from ingest.intake.bus import BusReader, open_bus
 from ingest.intake.choose import Sessions
 from ingest.intake.consume import Consumed, consume
-from ingest.store.exchanges import load_exchange
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
@@ -20,15 +18,13 @@ from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from support.ingest_kit import FillBus, Kit
 
 
-def take(kit: Kit, bus: BusReader, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
-    return consume(
-        bus, kit.database, limit=limit, sessions=Sessions(held_out_rate=held_out_rate), now=5.0
-    )
+def take(kit: Kit, bus: BusReader, *, limit: int = 100) -> Consumed:
+    sessions = Sessions(held_out_rate=0.0)
+    return consume(bus, kit.database, limit=limit, sessions=sessions, now=5.0)
 
 
 def stored_ids(kit: Kit) -> list[str]:
-    with kit.database.read() as session:
-        return list(session.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq)))
+    return kit.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq))
 
 
 @pytest.mark.both_stores
@@ -47,30 +43,24 @@ def test_records_go_from_the_bus_to_the_store_in_order(kit: Kit, filled_bus: Fil
 def test_consuming_a_record_twice_changes_nothing(kit: Kit) -> None:
     first = kit.exchange("a")
     other = kit.exchange("a", session_key="m:other", choices=())
-    take(kit, kit.MemoryBus([encode_exchange(first)]))
+    kit.take(first)
 
-    again = take(kit, kit.MemoryBus([encode_exchange(first), encode_exchange(other)]))
+    again = kit.take(first, other)
 
     assert again == Consumed(stored=0, repeated=2, poison=0)
     assert kit.counts("consume") == {"stored": 1, "repeated": 2}
-    with kit.database.read() as session:
-        stored = load_exchange(session, "a")
-        assert stored is not None
-        assert stored.exchange == first
-        assert session.scalar(select(func.count()).select_from(ChoiceRow)) == 1
+    assert kit.stored("a").exchange == first
+    assert kit.scalars(select(func.count()).select_from(ChoiceRow)) == [1]
 
 
 def test_the_tokens_that_users_were_answered_with_are_counted_once(kit: Kit) -> None:
-    counted, not_counted = kit.exchange("a", completion_tokens=7), kit.exchange("b")
     for _ in range(2):
-        take(kit, kit.MemoryBus([encode_exchange(counted), encode_exchange(not_counted)]))
+        kit.take(kit.exchange("a", completion_tokens=7), kit.exchange("b"))
 
     assert kit.counts("served_tokens") == {"1970-01-01": 7 + 3}  # three ids were recorded
 
 
-def test_a_store_that_fails_leaves_the_batch_on_the_bus(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_fails_leaves_a_batch_alone(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
 
     def refuse(*_: object, **__: object) -> None:
@@ -85,9 +75,7 @@ def test_a_store_that_fails_leaves_the_batch_on_the_bus(
     assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=0)
 
 
-def test_a_batch_of_large_records_is_stored_in_portions(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_records_are_stored_in_portions(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """One record a portion: the second store fails, and the first record does not come again."""
     monkeypatch.setattr(consuming, "PORTION_BYTES", 1)
     bus = kit.MemoryBus([encode_exchange(kit.exchange(name)) for name in ("a", "b", "c")])
@@ -110,16 +98,12 @@ def test_a_batch_of_large_records_is_stored_in_portions(
 
 
 def test_a_record_that_comes_twice_in_a_batch_is_stored_once(kit: Kit) -> None:
-    payloads = [encode_exchange(kit.exchange(name)) for name in ("a", "b", "a")]
-
-    assert take(kit, kit.MemoryBus(payloads)) == Consumed(stored=2, repeated=1)
+    assert kit.take(*map(kit.exchange, "aba")) == Consumed(stored=2, repeated=1)
 
     assert stored_ids(kit) == ["a", "b"]
 
 
-def test_memory_is_bounded_whatever_the_records_hold(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of 20,000 tokens takes 60 kB on the bus and 0.8 MB once it is read. The bus gives
     all 24 at once; 4 MB may be in memory."""
     monkeypatch.setattr(consuming, "PORTION_BYTES", 4 * 2**20)
@@ -128,7 +112,7 @@ def test_memory_is_bounded_whatever_the_records_hold(
     outbox.write([kit.exchange(f"e{number}", prompt_token_ids=tokens) for number in range(24)])
     outbox.close()
     bus = open_bus(f"sqlite:///{tmp_path}/outbox.db")
-    take(kit, kit.MemoryBus([encode_exchange(kit.exchange("first"))]))  # what is made once
+    kit.take(kit.exchange("first"))  # what is made once
 
     tracemalloc.start()
     try:
@@ -146,14 +130,7 @@ def test_memory_is_bounded_whatever_the_records_hold(
     assert 24 * one > 2 * most, "all at once is far more"
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        pytest.param(b"\xc1 not msgpack", id="not-msgpack"),
-        pytest.param(b"", id="empty"),
-        pytest.param(b"\x81\xa1a\x01", id="another-record"),
-    ],
-)
+@pytest.mark.parametrize("payload", [b"\xc1 not msgpack", b"", b"\x81\xa1a\x01"])
 def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit: Kit, payload: bytes) -> None:
     good = encode_exchange(kit.exchange("a"))
     bus = kit.MemoryBus([payload, good])
@@ -163,8 +140,7 @@ def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit: Kit, payload: byt
     assert bus.lag() == 0
     assert stored_ids(kit) == ["a"]
     assert kit.counts("consume") == {"stored": 1, "poison": 1}
-    with kit.database.read() as session:
-        letter = session.scalars(select(DeadLetterRow)).one()
+    (letter,) = kit.scalars(select(DeadLetterRow))
     assert letter.payload == payload
     assert letter.at == 5.0
     assert bus.aside == [(payload, letter.reason)]
@@ -177,27 +153,23 @@ def test_poison_that_the_bus_gives_again_is_kept_and_counted_once(kit: Kit) -> N
 
     assert (first, again) == (Consumed(poison=2), Consumed(repeated=2))
     assert kit.counts("consume") == {"poison": 2, "repeated": 2}
-    with kit.database.read() as session:
-        assert session.scalar(select(func.count()).select_from(DeadLetterRow)) == 2
+    assert kit.scalars(select(func.count()).select_from(DeadLetterRow)) == [2]
 
 
 def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Kit) -> None:
     huge_id = kit.exchange("huge", prompt_token_ids=(2**31,))
     twins = kit.exchange("twins", choices=(kit.choice("x"), kit.choice("y")))
     huge_status = kit.exchange("status", status=2**63)
-    bus = kit.MemoryBus(
-        [encode_exchange(item) for item in (huge_id, twins, huge_status, kit.exchange("good"))]
-    )
 
-    assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=3)
+    taken = kit.take(huge_id, twins, huge_status, kit.exchange("good"))
+
+    assert taken == Consumed(stored=1, repeated=0, poison=3)
 
     assert stored_ids(kit) == ["good"]
 
 
 @pytest.mark.both_stores
-def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_row_is_put_aside_alone(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     # NaN is stored as NULL, and the column is NOT NULL: without the bounds only the INSERT finds
     # out.
     monkeypatch.setattr(consuming, "bound", lambda exchange: (exchange, ()))
@@ -210,20 +182,7 @@ def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
 
     assert stored_ids(kit) == ["a", "b"]
     assert kit.counts("consume") == {"stored": 2, "poison": 1}
-    with kit.database.read() as session:
-        letter = session.scalars(select(DeadLetterRow)).one()
+    (letter,) = kit.scalars(select(DeadLetterRow))
     assert letter.payload == encode_exchange(refused)
     assert "IntegrityError" in letter.reason
     assert bus.aside == [(letter.payload, letter.reason)]
-
-
-def test_the_held_out_flag_is_stored_with_the_exchange(kit: Kit) -> None:
-    names = [f"h:{number}" for number in range(9)]
-    assert {is_held_out(name, 0.5) for name in names} == {True, False}
-    exchanges = [kit.exchange(f"e-{name}", session_key=name) for name in names]
-    take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.5)
-
-    with kit.database.read() as session:
-        stored = [load_exchange(session, f"e-{name}") for name in names]
-
-    assert [one and one.held_out for one in stored] == [is_held_out(name, 0.5) for name in names]

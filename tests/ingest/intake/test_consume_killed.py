@@ -71,7 +71,7 @@ def with_feedback(kit: Kit, names: list[str]) -> list[Exchange | Feedback]:
     return records
 
 
-def test_kills_lose_nothing_and_double_nothing(
+def test_kills_lose_and_double_none(
     nursery: subprocess.Popen[str], kit: Kit, tmp_path: Path
 ) -> None:
     names = [f"e{number}" for number in range(RECORDS)]

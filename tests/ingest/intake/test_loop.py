@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import json
 import os
 import signal
 import sqlite3
@@ -17,14 +17,11 @@ import pytest
 from sqlalchemy import event, select, text
 
 from ingest.intake import choose
-from ingest.intake.choose import Sessions
-from ingest.intake.consume import consume
 from ingest.intake.loop import POLL_INTERVAL_S, Intake
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError, StoreNewerError, StoreOlderError
 from sidecar.records import encode_exchange
 from sidecar.settings import Groups, Learner, Serving, Settings
-from sidecar.store import engines as store
 from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow
 from support.ingest_kit import Kit
@@ -57,7 +54,7 @@ def test_a_step_takes_a_batch_and_decides_it(kit: Kit) -> None:
     assert kit.counts("selection") == {"chosen": 1, "backlog": 2}
 
 
-def test_what_a_batch_brings_is_decided_without_being_read_from_the_store(
+def test_a_batch_is_decided_without_being_read_again(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -83,33 +80,13 @@ def test_a_decision_waits_until_the_exchange_has_settled_also_over_a_restart(kit
         assert kit.counts("selection") == chosen
 
 
-def test_what_an_earlier_process_stored_and_did_not_decide_is_decided(kit: Kit) -> None:
-    bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
-    sessions = Sessions(held_out_rate=0.0)
-    consume(bus, kit.database, limit=9, sessions=sessions, now=5.0)
-    assert kit.counts("selection") == {}
-
-    assert make_intake(kit, []).step() == 1
-
-    assert kit.counts("selection") == {"chosen": 1}
-
-
 def test_an_exchange_that_its_own_batch_moves_is_decided_in_its_new_session(kit: Kit) -> None:
-    def asked(*contents: str) -> dict[str, object]:
-        roles = itertools.cycle(("user", "assistant"))
-        return {
-            "model": "smollm",
-            "messages": [
-                {"role": role, "content": content}
-                for role, content in zip(roles, contents, strict=False)
-            ],
-        }
-
-    first, reply = "What is a sidecar, and what is it for?", "A process beside another one."
-    late = kit.exchange(
-        "first", request=asked(first), choices=(kit.choice(message=kit.message(reply)),)
-    )
-    early = kit.exchange("second", request=asked(first, reply, "Which other one?"))
+    first = {"role": "user", "content": "What is a sidecar, and what is it for?"}
+    reply = {"role": "assistant", "content": "A process beside another one."}
+    more = {"role": "user", "content": "Which other one?"}
+    said = (kit.choice(message=json.dumps(reply).encode()),)
+    late = kit.exchange("first", request={"messages": [first]}, choices=said)
+    early = kit.exchange("second", request={"messages": [first, reply, more]})
     intake = make_intake(kit, [encode_exchange(early), encode_exchange(late)])
 
     intake.step()
@@ -122,7 +99,7 @@ def test_an_exchange_that_its_own_batch_moves_is_decided_in_its_new_session(kit:
 @pytest.mark.parametrize(
     ("revision", "error"), [("9999_future", StoreNewerError), ("0001", StoreOlderError)]
 )
-def test_a_store_that_this_release_cannot_use_ends_it(
+def test_a_store_of_another_release_ends_it(
     kit: Kit, revision: str, error: type[StoreError]
 ) -> None:
     with kit.database.write() as session:
@@ -193,24 +170,6 @@ def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit
     assert intake.attempt() == POLL_INTERVAL_S
 
 
-def test_a_locked_store_is_tried_again_with_growing_pauses_and_nothing_is_lost(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "BUSY_TIMEOUT_S", 0.0)
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    intake = make_intake(kit, [encode_exchange(kit.exchange("a"))], database)
-    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
-    blocker.execute("BEGIN IMMEDIATE")
-
-    assert [intake.attempt() for _ in range(3)] == [0.5, 1.0, 2.0]
-    blocker.execute("ROLLBACK")
-    assert intake.attempt() == 0.0
-
-    assert kit.counts("consume") == {"stored": 1}
-    blocker.close()
-    database.close()
-
-
 async def test_a_stop_ends_the_loop(kit: Kit) -> None:
     stop = asyncio.Event()
     running = asyncio.create_task(make_intake(kit, []).run(stop))
@@ -260,7 +219,7 @@ def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit: Kit, tmp_pat
     assert b"Traceback" not in errors
 
 
-def test_the_process_refuses_a_bus_without_a_topic_and_says_why(
+def test_the_process_refuses_a_bus_without_a_topic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ingest.__main__ import main

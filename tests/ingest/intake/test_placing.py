@@ -15,12 +15,11 @@ from ingest.grouping.features import is_held_out
 from ingest.grouping.selection import group_id_of
 from ingest.intake import choose
 from ingest.intake.choose import Sessions, choose_new
-from ingest.intake.consume import consume
 from ingest.sessions.tree import COMMON, TTL_S
 from ingest.store import sessions as store
 from ingest.store.groups import load_group
 from sidecar.lines import Line
-from sidecar.records import Exchange, encode_exchange
+from sidecar.records import Exchange
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
@@ -54,8 +53,7 @@ HELD_OUT, TRAINED = next(topics(True)), next(topics(False))
 
 
 def take(kit: Kit, sessions: Sessions, *exchanges: Exchange, now: float = 5.0) -> None:
-    bus = kit.MemoryBus([encode_exchange(one) for one in exchanges])
-    consume(bus, kit.database, limit=100, sessions=sessions, now=now)
+    kit.take(*exchanges, sessions=sessions, now=now)
 
 
 def rows(kit: Kit) -> dict[str, tuple[str, str | None, int, bool]]:
@@ -67,50 +65,46 @@ def rows(kit: Kit) -> dict[str, tuple[str, str | None, int, bool]]:
         }
 
 
-@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
-def test_the_turns_of_a_conversation_are_one_session_and_held_out_as_a_whole(
-    kit: Kit, about: str, held_out: bool
-) -> None:
-    turns = [turn(kit, name, at, about=about) for at, name in enumerate((FIRST, SECOND, THIRD))]
-    take(kit, Sessions(held_out_rate=RATE), *turns)
+SIDES = pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
 
-    assert rows(kit) == {
+
+def linked(held_out: bool = False) -> dict[str, tuple[str, str | None, int, bool]]:
+    """The rows of three turns of one session."""
+    return {
         FIRST: (FIRST, None, 0, held_out),
         SECOND: (FIRST, FIRST, 1, held_out),
         THIRD: (FIRST, SECOND, 2, held_out),
     }
 
 
-def test_a_late_exchange_moves_those_below_it_in_the_store(kit: Kit) -> None:
-    sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, THIRD, 2, about=TRAINED))
-    take(kit, sessions, turn(kit, FIRST, 0, about=TRAINED))
-    take(kit, sessions, turn(kit, SECOND, 1, about=TRAINED))
-
-    assert rows(kit) == {
-        FIRST: (FIRST, None, 0, False),
-        SECOND: (FIRST, FIRST, 1, False),
-        THIRD: (FIRST, SECOND, 2, False),
-    }
-
-
-def test_a_move_is_stored_too_when_a_batch_with_a_refused_row_is_stored_one_by_one(
-    kit: Kit,
+@SIDES
+def test_a_conversation_is_one_session_held_out_as_a_whole(
+    kit: Kit, about: str, held_out: bool
 ) -> None:
+    turns = [turn(kit, name, at, about=about) for at, name in enumerate((FIRST, SECOND, THIRD))]
+    take(kit, Sessions(held_out_rate=RATE), *turns)
+
+    assert rows(kit) == linked(held_out)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_late_exchange_moves_those_below_it_in_the_store(kit: Kit, at_once: bool) -> None:
+    """Also when the batch has a row that is refused, so that it is stored one by one."""
+    sessions = Sessions(held_out_rate=RATE)
     turns = [turn(kit, name, at, about=TRAINED) for at, name in enumerate((FIRST, SECOND, THIRD))]
-    refused = kit.exchange("nan", propensity=math.nan)
+    late = (turns[2], turns[0], turns[1])
 
-    take(kit, Sessions(held_out_rate=RATE), refused, turns[2], turns[0], turns[1])
+    if at_once:
+        take(kit, sessions, kit.exchange("nan", propensity=math.nan), *late)
+    else:
+        for one in late:
+            take(kit, sessions, one)
 
-    assert rows(kit) == {
-        FIRST: (FIRST, None, 0, False),
-        SECOND: (FIRST, FIRST, 1, False),
-        THIRD: (FIRST, SECOND, 2, False),
-    }
+    assert rows(kit) == linked()
 
 
-@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
-def test_an_exchange_that_comes_before_its_parent_is_on_the_right_side_at_once(
+@SIDES
+def test_what_comes_before_its_parent_is_on_the_right_side(
     kit: Kit, about: str, held_out: bool
 ) -> None:
     for at in range(1, 6):
@@ -119,7 +113,7 @@ def test_an_exchange_that_comes_before_its_parent_is_on_the_right_side_at_once(
     assert {held for *_, held in rows(kit).values()} == {held_out}
 
 
-@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
+@SIDES
 def test_sessions_that_begin_alike_are_on_one_side(kit: Kit, about: str, held_out: bool) -> None:
     sessions = Sessions(held_out_rate=RATE)
     take(kit, sessions, *(turn(kit, f"ex_{number}", 0, about=about) for number in range(5)))
@@ -131,9 +125,7 @@ def test_sessions_that_begin_alike_are_on_one_side(kit: Kit, about: str, held_ou
 
 
 @pytest.mark.parametrize("about", [TRAINED, HELD_OUT])
-def test_of_an_opening_that_is_used_again_and_again_sessions_are_on_both_sides(
-    kit: Kit, about: str
-) -> None:
+def test_sessions_with_a_common_opening_are_on_both_sides(kit: Kit, about: str) -> None:
     sessions = Sessions(held_out_rate=RATE)
     turns: list[Exchange] = []
     for number in range(40):
@@ -171,10 +163,8 @@ def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(
     take(kit, sessions, *openings)
     with kit.database.read() as session:
         assert set(session.scalars(select(ExchangeRow.untrainable_reason))) == stored
-    restarted = Sessions(held_out_rate=RATE)
-    restarted.restore(kit.database, now=6.0)
     sides: dict[str, list[bool]] = {}
-    for one, name in ((sessions, "before"), (restarted, "after")):
+    for one, name in ((sessions, "before"), (restarted(kit), "after")):
         for number in range(3 * COMMON):
             exchange = turn(kit, f"{name}_{number}", 1, about=TRAINED)
             place, held_out = one.place(exchange, now=6.0)
@@ -185,8 +175,8 @@ def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(
     assert set(sides["after"]) == {True, False}
 
 
-def restarted(kit: Kit, *, held_out_rate: float) -> Sessions:
-    """The sessions of the store, after an operator has changed the share that is held out."""
+def restarted(kit: Kit, *, held_out_rate: float = RATE) -> Sessions:
+    """The sessions of the store; an operator may have changed the share that is held out."""
     sessions = Sessions(held_out_rate=held_out_rate)
     sessions.restore(kit.database, now=5.0)
     return sessions
@@ -203,16 +193,9 @@ def test_joining_a_trained_session_ends_the_exam_of_the_other(kit: Kit) -> None:
     take(kit, sessions, turn(kit, "other", 1, about=HELD_OUT), turn(kit, FIRST, 0, about=about))
     take(kit, sessions, turn(kit, THIRD, 2, about=about))
 
-    assert rows(kit) == {
-        FIRST: (FIRST, None, 0, False),
-        SECOND: (FIRST, FIRST, 1, False),
-        THIRD: (FIRST, SECOND, 2, False),
-        "other": ("other", None, 0, True),
-    }
+    assert rows(kit) == linked() | {"other": ("other", None, 0, True)}
     assert kit.row(group_id_of(SECOND)).session_id == FIRST
-    after_restart = Sessions(held_out_rate=RATE)
-    after_restart.restore(kit.database, now=6.0)
-    take(kit, after_restart, turn(kit, FOURTH, 3, about=about), now=6.0)
+    take(kit, restarted(kit), turn(kit, FOURTH, 3, about=about), now=6.0)
     assert rows(kit)[FOURTH] == (FIRST, THIRD, 3, False)
 
 
@@ -236,28 +219,12 @@ def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(k
         assert load_group(session, group_id_of(SECOND)) is None
 
 
-def test_a_restart_goes_on_with_the_same_sessions(kit: Kit) -> None:
-    before = Sessions(held_out_rate=RATE)
-    take(kit, before, turn(kit, FIRST, 0, about=TRAINED), turn(kit, THIRD, 2, about=TRAINED))
-    sessions = Sessions(held_out_rate=RATE)
-
-    assert sessions.restore(kit.database, now=6.0) == 2
-    take(kit, sessions, turn(kit, SECOND, 1, about=TRAINED), now=6.0)
-
-    assert rows(kit)[SECOND] == (FIRST, FIRST, 1, False)
-    assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
-
-
-def test_after_a_restart_a_late_parent_moves_also_what_was_stored_before_its_own_parent(
-    kit: Kit,
-) -> None:
+def test_after_a_restart_a_late_parent_moves_what_was_stored_before_its_parent(kit: Kit) -> None:
     before = Sessions(held_out_rate=RATE)
     take(kit, before, turn(kit, THIRD, 2, about=TRAINED), turn(kit, SECOND, 1, about=TRAINED))
     assert rows(kit)[THIRD] == (SECOND, SECOND, 1, False)
-    sessions = Sessions(held_out_rate=RATE)
-    sessions.restore(kit.database, now=6.0)
 
-    take(kit, sessions, turn(kit, FIRST, 0, about=TRAINED), now=6.0)
+    take(kit, restarted(kit), turn(kit, FIRST, 0, about=TRAINED), now=6.0)
 
     assert rows(kit)[SECOND] == (FIRST, FIRST, 1, False)
     assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
@@ -284,8 +251,7 @@ def test_parents_in_a_circle_which_only_damage_makes_stop_no_restart(kit: Kit) -
 def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float) -> None:
     for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
         take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0, about=about))
-    sessions = Sessions(held_out_rate=rate)
-    sessions.restore(kit.database, now=6.0)
+    sessions = restarted(kit, held_out_rate=rate)
 
     for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
         take(kit, sessions, turn(kit, f"{name}_2", 1, about=about), now=6.0)
@@ -296,22 +262,16 @@ def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float
 
 
 def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) -> None:
-    first, second = FIRST, SECOND
-    take(
-        kit,
-        Sessions(held_out_rate=RATE),
-        turn(kit, first, 0, about=TRAINED),
-        turn(kit, second, 1, about=TRAINED),
-    )
+    turns = (turn(kit, name, at, about=TRAINED) for at, name in enumerate((FIRST, SECOND)))
+    take(kit, Sessions(held_out_rate=RATE), *turns)
     with kit.database.write() as session:
-        session.execute(
-            update(ChoiceRow).where(ChoiceRow.exchange_id == first).values(logprobs=b"x")
-        )
+        of_first = update(ChoiceRow).where(ChoiceRow.exchange_id == FIRST)
+        session.execute(of_first.values(logprobs=b"x"))
 
     assert Sessions(held_out_rate=RATE).restore(kit.database, now=6.0) == 1
 
 
-def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
+def test_a_restart_reads_the_newest_within_bounds(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "RESTORED", 5)
@@ -329,17 +289,6 @@ def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
     ]
     assert Sessions(held_out_rate=RATE).restore(kit.database, now=7.0) == 5
     assert Sessions(held_out_rate=RATE).restore(kit.database, now=TTL_S + 5.5) == 1
-
-
-def test_an_exchange_that_comes_twice_keeps_its_place(kit: Kit) -> None:
-    first, second = FIRST, SECOND
-    sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, first, 0, about=TRAINED), turn(kit, second, 1, about=TRAINED))
-    before = rows(kit)
-    take(kit, sessions, turn(kit, second, 1, about=TRAINED), turn(kit, first, 0, about=TRAINED))
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, second, 1, about=TRAINED))
-
-    assert rows(kit) == before
 
 
 def test_a_request_that_is_no_json_is_a_session_of_its_own(kit: Kit) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from support.disk_log import SYNC, WRITE, Disk, Entry, build, read_log
+from support.disk_log import SYNC, Disk, Entry, build, read_log
 from support.migrated_store import open_migrated
 
 CHILD = Path(__file__).with_name("power_cut_child.py")
@@ -82,17 +82,3 @@ def test_a_power_cut_at_any_moment_loses_no_record(log: list[Entry], tmp_path: P
             assert taken - left == set(), f"{outbox_kept=} {store_kept=} after {len(taken)} records"
         seen = max(seen, len(taken))
     assert seen == 48, "the child took all its rounds"
-
-
-def test_the_store_is_synced_before_the_outbox_forgets(log: list[Entry]) -> None:
-    """The same in fewer words: between a write to the store and the next one to the outbox there is
-    a sync of the store's log."""
-    orders = []
-    unsynced = False
-    for entry in log:
-        if entry.name == "store.db-wal":
-            unsynced = entry.kind == WRITE
-        elif entry.name == "outbox.db-wal" and entry.kind == WRITE:
-            orders.append(unsynced)
-    assert orders
-    assert not any(orders)

@@ -36,9 +36,7 @@ def server() -> Iterator[Server]:
         pytest.skip(f"no PostgreSQL here: {error}")
 
 
-def test_a_server_that_ends_while_ingest_works_costs_no_record_and_doubles_none(
-    server: Server,
-) -> None:
+def test_a_server_that_ends_while_ingest_works_costs_and_doubles_no_record(server: Server) -> None:
     bus = MemoryBus([encode_exchange(make_exchange(f"e{number}")) for number in range(RECORDS)])
     rng = random.Random(7)
     failures = 0

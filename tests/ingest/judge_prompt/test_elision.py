@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer
 
 from ingest.errors import JudgeTooLongError
 from ingest.judge_prompt import Elided, NoRoomLeftError, elide, estimate_tokens
@@ -61,20 +65,6 @@ def test_the_oldest_messages_go_first_and_the_mark_says_how_many() -> None:
     assert (elided.left_out_messages, elided.left_out_characters) == (7, gone)
 
 
-def test_a_system_message_in_the_middle_stays() -> None:
-    later = {"role": "developer", "content": "From now on be brief."}
-    messages = [SYSTEM, *turns(6), later, *turns(6), QUESTION]
-
-    elided = elide(
-        messages, room=tokens(tuple(map(write, [SYSTEM, later, QUESTION]))) + 50, write=write
-    )
-
-    assert [line for line in elided.lines if '"left_out"' not in line] == [
-        write(one) for one in (SYSTEM, later, QUESTION)
-    ]
-    assert elided.left_out_messages == 12
-
-
 def test_a_last_message_without_room_is_cut_in_its_middle() -> None:
     question = {"role": "user", "content": f"BEGIN {'word ' * 5_000} END"}
 
@@ -115,7 +105,7 @@ def test_without_any_room_it_is_an_error(room: int) -> None:
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {
-            "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+            "role": st.sampled_from(["system", "developer", "user", "assistant"]),
             "content": st.one_of(st.none(), st.text(max_size=400), st.text("ab 9é", min_size=500)),
         }
     ),
@@ -123,7 +113,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(messages=MESSAGES, room=st.integers(-10, 3_000))
 def test_what_is_shown_fits_and_keeps_the_order(messages: list[Any], room: int) -> None:
     try:
@@ -135,9 +125,8 @@ def test_what_is_shown_fits_and_keeps_the_order(messages: list[Any], room: int) 
     assert len(marks) == (0 if elided.is_whole else 1)
     roles = [json.loads(line)["role"] for line in elided.lines if line not in marks]
     assert len(roles) == len(messages) - elided.left_out_messages
-    assert [r for r in roles if r == "system"] == [
-        m["role"] for m in messages if m["role"] == "system"
-    ]
+    standing = [m["role"] for m in messages if m["role"] in ("system", "developer")]
+    assert [r for r in roles if r in ("system", "developer")] == standing
 
 
 def build(context: list[Any], limit: int | None, answers: list[Any] | None = None) -> Any:
@@ -179,3 +168,65 @@ def test_no_candidate_is_ever_cut() -> None:
     with pytest.raises(JudgeTooLongError, match=r"judge\.context_tokens.*too many") as raised:
         build([SYSTEM, QUESTION], 8_192, long)
     assert not raised.value.asked
+
+
+# The estimate of tokens: not below what tokenizers count, not far above it, and quick.
+
+ROOT = Path(__file__).resolve().parents[3]
+RNG = random.Random(1)
+TEXTS = {
+    "English": (ROOT / "docs" / "architecture.md").read_text(),
+    "Python": (ROOT / "ingest" / "ruler" / "judging.py").read_text(),
+    "chats as JSON": (ROOT / "ingest" / "calibration" / "shipped" / "groups.jsonl").read_text(),
+    "German": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. " * 50,
+    "Finnish": "Kaikki ihmiset syntyvät vapaina ja tasavertaisina arvoltaan ja oikeuksiltaan. "
+    * 50,
+    "Russian": "Все счастливые семьи похожи друг на друга, каждая несчастливая по-своему. " * 50,
+    "Chinese": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心。" * 50,
+    "Japanese": "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。" * 50,
+    "Arabic": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق. " * 50,
+    "digits": "".join(RNG.choice("0123456789") for _ in range(5_000)),
+    "times": " ".join(
+        f"2026-01-{RNG.randrange(10, 29)}T09:{RNG.randrange(10, 60)}" for _ in range(300)
+    ),
+    "base64": "".join(RNG.choice("abcdefghijkLMNOPQRSTUVwxyz0123456789+/") for _ in range(5_000)),
+    "hex": "".join(RNG.choice("0123456789abcdef") for _ in range(5_000)),
+}
+PROSE = ("English", "Python", "chats as JSON", "German", "Finnish")
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_the_estimate_is_not_below_the_count_of_a_tokenizer(kind: str) -> None:
+    spec = find_spec("litellm")  # not imported: only the file that it ships is read
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "litellm_core_utils" / "tokenizers"
+    tokenizer = Tokenizer.from_file(str(folder / "anthropic_tokenizer.json"))
+    counted = len(tokenizer.encode(TEXTS[kind]).ids)
+
+    assert estimate_tokens(TEXTS[kind]) >= counted
+    if kind in PROSE:
+        assert estimate_tokens(TEXTS[kind]) <= 1.9 * counted
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("", 0),
+        ("abcde", 2),  # 5 / 2.5
+        ("a1 b2 c3 d", 6),  # 7 / 2.5 and 3 digits: 5.8
+        ('{"":[]}', 5),  # 7 / 1.5: 4.67
+        ("éé", 2),  # 4 bytes / 2
+        ("0a" * 12, 24),  # unbroken: a token each
+        ("\ud800", 2),  # a lone surrogate: 3 bytes / 2
+    ],
+)
+def test_each_class_of_bytes_has_its_rate(text: str, tokens: int) -> None:
+    assert estimate_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("unit", ["word ", "a", "-", "9", "é", "a" * 23 + " ", "\n"])
+def test_a_megabyte_takes_well_under_a_second(unit: str) -> None:
+    started = time.process_time()
+    estimate_tokens(unit * (1_000_000 // len(unit)))
+    assert time.process_time() - started < 5.0  # measured: 5 to 50 ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +16,7 @@ from ingest.ruler.judging import JudgingWorker
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from tests.ingest.conftest import Bench as Judging, JudgeKit
 
 PRICE = {"input": 1_000.0, "output": 2_000.0}
 """The scripted reply has 12 prompt tokens and 3 of a reply: $0.012 and $0.006 a call."""
@@ -28,12 +26,9 @@ MIDNIGHT = NOON + 12 * 3_600.0
 
 
 @dataclass
-class Bench:
+class Bench(Judging):
     """What one test of the judges uses."""
 
-    kit: JudgeKit
-    database: Database
-    clock: Clock
     opened: list[ProcessJudges] = field(default_factory=list)
 
     def settings(self, url: str, **changes: Any) -> JudgeSettings:
@@ -58,7 +53,7 @@ class Bench:
         meter = Meter(settings, Ledger(self.database, settings, clock=self.clock))
         return Provider(judge, settings, meter, clock=self.clock)
 
-    def worker(
+    def scoring(
         self,
         judges: ProcessJudges,
         settings: JudgeSettings,

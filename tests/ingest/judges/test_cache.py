@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -25,7 +25,7 @@ from ingest.judges.replies import (
     keyed_digest,
 )
 from ingest.retention.deletion import delete_exchanges
-from ingest.ruler.group import ask_probe, judge_group
+from ingest.ruler.group import ask_probe
 from ingest.ruler.judge import Judge, JudgeReply, replies_kept_for
 from ingest.ruler.prompt import reply_schema
 from ingest.store.groups import load_group
@@ -36,9 +36,7 @@ from sidecar.store.keyring import Keyring
 from sidecar.store.models import JudgeReplyRow
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from tests.ingest.judges.conftest import Bench
 
 SETTINGS = JudgeSettings(model="scripted", rubric="Be good.", passes=2)
 IDS = ("ab", "cd")
@@ -74,9 +72,7 @@ def rows(database: Database) -> list[JudgeReplyRow]:
 
 
 @pytest.mark.both_stores
-async def test_the_same_question_is_paid_for_once_also_by_another_process(
-    database: Database,
-) -> None:
+async def test_a_question_is_paid_for_once_also_by_another_process(database: Database) -> None:
     judge = FakeJudge(GOOD)
     first = await ask(cached(judge, store_of(database)))
     second = await ask(cached(judge, store_of(database)))
@@ -96,9 +92,7 @@ async def test_the_same_question_is_paid_for_once_also_by_another_process(
     ],
     ids=lambda change: next(iter(change)),
 )
-async def test_what_changes_a_reply_is_part_of_the_question(
-    database: Database, change: dict[str, Any]
-) -> None:
+async def test_what_changes_a_reply_is_asked(database: Database, change: dict[str, Any]) -> None:
     judge = FakeJudge(GOOD)
     await ask(cached(judge, store_of(database)))
 
@@ -118,27 +112,16 @@ async def test_a_key_and_the_time_limit_are_no_part_of_it(database: Database) ->
     assert (await ask(cached(judge, store_of(database), other))).cached
 
 
-async def test_without_an_owner_the_judge_is_always_asked(
-    database: Database, judge_kit: JudgeKit
-) -> None:
+async def test_without_an_owner_or_for_a_probe_the_judge_is_asked(database: Database) -> None:
     judge = FakeJudge(score_by_content({}, otherwise=0.5))
     asked = cached(judge, store_of(database))
     for _ in range(2):
         await asked.complete(MESSAGES, SCHEMA)
-        await ask_probe(asked, SETTINGS, seed=1, on_call=lambda _: None)
+        with replies_kept_for(NO_EXCHANGE):
+            await ask_probe(asked, SETTINGS, seed=1, on_call=lambda _: None)
 
     assert len(judge.conversations) == 4
     assert rows(database) == []
-
-
-async def test_the_probe_asks_anew_also_while_a_group_is_judged(database: Database) -> None:
-    judge = FakeJudge(score_by_content({}, otherwise=0.5))
-    asked = cached(judge, store_of(database))
-    with replies_kept_for(NO_EXCHANGE):
-        for _ in range(2):
-            await ask_probe(asked, SETTINGS, seed=1, on_call=lambda _: None)
-
-    assert len(judge.conversations) == 2
 
 
 @pytest.mark.parametrize("text", ["no scores", '{"scores": []}', GOOD.replace("0.5", "7"), ""])
@@ -152,30 +135,26 @@ async def test_a_reply_without_usable_scores_is_not_kept(database: Database, tex
 
 
 @given(st.lists(st.binary(max_size=4), max_size=4), st.lists(st.binary(max_size=4), max_size=4))
-def test_two_lists_have_one_digest_only_when_they_are_equal(
-    one: list[bytes], other: list[bytes]
-) -> None:
+def test_only_equal_lists_have_one_digest(one: list[bytes], other: list[bytes]) -> None:
     assert (keyed_digest(b"k", *one) == keyed_digest(b"k", *other)) is (one == other)
 
 
 @pytest.mark.both_stores
-async def test_all_together_stay_under_their_limit_and_the_oldest_go(
-    database: Database, judge_kit: JudgeKit
-) -> None:
+async def test_all_together_stay_under_their_limit_and_the_oldest_go(bench: Bench) -> None:
     judge, limit = FakeJudge(GOOD), 5_000
-    asked = cached(judge, store_of(database, max_bytes=limit))
+    asked = cached(judge, store_of(bench.database, max_bytes=limit))
     for number in range(30):
         await ask(asked, f"question {number}")
-        held = rows(database)
+        held = rows(bench.database)
         assert sum(row.size_bytes for row in held) <= limit
 
-    sizes = {len(row.reply) + 300 for row in rows(database)}
-    assert len(rows(database)) == limit // max(sizes)
+    sizes = {len(row.reply) + 300 for row in rows(bench.database)}
+    assert len(rows(bench.database)) == limit // max(sizes)
     assert (await ask(asked, "question 29")).cached
     assert not (await ask(asked, "question 0")).cached
-    counted = judge_kit.counts(database, "judge_cache")
+    counted = bench.counts("judge_cache")
     assert counted["stored"] == 31
-    assert counted["evicted"] == 31 - len(rows(database))
+    assert counted["evicted"] == 31 - len(rows(bench.database))
 
 
 @pytest.mark.both_stores
@@ -202,53 +181,47 @@ async def test_one_that_is_larger_than_the_limit_is_not_kept(database: Database)
 
 
 @pytest.mark.both_stores
-async def test_an_old_reply_is_not_given_and_goes_with_the_next(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    clock, judge = Clock(), FakeJudge(GOOD)
-    asked = cached(judge, store_of(database, clock, max_age_s=100.0))
+async def test_an_old_reply_is_not_given_and_goes_with_the_next(bench: Bench) -> None:
+    bench.clock, judge = Clock(), FakeJudge(GOOD)
+    asked = cached(judge, store_of(bench.database, bench.clock, max_age_s=100.0))
     await ask(asked, "old")
-    clock.now += 101.0
+    bench.clock.now += 101.0
 
     assert not (await ask(asked, "old")).cached
-    clock.now += 101.0
+    bench.clock.now += 101.0
     await ask(asked, "new")
 
-    assert len(rows(database)) == 1
-    assert judge_kit.counts(database, "judge_cache") == {"stored": 3, "expired": 1}
+    assert len(rows(bench.database)) == 1
+    assert bench.counts("judge_cache") == {"stored": 3, "expired": 1}
 
 
 @pytest.mark.both_stores
-async def test_it_goes_with_its_exchange_and_none_is_kept_of_a_deleted_one(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge_kit.put_group(database, "g2", "good", "bad")
-    asked = cached(FakeJudge(GOOD), store_of(database))
+async def test_it_goes_with_its_exchange_and_none_is_kept_of_a_deleted_one(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
+    bench.put("g2", "good", "bad")
+    asked = cached(FakeJudge(GOOD), store_of(bench.database))
     await ask(asked, "one", "x-g1")
     await ask(asked, "two", "x-g2")
 
-    delete_exchanges(database, ["x-g1"], why="forgotten", now=2.0)
+    delete_exchanges(bench.database, ["x-g1"], why="forgotten", now=2.0)
     await ask(asked, "three", "x-g1")
 
-    assert [row.exchange_id for row in rows(database)] == ["x-g2"]
+    assert [row.exchange_id for row in rows(bench.database)] == ["x-g2"]
 
 
-async def test_a_damaged_reply_costs_a_call_and_is_replaced(
-    database: Database, judge_kit: JudgeKit
-) -> None:
+async def test_a_damaged_reply_costs_a_call_and_is_replaced(bench: Bench) -> None:
     judge = FakeJudge(GOOD)
-    asked = cached(judge, store_of(database))
+    asked = cached(judge, store_of(bench.database))
     for damage in ("", "{", '{"text": 3}', '{"text": "no scores", "cut": false}', "sealed:AAAA"):
         await ask(asked)
-        with database.write() as session:
+        with bench.database.write() as session:
             session.execute(update(JudgeReplyRow).values(reply=damage))
         before = len(judge.conversations)
 
         assert (await ask(asked)).text == GOOD
         assert len(judge.conversations) == before + 1
         assert (await ask(asked)).cached
-    assert judge_kit.counts(database, "judge_cache")["damaged"] >= 3
+    assert bench.counts("judge_cache")["damaged"] >= 3
 
 
 async def test_a_damaged_time_costs_a_call(database: Database) -> None:
@@ -269,16 +242,14 @@ def locked(database: Database) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-async def test_a_locked_store_costs_a_judgement_two_seconds_at_most_and_is_counted(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    if not database.url.startswith("sqlite"):
+async def test_a_locked_store_costs_a_judgement_two_seconds_at_most(bench: Bench) -> None:
+    if not bench.database.url.startswith("sqlite"):
         pytest.skip("the lock is SQLite's")
-    store = store_of(database)
+    store = store_of(bench.database)
     store.secret()
     asked = cached(FakeJudge(GOOD), store)
     loop = asyncio.get_running_loop()
-    with locked(database):
+    with locked(bench.database):
         began = loop.time()
         for number in range(20):
             assert (await ask(asked, f"question {number}")).text == GOOD
@@ -287,7 +258,7 @@ async def test_a_locked_store_costs_a_judgement_two_seconds_at_most_and_is_count
     assert took_s < 6.0, "two writes wait, and nobody for them"
     await asked._kept.aclose()
     await ask(asked, "later")
-    assert judge_kit.counts(database, "judge_cache") == {"not_stored": 18, "stored": 3}
+    assert bench.counts("judge_cache") == {"not_stored": 18, "stored": 3}
 
 
 async def test_a_store_that_is_away_costs_calls_alone(
@@ -305,9 +276,7 @@ async def test_a_store_that_is_away_costs_calls_alone(
 
 
 @pytest.mark.both_stores
-async def test_in_an_encrypted_store_nothing_is_in_clear_and_a_rotated_key_opens_it(
-    database: Database,
-) -> None:
+async def test_an_encrypted_store_has_nothing_in_clear_and_rotates(database: Database) -> None:
     said = GOOD.replace("why", SECRET_WORDS)
     both = Keyring({"new": b"n" * 32, "old": b"o" * 32})
     with closing(Database(database.url, Keyring({"old": b"o" * 32}))) as old:
@@ -327,60 +296,19 @@ async def test_in_an_encrypted_store_nothing_is_in_clear_and_a_rotated_key_opens
         assert (await ask(cached(judge, store_of(new)))).cached
 
 
-def group_of(database: Database, name: str) -> Any:
-    with database.read() as session:
-        return load_group(session, name)
-
-
 @pytest.mark.both_stores
-def test_seeds_are_the_contents_and_nobody_elses(database: Database, judge_kit: JudgeKit) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge_kit.put_group(database, "g2", "good", "bad")
-    judge_kit.put_group(database, "g3", "good", "worse")
-    one, same, other = (group_of(database, name) for name in ("g1", "g2", "g3"))
-    seeds, again = ContentSeeds(store_of(database)), ContentSeeds(store_of(database))
+def test_seeds_are_the_contents_and_of_one_store_and_of_what_cannot_be_read_too(
+    bench: Bench, new_store: Callable[[], Database]
+) -> None:
+    for name, other in (("g1", "bad"), ("g2", "bad"), ("g3", "worse")):
+        bench.put(name, "good", other)
+    with bench.database.read() as session:
+        groups: list[Any] = [load_group(session, name) for name in ("g1", "g2", "g3")]
+    one, same, other_group = groups
+    seeds, again = ContentSeeds(store_of(bench.database)), ContentSeeds(store_of(bench.database))
 
     assert seeds(one) == again(one) == seeds(same)
-    assert seeds(one) != seeds(other)
-    assert 0 <= seeds(one) < 2**29
-
-
-def test_seeds_of_another_store_are_others(
-    database: Database, new_store: Callable[[], Database], judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    group = group_of(database, "g1")
-
-    drawn = {ContentSeeds(store_of(one))(group) for one in (database, new_store(), new_store())}
-
-    assert len(drawn) == 3
-
-
-def test_a_group_that_cannot_be_read_has_a_seed_too(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    group = replace(group_of(database, "g1"), request=b"{")
-
-    assert 0 <= ContentSeeds(store_of(database))(group) < 2**29
-
-
-async def test_orders_drawn_from_contents_put_each_answer_first_as_often(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "a", "b")
-    group, seeds = group_of(database, "g1"), ContentSeeds(store_of(database))
-    first: list[str] = []
-    for number in range(200):
-        asked = replace(group, request=json.dumps({"messages": [{"content": number}]}).encode())
-        judge = FakeJudge(score_by_content({}, otherwise=0.5))
-        await judge_group(
-            asked,
-            judge,
-            SETTINGS.model_copy(update={"passes": 1}),
-            seed=seeds(asked),
-            on_call=lambda _: None,
-        )
-        first.append("a" if judge.prompts[0].index('"a"') < judge.prompts[0].index('"b"') else "b")
-
-    assert 60 <= first.count("a") <= 140, "within five standard deviations of 100"
+    others = {ContentSeeds(store_of(store))(one) for store in (new_store(), new_store())}
+    drawn = {seeds(one), seeds(other_group), seeds(replace(one, request=b"{")), *others}
+    assert len(drawn) == 5
+    assert all(0 <= seed < 2**29 for seed in drawn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
@@ -21,10 +21,9 @@ from ingest.judges.provider import Panel, Patience
 from ingest.judges.spending import ASKED
 from ingest.ruler.judge import JudgeReply
 from ingest.store.groups import load_scored_group
+from support.fake_judge import score_by_content
+from tests.ingest.conftest import answer_with, until
 from tests.ingest.judges.conftest import PRICE, Bench
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
 
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 SCHEMA = {"properties": {"scores": {"items": {"properties": {"id": {"enum": ["a", "b"]}}}}}}
@@ -47,8 +46,8 @@ def fallback(url: str, **changes: Any) -> dict[str, Any]:
     return {"model": SECOND, "api_base": url, "api_key": "sk-test-key-2", **changes}
 
 
-def scoring(kit: JudgeKit, good: float) -> Step:
-    return kit.answer_with(kit.score_by_content({"good": good, "bad": 0.1}, otherwise=0.5))
+def scoring(good: float) -> Step:
+    return answer_with(score_by_content({"good": good, "bad": 0.1}, otherwise=0.5))
 
 
 async def test_a_judge_that_is_away_is_logged_once_until_it_is_back(bench: Bench) -> None:
@@ -81,23 +80,21 @@ async def test_a_judge_that_is_away_is_logged_once_until_it_is_back(bench: Bench
     assert said == ["judge_fallback", "judge_fallback_over", "judge_fallback"]
 
 
-async def test_a_wrong_key_of_the_first_judge_stops_nothing(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
-    refused = judge_kit.serve((401, {"error": {"message": "Incorrect API key"}}))
-    second = judge_kit.serve(scoring(judge_kit, 0.8))
+async def test_a_wrong_key_of_the_first_judge_stops_nothing(bench: Bench) -> None:
+    refused = bench.kit.serve((401, {"error": {"message": "Incorrect API key"}}))
+    second = bench.kit.serve(scoring(0.8))
     settings = bench.settings(refused.url, fallbacks=[fallback(second.url)], concurrency=1)
-    worker = bench.worker(bench.open(settings), settings)
+    worker = bench.scoring(bench.open(settings), settings)
     await worker.begin()
     await worker.step()  # asks whether the judge works
     for name in ("g1", "g2", "g3", "g4"):
-        judge_kit.put_group(bench.database, name, "good", "bad")
+        bench.put(name, "good", "bad")
         await worker.step()
 
-    assert [judge_kit.status(bench.database, name)[0] for name in ("g1", "g4")] == ["scored"] * 2
-    assert {judge_kit.group_row(bench.database, "g1").judge_model} == {SECOND}
+    assert [bench.status(name)[0] for name in ("g1", "g4")] == ["scored"] * 2
+    assert {bench.row("g1").judge_model} == {SECOND}
     assert len(refused.requests) == 3, "then it is left alone"
-    assert judge_kit.counts(bench.database, "judge_failures") == {}
+    assert bench.counts("judge_failures") == {}
     with bench.database.read() as session:
         state = read_judge_state(session)
     assert state is not None
@@ -109,11 +106,9 @@ async def test_a_wrong_key_of_the_first_judge_stops_nothing(
     assert first.error == "judge_rejected"
 
 
-async def test_each_judge_gets_its_own_key_and_parameters(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
-    away = judge_kit.serve((500, {}))
-    second = judge_kit.serve((200, judge_kit.completion("ok")))
+async def test_each_judge_gets_its_own_key_and_parameters(bench: Bench) -> None:
+    away = bench.kit.serve((500, {}))
+    second = bench.kit.serve((200, bench.kit.completion("ok")))
     settings = bench.settings(
         away.url,
         params={"temperature": 0.25},
@@ -136,10 +131,10 @@ async def test_each_judge_gets_its_own_key_and_parameters(
     ],
 )
 async def test_when_no_judge_answers_all_are_named(
-    bench: Bench, judge_kit: JudgeKit, statuses: tuple[int, int], error: type[Exception]
+    bench: Bench, statuses: tuple[int, int], error: type[Exception]
 ) -> None:
     first, second = (
-        judge_kit.serve((one, {"error": {"message": f"no {one}"}})) for one in statuses
+        bench.kit.serve((one, {"error": {"message": f"no {one}"}})) for one in statuses
     )
     judges = bench.open(bench.settings(first.url, fallbacks=[fallback(second.url)]))
 
@@ -150,11 +145,9 @@ async def test_when_no_judge_answers_all_are_named(
     assert all(f"no {one}" in str(raised.value) for one in statuses)
 
 
-async def test_a_short_rate_limit_is_waited_for_and_a_long_one_is_not(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
-    first = judge_kit.serve((429, {"error": {"message": "slow"}}, ("retry-after", "5")))
-    second = judge_kit.serve((200, judge_kit.completion("ok")))
+async def test_a_short_rate_limit_is_waited_for_and_a_long_one_is_not(bench: Bench) -> None:
+    first = bench.kit.serve((429, {"error": {"message": "slow"}}, ("retry-after", "5")))
+    second = bench.kit.serve((200, bench.kit.completion("ok")))
     judges = bench.open(bench.settings(first.url, fallbacks=[fallback(second.url)]))
     with pytest.raises(JudgeBusyError):
         await judges.hurried.complete(MESSAGES, SCHEMA)
@@ -165,23 +158,21 @@ async def test_a_short_rate_limit_is_waited_for_and_a_long_one_is_not(
     assert len(second.requests) == 1
 
 
-async def test_what_a_judge_writes_wrong_is_no_reason_for_another(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
+async def test_what_a_judge_writes_wrong_is_no_reason_for_another(bench: Bench) -> None:
     """Its reply is there. To ask until one judge agrees would choose the judge by the scores."""
-    first = judge_kit.serve((200, judge_kit.completion("I like them all")))
-    second = judge_kit.serve(scoring(judge_kit, 0.8))
+    first = bench.kit.serve((200, bench.kit.completion("I like them all")))
+    second = bench.kit.serve(scoring(0.8))
     settings = bench.settings(first.url, fallbacks=[fallback(second.url)])
-    judge_kit.put_group(bench.database, "g1", "good", "bad")
-    await bench.worker(bench.open(settings), settings).step()
+    bench.put("g1", "good", "bad")
+    await bench.scoring(bench.open(settings), settings).step()
 
-    assert judge_kit.group_row(bench.database, "g1").judge_failures == '{"judge_rubbish":1}'
+    assert bench.row("g1").judge_failures == '{"judge_rubbish":1}'
     assert second.requests == []
 
 
-async def test_the_budget_holds_for_all_judges_together(bench: Bench, judge_kit: JudgeKit) -> None:
-    first = judge_kit.serve((500, {}))
-    second = judge_kit.serve((200, judge_kit.completion("ok")))
+async def test_the_budget_holds_for_all_judges_together(bench: Bench) -> None:
+    first = bench.kit.serve((500, {}))
+    second = bench.kit.serve((200, bench.kit.completion("ok")))
     price = {"input": 2_000.0, "output": 4_000.0}  # $0.036 a call
     settings = bench.settings(
         first.url, price=PRICE, budget=0.03, fallbacks=[fallback(second.url, price=price)]
@@ -212,18 +203,16 @@ class Dying:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_the_first_judge_dies_the_second_takes_over_and_the_first_comes_back(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
+async def test_the_first_judge_dies_the_second_takes_over_and_back(bench: Bench) -> None:
     """No group is lost, judged twice, or has scores of both. 41 calls: dies between two passes."""
     groups = [f"g{number:02}" for number in range(60)]
     for name in groups:
-        judge_kit.put_group(bench.database, name, "good", "bad")
-    dying = Dying(scoring(judge_kit, 0.9), dies_after=41)
-    first, second = judge_kit.serve(dying), judge_kit.serve(scoring(judge_kit, 0.8))
+        bench.put(name, "good", "bad")
+    dying = Dying(scoring(0.9), dies_after=41)
+    first, second = bench.kit.serve(dying), bench.kit.serve(scoring(0.8))
     settings = bench.settings(first.url, fallbacks=[fallback(second.url)], passes=2, concurrency=4)
     judges = bench.open(settings)
-    worker = bench.worker(judges, settings)
+    worker = bench.scoring(judges, settings)
     for round_ in range(40):
         if await worker.step() == 0:
             break
@@ -232,11 +221,9 @@ async def test_the_first_judge_dies_the_second_takes_over_and_the_first_comes_ba
         bench.clock.now += 2.0
     await judges.aclose()
 
-    calls = Counter(
-        (call.group_id, call.judge_model) for call in judge_kit.calls(bench.database) if call.ok
-    )
+    calls = Counter((call.group_id, call.judge_model) for call in bench.calls() if call.ok)
     for name in groups:
-        row = judge_kit.group_row(bench.database, name)
+        row = bench.row(name)
         assert (row.status, row.judge_attempts, row.judge_failures) == ("scored", 0, None)
         assert row.judge_model in (FIRST, SECOND)
         assert calls[name, row.judge_model] == 2, "one judge, both passes, once"
@@ -245,21 +232,19 @@ async def test_the_first_judge_dies_the_second_takes_over_and_the_first_comes_ba
         assert scored is not None
         good = {FIRST: 0.9, SECOND: 0.8}[row.judge_model]
         assert scored.scores == pytest.approx((good, 0.1))
-    by_judge = Counter(judge_kit.group_row(bench.database, name).judge_model for name in groups)
+    by_judge = Counter(bench.row(name).judge_model for name in groups)
     assert by_judge[FIRST] > 20, "before and after"
     assert by_judge[SECOND] > 10
-    assert judge_kit.counts(bench.database, "judge_failures") == {}
+    assert bench.counts("judge_failures") == {}
     # Calls that were paid for and not used: first passes of groups over which the first one died.
     assert sum(calls.values()) - 2 * len(groups) <= 4
-    asked = judge_kit.counts(bench.database, ASKED)
+    asked = bench.counts(ASKED)
     assert asked[f"judge_unavailable {FIRST}"] == dying.asked_dead <= 4 + 3
 
 
-async def test_while_an_open_breaker_is_tried_other_groups_do_not_wait_for_it(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
-    first = judge_kit.serve((500, {}))
-    second = judge_kit.serve((200, judge_kit.completion("ok")))
+async def test_while_an_open_breaker_is_tried_other_groups_do_not_wait_for_it(bench: Bench) -> None:
+    first = bench.kit.serve((500, {}))
+    second = bench.kit.serve((200, bench.kit.completion("ok")))
     judges = bench.open(bench.settings(first.url, fallbacks=[fallback(second.url)]))
     for _ in range(3):
         await judges.patient.complete(MESSAGES, SCHEMA)
@@ -267,7 +252,7 @@ async def test_while_an_open_breaker_is_tried_other_groups_do_not_wait_for_it(
     first.script = [(0, None)]  # it hangs
 
     slow = asyncio.create_task(judges.patient.complete(MESSAGES, SCHEMA))
-    await judge_kit.until(lambda: len(first.requests) == 4)
+    await until(lambda: len(first.requests) == 4)
     for _ in range(3):
         async with asyncio.timeout(10):
             assert (await judges.patient.complete(MESSAGES, SCHEMA)).text == "ok"
@@ -277,14 +262,12 @@ async def test_while_an_open_breaker_is_tried_other_groups_do_not_wait_for_it(
         await slow
 
 
-async def test_the_context_of_a_judge_is_known_through_all_that_stands_before_it(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
-    server = judge_kit.serve(scoring(judge_kit, 0.8))
+async def test_a_judges_context_is_known_through_what_stands_before(bench: Bench) -> None:
+    server = bench.kit.serve(scoring(0.8))
     settings = bench.settings(server.url, context_tokens=64, requests_per_minute=100)
-    judge_kit.put_group(bench.database, "g1", "good", "bad")
+    bench.put("g1", "good", "bad")
 
-    await bench.worker(bench.open(settings), settings).step()
+    await bench.scoring(bench.open(settings), settings).step()
 
-    assert judge_kit.status(bench.database, "g1") == ("set_aside", "judge_too_long")
+    assert bench.status("g1") == ("set_aside", "judge_too_long")
     assert server.requests == []

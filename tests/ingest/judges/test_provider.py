@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -17,11 +17,9 @@ from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.judging import LONGEST_LIMIT_S, lease_s
 from ingest.ruler.waiting import LONGEST_STAY_S, MINUTE_S
 from sidecar.settings import Judge as JudgeSettings
+from support.fake_judge import score_by_content
 from support.virtual_time import VirtualLoop
 from tests.ingest.judges.conftest import Bench
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
 
 SCHEMA = {"properties": {"scores": {"items": {"properties": {"id": {"enum": ["a", "b"]}}}}}}
 PATIENT = Patience(first_s=LONGEST_STAY_S, begun_s=LONGEST_LIMIT_S)
@@ -86,6 +84,13 @@ def virtually(play: Callable[[VirtualLoop], Coroutine[Any, Any, Any]]) -> Any:
         loop.close()
 
 
+def in_virtual_time(test: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        virtually(test)
+
+    return run
+
+
 def messages(size: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "x" * size}]
 
@@ -148,9 +153,7 @@ def test_refusing_every_second_request_costs_no_group() -> None:
 
 @pytest.mark.parametrize("retry_after_s", [0.0, 1.0])
 @pytest.mark.parametrize("lasts_s", [0.4, 2.0])
-def test_eight_callers_use_nine_tenths_of_two_requests_a_second(
-    lasts_s: float, retry_after_s: float
-) -> None:
+def test_eight_callers_use_nine_tenths_of_a_rate(lasts_s: float, retry_after_s: float) -> None:
     async def play(loop: VirtualLoop) -> tuple[int, float]:
         server = Server(loop, per_second(2.0, retry_after_s), lasts_s)
         return await judged(provider(server, loop), 400), server.answered[-1]
@@ -160,44 +163,40 @@ def test_eight_callers_use_nine_tenths_of_two_requests_a_second(
     assert 800 / seconds >= 0.9 * 2.0
 
 
-def test_a_long_pause_is_not_waited_for_and_a_judgement_that_is_paid_for_is_finished() -> None:
-    async def play(loop: VirtualLoop) -> None:
-        pauses = iter([None, 100.0])
-        server = Server(loop, lambda _: next(pauses, None))
-        made = provider(server, loop)
-        assert await made.judgement(two_passes, PATIENT)
-        assert loop.time() > 100.0
-        made.waiting = made.waiting.paused(loop.time() + 31.0)
-        with pytest.raises(JudgeBusyError, match="asked for a pause") as raised:
-            await made.judgement(two_passes, PATIENT)
-        assert raised.value.retry_after_s == pytest.approx(31.0)
-
-    virtually(play)
-
-
-def test_a_call_that_would_wait_long_for_a_limit_is_put_off() -> None:
-    async def play(loop: VirtualLoop) -> None:
-        server = Server(loop, lambda _: None)
-        made = provider(server, loop, requests_per_minute=2)
-        assert await made.judgement(two_passes, PATIENT)
-        with pytest.raises(JudgeLimitedError) as raised:
-            await made.judgement(two_passes, PATIENT)
-        assert raised.value.until == MINUTE_S
-        assert len(server.answered) == 2
-
-    virtually(play)
-
-
-def test_both_requests_of_a_call_that_is_made_twice_count() -> None:
-    async def play(loop: VirtualLoop) -> None:
-        server = Server(loop, lambda _: None)
-        made = provider(server, loop, requests_per_minute=3)
+@in_virtual_time
+async def test_a_long_pause_is_not_waited_for_and_a_judgement_that_is_paid_for_is_finished(
+    loop: VirtualLoop,
+) -> None:
+    pauses = iter([None, 100.0])
+    server = Server(loop, lambda _: next(pauses, None))
+    made = provider(server, loop)
+    assert await made.judgement(two_passes, PATIENT)
+    assert loop.time() > 100.0
+    made.waiting = made.waiting.paused(loop.time() + 31.0)
+    with pytest.raises(JudgeBusyError, match="asked for a pause") as raised:
         await made.judgement(two_passes, PATIENT)
-        made.again()
-        with pytest.raises(JudgeLimitedError):
-            await made.judgement(two_passes, PATIENT)
+    assert raised.value.retry_after_s == pytest.approx(31.0)
 
-    virtually(play)
+
+@in_virtual_time
+async def test_a_call_that_would_wait_long_for_a_limit_is_put_off(loop: VirtualLoop) -> None:
+    server = Server(loop, lambda _: None)
+    made = provider(server, loop, requests_per_minute=2)
+    assert await made.judgement(two_passes, PATIENT)
+    with pytest.raises(JudgeLimitedError) as raised:
+        await made.judgement(two_passes, PATIENT)
+    assert raised.value.until == MINUTE_S
+    assert len(server.answered) == 2
+
+
+@in_virtual_time
+async def test_both_requests_of_a_call_that_is_made_twice_count(loop: VirtualLoop) -> None:
+    server = Server(loop, lambda _: None)
+    made = provider(server, loop, requests_per_minute=3)
+    await made.judgement(two_passes, PATIENT)
+    made.again()
+    with pytest.raises(JudgeLimitedError):
+        await made.judgement(two_passes, PATIENT)
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ def most_in_a_minute(out: Sequence[float]) -> int:
     return max(map(len, minutes), default=0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(crowd=st.lists(ASKED, min_size=1, max_size=25), calls=st.sampled_from([0, 1, 2, 3, 5, 10]))
 def test_no_minute_has_more_than_the_limit(crowd: list[Asked], calls: int) -> None:
     out = gone_out(crowd, requests_per_minute=calls)
@@ -290,25 +289,23 @@ def test_as_many_go_as_fit_the_limit() -> None:
     assert max(out) == pytest.approx(300.0)
 
 
-async def test_a_group_that_is_put_off_counts_no_attempt_and_is_judged_later(
-    bench: Bench, judge_kit: JudgeKit
-) -> None:
+async def test_a_group_that_is_put_off_counts_no_attempt_and_is_judged_later(bench: Bench) -> None:
     """1 call a minute, and no time passes: the second group is put off."""
-    score = judge_kit.answer_with(judge_kit.score_by_content({"good": 0.9}, otherwise=0.1))
-    server = judge_kit.serve(score)
+    score = bench.kit.answer_with(score_by_content({"good": 0.9}, otherwise=0.1))
+    server = bench.kit.serve(score)
     made = bench.settings(server.url, requests_per_minute=1, concurrency=1)
     judges = bench.open(made, hurry_s=5.0)
-    worker = bench.worker(judges, made)
+    worker = bench.scoring(judges, made)
     for name in ("g1", "g2"):
-        judge_kit.put_group(bench.database, name, "good", "bad")
+        bench.put(name, "good", "bad")
     for _ in range(4):
         await worker.step()
 
-    assert judge_kit.status(bench.database, "g1")[0] == "scored"
-    row = judge_kit.group_row(bench.database, "g2")
+    assert bench.status("g1")[0] == "scored"
+    row = bench.row("g2")
     assert (row.status, row.judge_attempts, row.judge_failures) == ("sampled", 0, None)
     assert row.lease_until == 0.0, "free for whoever may ask"
-    assert judge_kit.counts(bench.database, "judge_failures") == {"judge_limited": 1}
+    assert bench.counts("judge_failures") == {"judge_limited": 1}
     with pytest.raises(JudgeLimitedError):  # best of N
         await judges.hurried.complete(messages(4), SCHEMA)
     assert len(server.requests) == 1

@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -22,9 +22,7 @@ from sidecar.store.models import GroupRow
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content
 from support.forking import Fork, forking
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from tests.ingest.judges.conftest import Bench
 
 WORTH = {"good": 0.9, "bad": 0.1}
 
@@ -62,41 +60,24 @@ class Killed(BaseException):
 
 
 @pytest.mark.both_stores
-async def test_calls_before_a_kill_are_not_bought_again(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
+async def test_calls_before_a_kill_are_not_bought_again(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
     with pytest.raises(Killed):
-        await cached_worker(database, DiesAfter(3), clock, passes=4).step()
-    clock.now += 10_000.0
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+        await cached_worker(bench.database, DiesAfter(3), bench.clock, passes=4).step()
+    bench.clock.now += 10_000.0
+    judge = FakeJudge(score_by_content(WORTH))
 
-    await cached_worker(database, judge, clock, passes=4).step()
+    await cached_worker(bench.database, judge, bench.clock, passes=4).step()
 
-    assert judge_kit.status(database, "g1") == ("scored", None)
+    assert bench.status("g1") == ("scored", None)
     assert len(judge.prompts) == 1, "three of four passes were replayed"
-    calls = judge_kit.calls(database)
+    calls = bench.calls()
     assert [one.cached for one in calls] == [True, True, True, False]
     assert [one.cost_usd for one in calls[:3]] == [0.0, 0.0, 0.0]
     assert [one.prompt_tokens for one in calls] == [0, 0, 0, 100]
-    assert judge_kit.counts(database, "judge_calls") == {"cached": 3, "good": 1}
-    scores = judge_kit.group_row(database, "g1")
+    assert bench.counts("judge_calls") == {"cached": 3, "good": 1}
+    scores = bench.row("g1")
     assert (scores.disagreement, scores.flipped_pairs) == (0.0, 0.0)
-
-
-async def test_a_second_group_of_the_same_content_costs_nothing(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    worker = cached_worker(database, judge, clock, passes=2)
-    judge_kit.put_group(database, "g1", "good", "bad")
-    await worker.step()
-    judge_kit.put_group(database, "g2", "good", "bad")
-    await worker.step()
-
-    assert judge_kit.status(database, "g2") == ("scored", None)
-    assert len(judge.prompts) == 2
-    assert judge_kit.counts(database, "judge_calls") == {"good": 2, "cached": 2}
 
 
 class Away(FakeJudge):
@@ -108,26 +89,24 @@ class Away(FakeJudge):
         raise JudgeUnavailableError("down")
 
 
-async def test_a_replayed_group_is_no_proof_that_the_judge_works(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
+async def test_a_replayed_group_is_no_proof_that_the_judge_works(bench: Bench) -> None:
     """Else an outage would end with each replay, and its failures count against groups."""
-    first = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    judge_kit.put_group(database, "g1", "good", "bad")
-    await cached_worker(database, first, clock, passes=1).step()
-    worker = cached_worker(database, Away(), clock, passes=1)
-    judge_kit.put_group(database, "other", "good", "worse")
+    first = FakeJudge(score_by_content(WORTH))
+    bench.put("g1", "good", "bad")
+    await cached_worker(bench.database, first, bench.clock, passes=1).step()
+    worker = cached_worker(bench.database, Away(), bench.clock, passes=1)
+    bench.put("other", "good", "worse")
     await worker.step()  # it fails, and so does the probe: an outage
     assert worker._blame.waiting.lasts
-    judge_kit.put_group(database, "same", "good", "bad")
-    clock.now = worker._blame.waiting.retry_at
+    bench.put("same", "good", "bad")
+    bench.clock.now = worker._blame.waiting.retry_at
     for _ in range(4):
         await worker.step()
-        clock.now += 1.0
+        bench.clock.now += 1.0
 
-    assert judge_kit.status(database, "same") == ("scored", None)
+    assert bench.status("same") == ("scored", None)
     assert worker._blame.waiting.lasts
-    row = judge_kit.group_row(database, "other")
+    row = bench.row("other")
     assert (row.status, row.judge_attempts) == ("sampled", 0)
 
 
@@ -166,33 +145,32 @@ def fork() -> Iterator[Fork]:
 
 
 async def test_a_sigkill_between_two_passes_costs_the_second_alone(
-    database: Database,
-    clock: Clock,
-    judge_kit: JudgeKit,
+    bench: Bench,
     tmp_path: Path,
     fork: Fork,
 ) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    answer = judge_kit.answer_with(judge_kit.score_by_content(WORTH, otherwise=0.5))
-    dying = judge_kit.serve(answer, answer, (0, None))  # the probe and one pass
-    config = config_of(database, tmp_path, dying.url)
+    bench.put("g1", "good", "bad")
+    answer = bench.kit.answer_with(score_by_content(WORTH, otherwise=0.5))
+    dying = bench.kit.serve(answer, answer, (0, None))  # the probe and one pass
+    config = config_of(bench.database, tmp_path, dying.url)
     process = fork("ingest.score", "--config", str(config))
     while len(dying.requests) < 3:
         assert process.poll() is None
         await asyncio.sleep(0.05)
     process.kill()
     process.wait()
-    with database.write() as session:
+    with bench.database.write() as session:
         session.execute(update(GroupRow).values(lease_until=0.0))  # it has run out
     dying.script[:] = [answer]
 
     process = fork("ingest.score", "--config", str(config))
-    while judge_kit.status(database, "g1") != ("scored", None):
+    while bench.status("g1") != ("scored", None):
         assert process.poll() is None
         await asyncio.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
 
     assert len(dying.requests) - 3 - 1 == 1, "besides the probe of its start"
-    replies = [json.loads(one.reply) for one in judge_kit.calls(database) if one.group_id == "g1"]
+    replies = [json.loads(one.reply) for one in bench.calls() if one.group_id == "g1"]
     assert len(replies) == 2
+    assert bench.row("g1").judge_attempts == 1, "the one that the process died over"

@@ -19,7 +19,6 @@ def found(text: str) -> list[tuple[str, str]]:
     ("kind", "value"),
     [
         ("CREDIT_CARD", "4111 1111 1111 1111"),
-        ("CREDIT_CARD", "5555555555554444"),
         ("CREDIT_CARD", "3782-822463-10005"),
         ("IBAN", "DE89 3704 0044 0532 0130 00"),
         ("IBAN", "GB82WEST12345698765432"),
@@ -28,12 +27,7 @@ def found(text: str) -> list[tuple[str, str]]:
         ("PHONE", "+49 30 901820"),
         ("PHONE", "(212) 555-0123"),
         ("SECRET", "AKIAIOSFODNN7EXAMPLE"),
-        ("SECRET", "ghp_" + "a1B2" * 9),
-        ("SECRET", "github_pat_" + "a1B2" * 12),
-        ("SECRET", "glpat-" + "a1B2" * 5),
-        ("SECRET", "sk-ant-api03-" + "a1B2" * 20),
         ("SECRET", "sk_live_" + "a1B2" * 20),  # longer than the pattern of detect-secrets
-        ("SECRET", "xoxb-1234567890-abcdefghij"),
         ("SECRET", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"),
         ("SECRET", "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n+/=\n-----END RSA PRIVATE KEY-----"),
         ("SECRET", "://user:p@ss.w@rd!@"),
@@ -45,9 +39,7 @@ def test_a_value_is_found_whole(kind: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\\n"])
-def test_the_body_of_a_key_is_found_behind_its_headers_though_the_end_is_missing(
-    newline: str,
-) -> None:
+def test_the_body_of_a_key_is_found_behind_headers_though_its_end_is_missing(newline: str) -> None:
     lines = [
         "-----BEGIN RSA PRIVATE KEY-----",
         "Proc-Type: 4,ENCRYPTED",
@@ -102,9 +94,7 @@ def test_what_stands_beside_a_value_does_not_hide_it(text: str, kind: str, value
         ("SECRET", "hf_" + "a1" * 17),
     ],
 )
-def test_a_value_between_underscores_is_found_without_them(
-    kind: str, value: str, around: str
-) -> None:
+def test_a_value_between_underscores_is_found_alone(kind: str, value: str, around: str) -> None:
     assert found(around.format(value)) == [(kind, value)]
 
 

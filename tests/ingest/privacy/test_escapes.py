@@ -111,7 +111,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(PIECES, max_size=8).map("".join), st.integers(0, 2))
 def test_escapes_are_undone_as_json_does(text: str, deep: int) -> None:
     written = text
@@ -126,7 +126,7 @@ def test_escapes_are_undone_as_json_does(text: str, deep: int) -> None:
         assert undone == once
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(PIECES, max_size=8).map("".join), st.integers(0, 2))
 def test_all_that_is_found_as_the_text_stands_is_found_still(text: str, deep: int) -> None:
     """But for the letters of an escape, with which a value began."""

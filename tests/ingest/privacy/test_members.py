@@ -70,9 +70,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")]))
-def test_no_value_without_a_repeated_member_is_refused(
-    value: object, separators: tuple[str, str]
-) -> None:
+def test_no_value_without_one_is_refused(value: object, separators: tuple[str, str]) -> None:
     assert decoded(json.dumps(value, separators=separators)) == value
 
 

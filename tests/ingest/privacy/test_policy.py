@@ -6,19 +6,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
-from ingest.grouping.selection import group_id_of
 from ingest.intake.bus import OutboxBus
 from ingest.intake.choose import Sessions, choose_new
 from ingest.intake.consume import Consumed, consume
 from ingest.privacy import screen, texts, texts as judge_view
 from ingest.privacy.screen import Screen
 from ingest.privacy.texts import JudgeView
-from ingest.records import Answer, Group
 from ingest.store.exchanges import load_exchange
-from ingest.store.groups import append_answers, load_group, mark_sampled, save_group
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.errors import SettingsError
 from sidecar.records import Exchange
@@ -27,6 +23,7 @@ from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring
 from support.clock import Clock
 from support.ingest_kit import Kit
+from tests.ingest.conftest import put_group
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -46,46 +43,25 @@ def exchange(name: str, text: str = f"my key is {KEY}", **changes: Any) -> Excha
 
 
 def take(kit: Kit, settings: Privacy, *exchanges: Exchange) -> Consumed:
-    bus = kit.MemoryBus([msgspec.msgpack.encode(one) for one in exchanges])
-    screens = Screen(settings)
-    return consume(
-        bus,
-        kit.database,
-        limit=10,
-        sessions=Sessions(held_out_rate=0.0),
-        now=1.0,
-        screen=screens,
-        keeps_unread=screens.keeps_unread,
-    )
+    screen = Screen(settings)
+    return kit.take(*exchanges, now=1.0, screen=screen, keeps_unread=screen.keeps_unread)
 
 
-def stored(kit: Kit, name: str) -> Exchange | None:
-    with kit.database.read() as session:
-        found = load_exchange(session, name)
-        return None if found is None else found.exchange
-
-
-def test_by_default_a_secret_keeps_its_exchange_out_of_training(
-    kit: Kit, judge_kit: JudgeKit
-) -> None:
+def test_by_default_a_secret_keeps_its_exchange_out_of_training(kit: Kit) -> None:
     done = take(kit, Privacy(), exchange("a"), exchange("b", f"write to {MAIL}"))
 
     assert (done.stored, done.dropped) == (2, 0)
-    flagged, plain = stored(kit, "a"), stored(kit, "b")
-    assert flagged is not None
+    flagged, plain = kit.stored("a").exchange, kit.stored("b").exchange
     assert flagged.untrainable_reason == "private"
     assert KEY.encode() in flagged.request
-    assert plain is not None
     assert plain.untrainable_reason is None
-    assert judge_kit.counts(kit.database, "privacy") == {"found_secret": 1, "kept_out": 1}
+    assert kit.counts("privacy") == {"found_secret": 1, "kept_out": 1}
     choose_new(kit.database, kit.rules(), model="m", limit=10, now=2.0)
-    with kit.database.read() as session:
-        found = load_exchange(session, "a")
-    assert found is not None
+    found = kit.stored("a")
     assert found.selection == "untrainable:private"
 
 
-def test_a_project_may_drop_what_another_learns_from(kit: Kit, judge_kit: JudgeKit) -> None:
+def test_a_project_may_drop_what_another_learns_from(kit: Kit) -> None:
     settings = Privacy.model_validate(
         {"projects": {"bank": {"flagged": "drop"}, "lab": {"flag": []}}}
     )
@@ -99,26 +75,25 @@ def test_a_project_may_drop_what_another_learns_from(kit: Kit, judge_kit: JudgeK
     )
 
     assert (done.stored, done.dropped, done.read) == (2, 1, 3)
-    assert stored(kit, "a") is None
-    kept = stored(kit, "c")
-    assert kept is not None
+    with kit.database.read() as session:
+        assert load_exchange(session, "a") is None
+    kept = kit.stored("c").exchange
     assert kept.untrainable_reason is None
-    assert judge_kit.counts(kit.database, "privacy") == {"found_secret": 1, "dropped": 1}
-    assert judge_kit.counts(kit.database, "consume") == {"stored": 2, "dropped": 1}
+    assert kit.counts("privacy") == {"found_secret": 1, "dropped": 1}
+    assert kit.counts("consume") == {"stored": 2, "dropped": 1}
 
 
-def test_values_are_replaced_before_storage(kit: Kit, judge_kit: JudgeKit) -> None:
+def test_values_are_replaced_before_storage(kit: Kit) -> None:
     reply = kit.choice(f"Noted: {KEY} of {MAIL}", token_ids=(7, 8), logprobs=(-0.1, -0.2))
     done = take(kit, Privacy(before_storage=True), exchange("a", choices=(reply,)))
 
     assert done.stored == 1
-    kept = stored(kit, "a")
-    assert kept is not None
+    kept = kit.stored("a").exchange
     assert json.loads(kept.request)["messages"][0]["content"] == "my key is <SECRET_1>"
     assert json.loads(kept.choices[0].message)["content"] == "Noted: <SECRET_1> of <EMAIL_1>"
     assert kept.prompt_token_ids == kept.choices[0].token_ids == kept.choices[0].logprobs == ()
     assert kept.untrainable_reason == "private"
-    assert judge_kit.counts(kit.database, "privacy")["redacted"] == 1
+    assert kit.counts("privacy")["redacted"] == 1
 
 
 def files(folder: Path) -> bytes:
@@ -130,6 +105,7 @@ def test_with_a_key_no_file_ever_holds_a_redacted_value(kit: Kit, tmp_path: Path
     outbox = Outbox(tmp_path / "outbox.db", max_rows=10, keyring=keyring)
     outbox.write([exchange("a"), exchange("b", "hello")])
     assert b"zebra" not in files(tmp_path)
+    assert b"hello" not in files(tmp_path)
     database = Database(kit.database.url, keyring)
     bus = OutboxBus(OutboxReader(tmp_path / "outbox.db"))
     try:
@@ -143,10 +119,7 @@ def test_with_a_key_no_file_ever_holds_a_redacted_value(kit: Kit, tmp_path: Path
         )
         assert done.stored == 2
         assert b"zebra" not in files(tmp_path)
-        with database.read() as session:
-            found = load_exchange(session, "a")
-        assert found is not None
-        assert b"zebra" not in found.exchange.request
+        assert b"zebra" not in Kit(database).stored("a").exchange.request
     finally:
         bus.close()
         database.close()
@@ -167,70 +140,42 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_detector_that_raises_costs_its_record_alone(kit: Kit, judge_kit: JudgeKit) -> None:
+def test_a_detector_that_raises_costs_its_record_alone(kit: Kit) -> None:
     exchanges = (exchange("a", "hello"), exchange("b", "break it"), exchange("c", "hello"))
     done = take(kit, Privacy(), *exchanges)
 
     assert (done.stored, done.poison) == (3, 0)
-    kept = stored(kit, "b")
-    assert kept is not None
+    kept = kit.stored("b").exchange
     assert kept.untrainable_reason == "private"
-    assert judge_kit.counts(kit.database, "privacy") == {"failed": 1, "kept_out": 1}
+    assert kit.counts("privacy") == {"failed": 1, "kept_out": 1}
 
 
 @pytest.mark.usefixtures("broken")
-def test_what_nobody_could_search_is_not_stored_where_values_must_be_replaced(
-    kit: Kit, judge_kit: JudgeKit
-) -> None:
+def test_what_nobody_could_search_is_not_stored_where_values_must_be_replaced(kit: Kit) -> None:
     done = take(kit, Privacy(before_storage=True), exchange("b", "break it"), exchange("c", "hi"))
 
     assert (done.stored, done.dropped) == (1, 1)
-    assert judge_kit.counts(kit.database, "privacy") == {"failed": 1, "dropped": 1}
+    assert kit.counts("privacy") == {"failed": 1, "dropped": 1}
 
 
-def test_an_exchange_over_the_limit_is_not_searched_and_not_learned_from(
-    kit: Kit, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+def test_an_exchange_over_the_limit_is_not_learned_from(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(screen, "SEARCHED_BYTES", 1_000)
     take(kit, Privacy(), exchange("a", "x" * 2_000))
 
-    kept = stored(kit, "a")
-    assert kept is not None
+    kept = kit.stored("a").exchange
     assert kept.untrainable_reason == "private"
-    assert judge_kit.counts(kit.database, "privacy") == {"too_large": 1, "kept_out": 1}
+    assert kit.counts("privacy") == {"too_large": 1, "kept_out": 1}
 
 
-def put_group(kit: Kit, *answers: str) -> str:
-    made = exchange("e", f"I am {MAIL}, key {KEY}", choices=(kit.choice(answers[0]),))
-    kit.store(made)
-    group = Group(
-        group_id=group_id_of("e"),
-        exchange_id="e",
-        session_key="s",
-        adapter="base",
-        request=made.request,
-        prompt_token_ids=(),
-        answers=(),
-    )
-    with kit.database.write() as session:
-        assert save_group(session, group, now=1.0)
-        append_answers(
-            session,
-            group.group_id,
-            [
-                Answer(index=index, origin="sampled", message=kit.message(text))
-                for index, text in enumerate(answers)
-            ],
-            size=8,
-        )
-        assert mark_sampled(session, group.group_id)
-    return group.group_id
+def put_answers(kit: Kit, *answers: str) -> None:
+    request = exchange("e", f"I am {MAIL}, key {KEY}").request
+    put_group(kit.database, "g1", *answers, request=request)
 
 
-async def test_the_judge_sees_placeholders_and_answers_stay_comparable(
-    kit: Kit, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    group_id = put_group(kit, f"Write to {MAIL}", "Write to other.marker@example.com", f"Key {KEY}")
+async def test_the_judge_sees_placeholders(kit: Kit, clock: Clock, judge_kit: JudgeKit) -> None:
+    put_answers(kit, f"Write to {MAIL}", "Write to other.marker@example.com", f"Key {KEY}")
     judge = judge_kit.FakeJudge(
         judge_kit.score_by_content(
             {"Write to <EMAIL_1>": 0.9, "Write to <EMAIL_2>": 0.2, "Key <SECRET_1>": 0.1}
@@ -242,11 +187,9 @@ async def test_the_judge_sees_placeholders_and_answers_stay_comparable(
     said = json.dumps(judge.conversations)
     assert "marker" not in said
     assert "I am \\\\u003cEMAIL_1>, key \\\\u003cSECRET_1>" in said
-    assert judge_kit.status(kit.database, group_id) == ("scored", None)
-    with kit.database.read() as session:  # the learner has them as they were sampled
-        group = load_group(session, group_id)
-    assert group is not None
-    assert MAIL.encode() in group.answers[0].message
+    assert judge_kit.status(kit.database, "g1") == ("scored", None)
+    # The learner has them as they were sampled.
+    assert MAIL.encode() in kit.group("g1").answers[0].message
 
 
 async def test_without_a_search_the_judge_sees_nothing(
@@ -256,14 +199,14 @@ async def test_without_a_search_the_judge_sees_nothing(
         raise RuntimeError(KEY)
 
     monkeypatch.setattr(texts.Redaction, "json", fail)
-    group_id = put_group(kit, "one", "two")
+    put_answers(kit, "one", "two")
     judge = judge_kit.FakeJudge()
 
     await judge_kit.worker(kit.database, judge, clock).step()
 
     assert judge.conversations == []
-    assert judge_kit.status(kit.database, group_id) == ("set_aside", "not_redacted")
-    assert KEY not in str(judge_kit.group_row(kit.database, group_id).detail)
+    assert judge_kit.status(kit.database, "g1") == ("set_aside", "not_redacted")
+    assert KEY not in str(judge_kit.group_row(kit.database, "g1").detail)
 
 
 def test_the_judge_may_be_shown_all_by_an_operator() -> None:

@@ -38,7 +38,6 @@ from sidecar.store.models import (
     AnswerRow,
     CanaryRow,
     ChoiceRow,
-    ExchangeRow,
     FeedbackRow,
     GroupRow,
     SignalRow,
@@ -165,30 +164,17 @@ def test_far_behind_it_goes_to_the_newest_and_counts_the_others(
     assert kit.counts("watch") == {"skipped": 36}
 
 
-@pytest.mark.parametrize("body", [b"?", b""])
-def test_an_answer_that_cannot_be_read_costs_itself(
-    kit: Kit, database: Database, body: bytes
-) -> None:
+def test_an_answer_that_cannot_be_read_costs_itself(kit: Kit, database: Database) -> None:
     kit.store(served(kit, "a"), served(kit, "b"))
     with database.write() as session:
         session.execute(
-            update(ChoiceRow).where(ChoiceRow.exchange_id == "a").values(message_body=body)
+            update(ChoiceRow).where(ChoiceRow.exchange_id == "a").values(message_body=b"?")
         )
 
     look(database)
 
     assert list(watched(database)) == ["b"]
     assert kit.counts("watch") == {"unreadable": 1}
-
-
-def test_a_request_that_cannot_be_read_makes_no_call_invalid(kit: Kit, database: Database) -> None:
-    kit.store(served(kit, "a", None, message={"tool_calls": [CALL]}, request={"tools": TOOLS}))
-    with database.write() as session:
-        session.execute(update(ExchangeRow).values(request_body=b"?"))
-
-    look(database)
-
-    assert watched(database) == {"a": set()}
 
 
 def test_what_is_deleted_is_watched_no_more(kit: Kit, database: Database) -> None:
@@ -360,18 +346,6 @@ def test_where_verifiers_changed_the_reward_it_is_what_counts(kit: Kit, database
     assert found.correlation < -0.4
 
 
-def test_a_damaged_score_costs_its_group(kit: Kit, database: Database) -> None:
-    put_groups(kit, database, 12, slope=0.1)
-    with database.write() as session:
-        session.execute(
-            update(AnswerRow)
-            .where(AnswerRow.group_id == "g-003", AnswerRow.index == 1)
-            .values(score=None)
-        )
-
-    assert profile(database).groups == 11
-
-
 def test_sums_stay_when_the_answers_go(kit: Kit, database: Database) -> None:
     fill(kit, database)
     with database.write() as session:
@@ -445,13 +419,7 @@ def test_the_line_goes_back_so_many_promotions(database: Database) -> None:
 
 @pytest.mark.parametrize(
     "gate",
-    [
-        None,
-        {},
-        {"mean_difference": "x", "low": 0, "high": 1},
-        {**GATE, "low": 0.9},
-        {**GATE, "high": None},
-    ],
+    [None, {"mean_difference": "x", "low": 0, "high": 1}, {**GATE, "low": 0.9}],
 )
 def test_a_gain_that_is_not_known_leaves_out_the_sum(database: Database, gate: Any) -> None:
     put_line(database, "v1", "v2", gate=gate)
@@ -481,15 +449,18 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
     put_line(database, "v1", "v2")
     put_profiles(database, base=0.02, v1=0.02, v2=0.2)
 
-    def holding() -> list[str]:
+    def holding(hold: bool = True) -> list[str]:
         with database.read() as session:
-            return [one.check for one in ask(session, MODEL, Watch(), LIMITS).holding]
+            answer = ask(session, MODEL, Watch(hold=hold), LIMITS)
+        assert [one.check for one in answer.verdict.findings] == ["refusal"]
+        return [one.check for one in answer.holding]
 
     def override(champion: str, *checks: str) -> None:
         with database.write() as session:
             write_override(session, MODEL, Override(champion=champion, checks=checks, at=NOW))
 
     assert holding() == ["refusal"]
+    assert holding(hold=False) == [], "shown, and not held"
     override("v1", "refusal")
     assert holding() == ["refusal"]
     override("v2", "length")
@@ -498,7 +469,7 @@ def test_an_override_waives_its_checks_for_its_champion_alone(database: Database
     assert holding() == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"champion": "v2"}', '{"champion": 3}'])
+@pytest.mark.parametrize("text", ["{", '{"champion": "v2"}'])
 def test_a_damaged_override_waives_nothing(database: Database, text: str) -> None:
     with database.write() as session:
         set_flag(session, "watch_override", text, now=1.0)
@@ -506,14 +477,3 @@ def test_a_damaged_override_waives_nothing(database: Database, text: str) -> Non
 
     with database.read() as session:
         assert read_override(session, MODEL) is None
-
-
-def test_settings_may_show_without_holding(database: Database) -> None:
-    put_line(database, "v1", "v2")
-    put_profiles(database, base=0.02, v1=0.02, v2=0.2)
-
-    with database.read() as session:
-        answer = ask(session, MODEL, Watch(hold=False), LIMITS)
-
-    assert [one.check for one in answer.verdict.findings] == ["refusal"]
-    assert answer.holding == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingest.ruler.blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
+from ingest.ruler.blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, WAITS, Blame, Failed
 from ingest.ruler.group import SetAside
 
 
@@ -114,11 +114,4 @@ def test_an_unusable_reply_is_believed_and_not_final_and_a_refusal_is_final() ->
 
 
 def test_a_groups_wait_doubles_up_to_an_hour() -> None:
-    assert [wait_s(attempts) for attempts in (1, 2, 3, 10, 11, 10_000)] == [
-        5.0,
-        10.0,
-        20.0,
-        2560.0,
-        3600.0,
-        3600.0,
-    ]
+    assert [WAITS.wait_s(attempts) for attempts in (1, 2, 10, 11)] == [5.0, 10.0, 2560.0, 3600.0]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import sqlite3
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
-from sqlalchemy import event, text
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from ingest.errors import (
@@ -22,12 +22,8 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.ruler.blame import ATTEMPTS, UNPROVEN, Failed, charge, claim_for_judge
-from sidecar.store.database import Database
-from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
-
+from support.fake_judge import FakeJudge, scores_reply
+from tests.ingest.conftest import Bench
 
 LEASE_S = 180.0
 BROWN_OUTS = [
@@ -40,13 +36,12 @@ BROWN_OUTS = [
 class Play:
     """A worker and its judge; `refuse` says what becomes of a question by its answers' texts."""
 
-    def __init__(self, kit: JudgeKit, database: Database, clock: Clock) -> None:
-        self.kit, self.database, self.clock = kit, database, clock
-        self.began = clock.now
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.database, self.clock = bench, bench.database, bench.clock
+        self.began = self.clock.now
         self.asked: list[tuple[float, str]] = []
         self.refuse: Callable[[str], Exception | None] = lambda texts: None
-        judge = kit.FakeJudge(self._reply)
-        self.worker = kit.worker(database, judge, clock)
+        self.worker = bench.worker(FakeJudge(self._reply))
 
     def _reply(self, shown: Any) -> str:
         texts = " ".join(sorted(answer["content"] for answer in shown.values()))
@@ -55,10 +50,10 @@ class Play:
         if error is not None:
             raise error
         scores = {name: 0.25 + 0.5 * (place % 2) for place, name in enumerate(shown)}
-        return str(self.kit.scores_reply(scores))
+        return scores_reply(scores)
 
     def put(self, name: str) -> None:
-        self.kit.put_group(self.database, name, f"{name} one", f"{name} two")
+        self.bench.put(name, f"{name} one", f"{name} two")
 
     async def run(
         self, seconds: float, tick_s: float, before: Callable[[float], None] = lambda now: None
@@ -73,12 +68,12 @@ class Play:
         return [at for at, texts in self.asked if name in texts]
 
     def judged(self) -> dict[str, int]:
-        return dict(self.kit.counts(self.database, "judging"))
+        return self.bench.counts("judging")
 
 
 @pytest.fixture
-def play(judge_kit: JudgeKit, database: Database, clock: Clock) -> Play:
-    return Play(judge_kit, database, clock)
+def play(bench: Bench) -> Play:
+    return Play(bench)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +101,7 @@ async def test_a_judge_that_is_good_for_a_sum_only_costs_no_group(
     assert all("answers a simple sum but fails on every group" in one["to_do"] for one in said)
 
 
-async def test_a_queue_of_nothing_but_bad_groups_is_given_up_after_a_hundred_tries_and_days(
-    play: Play,
-) -> None:
+async def test_a_queue_of_bad_groups_is_given_up_after_a_hundred_tries(play: Play) -> None:
     """No group was ever scored, so nothing proves that it is not the judge."""
     play.refuse = lambda texts: None if "2 + 3" in texts else JudgeRejectedError("no")
     play.put("bad0")
@@ -120,7 +113,7 @@ async def test_a_queue_of_nothing_but_bad_groups_is_given_up_after_a_hundred_tri
 
     assert play.judged() == {"judge_rejected": 2}
     assert [len(play.calls(name)) for name in ("bad0", "bad1")] == [ATTEMPTS[UNPROVEN]] * 2
-    assert play.kit.group_row(play.database, "bad0").detail == "no"
+    assert play.bench.row("bad0").detail == "no"
     asked = len(play.asked)
     await play.run(24 * 3600, 1800)
     assert len(play.asked) == asked
@@ -146,55 +139,6 @@ async def test_attempts_of_one_reason_do_not_use_up_those_of_another(play: Play,
     await play.run(60, 5)
 
     assert play.judged() == {"scored": 1}
-
-
-async def test_a_damaged_count_of_attempts_counts_for_nothing(play: Play) -> None:
-    play.refuse = lambda texts: JudgeRejectedError("no") if "bad" in texts else None
-    for name in ("good", "bad"):
-        play.put(name)
-    with play.database.write() as session:
-        session.execute(text("UPDATE answer_group SET judge_failures = '[1, {'"))
-
-    await play.run(120, 1)
-
-    assert play.judged() == {"scored": 1, "judge_rejected": 1}
-    assert len(play.calls("bad")) == ATTEMPTS["judge_rejected"]
-
-
-async def test_a_limit_of_requests_is_charged_to_no_group(play: Play) -> None:
-    """Four requests a minute; six groups a minute come. Then every group meets one bad reply."""
-    minute, used = -1.0, 0
-
-    def limited(texts: str) -> Exception | None:
-        nonlocal minute, used
-        if play.clock.now // 60 != minute:
-            minute, used = play.clock.now // 60, 0
-        used += 1
-        return JudgeBusyError("slow down") if used > 4 else None
-
-    play.refuse = limited
-    came = 0
-
-    def arrive(now: float) -> None:
-        nonlocal came
-        while came < 50 and came * 6 <= now:
-            play.put(f"good{came:02}")
-            came += 1
-
-    await play.run(500, 4, arrive)
-    bad = {f"good{number:02}" for number in range(50)}
-
-    def blip(texts: str) -> Exception | None:
-        name = texts.split()[0]
-        if name in bad:
-            bad.remove(name)
-            return JudgeGarbledError("a page")
-        return None
-
-    play.refuse = blip
-    await play.run(3600, 30)
-
-    assert play.judged() == {"scored": 50}
 
 
 async def test_a_group_that_is_told_to_come_back_later_pauses_the_others_once(play: Play) -> None:
@@ -225,9 +169,7 @@ async def test_a_group_that_is_told_to_come_back_later_pauses_the_others_once(pl
     assert play.judged() == {"scored": 120, "judge_busy": 2}
 
 
-async def test_a_store_that_refuses_is_not_asked_for_at_full_speed(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_slows_the_worker(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full while a failure is open, for longer than a judgement is kept; each call
     costs money."""
     monkeypatch.setattr("ingest.ruler.judging.LONGEST_KEPT_S", 0.0)

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
@@ -15,11 +15,8 @@ from ingest.ruler.judge import JudgeReply
 from ingest.ruler.judging import JudgingWorker
 from sidecar.backoff import Backoff
 from sidecar.store.database import Database
-from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from tests.ingest.conftest import Bench, until
 
 NAMES = [f"g{number}" for number in range(8)]
 
@@ -62,82 +59,60 @@ class Locking(FakeJudge):
 
 
 async def asked_about_all(
-    judge_kit: JudgeKit, database: Database, clock: Clock
+    bench: Bench,
 ) -> tuple[Locking, JudgingWorker, asyncio.Event, asyncio.Task[None]]:
     """A worker at work, whose eight groups the judge is asked about."""
     for name in NAMES:
-        judge_kit.put_group(database, name, "good", "bad")
+        bench.put(name, "good", "bad")
     judge = Locking()
-    worker = judge_kit.worker(database, judge, clock)
+    worker = bench.worker(judge)
     stop = asyncio.Event()
     running = asyncio.create_task(worker.run(stop))
-    await judge_kit.until(lambda: len(judge.prompts) == 8)
+    await until(lambda: len(judge.prompts) == 8)
     return judge, worker, stop, running
 
 
-def scored(judge_kit: JudgeKit, database: Database) -> int:
-    return judge_kit.counts(database, "judging").get("scored", 0)
+def scored(bench: Bench) -> int:
+    return bench.counts("judging").get("scored", 0)
 
 
-async def test_a_store_that_is_locked_costs_no_judgement(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge, worker, stop, running = await asked_about_all(judge_kit, database, clock)
-    with locked(database):
+async def test_a_locked_store_costs_no_judgement_though_leases_end(bench: Bench) -> None:
+    judge, worker, stop, running = await asked_about_all(bench)
+    with locked(bench.database):
         judge.gate.set()
-        await judge_kit.until(lambda: len(worker._storing) == 8)
+        await until(lambda: len(worker._storing) == 8)
         await asyncio.sleep(0.5)  # each has failed to be stored several times
-        assert scored(judge_kit, database) == 0
+        assert scored(bench) == 0
+        bench.clock.now += 100_000.0
 
-    await judge_kit.until(lambda: scored(judge_kit, database) == 8)
+    await until(lambda: scored(bench) == 8)
 
     stop.set()
     await running
     assert len(judge.prompts) == 8, "no group was asked about twice"
-    assert judge_kit.counts(database, "judge_calls") == {"good": 8}
+    assert bench.counts("judge_calls") == {"good": 8}
 
 
-async def test_a_lease_that_ran_out_meanwhile_buys_no_second_judgement(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge, worker, stop, running = await asked_about_all(judge_kit, database, clock)
-    with locked(database):
+async def test_a_stop_waits_until_the_judgements_are_stored(bench: Bench) -> None:
+    judge, worker, stop, running = await asked_about_all(bench)
+    with locked(bench.database):
         judge.gate.set()
-        await judge_kit.until(lambda: len(worker._storing) == 8)
-    with locked(database):
-        clock.now += 100_000.0
-
-    await judge_kit.until(lambda: scored(judge_kit, database) == 8)
-
-    stop.set()
-    await running
-    assert len(judge.prompts) == 8
-
-
-async def test_a_stop_waits_until_the_judgements_are_stored(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge, worker, stop, running = await asked_about_all(judge_kit, database, clock)
-    with locked(database):
-        judge.gate.set()
-        await judge_kit.until(lambda: len(worker._storing) == 8)
+        await until(lambda: len(worker._storing) == 8)
         stop.set()
         await asyncio.sleep(0.3)
         assert not running.done()
 
     await running
 
-    assert scored(judge_kit, database) == 8
+    assert scored(bench) == 8
 
 
-async def test_a_stop_does_not_wait_for_ever(
-    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_does_not_wait_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingest.ruler.judging.STOP_GRACE_S", 0.2)
-    judge, worker, stop, running = await asked_about_all(judge_kit, database, clock)
-    with structlog.testing.capture_logs() as events, locked(database):
+    judge, worker, stop, running = await asked_about_all(bench)
+    with structlog.testing.capture_logs() as events, locked(bench.database):
         judge.gate.set()
-        await judge_kit.until(lambda: len(worker._storing) == 8)
+        await until(lambda: len(worker._storing) == 8)
         stop.set()
         async with asyncio.timeout(20):
             await running
@@ -146,24 +121,24 @@ async def test_a_stop_does_not_wait_for_ever(
 
     lost = [event for event in events if event["event"] == "judgement_lost"]
     assert sorted(event["group_id"] for event in lost) == NAMES
-    assert {judge_kit.status(database, name) for name in NAMES} == {("sampled", None)}
+    assert {bench.status(name) for name in NAMES} == {("sampled", None)}
 
 
 async def test_a_judgement_that_is_kept_in_vain_is_counted_and_made_again(
-    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingest.ruler.judging.LONGEST_KEPT_S", 0.3)
-    judge, worker, stop, running = await asked_about_all(judge_kit, database, clock)
-    with locked(database):
+    judge, worker, stop, running = await asked_about_all(bench)
+    with locked(bench.database):
         judge.gate.set()
-        await judge_kit.until(lambda: len(worker._storing) == 8)
-        await judge_kit.until(lambda: not worker._storing)
+        await until(lambda: len(worker._storing) == 8)
+        await until(lambda: not worker._storing)
 
-    clock.now += 1_000.0  # the leases
-    await judge_kit.until(lambda: bool(scored(judge_kit, database)))
-    clock.now += 1_000.0  # those that a process seems to have died over come one by one
-    await judge_kit.until(lambda: scored(judge_kit, database) == 8)
+    bench.clock.now += 1_000.0  # the leases
+    await until(lambda: bool(scored(bench)))
+    bench.clock.now += 1_000.0  # those that a process seems to have died over come one by one
+    await until(lambda: scored(bench) == 8)
 
     stop.set()
     await running
-    assert judge_kit.counts(database, "judge_calls") == {"good": 8, "lost": 8}
+    assert bench.counts("judge_calls") == {"good": 8, "lost": 8}

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
+from ingest.errors import JudgeReplyError
 from ingest.judge_prompt import escape, shown_answer
-from ingest.ruler.prompt import RulerPrompt, build_prompt, parse_reply, rubric_hash
+from ingest.ruler import prompt
+from ingest.ruler.prompt import (
+    MAX_REPLY_CHARACTERS,
+    RulerPrompt,
+    build_prompt,
+    parse_reply,
+    rubric_hash,
+)
 from sidecar.settings.judge import DEFAULT_RUBRIC
 
 CONTEXT = [
@@ -118,6 +126,7 @@ READABLE = {
     "git": "<<<<<<< HEAD\n=======\n>>>>>>> main\ndiff --git a/x b/x\n@@ -1 +1 @@",
     "shell": "cat <<EOF > /tmp/x\nEOF\ndiff <(a) <(b) 2>&1 | tee >(wc)",
     "Markdown": "[link](http://x/?a=1&b=2) <me@example.org> <https://example.org/> [ ] [x] > quote",
+    "words": "Grüße, 你好, здравствуйте, 🙂 a & b [1] [ok]",
     "maths": "x<y, y>z, a<-b, p < 0.05, 1<<8, a<=>b, ∀x ≤ y",
 }
 
@@ -207,11 +216,6 @@ def test_an_injection_cannot_change_how_a_reply_is_read(text: str) -> None:
     assert "".join(explanations).encode()  # storable: no lone surrogate
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
-def test_escaping_keeps_the_value(text: str) -> None:
-    assert json.loads(escape(json.dumps([text], ensure_ascii=False))) == [text]
-
-
 def test_not_even_the_right_nonce_and_id_open_or_close_a_block() -> None:
     known = build(ANSWERS[:3])  # the same seed draws the same nonce and ids
     mine, other = known.ids_in_order[:2]
@@ -266,16 +270,14 @@ def test_every_character_that_normalises_to_an_angle_bracket_is_escaped() -> Non
             assert escape(chr(code)) == f"\\u{code:04x}"
 
 
-@pytest.mark.parametrize("unit", ["<", "< ", "[A", "<a:", "\u200b", "<aaaa aa"])
+MANY = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+"""Searched as the class of a pattern, these took 65,534 steps a character."""
+
+
+@pytest.mark.parametrize("unit", ["<", "< ", "[A", "<a:", "\u200b", "<aaaa aa", MANY])
 def test_the_time_of_escaping_grows_with_the_text_alone(unit: str) -> None:
     """Quadratic, a megabyte would take hours, and the suite's time limit would end it."""
-    assert len(escape(unit * (1_000_000 // len(unit)))) >= 999_000
-
-
-def test_plain_words_of_any_language_are_left_readable() -> None:
-    assert escape("Grüße, 你好, здравствуйте, 🙂 a & b [1] [ok]") == (
-        "Grüße, 你好, здравствуйте, 🙂 a & b [1] [ok]"
-    )
+    assert len(escape(unit * (1_000_000 // len(unit)))) >= 980_000
 
 
 def test_the_conversation_is_sent_once_and_the_rubric_in_the_instructions() -> None:
@@ -313,14 +315,6 @@ def test_every_answer_takes_every_position_about_equally_often() -> None:
     for counted in (first, last):
         assert set(counted) == {0, 1, 2, 3}
         assert all(65 <= number <= 135 for number in counted.values())
-
-
-def test_order_and_ids_belong_together() -> None:
-    prompt = build()
-    shown = re.findall(r'id="(\w+)">\n(.*)\n', prompt.messages[1]["content"])
-    assert [name for name, _ in shown] == list(prompt.ids_in_order)
-    texts = ["one", "two", "three", "four"]
-    assert [json.loads(body)["content"] for _, body in shown] == [texts[p] for p in prompt.order]
 
 
 def test_the_reverse_shows_the_same_ids_backwards() -> None:
@@ -363,3 +357,229 @@ def test_the_default_rubric_says_the_rules_of_the_published_one() -> None:
     assert "fewer words" not in DEFAULT_RUBRIC
     assert "slightly better" in gaps
     assert "partial credit" in partial
+
+
+# The parser: by id and never by position, tolerant of form, strict in substance.
+
+IDS = ("ab", "cd", "ef")
+ORDER = (2, 0, 1)
+"""`ab` is answer 2, `cd` answer 0, `ef` answer 1."""
+
+
+def entry(name: Any, score: Any, explanation: Any = "w") -> dict[str, Any]:
+    return {"id": name, "explanation": explanation, "score": score}
+
+
+GOOD = json.dumps({"scores": [entry("ab", 0.1), entry("cd", 0.5), entry("ef", 1)]})
+
+
+def parse(text: str) -> tuple[float, ...]:
+    return parse_reply(text, IDS, ORDER)[0]
+
+
+def test_scores_come_back_in_the_answers_order() -> None:
+    assert parse(GOOD) == (0.5, 1.0, 0.1)
+
+
+def test_the_order_of_the_reply_does_not_matter() -> None:
+    entries = [entry("ef", 1.0, "best"), entry("ab", 0.1, "worst"), entry("cd", 0.5, "middle")]
+    for turn in range(3):
+        turned = entries[turn:] + entries[:turn]
+        scores, explanations = parse_reply(json.dumps({"scores": turned}), IDS, ORDER)
+        assert scores == (0.5, 1.0, 0.1)
+        assert explanations == ("middle", "best", "worst")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```json\n{GOOD}\n```",
+        f"```\n{GOOD}\n```",
+        f"Here are the scores:\n\n{GOOD}",
+        f"{GOOD}\n\nI hope that this helps {{you}}!",
+        f"Set {{a, b}} is nice. {GOOD} End.",
+        f'<think>maybe {{"scores": []}} or so</think>{GOOD}',
+        f'Sure. <thinking>maybe {{"scores": []}} or so</thinking>{GOOD}',
+        f'<Think>maybe {{"scores": []}}</Think> <think>or {{"scores": [1]}}</think>{GOOD}',
+        f"{GOOD}\n{GOOD}",
+        json.dumps({**json.loads(GOOD), "note": "extra keys are nobody's harm"}),
+        json.dumps(json.loads(GOOD)["scores"]),
+        f"Scores of [1] and [2]: {json.dumps(json.loads(GOOD)['scores'], indent=2)}",
+        '{"scores": {"cd": 0.5, "ab": 0.1, "ef": 1}}',
+        'In short: {"ef": 1.0, "ab": 0.1, "cd": 0.5}.',
+        GOOD.replace("0.1", '"0.1"').replace("0.5", '"0.50"').replace(": 1}", ': "1"}'),
+        GOOD.replace("]}", ",]}"),
+        GOOD.replace("]}", "], }"),
+        GOOD.replace("}", " ,\n}"),
+        '{"ab": "0.1", "cd": 0.5, "ef": 1,}',
+    ],
+)
+def test_what_stands_around_the_object_does_not_matter(text: str) -> None:
+    assert parse(text) == (0.5, 1.0, 0.1)
+
+
+def test_a_map_of_objects_gives_scores_and_explanations() -> None:
+    found = {"cd": {"score": 0.5, "explanation": "so so"}, "ab": {"id": "ab", "score": 0.1}}
+    text = json.dumps({**found, "ef": {"score": 1, "explanation": "best"}})
+    assert parse_reply(text, IDS, ORDER) == ((0.5, 1.0, 0.1), ("so so", "best", ""))
+
+
+def test_an_explanation_that_is_missing_or_no_text_is_empty() -> None:
+    entries = [{"id": "ab", "score": 0}, entry("cd", 0.2, None), entry("ef", 0.3, 7)]
+    found = parse_reply(json.dumps({"scores": entries}), IDS, ORDER)
+    assert found == ((0.2, 0.3, 0.0), ("", "", ""))
+
+
+def test_an_explanation_that_no_store_takes_is_mended() -> None:
+    text = GOOD.replace('"w"', '"a\\u0000b\\ud800c"')
+    assert parse_reply(text, IDS, ORDER)[1] == ("ab?c", "ab?c", "ab?c")
+
+
+def test_a_comma_in_an_explanation_stays() -> None:
+    text = GOOD.replace('"w"', '"[a,] {b, } \\",]"').replace("]}", ",]}")
+    assert parse_reply(text.replace(",]}", ",] }"), IDS, ORDER)[1] == ('[a,] {b, } ",]',) * 3
+
+
+def with_score(value: str) -> str:
+    return f'{{"scores": [{{"id": "ab", "score": {value}}}, {{"id": "cd", "score": 0.5}}, ' + (
+        '{"id": "ef", "score": 0.5}]}'
+    )
+
+
+RUBBISH = {
+    "nothing": ("", 'no JSON object with a "scores" list'),
+    "cut off": (GOOD[:-5], "no JSON object"),
+    "a list of numbers, which may be in any order": ("[0.1, 0.5, 1.0]", "no JSON object"),
+    "a list without ids": ('[{"score": 0.1}, {"score": 0.5}, {"score": 1}]', "no JSON object"),
+    "half a list": (json.dumps(json.loads(GOOD)["scores"][:2]), "these ids have no score: ef"),
+    "half a map": ('{"ab": 0.1, "cd": 0.5}', "these ids have no score: ef"),
+    "a map of which one names another": (
+        '{"ab": {"id": "cd", "score": 0.1}, "cd": 0.5, "ef": 1}',
+        "not a number",
+    ),
+    "a map with more in it": (
+        '{"ab": 0.1, "cd": 0.5, "ef": 1, "best": "ef"}',
+        '"best" is not one of the ids',
+    ),
+    "a map with an id doubled": ('{"ab": 0.1, "cd": 0.5, "ef": 1, "ab": 1}', "same name twice"),
+    "an entry with two scores": (
+        GOOD.replace('"score": 1', '"score": 1, "score": 0'),
+        "name twice",
+    ),
+    "a list and another map": (
+        json.dumps(json.loads(GOOD)["scores"]) + '{"ab": 0.2, "cd": 0.5, "ef": 1}',
+        'more than one "scores" list',
+    ),
+    "another object": ('{"score": 1}', "no JSON object"),
+    "single quotes": (GOOD.replace('"', "'"), "no JSON object"),
+    "scores no list": ('{"scores": "0.1, 0.5, 1"}', "is not a list"),
+    "an entry no object": ('{"scores": [0.1, 0.5, 1.0]}', "is not an object"),
+    "empty": ('{"scores": []}', "have no score: ab, cd, ef"),
+    "unknown id": (
+        json.dumps({"scores": [*json.loads(GOOD)["scores"], entry("zz", 0.3)]}),
+        '"zz" is not one of the ids',
+    ),
+    "ids by position": (
+        json.dumps({"scores": [entry("1", 0.1), entry("2", 0.5), entry("3", 1.0)]}),
+        '"1" is not one of the ids',
+    ),
+    "id a list": (json.dumps({"scores": [entry(["ab"], 0.1)]}), "is not one of the ids"),
+    "id missing": ('{"scores": [{"score": 1}]}', "null is not one of the ids"),
+    "id doubled": (
+        json.dumps({"scores": [*json.loads(GOOD)["scores"], entry("ab", 0.1)]}),
+        "id ab is scored twice",
+    ),
+    "just over": (with_score("1.0001"), "is 1.0001, not from 0 to 1"),
+    "negative": (with_score("-0.1"), "is -0.1, not from 0 to 1"),
+    "NaN": (with_score("NaN"), "is NaN, not from 0 to 1"),
+    "infinite": (with_score("Infinity"), "is Infinity, not from 0 to 1"),
+    "overflows": (with_score("1e999"), "is Infinity, not from 0 to 1"),
+    "a huge integer": (with_score("9" * 400), "not from 0 to 1"),
+    "an unreadable integer": (with_score("9" * 5000), "no JSON object"),
+    "true": (with_score("true"), "is true, not a number"),
+    "text": (with_score('"good"'), 'is "good", not a number'),
+    "a quoted share": (with_score('"50%"'), 'is "50%", not a number'),
+    "a quoted seven": (with_score('"7"'), "is 7.0, not from 0 to 1"),
+    "a quoted NaN": (with_score('"NaN"'), 'is "NaN", not a number'),
+    "null score": (with_score("null"), "is null, not a number"),
+    "a list for a score": (with_score("[0.5]"), "not a number"),
+    "two that differ": (
+        GOOD + GOOD.replace("0.1", "0.2"),
+        'more than one "scores" list',
+    ),
+    "nested too deep": ("{" + '"a":[' * 5_000, "no JSON object"),
+    "brackets without end": ("{" * 10_000 + GOOD, "too many brackets"),
+    "too long": (" " * (MAX_REPLY_CHARACTERS + 1) + GOOD, "longer than"),
+}
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_rubbish_is_refused_with_words_for_the_judge(kind: str) -> None:
+    text, words = RUBBISH[kind]
+    with pytest.raises(JudgeReplyError) as refused:
+        parse(text)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("end", ["", "</thin", "\n\n"])
+def test_a_draft_in_thinking_that_never_ends_is_no_verdict(end: str) -> None:
+    """The token limit cut the judge off while it tried out scores."""
+    with pytest.raises(JudgeReplyError, match="inside its thinking"):
+        parse(f"<think>Perhaps {GOOD} but answer b is ruder{end}")
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["Sure. <think>", "<thinking>", "<think>x</think><think>", "<think>x</think>\n<Thinking>"],
+)
+def test_a_draft_is_known_wherever_the_thinking_begins(before: str) -> None:
+    with pytest.raises(JudgeReplyError, match="inside its thinking"):
+        parse(f"{before}Perhaps {GOOD}")
+
+
+class CountingDecoder:
+    """Adds up the characters that each attempt passes over; an unfinished string counts whole."""
+
+    def __init__(self, decoder: json.JSONDecoder) -> None:
+        self.decoder = decoder
+        self.characters = 0
+
+    def raw_decode(self, text: str, at: int) -> tuple[Any, int]:
+        end = len(text)
+        try:
+            value, end = self.decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            end = len(text) if "Unterminated" in error.msg else error.pos
+            raise
+        finally:
+            self.characters += end - at
+        return value, end
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"x":[' * 900 + "1," * 95_000,
+        '[{"a":' * 950 + '"' + '\\"' * 95_000,
+        '{"a":[' * 1_900 + "{}," * 60_000,
+        '{"x":[' * 900 + "1,]" * 60_000,
+        '{"x":[' * 900 + "9" * 190_000,
+    ],
+)
+def test_brackets_that_are_never_closed_are_not_decoded_to_the_end_from_each(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CountingDecoder(prompt._DECODER)
+    monkeypatch.setattr(prompt, "_DECODER", counting)
+
+    with pytest.raises(JudgeReplyError, match="no JSON object"):
+        parse(text)
+
+    assert counting.characters <= 5 * MAX_REPLY_CHARACTERS
+
+
+def test_scores_after_nested_drafts_that_break_off_are_read() -> None:
+    words = "w" * 300
+    draft = '{"a": {"b": {"c": {"scores": [' + f'{{"id": "ab", "explanation": "{words}"}}, ' * 300
+    assert parse(f"{draft}\nAgain: {GOOD}") == (0.5, 1.0, 0.1)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from ingest.errors import JudgeUnavailableError
-from ingest.records import ScoredGroup
 from ingest.ruler.judging import JudgingWorker
-from ingest.store.groups import load_scored_group
 from ingest.store.rotation import rotate
 from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
@@ -22,28 +21,24 @@ from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring
 from sidecar.store.models import AnswerRow
-from support.clock import Clock
 from support.fake_checker import FakeChecker, Find
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from support.fake_judge import FakeJudge, score_by_content
+from tests.ingest.conftest import Bench
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 
 
-def worker(
-    database: Database, judge: Any, clock: Clock, checker: FakeChecker, **changes: Any
-) -> JudgingWorker:
+def worker(bench: Bench, judge: Any, checker: FakeChecker, **changes: Any) -> JudgingWorker:
     own = {name: changes.pop(name) for name in [*changes] if name in LengthVerifier.model_fields}
     one = LengthVerifier(kind="length", **{"max_tokens": 9, **own})
     reward = Reward(verifiers={"v": one}, **changes)
     return JudgingWorker(
-        database,
+        bench.database,
         judge,
         JudgeSettings(model="scripted", rubric="Be good.", passes=1),
-        clock=clock,
+        clock=bench.clock,
         draw_seed=lambda _: 1,
-        rewarding=Rewarding(database, reward, {"v": checker}),
+        rewarding=Rewarding(bench.database, reward, {"v": checker}),
     )
 
 
@@ -54,23 +49,14 @@ def finds(**scores: float) -> Find:
     return find
 
 
-def scored(database: Database) -> ScoredGroup:
-    with database.read() as session:
-        found = load_scored_group(session, "g1")
-    assert found is not None
-    return found
-
-
 @pytest.mark.both_stores
-async def test_score_independent_reward_and_reward_are_kept_apart(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+async def test_score_independent_reward_and_reward_are_kept_apart(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
+    judge = FakeJudge(score_by_content(WORTH))
 
-    await worker(database, judge, clock, FakeChecker(finds(good=0.5, bad=1.0)), weight=3.0).step()
+    await worker(bench, judge, FakeChecker(finds(good=0.5, bad=1.0)), weight=3.0).step()
 
-    found = scored(database)
+    found = bench.scored()
     assert found.scores == (0.9, 0.1)
     assert found.rewarded is not None
     assert found.rewarded.independent == (0.5, 1.0)
@@ -82,33 +68,13 @@ async def test_score_independent_reward_and_reward_are_kept_apart(
     assert found.rewarded.rule["verifiers"][0]["weight"] == 3.0
 
 
-async def test_without_verifiers_nothing_but_the_score_is_written(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-
-    await judge_kit.worker(database, judge, clock).step()
-
-    found = scored(database)
-    assert found.rewarded is None
-    assert found.rewards == found.scores == (0.9, 0.1)
-    with database.read() as session:
-        rows = session.scalars(select(AnswerRow)).all()
-        assert [(row.reward, row.independent_reward, row.checks) for row in rows] == [
-            (None, None, None)
-        ] * 2
-
-
-async def test_the_learner_trains_on_the_reward(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content({"good": 0.9, "bad": 0.7}))
+async def test_the_learner_trains_on_the_reward(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
+    judge = FakeJudge(score_by_content({"good": 0.9, "bad": 0.7}))
     checker = FakeChecker(finds(good=0.0, bad=1.0))
-    await worker(database, judge, clock, checker, gate=True).step()
+    await worker(bench, judge, checker, gate=True).step()
 
-    selection = select_groups([scored(database)], pack_tokens=100)
+    selection = select_groups([bench.scored()], pack_tokens=100)
 
     # 0.4 * 0.9 = 0.36 and 0.6 + 0.4 * 0.7 = 0.88: the mean is 0.62
     (group,) = selection.groups
@@ -127,52 +93,44 @@ class ByReasoning(FakeChecker):
         return [Finding(score=float(one == "short")) for one in thoughts]
 
 
-async def test_answers_that_look_alike_to_the_judge_make_a_group_when_verifiers_tell_them_apart(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", messages=LOOK_ALIKE)
-    judge = judge_kit.FakeJudge("never asked")
+async def test_verifiers_tell_apart_what_looks_alike_to_the_judge(bench: Bench) -> None:
+    bench.put("g1", messages=LOOK_ALIKE)
+    judge = FakeJudge("never asked")
 
-    await worker(database, judge, clock, ByReasoning(finds())).step()
+    await worker(bench, judge, ByReasoning(finds())).step()
 
-    found = scored(database)
+    found = bench.scored()
     assert judge.conversations == []
     assert found.scores == (0.5, 0.5)
     assert found.rewards == (0.75, 0.25)
     assert "was not asked" in found.explanations[0]
 
 
-async def test_answers_that_are_alike_to_all_are_set_aside(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "good")
-    judge = judge_kit.FakeJudge("never asked")
+async def test_answers_that_are_alike_to_all_are_set_aside(bench: Bench) -> None:
+    bench.put("g1", "good", "good")
+    judge = FakeJudge("never asked")
 
-    await worker(database, judge, clock, FakeChecker(finds(good=1.0))).step()
+    await worker(bench, judge, FakeChecker(finds(good=1.0))).step()
 
-    assert judge_kit.status(database, "g1") == ("set_aside", "identical_answers")
+    assert bench.status("g1") == ("set_aside", "identical_answers")
 
 
-async def test_a_score_that_the_judge_was_not_asked_for_does_not_end_its_outage(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g0", "good", "bad")
-    judge = judge_kit.FakeJudge(JudgeUnavailableError("away"))
-    made = worker(database, judge, clock, ByReasoning(finds()))
+async def test_a_score_without_the_judge_does_not_end_its_outage(bench: Bench) -> None:
+    bench.put("g0", "good", "bad")
+    judge = FakeJudge(JudgeUnavailableError("away"))
+    made = worker(bench, judge, ByReasoning(finds()))
     await made.step()
     assert made._blame.waiting.lasts
-    judge_kit.put_group(database, "g1", messages=LOOK_ALIKE)
-    clock.now += 3_000.0
+    bench.put("g1", messages=LOOK_ALIKE)
+    bench.clock.now += 3_000.0
 
     await made.step()
 
-    assert judge_kit.status(database, "g1") == ("scored", None)
+    assert bench.status("g1") == ("scored", None)
     assert made._blame.waiting.lasts
 
 
-async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
+async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(bench: Bench) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     request = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [tool]}).encode()
 
@@ -185,8 +143,8 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
 
     empty = json.dumps({"role": "assistant", "content": ""}).encode()
     bodies = [calling("{}"), calling('{"a": '), empty]
-    judge_kit.put_group(database, "g1", request=request, messages=bodies)
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content({}, otherwise=0.8))
+    bench.put("g1", request=request, messages=bodies)
+    judge = FakeJudge(score_by_content({}, otherwise=0.8))
     settings = Settings(
         reward=Reward(
             verifiers={
@@ -194,20 +152,20 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
             },
         )
     )
-    rewarding = open_rewarding(settings, database)
+    rewarding = open_rewarding(settings, bench.database)
     assert rewarding is not None
     made = JudgingWorker(
-        database,
+        bench.database,
         judge,
         JudgeSettings(model="scripted", rubric="Be good.", passes=1),
-        clock=clock,
+        clock=bench.clock,
         rewarding=rewarding,
     )
 
     await made.step()
     await rewarding.aclose()
 
-    found = scored(database)
+    found = bench.scored()
     selection = select_groups([found], pack_tokens=100)
     rows = selection.groups[0].rows
     assert found.rewards == pytest.approx((0.92, 0.32, 0.32))
@@ -217,87 +175,52 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
     assert "no JSON" in found.rewarded.checks[1][0]["why"]
 
 
-async def test_a_held_group_waits_before_the_judge_is_paid_and_is_set_aside_in_the_end(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+async def test_a_held_group_waits_unpaid_and_is_set_aside_in_the_end(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
+    judge = FakeJudge(score_by_content(WORTH))
     away = FakeChecker(lambda _: Failure(reason="unreachable", why="ConnectError"))
-    made = worker(database, judge, clock, away, on_error="hold")
+    made = worker(bench, judge, away, on_error="hold")
 
     await made.step()
 
-    row = judge_kit.group_row(database, "g1")
+    row = bench.row("g1")
     assert (row.status, row.detail) == ("sampled", "v: unreachable")
-    assert row.lease_until == clock.now + 5.0
+    assert row.lease_until == bench.clock.now + 5.0
     assert await made.step() == 0
     for _ in range(29):
-        clock.now += 3_600.0
+        bench.clock.now += 3_600.0
         await made.step()
-    assert judge_kit.status(database, "g1") == ("set_aside", "verifier_failed")
+    assert bench.status("g1") == ("set_aside", "verifier_failed")
     assert judge.conversations == []
 
 
-async def test_a_held_group_is_judged_when_its_verifier_works_again(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    checker = FakeChecker(lambda _: Failure(reason="unreachable"))
-    made = worker(database, judge, clock, checker, on_error="hold")
-    await made.step()
-
-    checker.find = finds(good=1.0, bad=0.0)
-    clock.now += 10.0
-    await made.step()
-
-    assert scored(database).rewards == (0.95, 0.05)
-
-
-async def test_a_verifier_that_fails_costs_its_group_nothing(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+async def test_a_verifier_that_fails_costs_its_group_nothing(bench: Bench) -> None:
+    bench.put("g1", "good", "bad")
+    judge = FakeJudge(score_by_content(WORTH))
     checker = FakeChecker(lambda _: Failure(reason="crashed", why="gone"))
 
-    await worker(database, judge, clock, checker).step()
+    await worker(bench, judge, checker).step()
 
-    found = scored(database)
+    found = bench.scored()
     assert found.rewards == found.scores
     assert found.rewarded is not None
     assert found.rewarded.independent == ()
     assert found.rewarded.checks[0][0]["error"] == "crashed"
 
 
-async def test_damaged_rewards_make_the_group_unreadable_and_not_a_group_without_rewards(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-    await worker(database, judge, clock, FakeChecker(finds(good=1.0, bad=0.0))).step()
-    with database.write() as session:
-        row = session.scalars(select(AnswerRow).where(AnswerRow.index == 1)).one()
-        row.reward = None
-
-    with database.read() as session, pytest.raises(ValueError, match="float"):
-        load_scored_group(session, "g1")
-
-
-async def test_the_words_of_verifiers_are_encrypted_and_get_the_new_key(
-    database: Database, clock: Clock, judge_kit: JudgeKit
-) -> None:
+async def test_the_words_of_verifiers_are_encrypted_and_get_the_new_key(bench: Bench) -> None:
     first, second = {"one": b"1" * 32}, {"two": b"2" * 32}
-    with closing(Database(database.url, Keyring(first))) as keyed:
-        judge_kit.put_group(keyed, "g1", "good", "bad")
-        judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
-        await worker(keyed, judge, clock, FakeChecker(finds(good=1.0, bad=0.0))).step()
+    with closing(Database(bench.database.url, Keyring(first))) as keyed:
+        on_keyed = replace(bench, database=keyed)
+        on_keyed.put("g1", "good", "bad")
+        judge = FakeJudge(score_by_content(WORTH))
+        await worker(on_keyed, judge, FakeChecker(finds(good=1.0, bad=0.0))).step()
         with keyed.read() as session:
             stored = session.scalars(select(AnswerRow.checks)).all()
-    with closing(Database(database.url, Keyring({**second, **first}))) as keyed:
+    with closing(Database(bench.database.url, Keyring({**second, **first}))) as keyed:
         rotate(keyed)
-    with closing(Database(database.url, Keyring(second))) as keyed:
-        found = scored(keyed)
+    with closing(Database(bench.database.url, Keyring(second))) as keyed:
+        found = replace(bench, database=keyed).scored()
 
     assert all(one is not None and one.startswith("sealed:") for one in stored)
     assert found.rewarded is not None

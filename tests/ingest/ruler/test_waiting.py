@@ -86,7 +86,7 @@ def play(
     return [at for at in taken if at < seconds]
 
 
-@pytest.mark.parametrize("latency_s", [0.05, 0.4, 3.0])
+@pytest.mark.parametrize("latency_s", [0.05, 3.0])
 @pytest.mark.parametrize(
     ("provider", "rate"),
     [
@@ -106,7 +106,7 @@ def play(
 def test_nine_tenths_of_a_providers_rate_are_reached_without_a_setting(
     provider: Callable[[], Provider], rate: float, latency_s: float
 ) -> None:
-    seconds = 120.0 if rate > 2 else 600.0
+    seconds = 60.0 if rate > 2 else 600.0
     taken = play(provider(), seconds, latency_s=latency_s)
     assert len(taken) >= 0.9 * rate * seconds
 
@@ -152,7 +152,7 @@ def test_so_many_failures_in_a_row_make_an_outage() -> None:
 TIMES = st.floats(0.0, 1_000.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(events=st.lists(st.tuples(st.sampled_from("bslfapw"), TIMES), max_size=40), later=TIMES)
 def test_no_reason_to_wait_is_forgotten(events: list[tuple[str, float]], later: float) -> None:
     """Whatever happened in whatever order, the latest of the reasons decides."""

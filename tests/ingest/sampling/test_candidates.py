@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from ingest.records import Answer
-from ingest.sampling.round import Conclusion, Miss, all_identical, back_off_s, conclude, next_step
+from ingest.sampling.round import RETRIES, Conclusion, Miss, all_identical, conclude, next_step
 
 
 def served(content: str) -> Answer:
@@ -94,7 +94,7 @@ def test_private_candidates_are_not_sampled_again() -> None:
 
 
 def test_back_off_doubles_from_five_seconds_to_five_minutes() -> None:
-    assert [back_off_s(rounds) for rounds in (1, 2, 3, 10)] == [5.0, 10.0, 20.0, 300.0]
+    assert [RETRIES.wait_s(rounds) for rounds in (1, 2, 3, 10)] == [5.0, 10.0, 20.0, 300.0]
 
 
 def test_answers_are_compared_as_a_judge_sees_them() -> None:

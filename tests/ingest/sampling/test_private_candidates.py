@@ -7,7 +7,6 @@ import pytest
 from ingest.privacy import screen, texts
 from ingest.privacy.screen import Screen
 from ingest.sampling.worker import SamplingWorker
-from ingest.store.groups import load_group
 from ingest.vllm.sampler import Sampler
 from sidecar.settings import Groups, Privacy
 from support.clock import Clock
@@ -31,10 +30,7 @@ def worker(kit: Kit, sampler: Sampler, privacy: Privacy | None) -> SamplingWorke
 
 
 def contents(kit: Kit, group_id: str) -> list[bytes]:
-    with kit.database.read() as session:
-        group = load_group(session, group_id)
-    assert group is not None
-    return [answer.message for answer in group.answers]
+    return [answer.message for answer in kit.group(group_id).answers]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ async def test_a_private_candidate_is_left_out_and_its_group_goes_on(
     ],
     ids=["encrypt", "no_flagging_kind", "flags_nothing"],
 )
-async def test_a_candidate_that_its_projects_policy_admits_is_kept(
+async def test_a_candidate_that_the_policy_admits_is_kept(
     kit: Kit, privacy: Privacy, said: str
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1", project="bank"))
@@ -93,7 +89,7 @@ async def test_a_group_with_private_candidates_only_ends_as_private(kit: Kit) ->
     assert contents(kit, group_id) == [kit.message("served")]
 
 
-async def test_a_search_that_fails_costs_its_candidate_alone(
+async def test_a_search_that_fails_costs_a_candidate(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = texts.kinds_in

@@ -17,9 +17,8 @@ from ingest.errors import (
 )
 from ingest.grouping.request import LogprobsMode
 from ingest.judge_watch import JudgeState, write_judge_state
-from ingest.records import Group
 from ingest.sampling.worker import SamplingWorker
-from ingest.store.groups import append_answers, claim_groups, load_group
+from ingest.store.groups import append_answers, claim_groups
 from ingest.vllm.load import LoadLimits
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from ingest.vllm.watch import MAX_KV_CACHE_USAGE, MAX_RUNNING_REQUESTS, ReplicaSampler
@@ -41,13 +40,13 @@ def clock() -> Clock:
     return Clock(NOON)
 
 
-MakeWorker = Callable[..., SamplingWorker]
-"""make_worker(sampler, load, mode=, probe_interval_s=, **fields of the groups section)."""
+Make = Callable[..., SamplingWorker]
+"""make(sampler, load, mode=, probe_interval_s=, **fields of the groups section)."""
 
 
 @pytest.fixture
-def make_worker(kit: Kit, clock: Clock) -> MakeWorker:
-    def make(
+def make(kit: Kit, clock: Clock) -> Make:
+    def worker(
         sampler: Sampler,
         load: LoadProbe | None = None,
         *,
@@ -71,27 +70,24 @@ def make_worker(kit: Kit, clock: Clock) -> MakeWorker:
             now=clock,
         )
 
-    return make
+    return worker
 
 
-def group_of(kit: Kit, group_id: str) -> Group:
+def told(kit: Kit) -> Condition | None:
+    """What the store says of sampling."""
     with kit.database.read() as session:
-        group = load_group(session, group_id)
-    assert group is not None
-    return group
+        return read(session, "sampling")
 
 
-async def test_a_group_is_completed_from_the_adapter_that_answered(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_a_group_is_completed_from_its_adapter(kit: Kit, make: Make) -> None:
     kit.route(champion="smollm--v2")
     sampling = Sampling(temperature=0.7, max_tokens=16)
     (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
     sampler = kit.FakeSampler("a", "b", "c")
 
-    assert await make_worker(sampler).step() == 1
+    assert await make(sampler).step() == 1
 
-    group = group_of(kit, group_id)
+    group = kit.group(group_id)
     assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", *"abc")]
     assert [a.origin for a in group.answers] == ["served", "sampled", "sampled", "sampled"]
     assert {a.temperature for a in group.answers} == {0.7}
@@ -119,96 +115,70 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
 
 
-async def test_the_base_is_asked_for_by_its_public_name(kit: Kit, make_worker: MakeWorker) -> None:
-    kit.choose(kit.exchange("e1"))
-    sampler = kit.FakeSampler()
-
-    await make_worker(sampler).step()
-
-    assert {call.upstream_model for call in sampler.requests} == {"smollm"}
-
-
 @pytest.mark.parametrize(
-    ("sampling", "mode", "temperature"),
-    [
-        (Sampling(), "processed_logprobs", 1.0),
-        (Sampling(temperature=0.0), "processed_logprobs", 1.0),
-        (Sampling(temperature=0.3), "processed_logprobs", 0.3),
-        (Sampling(temperature=0.3), "raw_logprobs", 1.0),
-    ],
+    ("mode", "temperature"), [("processed_logprobs", 0.3), ("raw_logprobs", 1.0)]
 )
 async def test_candidates_have_the_requests_temperature_where_that_can_teach(
-    kit: Kit,
-    make_worker: MakeWorker,
-    sampling: Sampling,
-    mode: LogprobsMode,
-    temperature: float,
+    kit: Kit, make: Make, mode: LogprobsMode, temperature: float
 ) -> None:
-    kit.choose(kit.exchange("e1", sampling=sampling), logprobs_mode=mode)
+    kit.choose(kit.exchange("e1", sampling=Sampling(temperature=0.3)), logprobs_mode=mode)
     sampler = kit.FakeSampler()
 
-    await make_worker(sampler, mode=mode).step()
+    await make(sampler, mode=mode).step()
 
-    assert {call.temperature for call in sampler.requests} == {temperature}
+    asked = {(call.upstream_model, call.temperature) for call in sampler.requests}
+    assert asked == {("smollm", temperature)}  # the base is asked for by its public name
 
 
-async def test_free_answers_are_not_sampled_again(kit: Kit, make_worker: MakeWorker) -> None:
+async def test_free_answers_are_not_sampled_again(kit: Kit, make: Make) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(3))
     full = tuple(kit.choice(f"c{n}", index=n) for n in range(4))
     kit.choose(kit.exchange("e1", choices=choices), kit.exchange("e2", choices=full))
     sampler = kit.FakeSampler()
 
-    assert await make_worker(sampler).step() == 2
+    assert await make(sampler).step() == 2
 
     assert len(sampler.requests) == 1
 
 
-async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_another_prompt_is_dropped_and_counted(kit: Kit, make: Make) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    assert await make_worker(kit.FakeSampler(prompt_token_ids=(1, 9, 9, 5))).step() == 0
+    assert await make(kit.FakeSampler(prompt_token_ids=(1, 9, 9, 5))).step() == 0
 
     row = kit.row(group_id)
     assert (row.status, row.reason) == ("set_aside", "prompt_mismatch")
-    assert len(group_of(kit, group_id).answers) == 1
+    assert len(kit.group(group_id).answers) == 1
     assert kit.counts("candidate") == {"prompt_mismatch": 3}
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}  # dropped, and paid for
 
 
-async def test_an_adapter_that_is_gone_sets_the_group_aside(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_an_adapter_that_is_gone_ends_its_group(kit: Kit, make: Make) -> None:
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
     kit.route(champion="v3")  # and v2 is not kept as the one before
     sampler = kit.FakeSampler(AdapterGoneError("404"))
 
-    await make_worker(sampler).step()
+    await make(sampler).step()
 
     assert kit.row(group_id).reason == "adapter_gone"
     assert kit.counts("sampling") == {"adapter_gone": 1}
     assert len(sampler.requests) == 1
 
 
-async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_a_base_that_is_not_found_costs_no_group(kit: Kit, make: Make) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    await make_worker(kit.FakeSampler(AdapterGoneError("404"))).step()
+    await make(kit.FakeSampler(AdapterGoneError("404"))).step()
 
     assert kit.row(group_id).status == "sampling"
 
 
-async def test_the_rest_of_a_group_whose_first_four_answers_are_alike_is_spared(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_the_rest_of_a_group_of_answers_alike_is_spared(kit: Kit, make: Make) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"), size=8)
     sampler = kit.FakeSampler("served")
 
-    assert await make_worker(sampler, size=8).step() == 0
+    assert await make(sampler, size=8).step() == 0
 
     assert (kit.row(group_id).status, kit.row(group_id).reason) == (
         "set_aside",
@@ -219,44 +189,27 @@ async def test_the_rest_of_a_group_whose_first_four_answers_are_alike_is_spared(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
 
 
-async def test_a_worker_that_is_started_again_goes_on_where_the_steps_ended(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"), size=8)
-    down = EngineDownError("gone")
-
-    await make_worker(kit.FakeSampler("served", "served", down), size=8).step()
-    assert kit.row(group_id).status == "sampling"
-    sampler = kit.FakeSampler("served")
-    await make_worker(sampler, size=8).step()
-
-    assert kit.row(group_id).reason == "identical_answers"
-    assert len(sampler.requests) == 1, "the answers of the first process count"
-
-
 async def test_while_vllm_is_down_the_group_waits_at_no_cost(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
+    kit: Kit, make: Make, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.FakeSampler(EngineDownError("refused")))
+    worker = make(kit.FakeSampler(EngineDownError("refused")))
 
     for _ in range(8):
         assert await worker.step() == 0
 
     row = kit.row(group_id)
     assert (row.status, row.sampling_attempts, row.lease_until) == ("sampling", 0, 0.0)
-    assert await make_worker(kit.FakeSampler()).step() == 1
+    assert await make(kit.FakeSampler()).step() == 1
 
 
-async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
+async def test_failed_candidates_are_tried_again_later(kit: Kit, make: Make, clock: Clock) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler("a", SamplingError("lengths_differ"), "b")
-    worker = make_worker(sampler)
+    worker = make(sampler)
 
     assert await worker.step() == 0
-    assert len(group_of(kit, group_id).answers) == 3
+    assert len(kit.group(group_id).answers) == 3
     assert await worker.step() == 0  # left alone for 5 s
     clock.now += 5.0
     assert await worker.step() == 1
@@ -265,14 +218,12 @@ async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
     assert kit.counts("candidate") == {"kept": 3, "failed": 1}
 
 
-async def test_no_more_candidates_are_in_flight_than_allowed(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_so_many_candidates_are_in_flight(kit: Kit, make: Make) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(9)))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
 
-    step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
+    step = asyncio.create_task(make(sampler, concurrency=5).step())
     async with asyncio.timeout(60):
         while sampler.in_flight < 5:
             await asyncio.sleep(0.001)
@@ -288,11 +239,11 @@ async def test_no_more_candidates_are_in_flight_than_allowed(
 
 
 async def test_a_group_that_vllm_refuses_costs_one_request(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
+    kit: Kit, make: Make, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler(RequestRefusedError("status 400"))
-    worker = make_worker(sampler, size=8)
+    worker = make(sampler, size=8)
 
     for _ in range(6):
         await worker.step()
@@ -303,20 +254,18 @@ async def test_a_group_that_vllm_refuses_costs_one_request(
     assert kit.counts("candidate") == {"refused": 1}
 
 
-@pytest.mark.parametrize("role", ["champion", "canary", "previous"])
-async def test_an_adapter_that_a_restarted_vllm_lacks_is_waited_for(
-    kit: Kit, make_worker: MakeWorker, clock: Clock, role: str
+@pytest.mark.parametrize("role", ["canary", "previous"])
+async def test_an_adapter_that_vllm_lacks_is_waited_for(
+    kit: Kit, make: Make, clock: Clock, role: str
 ) -> None:
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
     if role == "previous":
         with kit.database.write() as session:
             session.add(AliasRow(model="smollm", alias="previous", adapter="v2", generation=1))
-    kit.route(
-        champion="v2" if role == "champion" else "v3", canary="v2" if role == "canary" else None
-    )
+    kit.route(champion="v3", canary="v2" if role == "canary" else None)
     restarted = kit.FakeSampler(AdapterGoneError("404"))
-    worker = make_worker(restarted)
+    worker = make(restarted)
 
     for _ in range(7):
         assert await worker.step() == 0
@@ -327,15 +276,15 @@ async def test_an_adapter_that_a_restarted_vllm_lacks_is_waited_for(
     row = kit.row(group_id)
     assert (row.status, row.sampling_attempts) == ("sampling", 0)
     assert kit.counts("candidate") == {"adapter_away": 7}
-    assert await make_worker(kit.FakeSampler()).step() == 1
+    assert await make(kit.FakeSampler()).step() == 1
 
 
-async def test_a_vllm_that_takes_no_request_for_now_is_left_alone_as_long_as_it_says(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
+async def test_a_busy_vllm_is_left_alone_as_long_as_it_says(
+    kit: Kit, make: Make, clock: Clock
 ) -> None:
     ids = kit.choose(kit.exchange("e1"), kit.exchange("e2"))
     busy = kit.FakeSampler(EngineBusyError("status 429", headers={"retry-after": "20"}))
-    worker = make_worker(busy, concurrency=1)  # one group at a time
+    worker = make(busy, concurrency=1)  # one group at a time
 
     for _ in range(8):  # more than the five rounds after which a group has failed
         await worker.step()
@@ -348,40 +297,28 @@ async def test_a_vllm_that_takes_no_request_for_now_is_left_alone_as_long_as_it_
         ("sampling", 0)
     }
     assert kit.counts("candidate") == {"engine_busy": 8}
-    assert await make_worker(kit.FakeSampler()).step() == 2
+    assert await make(kit.FakeSampler()).step() == 2
 
 
 @pytest.mark.parametrize(
     ("headers", "wait_s"), [({}, 5.0), ({"retry-after": "86400"}, 300.0)], ids=["unsaid", "a day"]
 )
 async def test_a_wait_that_vllm_does_not_state_is_short_and_a_long_one_is_cut(
-    kit: Kit, make_worker: MakeWorker, clock: Clock, headers: dict[str, str], wait_s: float
+    kit: Kit, make: Make, clock: Clock, headers: dict[str, str], wait_s: float
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    await make_worker(kit.FakeSampler(EngineBusyError("status 429", headers=headers))).step()
+    await make(kit.FakeSampler(EngineBusyError("status 429", headers=headers))).step()
 
     assert kit.row(group_id).lease_until == NOON + wait_s
 
 
-async def test_users_come_first(kit: Kit, make_worker: MakeWorker) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.FakeSampler()
-
-    assert await make_worker(sampler, kit.ScriptedLoad(9), most_running=8).step() == 0
-
-    assert sampler.requests == []
-    assert kit.row(group_id).lease_until == 0.0
-
-
-async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_users_who_come_meanwhile_hold_the_rest_back(kit: Kit, make: Make) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     # Measured before the claim and before each candidate; ours in flight are not users'.
     load = kit.ScriptedLoad(0, 0, 0, 12, 0)
-    worker = make_worker(sampler, load, most_running=8, probe_interval_s=0.0)
+    worker = make(sampler, load, most_running=8, probe_interval_s=0.0)
 
     assert await worker.step() == 0
 
@@ -392,95 +329,69 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
     assert len(sampler.requests) == 3
 
 
-async def test_a_load_that_is_lost_in_the_middle_of_a_group_costs_it_no_round(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    load = kit.ScriptedLoad(0, 0, SamplingError("no metrics"))
-    worker = make_worker(kit.FakeSampler(), load, probe_interval_s=0.0)
-
-    assert await worker.step() == 0
-
-    assert kit.counts("candidate") == {"kept": 1, "held_back": 2}
-    assert (kit.row(group_id).status, kit.row(group_id).sampling_attempts) == ("sampling", 0)
-
-
-async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
+async def test_an_engine_of_unknown_load_gets_none(kit: Kit, make: Make, clock: Clock) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     load = kit.ScriptedLoad(SamplingError("no metrics"))
-    worker = make_worker(sampler, load, probe_interval_s=0.0)
+    worker = make(sampler, load, probe_interval_s=0.0)
 
     assert await worker.step() == 0
     clock.now += 60.0
     assert await worker.step() == 0
 
     assert sampler.requests == []
-    with kit.database.read() as session:
-        told = read(session, "sampling")
-    assert told is not None
-    assert (told.since, told.message) == (
+    why = told(kit)
+    assert why is not None
+    assert (why.since, why.message) == (
         NOON,
         "no candidates are sampled: the load of vLLM is not known: no metrics",
     )
     assert kit.counts("sampling_waits") == {"load_unknown": 1}
     load.users = [99]  # known, and no room: that is no trouble
     assert await worker.step() == 0
-    with kit.database.read() as session:
-        assert read(session, "sampling") is None
+    assert told(kit) is None
 
 
-async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
-    def told() -> Condition | None:
-        with kit.database.read() as session:
-            return read(session, "sampling")
-
+async def test_users_who_leave_no_room_are_told_of(kit: Kit, make: Make, clock: Clock) -> None:
     load, sampler = kit.ScriptedLoad(99), kit.FakeSampler()
-    worker = make_worker(sampler, load, probe_interval_s=0.0)
+    worker = make(sampler, load, probe_interval_s=0.0)
     for _ in range(2):  # no group waits: nothing is lost
         await worker.step()
         clock.now += 600.0
-    assert told() is None
+    assert told(kit) is None
     kit.choose(kit.exchange("e1"))
 
     await worker.step()
 
-    trouble = told()
+    trouble = told(kit)
     assert trouble is not None
     assert "users have left no room for candidates in 10 min" in trouble.message
     assert kit.counts("sampling_waits") == {"no_room": 1}
     load.users = [0]
     while not sampler.requests:  # the gate opens after a few measurements
         await worker.step()
-    assert told() is None
+    assert told(kit) is None
     load.users = [99]
     kit.choose(kit.exchange("e2"))
     await worker.step()
     clock.now += 599.0
     await worker.step()
-    assert told() is None
+    assert told(kit) is None
 
 
 @pytest.mark.both_stores
-async def test_a_spent_day_waits_for_the_next_and_survives_a_restart(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
+async def test_a_spent_day_waits_for_the_next(kit: Kit, make: Make, clock: Clock) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
     settings = {"tokens_per_day": 15, "concurrency": 1}
-    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5
+    assert await make(kit.FakeSampler(), **settings).step() == 1  # 3 x 5
 
-    restarted = make_worker(kit.FakeSampler(), **settings)
+    restarted = make(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
-    with kit.database.read() as session:
-        told = read(session, "sampling")
-    assert told is not None
-    assert told.until == NOON + 12 * 3600
+    spent = told(kit)
+    assert spent is not None
+    assert spent.until == NOON + 12 * 3600
     why = "groups.tokens_per_day is spent: 15 candidate tokens today"
-    assert told.message.endswith(f": {why}")
+    assert spent.message.endswith(f": {why}")
     clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
     clock.now = NOON + 12 * 3600
@@ -497,37 +408,31 @@ def judge_is(kit: Kit, state: Literal["unknown", "works", "away", "rejected"]) -
 
 
 @pytest.mark.both_stores
-async def test_nothing_is_sampled_for_a_judge_with_a_wrong_key(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_nothing_is_sampled_for_a_judge_with_a_wrong_key(kit: Kit, make: Make) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
-    sampling = make_worker(sampler)
+    sampling = make(sampler)
     judge_is(kit, "rejected")
 
     assert [await sampling.step() for _ in range(3)] == [0, 0, 0]
 
     assert sampler.requests == []
-    with kit.database.read() as session:
-        told = read(session, "sampling")
-    assert told is not None
-    assert told.message.endswith(": the judge rejects every question: judge_rejected: 401")
+    why = told(kit)
+    assert why is not None
+    assert why.message.endswith(": the judge rejects every question: judge_rejected: 401")
     assert kit.counts("sampling_waits") == {"judge_rejected": 1}
 
     judge_is(kit, "works")
     assert await sampling.step() == 1
-    with kit.database.read() as session:
-        assert read(session, "sampling") is None
+    assert told(kit) is None
     judge_is(kit, "rejected")
     assert await sampling.step() == 0
     assert kit.counts("sampling_waits") == {"judge_rejected": 2}
 
 
-async def test_sampling_waits_in_silence_while_the_judge_is_asked_at_the_start(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_sampling_waits_while_the_judge_is_asked_first(kit: Kit, make: Make) -> None:
     kit.choose(kit.exchange("e1"))
-    sampling = make_worker(kit.FakeSampler())
+    sampling = make(kit.FakeSampler())
     judge_is(kit, "unknown")
 
     assert await sampling.step() == 0
@@ -538,11 +443,9 @@ async def test_sampling_waits_in_silence_while_the_judge_is_asked_at_the_start(
 
 
 @pytest.mark.both_stores
-async def test_for_a_judge_that_is_away_sixteen_groups_are_completed_and_no_more(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_for_a_judge_that_is_away_16_groups_are_completed(kit: Kit, make: Make) -> None:
     kit.choose(*(kit.exchange(f"e{number:02}") for number in range(20)))
-    sampling = make_worker(kit.FakeSampler(), concurrency=1)
+    sampling = make(kit.FakeSampler(), concurrency=1)
     judge_is(kit, "away")
 
     done = [await sampling.step() for _ in range(18)]
@@ -552,33 +455,29 @@ async def test_for_a_judge_that_is_away_sixteen_groups_are_completed_and_no_more
     assert kit.counts("sampling_waits") == {"judge_away": 1}
 
 
-async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
-    kit: Kit, make_worker: MakeWorker
-) -> None:
+async def test_answers_of_a_worker_thought_dead_are_late(kit: Kit, make: Make) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
-    slow = asyncio.create_task(make_worker(sampler).step())
+    slow = asyncio.create_task(make(sampler).step())
     await sampler.was_asked.wait()
     with kit.database.write() as session:  # the other one, after the lease
-        answers = list(group_of(kit, group_id).answers) * 3
+        answers = list(kit.group(group_id).answers) * 3
         append_answers(session, group_id, answers, size=4)
     sampler.hold.set()
 
     await slow
 
-    assert len(group_of(kit, group_id).answers) == 4
+    assert len(kit.group(group_id).answers) == 4
     assert kit.counts("candidate") == {"late": 3}
 
 
-async def test_a_worker_that_is_stopped_gives_its_groups_back(
-    kit: Kit, make_worker: MakeWorker, clock: Clock
-) -> None:
+async def test_a_stopped_worker_gives_its_groups_back(kit: Kit, make: Make, clock: Clock) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
     stop = asyncio.Event()
-    running = asyncio.create_task(make_worker(sampler).run(stop))
+    running = asyncio.create_task(make(sampler).run(stop))
     await sampler.was_asked.wait()
     assert kit.row(group_id).lease_until > clock.now
 
@@ -592,11 +491,11 @@ async def test_a_worker_that_is_stopped_gives_its_groups_back(
     assert claimed == [group_id]
 
 
-async def test_what_was_sampled_is_stored_when_the_store_comes_back(
-    kit: Kit, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+async def test_samples_are_stored_when_the_store_is_back(
+    kit: Kit, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.FakeSampler())
+    worker = make(kit.FakeSampler())
     write, refusals = Database.write, iter([False, True])  # claim, then the first try to store
 
     def sometimes(database: Database, **options: bool) -> AbstractContextManager[Session]:

@@ -70,11 +70,9 @@ def prefixes(draw: st.DrawFn) -> Messages:
     return (*(() if greeting is None else (said(greeting),)), *examples)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(prefixes(), st.lists(WORDS, min_size=2, max_size=12))
-def test_requests_that_share_what_is_given_are_as_many_sessions(
-    prefix: Messages, replies: list[str]
-) -> None:
+def test_requests_that_share_a_beginning_are_sessions(prefix: Messages, replies: list[str]) -> None:
     traffic = Traffic()
 
     for number, reply in enumerate(replies):
@@ -83,9 +81,9 @@ def test_requests_that_share_what_is_given_are_as_many_sessions(
     assert traffic.sessions == len(replies)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(prefixes(), st.lists(st.integers(0, 3), min_size=2, max_size=24), st.data())
-def test_real_continuations_link_whatever_is_given(
+def test_continuations_link_whatever_is_given(
     prefix: Messages, turns: list[int], data: st.DataObject
 ) -> None:
     """Up to four conversations at once, whose answers may be words of the prefix. A question asked

@@ -124,7 +124,7 @@ def arrival(request: bytes, *replies: bytes) -> Arrival:
     return arrival_of(make_exchange("x", request=request, choices=choices))
 
 
-@pytest.mark.parametrize("depth", [100, 900, 5_000, 100_000])
+@pytest.mark.parametrize("depth", [900, 100_000])
 @pytest.mark.parametrize("key", ["messages", "input", "system", "tools", "content"])
 def test_deep_nesting_costs_only_the_request_itself(key: str, depth: int) -> None:
     deep = b"[" * depth + b"]" * depth
@@ -159,7 +159,7 @@ VALUES = st.recursive(
 SHARED = RequestReader(max_bytes=20_000)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(VALUES, max_size=2))
 def test_no_json_raises(request_body: dict[str, Any], replies: list[Any]) -> None:
     tree = SessionTree()
@@ -207,9 +207,7 @@ def test_each_part_is_read_once_while_it_is_remembered() -> None:
     assert read[-1] == 1, "the long part is over the limit alone, and takes the place of all"
 
 
-def test_work_grows_with_what_the_assistant_says_in_many_items(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_grows_with_what_an_assistant_says(monkeypatch: pytest.MonkeyPatch) -> None:
     digested = 0
 
     def counted(text: str) -> bytes:

@@ -120,9 +120,7 @@ def test_agents_with_the_same_words_are_told_apart(sidecar: Sidecar) -> None:
     assert (sidecar.parent(of_buyer), sidecar.parent(of_critic)) == (buyer, critic)
 
 
-def test_a_reply_that_the_client_rewrote_is_known_by_what_stands_before_it(
-    sidecar: Sidecar,
-) -> None:
+def test_a_reply_that_the_client_rewrote_is_known_by_what_is_before_it(sidecar: Sidecar) -> None:
     first = sidecar.send([asks(TASK)], "**Which** seat?")
     second = sidecar.send([asks(TASK), said("Which seat?"), asks("A window.")])
 
@@ -250,9 +248,7 @@ def test_a_record_of_short_answers_and_calls_is_linked_to_its_end(sidecar: Sidec
     assert sidecar.session(after) == first != sidecar.session(other)
 
 
-def test_of_tasks_that_begin_alike_the_one_that_a_record_repeats_is_found(
-    sidecar: Sidecar,
-) -> None:
+def test_of_tasks_that_begin_alike_the_one_in_a_record_is_found(sidecar: Sidecar) -> None:
     same = "I want to exchange the water bottle and the desk lamp of my last order, please, and "
     tasks = [
         f"{same}the {kind} lamp should be {how} than the one before, if you have one of these."
@@ -295,9 +291,7 @@ def test_work_that_grows_within_one_message_is_a_chain(sidecar: Sidecar) -> None
         assert {sidecar.session(one) for one in names} == {names[0]}
 
 
-def test_a_message_that_only_begins_like_an_earlier_one_continues_nothing(
-    sidecar: Sidecar,
-) -> None:
+def test_a_message_that_begins_like_an_earlier_one_continues_nothing(sidecar: Sidecar) -> None:
     first = sidecar.send([asks("Where is my parcel with the lamp?")], "It comes on Friday.")
     other = sidecar.send([asks("Where is my parcel with the lamp? It is late again.")], "Sorry.")
 

@@ -67,7 +67,7 @@ def found(order: list[Sent]) -> dict[str, Place]:
     return places
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_every_exchange_finds_its_parent_in_any_order_of_arrival(data: st.DataObject) -> None:
     sent = data.draw(forests())
@@ -86,7 +86,7 @@ def test_every_exchange_finds_its_parent_in_any_order_of_arrival(data: st.DataOb
         assert place.turn == (0 if one.parent is None else places[one.parent].turn + 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(forests())
 def test_an_exchange_that_comes_twice_changes_nothing(sent: list[Sent]) -> None:
     once, twice = found(sent), found([*sent, *sent])

@@ -12,9 +12,8 @@ from sqlalchemy import delete, event, select, update
 
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.selection import group_id_of
-from ingest.sessions.messages import Place
 from ingest.store import bases as store_bases
-from ingest.store.bases import encode_children, rebase_children, store_children
+from ingest.store.bases import encode_children, store_children
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, stored_tokens
 from ingest.store.groups import load_group
 from sidecar.records import Exchange
@@ -22,7 +21,7 @@ from sidecar.store.codec import pack_ids
 from sidecar.store.contents import MAX_LINKS, load_contents
 from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, ExchangeRow
-from support.ingest_kit import Kit
+from support.ingest_kit import Kit, make_place, rebase_children
 
 SYSTEM = " ".join(f"rule {Random(1).getrandbits(20)} {number}" for number in range(200))
 SYSTEM_IDS = tuple(Random(1).choices(range(49_000), k=1_500))
@@ -58,23 +57,8 @@ def turns(kit: Kit, name: str, count: int, **changes: object) -> list[Exchange]:
 def store(kit: Kit, exchanges: Sequence[Exchange], parent: str | None = None) -> None:
     """Store exchanges, each as the continuation of the one before it."""
     for exchange in exchanges:
-        with kit.database.write() as session:
-            assert save_exchange(
-                session, exchange, held_out=False, now=1.0, place=place(exchange, parent)
-            )
+        kit.store(exchange, place=make_place(exchange.exchange_id, parent))
         parent = exchange.exchange_id
-
-
-def place(exchange: Exchange, parent: str | None) -> Place:
-    return Place(
-        exchange_id=exchange.exchange_id,
-        session="s",
-        parent=parent,
-        turn=0,
-        branch=0,
-        segment=0,
-        how="answered" if parent else "root",
-    )
 
 
 def bases(kit: Kit) -> dict[str, str | None]:
@@ -127,7 +111,7 @@ def test_a_turn_takes_the_bytes_of_what_is_new(kit: Kit) -> None:
     assert [load(kit.database, one.exchange_id) for one in talk] == talk
 
 
-def test_a_process_that_has_just_begun_reads_them_too(
+def test_a_new_process_reads_them_too(
     kit: Kit, cold: Database, open_again: Callable[[], Database]
 ) -> None:
     talk = turns(kit, "a", 2 * MAX_LINKS + 5)
@@ -248,9 +232,7 @@ def test_a_damaged_base_id_is_damage(kit: Kit, cold: Database, base: str) -> Non
         contents["a3"]
 
 
-def test_rows_of_an_older_version_are_read_and_continued(
-    kit: Kit, open_again: Callable[[], Database]
-) -> None:
+def test_rows_without_deltas_are_continued(kit: Kit, open_again: Callable[[], Database]) -> None:
     talk = turns(kit, "a", 3)
     store(kit, talk[:2])
     with kit.database.write() as session:
@@ -299,7 +281,7 @@ def remove(kit: Kit, names: Sequence[str]) -> None:
 
 @pytest.mark.both_stores
 @pytest.mark.parametrize("gone", [["a0"], ["a3"], ["a2", "a3", "a4"], ["a0", "a1"]])
-def test_what_stands_on_an_exchange_outlives_it(
+def test_children_outlive_an_exchange(
     kit: Kit, gone: list[str], open_again: Callable[[], Database]
 ) -> None:
     talk = turns(kit, "a", 7)
@@ -411,7 +393,7 @@ def test_branches_that_cannot_be_read_lose_their_base_and_no_more(kit: Kit, cold
     assert [load(cold, one.exchange_id) for one in branches[:2]] == branches[:2]
 
 
-def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
+def test_a_deleted_conversation_leaves_no_byte_in_one_that_began_alike(
     kit: Kit, cold: Database
 ) -> None:
     marker = "".join(Random(2).choices("abcdefghijklmnopqrstuvwxyz", k=40))
@@ -438,9 +420,7 @@ def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
     assert not contents.damage
 
 
-def test_a_base_that_another_process_deleted_is_not_used(
-    kit: Kit, open_again: Callable[[], Database]
-) -> None:
+def test_a_base_deleted_elsewhere_is_not_used(kit: Kit, open_again: Callable[[], Database]) -> None:
     talk = turns(kit, "a", 3)
     store(kit, talk[:2])
     other = Kit(open_again())
@@ -452,7 +432,7 @@ def test_a_base_that_another_process_deleted_is_not_used(
     assert load(other.database, "a2") == talk[2]
 
 
-def test_a_base_whose_transaction_failed_is_not_used(
+def test_a_base_that_was_not_stored_is_not_used(
     kit: Kit, open_again: Callable[[], Database]
 ) -> None:
     talk = turns(kit, "a", 2)
@@ -460,7 +440,7 @@ def test_a_base_whose_transaction_failed_is_not_used(
 
     def fail() -> None:
         with kit.database.write() as session:
-            save_exchange(session, talk[0], held_out=False, now=1.0, place=place(talk[0], None))
+            save_exchange(session, talk[0], held_out=False, now=1.0, place=make_place("a0"))
             save_exchange(session, broken, held_out=False, now=1.0)
 
     with pytest.raises(OverflowError):

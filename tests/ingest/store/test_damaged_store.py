@@ -41,9 +41,7 @@ WRONG_FILES = {
 
 @pytest.mark.parametrize("said", WRONG_FILES)
 @pytest.mark.parametrize("action", ["read", "write", "upgrade"])
-def test_a_file_that_is_damaged_is_one_line_that_says_what_to_do(
-    tmp_path: Path, said: str, action: str
-) -> None:
+def test_a_damaged_file_is_one_line_with_what_to_do(tmp_path: Path, said: str, action: str) -> None:
     path = tmp_path / "store.db"
     with closing(Database(f"sqlite:///{path}")) as made:
         made.upgrade()

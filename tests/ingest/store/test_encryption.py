@@ -17,21 +17,17 @@ from typing import Any
 import pytest
 import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import Executable, delete, func, select, text, update
+from sqlalchemy import Executable, delete, select, text, update
+from sqlalchemy.orm import Session
 
 from ingest.best_of import BestOfScores, load_scores, save_scores
 from ingest.errors import UnreadableExchangesError
-from ingest.intake.bus import OutboxBus
-from ingest.intake.choose import Sessions
-from ingest.intake.consume import consume
 from ingest.judges.replies import ReplyStore
 from ingest.records import Answer, Group
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.ruler import JudgeCall
-from ingest.sessions.messages import Place
 from ingest.store import rotation
-from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange, stored_tokens
 from ingest.store.groups import (
     load_scored_group,
@@ -40,12 +36,11 @@ from ingest.store.groups import (
     save_group,
 )
 from ingest.store.rotation import rotate
-from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
 from sidecar.store import traces
 from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring, sealed_size
-from sidecar.store.models import BestOfScoreRow, ChoiceRow, ExchangeRow, JudgeCallRow
+from sidecar.store.models import BestOfScoreRow, ChoiceRow, JudgeCallRow
 from support.ingest_kit import Kit
 from support.stores import NewStore
 
@@ -113,13 +108,17 @@ def replies_of(database: Database) -> ReplyStore:
     return ReplyStore(database, max_bytes=10**6, max_age_s=1e9, clock=lambda: 2.0)
 
 
+def exchange_in(session: Session, name: str) -> Exchange:
+    stored = load_exchange(session, name)
+    assert stored is not None
+    return stored.exchange
+
+
 def check(database: Database, *names: str) -> None:
     """All that `fill` stored is read as it was."""
     with database.read() as session:
         for name in names:
-            stored = load_exchange(session, name)
-            assert stored is not None
-            assert stored.exchange == exchange(name)
+            assert exchange_in(session, name) == exchange(name)
         scored = load_scored_group(session, f"g-{names[0]}")
         assert scored is not None
         assert scored.explanations == (f"{MARK} one", f"{MARK} two")
@@ -181,50 +180,6 @@ def test_nothing_that_was_said_is_in_the_store(new_store: NewStore) -> None:
     assert not [value for value in found if MARK.encode() in value or packed in value]
 
 
-def test_a_turn_is_a_difference_from_an_encrypted_parent(new_store: NewStore) -> None:
-    with closing(keyed(new_store(), OLD)) as database:
-        parent = None
-        for name, turns in (("a", 40), ("a2", 41), ("a3", 42)):
-            with database.write() as session:
-                made = exchange(name, turns)
-                assert save_exchange(
-                    session, made, held_out=False, now=1.0, place=place(name, parent)
-                )
-            parent = name
-    with closing(Database(database.url, Keyring(OLD))) as database:  # with an empty cache
-        with database.read() as session:
-            stored = load_exchange(session, "a3")
-            assert stored is not None
-            assert stored.exchange == exchange("a3", 42)
-            size = session.scalar(
-                select(func.length(ExchangeRow.prompt_token_ids)).where(
-                    ExchangeRow.exchange_id == "a3"
-                )
-            )
-        assert size is not None
-        assert size < 100  # 42 * 12 bytes as they are
-        with database.write() as session:
-            assert rebase_children(session, ["a"]) == 1
-            session.execute(delete(ChoiceRow).where(ChoiceRow.exchange_id == "a"))
-            session.execute(delete(ExchangeRow).where(ExchangeRow.exchange_id == "a"))
-    with closing(Database(database.url, Keyring(OLD))) as database, database.read() as session:
-        stored = load_exchange(session, "a3")
-        assert stored is not None
-        assert stored.exchange == exchange("a3", 42)
-
-
-def place(name: str, parent: str | None) -> Place:
-    return Place(
-        exchange_id=name,
-        session="s",
-        parent=parent,
-        turn=0,
-        branch=0,
-        segment=0,
-        how="answered" if parent else "root",
-    )
-
-
 def test_without_its_key_a_row_is_named_and_the_others_are_read(new_store: NewStore) -> None:
     plain = new_store()
     with closing(keyed(plain, OLD)) as database:
@@ -232,9 +187,7 @@ def test_without_its_key_a_row_is_named_and_the_others_are_read(new_store: NewSt
     with closing(keyed(plain, NEW)) as database:
         Kit(database).store(exchange("b"))
         with database.read() as session:
-            stored = load_exchange(session, "b")
-            assert stored is not None
-            assert stored.exchange == exchange("b")
+            assert exchange_in(session, "b") == exchange("b")
             with pytest.raises(UnreadableExchangesError) as caught:
                 load_exchange(session, "a")
     (why,) = caught.value.damage.values()
@@ -304,17 +257,6 @@ def test_a_list_that_another_process_changes_meanwhile_stays_as_that_left_it(
             assert [list(one.explanations) for one in scores] == left
 
 
-def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_path: Path) -> None:
-    plain = new_store()
-    fill(plain, *(f"e{number}" for number in range(30)))
-    plain.close()
-    assert MARK.encode() in files(tmp_path)
-    with closing(keyed(plain, NEW)) as database:
-        rotate(database)
-
-    assert MARK.encode() not in files(tmp_path)
-
-
 def test_the_length_beside_a_value_is_that_of_its_text(new_store: NewStore) -> None:
     plain = new_store()
     long = Kit.exchange("a", choices=(Kit.choice("z" * 300_000),))
@@ -345,7 +287,7 @@ def leave_a_copy(plain: Database) -> Path:
     return path
 
 
-def test_copies_of_old_values_outside_of_rows_are_gone_too(
+def test_copies_outside_of_rows_are_gone_too(
     new_store: NewStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = new_store()
@@ -360,6 +302,7 @@ def test_copies_of_old_values_outside_of_rows_are_gone_too(
         assert rotate(database, large_too=True).not_rewritten_mb == 0
 
     assert b"left-copy" not in files(path.parent)
+    assert MARK.encode() not in files(path.parent)
     with closing(keyed(plain, NEW)) as database:
         check(database, "a")
 
@@ -371,9 +314,7 @@ def test_a_missing_key_costs_its_values_alone(new_store: NewStore) -> None:
     Kit(plain).store(exchange("b"))
     with closing(keyed(plain, NEW)) as database:
         done = rotate(database)
-        with database.read() as session:
-            stored = load_exchange(session, "b")
-    assert stored is not None
+        Kit(database).stored("b")
     (why,) = done.unreadable
     assert "the key 'old', which is missing" in why
     assert done.unreadable[why] == 4
@@ -416,24 +357,3 @@ def test_a_rotation_that_is_killed_is_run_again(new_store: NewStore) -> None:
         assert not rotate(database).unreadable
     with closing(keyed(plain, NEW)) as database:
         check(database, *names)
-
-
-def test_the_outbox_is_encrypted_and_ingest_reads_it(new_store: NewStore, tmp_path: Path) -> None:
-    plain = new_store()
-    keyring = Keyring(OLD)
-    outbox = Outbox(tmp_path / "outbox.db", max_rows=10, keyring=keyring)
-    outbox.write([exchange("a")])
-    outbox.close()
-    assert MARK.encode() not in files(tmp_path)
-
-    with (
-        closing(keyed(plain, OLD)) as database,
-        closing(OutboxBus(OutboxReader(tmp_path / "outbox.db"))) as bus,
-    ):
-        done = consume(bus, database, limit=10, sessions=Sessions(held_out_rate=0.0), now=1.0)
-        assert (done.stored, done.poison) == (1, 0)
-        with database.read() as session:
-            stored = load_exchange(session, "a")
-    assert stored is not None
-    assert stored.exchange.request == exchange("a").request
-    assert MARK.encode() not in files(tmp_path)

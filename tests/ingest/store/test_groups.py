@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import count_pending
 from ingest.records import Answer, Disagreement, Group
 from ingest.store.groups import (
@@ -79,30 +78,30 @@ def test_damaged_log_probabilities_cost_only_themselves(kit: Kit) -> None:
         append_answers(session, group_id, more, size=3)
         session.execute(update(AnswerRow).where(AnswerRow.index == 1).values(logprobs=b"\x00" * 7))
 
-    with kit.database.read() as session:
-        group = load_group(session, group_id)
-
-    assert group is not None
+    group = kit.group(group_id)
     assert [one.logprobs for one in group.answers[1:]] == [(), (-0.5, -0.25)]
     assert [one.token_ids for one in group.answers[1:]] == [(7, 2), (7, 2)]
 
 
-def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit: Kit) -> None:
+def test_a_claimed_group_is_nobody_elses_until_its_lease_ends(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
     assert claim(kit, now=100.0) == [group_id]
     assert claim(kit, now=129.9) == []
     assert claim(kit, now=130.0) == [group_id]
-
-
-def test_a_released_group_waits_until_the_time_given(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    claim(kit, now=100.0)
     with kit.database.write() as session:
-        release_group(session, group_id, until=110.0)
-
-    assert claim(kit, now=109.0) == []
-    assert claim(kit, now=110.0) == [group_id]
+        release_group(session, group_id, until=140.0)
+    assert claim(kit, now=139.0) == []
+    assert claim(kit, now=140.0) == [group_id]
+    with kit.database.write() as session:
+        retry_sampling(session, group_id, until=150.0)
+        assert sampling_attempts(session, group_id) == 1
+    assert claim(kit, now=149.0) == []
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+        assert load_scored_group(session, group_id) is None  # it has no scores
+        assert append_answers(session, group_id, [answer(kit, "b")], size=4) == 0
+    assert claim(kit, now=140.0, status="sampled") == [group_id]  # a step ends the lease
 
 
 @pytest.mark.both_stores
@@ -142,19 +141,9 @@ def test_answers_are_added_behind_those_there_up_to_the_size(kit: Kit) -> None:
         assert append_answers(session, group_id, [answer(kit, "b"), answer(kit, "c")], size=4) == 2
         assert append_answers(session, group_id, [answer(kit, "d"), answer(kit, "e")], size=4) == 1
 
-    with kit.database.read() as session:
-        group = load_group(session, group_id)
-    assert group is not None
+    group = kit.group(group_id)
     assert [a.index for a in group.answers] == [0, 1, 2, 3]
     assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", "b", "c", "d")]
-
-
-def test_a_group_that_has_moved_on_takes_no_more_answers(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    with kit.database.write() as session:
-        mark_sampled(session, group_id)
-
-        assert append_answers(session, group_id, [answer(kit, "b")], size=4) == 0
 
 
 @pytest.mark.both_stores
@@ -177,15 +166,6 @@ def test_each_step_happens_once_and_is_counted_once(kit: Kit) -> None:
     assert kit.row(group_id).scored_at == 7.0
     assert kit.counts("sampling") == {"sampled": 1}
     assert kit.counts("judging") == {"scored": 1}
-
-
-def test_a_step_ends_the_lease(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    claim(kit, now=100.0)
-    with kit.database.write() as session:
-        mark_sampled(session, group_id)
-
-    assert claim(kit, now=100.0, status="sampled") == [group_id]
 
 
 def test_setting_aside_counts_in_the_stage_that_the_group_was_in(kit: Kit) -> None:
@@ -228,34 +208,6 @@ def test_how_far_the_passes_differ_is_stored_by_answer_and_by_group(kit: Kit) ->
         assert session.scalars(stored).all() == [0.25, 0.5]
 
 
-def test_after_one_pass_nothing_is_known_of_its_noise(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    with kit.database.write() as session:
-        mark_sampled(session, group_id)
-        assert mark_scored(session, group_id, [0.5], ["a"], "judge", "hash", 7.0)
-
-    row = kit.row(group_id)
-    assert (row.disagreement, row.flipped_pairs) == (None, None)
-
-
-def test_a_group_without_scores_is_not_a_scored_group(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-
-    with kit.database.read() as session:
-        assert load_scored_group(session, group_id) is None
-        assert load_scored_group(session, "nobody") is None
-
-
-def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit: Kit) -> None:
-    (group_id,) = kit.choose(kit.exchange("e1"))
-    with kit.database.write() as session:
-        retry_sampling(session, group_id, until=50.0)
-
-    with kit.database.read() as session:
-        assert sampling_attempts(session, group_id) == 1
-    assert claim(kit, now=49.0) == []
-
-
 @pytest.mark.both_stores
 def test_pending_groups_and_groups_by_session_are_counted(kit: Kit) -> None:
     ids = kit.choose(
@@ -281,9 +233,3 @@ def test_scored_groups_are_pending_while_their_adapter_serves(kit: Kit) -> None:
 
         assert count_pending(session, {"base"}) == 1
         assert count_pending(session, {"m--v1-0a0b0c0d0e0f"}) == 0
-
-
-def test_group_ids_are_the_exchanges_own() -> None:
-    assert group_id_of("e1") == group_id_of("e1")
-    assert group_id_of("e1") != group_id_of("e2")
-    assert len(group_id_of("e" * 64)) == 26

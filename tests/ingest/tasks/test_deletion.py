@@ -63,9 +63,7 @@ def drawn(kit: Kit) -> Drawn:
 
 
 @pytest.mark.parametrize("why", ["forgotten", "expired"])
-def test_a_group_that_is_not_trained_ends_with_the_first_session_that_it_loses(
-    drawn: Drawn, kit: Kit, why: str
-) -> None:
+def test_an_untrained_group_ends_with_its_first_loss(drawn: Drawn, kit: Kit, why: str) -> None:
     with kit.database.write() as session:
         session.add(
             JudgeCallRow(
@@ -98,9 +96,7 @@ def test_a_group_that_is_not_trained_ends_with_the_first_session_that_it_loses(
 @pytest.mark.parametrize(
     ("kind", "name"), [("session", "good"), ("user", "good"), ("exchange", "second turn")]
 )
-def test_what_learned_from_a_forgotten_session_is_found(
-    drawn: Drawn, kit: Kit, kind: str, name: str
-) -> None:
+def test_what_learned_from_it_is_found(drawn: Drawn, kit: Kit, kind: str, name: str) -> None:
     drawn.give("trained", adapter="v1")
     named = drawn.good[1] if kind == "exchange" else name
 
@@ -113,9 +109,7 @@ def test_what_learned_from_a_forgotten_session_is_found(
         assert mark_digests(session, Target(kind, named)) == ["run"]  # type: ignore[arg-type]
 
 
-def test_of_a_trained_session_that_expires_the_digest_stays_when_its_last_turn_goes(
-    drawn: Drawn, kit: Kit
-) -> None:
+def test_of_an_expired_trained_session_the_digest_stays(drawn: Drawn, kit: Kit) -> None:
     drawn.give("trained", adapter="v1")
 
     drawn.delete(drawn.good[:1], "expired")

@@ -17,9 +17,7 @@ def tasks(kit: Kit) -> TaskKit:
     return TaskKit(kit.database, size=2)
 
 
-def test_finished_sessions_of_one_task_become_a_group_with_their_outcomes_as_rewards(
-    tasks: TaskKit, kit: Kit
-) -> None:
+def test_finished_sessions_of_one_task_become_a_group(tasks: TaskKit, kit: Kit) -> None:
     good = tasks.session("good", success=True)
     bad = tasks.session("bad", success=False)
     tasks.session("other", success=True, task="exchange")
@@ -43,9 +41,7 @@ def test_finished_sessions_of_one_task_become_a_group_with_their_outcomes_as_rew
     assert kit.counts("tasks") == counts
 
 
-def test_a_session_without_an_outcome_is_in_no_group_until_it_is_told(
-    tasks: TaskKit, kit: Kit
-) -> None:
+def test_a_session_is_in_no_group_until_its_outcome_is_told(tasks: TaskKit, kit: Kit) -> None:
     tasks.session("good", success=True)
     silent = tasks.session("silent")
 
@@ -68,9 +64,7 @@ def test_a_group_crosses_no_adapter_version_and_no_project(tasks: TaskKit) -> No
     assert [one.excluded for one in tasks.members().values()] == [None, None, None]
 
 
-def test_a_value_counts_once_a_session_and_only_of_a_users_session_of_the_project(
-    kit: Kit,
-) -> None:
+def test_a_value_counts_once_a_session_of_a_user_of_the_project(kit: Kit) -> None:
     tasks = TaskKit(kit.database, size=4)
     played = tasks.session("played", origin="rehearsal")
     other = tasks.session("other", project="shop")
@@ -109,9 +103,7 @@ def test_equal_rewards_are_set_aside(tasks: TaskKit) -> None:
     assert (group.status, group.reason) == ("set_aside", "no_spread")
 
 
-def test_a_corrected_outcome_makes_the_rewards_anew_until_a_run_has_the_group(
-    tasks: TaskKit, kit: Kit
-) -> None:
+def test_a_corrected_outcome_renews_rewards_until_a_run(tasks: TaskKit, kit: Kit) -> None:
     good = tasks.session("a", success=True)
     tasks.session("b", success=True)
     assert tasks.follow() == 1
@@ -159,9 +151,7 @@ def test_what_must_not_be_learned_from_is_counted_by_reason(tasks: TaskKit, kit:
     }
 
 
-def test_a_late_turn_reopens_a_session_once_and_counts_no_more_after_the_draw(
-    tasks: TaskKit, kit: Kit
-) -> None:
+def test_a_late_turn_reopens_a_session_once_before_the_draw(tasks: TaskKit, kit: Kit) -> None:
     first = tasks.turn("long")
     tasks.told(first, success=True)
     tasks.follow()
@@ -186,9 +176,7 @@ def test_a_late_turn_reopens_a_session_once_and_counts_no_more_after_the_draw(
     assert (counts["reopened"], counts["late_turns"]) == (1, 2)
 
 
-def test_whether_a_session_is_over_without_an_outcome_is_told_by_the_client_or_by_time(
-    kit: Kit,
-) -> None:
+def test_a_session_without_an_outcome_is_over_when_done_or_by_time(kit: Kit) -> None:
     tasks = TaskKit(kit.database, size=2, learn="ruler")
     tasks.session("silent")
     done = tasks.session("done")
@@ -202,9 +190,7 @@ def test_whether_a_session_is_over_without_an_outcome_is_told_by_the_client_or_b
     assert {one.reward for one in tasks.members(group.group_id).values()} == {None}
 
 
-def test_first_messages_that_are_alike_but_for_names_and_numbers_make_a_group_where_they_may(
-    kit: Kit,
-) -> None:
+def test_first_messages_alike_but_for_names_make_a_group_where_they_may(kit: Kit) -> None:
     def ask(tasks: TaskKit, name: str, order: str, success: bool) -> None:
         content = [{"role": "user", "content": f"Where is my order {order}?"}]
         body = {"model": "smollm", "messages": content}

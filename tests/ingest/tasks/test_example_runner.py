@@ -33,9 +33,7 @@ def test_an_art_rollout_moves_over_in_at_most_fifteen_lines() -> None:
 
 
 @pytest.mark.tier_2
-async def test_the_example_plays_an_attempt_with_its_headers_and_tells_how_it_ended(
-    judge_kit: Any,
-) -> None:
+async def test_the_example_plays_an_attempt_and_tells_its_end(judge_kit: Any) -> None:
     spec = importlib.util.spec_from_file_location("example_runner", EXAMPLES / "runner.py")
     assert spec is not None
     assert spec.loader is not None

@@ -51,9 +51,7 @@ class Sessions(TaskKit):
         return TaskJudging(self.database, judge, settings, now=lambda: self.now)  # type: ignore[arg-type]
 
 
-async def test_the_judge_sees_whole_sessions_twice_with_what_is_known_of_their_end(
-    kit: Kit,
-) -> None:
+async def test_the_judge_sees_whole_sessions_twice_with_what_is_known(kit: Kit) -> None:
     tasks = Sessions(kit.database, size=3, learn="mixed")
     for name, said, success in (("a", "good", True), ("b", "better", True), ("c", "bad", False)):
         tasks.told_apart(name, said, success)
@@ -91,9 +89,7 @@ async def test_sessions_without_outcomes_are_ranked_by_the_judge_alone(kit: Kit)
     assert found == {"a": (0.9, "ruler"), "b": (0.2, "ruler")}
 
 
-async def test_a_judge_that_does_not_work_is_not_asked_and_one_that_works_sets_aside_what_it_cannot(
-    kit: Kit,
-) -> None:
+async def test_only_a_judge_that_works_is_asked_and_sets_aside(kit: Kit) -> None:
     tasks = Sessions(kit.database, size=2, learn="ruler")
     tasks.told_apart("a", "good")
     tasks.told_apart("b", "bad")

@@ -15,12 +15,9 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from ingest.errors import NoTokenizerError, SamplingError
-from ingest.intake.choose import Sessions, choose_new
-from ingest.intake.consume import consume
-from ingest.store.exchanges import load_exchange
+from ingest.intake.choose import choose_new
 from ingest.tokens import TokenCheck, Vocabulary, check_exchange, find_tokenizer, load_vocabulary
 from ingest.vllm.sampler import CheckedSampler, SampledAnswer, SampleRequest
-from sidecar.records import encode_exchange
 from support.ingest_kit import Kit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,9 +87,7 @@ def test_a_stop_token_is_no_text_and_comes_once(kit: Kit, smollm: Vocabulary) ->
     assert outcome(kit, smollm, [*ids, END, END], "All is well.") == "ids_do_not_decode"
 
 
-def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
-    kit: Kit, smollm: Vocabulary
-) -> None:
+def test_an_ordinary_token_that_ends_the_answer_is_no_text(kit: Kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "One two three")
     request = {"messages": [], "stop_token_ids": [ids[-1]]}
 
@@ -206,23 +201,6 @@ def test_each_piece_of_a_parsed_tool_call_must_be_in_the_text(
     assert found == expected
 
 
-def test_a_dropped_or_changed_id_inside_a_piece_of_a_tool_call_is_seen(
-    kit: Kit, smollm: Vocabulary
-) -> None:
-    ids = encode(
-        smollm, '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
-    )
-    call = {"function": {"name": "weather", "arguments": '{"city":"Paris"}'}}
-    at = ids.index(encode(smollm, "Paris")[0])
-
-    def check(changed: list[int]) -> str:
-        return outcome(kit, smollm, changed, None, message={"tool_calls": [call]})
-
-    assert check(ids) == "agrees_in_parts"
-    assert check([*ids[:at], *ids[at + 1 :]]) == "ids_do_not_decode"
-    assert check([*ids[:at], ids[at] + 1, *ids[at + 1 :]]) == "ids_do_not_decode"
-
-
 def test_what_has_no_ids_or_is_not_trained_on_is_not_checked(kit: Kit, smollm: Vocabulary) -> None:
     wrong = kit.choice(message=b'{"role":"assistant","content":"other"}')
     none = kit.choice(token_ids=())
@@ -247,9 +225,7 @@ def test_of_several_choices_the_worst_counts(kit: Kit, smollm: Vocabulary) -> No
 
 
 @pytest.mark.parametrize("ids", [(-1,), (2**40,), (2**31 - 1,)])
-def test_what_cannot_be_an_id_disagrees_and_raises_nothing(
-    kit: Kit, smollm: Vocabulary, ids: tuple[int, ...]
-) -> None:
+def test_what_cannot_be_an_id_disagrees(kit: Kit, smollm: Vocabulary, ids: tuple[int, ...]) -> None:
     assert outcome(kit, smollm, ids, "Hi.") == "ids_do_not_decode"
 
 
@@ -269,10 +245,11 @@ def test_the_first_token_s_space_may_hang_on_the_prompt(kit: Kit) -> None:
 
 
 @settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(text=st.text(min_size=1, max_size=30), data=st.data())
-def test_any_text_agrees_with_its_own_ids_and_not_with_others(
+def test_any_text_agrees_with_its_ids_alone(
     kit: Kit, smollm: Vocabulary, text: str, data: Any
 ) -> None:
     ids = encode(smollm, text)
@@ -288,9 +265,7 @@ def test_any_text_agrees_with_its_own_ids_and_not_with_others(
         assert outcome(kit, smollm, [*changed, END], text) == "ids_do_not_decode"
 
 
-def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(
-    kit: Kit, smollm: Vocabulary
-) -> None:
+def test_an_exchange_whose_ids_disagree_is_never_chosen(kit: Kit, smollm: Vocabulary) -> None:
     good = kit.choice("Hi.", token_ids=(*encode(smollm, "Hi."), END))
     bad = kit.choice("Hi.", token_ids=(*encode(smollm, "Ho."), END))
     check = TokenCheck(str(MODEL))
@@ -301,30 +276,16 @@ def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(
         kit.exchange("bad", choices=(bad,)),
         kit.exchange("cut", choices=(bad,), outcome="cut", untrainable_reason="cut"),
     ]
-    payloads = [encode_exchange(one) for one in exchanges]
-    bus = kit.MemoryBus([*payloads, payloads[1]])
 
-    consume(
-        bus,
-        kit.database,
-        limit=9,
-        sessions=Sessions(held_out_rate=0.0),
-        now=2.0,
-        check_tokens=check,
-    )
+    kit.take(*exchanges, exchanges[1], now=2.0, check_tokens=check)
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=3.0)
 
     assert kit.counts("token_check") == {"agrees": 1, "ids_do_not_decode": 1, "not_checked": 1}
     # The prompt of a client that left starts a group too, without the part that was recorded.
     assert kit.counts("selection") == {"chosen": 2, "untrainable:ids_do_not_decode": 1}
-    with kit.database.read() as session:
-        stored = load_exchange(session, "bad")
-        kept = load_exchange(session, "cut")
-    assert stored is not None
-    assert kept is not None
-    assert stored.exchange.untrainable_reason == "ids_do_not_decode"
-    assert stored.exchange.choices == (bad,)
-    assert kept.exchange.untrainable_reason == "cut"
+    stored = kit.stored("bad").exchange
+    assert (stored.untrainable_reason, stored.choices) == ("ids_do_not_decode", (bad,))
+    assert kit.stored("cut").exchange.untrainable_reason == "cut"
 
 
 async def test_a_candidate_whose_ids_disagree_is_refused(kit: Kit, smollm: Vocabulary) -> None:
@@ -389,7 +350,7 @@ def test_a_tokenizer_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
         load_vocabulary(str(tmp_path))
 
 
-def test_without_a_tokenizer_it_is_off_says_so_once_and_looks_again(
+def test_without_a_tokenizer_it_is_off_and_looks_again(
     kit: Kit, tmp_path: Path, smollm: Vocabulary
 ) -> None:
     check = TokenCheck(str(tmp_path))

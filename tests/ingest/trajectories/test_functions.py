@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from traceback import format_exception
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -28,17 +28,24 @@ from ingest.trajectories import scoring
 from ingest.trajectories.records import TrajectoriesError
 from support.fake_judge import FakeJudge
 from support.trajectory_judge import RankingJudge, ranked
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
+from tests.ingest.conftest import JudgeKit, ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[3]
 WORTH = {"best": 0.9, "good": 0.7, "fair": 0.5, "bad": 0.1}
+FOUR = ("fair", "bad", "best", "good")
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
 
 
 def said(*texts: str) -> list[list[dict[str, Any]]]:
     return [[*ASK, {"role": "assistant", "content": text}] for text in texts]
+
+
+def serve(kit: JudgeKit, worth: Callable[[str], float] = WORTH.__getitem__) -> ScriptedServer:
+    return kit.serve(lambda body: (200, kit.completion(ranked(body["messages"], worth))))
+
+
+def group_of(lists: list[list[dict[str, Any]]], **fields: Any) -> TrajectoryGroup:
+    return TrajectoryGroup(trajectories=[Trajectory(messages=one, **fields) for one in lists])
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +54,7 @@ def _warn_anew() -> None:
 
 
 async def test_scores_come_in_the_order_given_with_explanations() -> None:
-    found = await ruler_scores(said("fair", "bad", "best", "good"), RankingJudge(WORTH))
+    found = await ruler_scores(said(*FOUR), RankingJudge(WORTH))
 
     assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
     assert all(one.judged and len(one.explanation.split("\n")) == 2 for one in found)
@@ -55,7 +62,7 @@ async def test_scores_come_in_the_order_given_with_explanations() -> None:
 
 async def test_a_group_keeps_all_that_it_had_and_gains_scores() -> None:
     wrong = ValueError("a rollout that failed")
-    lists = said("fair", "bad", "best", "good")
+    lists = said(*FOUR)
     group = TrajectoryGroup(
         trajectories=[
             Trajectory(
@@ -104,7 +111,7 @@ async def test_the_tools_of_the_trajectories_are_shown_once() -> None:
     group = TrajectoryGroup(
         trajectories=[
             Trajectory(messages=one, tools=[tool("look"), tool(f"t{number}")])
-            for number, one in enumerate(said("fair", "bad", "best", "good"))
+            for number, one in enumerate(said(*FOUR))
         ]
     )
     await ruler_score_group(group, judge, passes=1)
@@ -112,9 +119,7 @@ async def test_the_tools_of_the_trajectories_are_shown_once() -> None:
     assert all(f'"name": "t{number}"' in judge.prompts[0] for number in range(4))
 
 
-async def test_identical_trajectories_cost_no_call_and_say_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_identical_trajectories_cost_no_call(capsys: pytest.CaptureFixture[str]) -> None:
     judge = RankingJudge({})
 
     found = await ruler_scores(said(*["same"] * 4), judge, debug=True)
@@ -131,14 +136,14 @@ async def test_groups_that_cannot_be_compared_are_refused(size: int) -> None:
     judge = RankingJudge({})
     with pytest.raises(TrajectoriesError, match=rf"^{size} trajectories .* 2 to 16"):
         await ruler_scores(said(*map(str, range(size))), judge)
-    group = TrajectoryGroup(trajectories=[Trajectory(messages=ASK)] * size)
+    group = group_of([ASK] * size)
     with pytest.raises(TrajectoriesError, match=rf"^{size} trajectories"):
         await ruler_score_group(group, judge)
     assert judge.conversations == []
 
 
 @pytest.mark.parametrize(
-    ("size", "warned"), [(2, True), (3, True), (4, False), (8, False), (9, True), (16, True)]
+    ("size", "warned"), [(3, True), (4, False), (8, False), (9, True), (16, True)]
 )
 async def test_a_size_outside_4_to_8_is_warned_of_once(size: int, warned: bool) -> None:
     worth = {str(number): number / 20 for number in range(size)}
@@ -163,14 +168,6 @@ MIXED_CALL = {"function": {"name": "f", "arguments": {"a": 1, 1: 2}}}
         ([*said("a", "b", "c"), []], "trajectory 3 has no messages"),
         ([*said("a", "b"), [{"content": "x"}], *said("c")], "trajectory 2, message 0 is no chat"),
         ([*said("a", "b", "c"), [*ASK, 7]], "trajectory 3, message 2 is no chat message"),
-        (
-            [
-                *said("a"),
-                [*ASK, {"role": "assistant", "content": [{1: 2, "b": 3}]}],
-                *said("b", "c"),
-            ],
-            "trajectory 1, message 2 cannot be written as JSON",
-        ),
         (
             [*said("a"), [{"role": "assistant", "tool_calls": [MIXED_CALL]}], *said("b", "c")],
             "trajectory 1, message 0 cannot be written as JSON",
@@ -205,16 +202,9 @@ async def test_objects_of_client_libraries_and_choices_are_taken() -> None:
         (FakeJudge(JudgeUnavailableError("down")), JudgeUnavailableError),
     ],
 )
-async def test_a_judge_that_fails_raises_or_leaves_a_group_that_says_why(
-    judge: FakeJudge, error: type[Exception]
-) -> None:
+async def test_a_judge_that_fails_leaves_its_why(judge: FakeJudge, error: type[Exception]) -> None:
     earlier = RuntimeError("earlier")
-    group = TrajectoryGroup(
-        trajectories=[
-            Trajectory(messages=one, reward=0.25) for one in said("fair", "bad", "best", "good")
-        ],
-        exceptions=[earlier],
-    )
+    group = replace(group_of(said(*FOUR), reward=0.25), exceptions=[earlier])
     with pytest.raises(error):
         await ruler_score_group(group, judge)
 
@@ -226,22 +216,6 @@ async def test_a_judge_that_fails_raises_or_leaves_a_group_that_says_why(
     assert left.exceptions[0] is earlier
     assert isinstance(left.exceptions[1], error)
     assert left.logs[0].startswith(f"RULER gave no scores: {error.__name__}: ")
-
-
-async def test_bad_options_are_refused_before_the_judge_is_asked() -> None:
-    judge, lists = RankingJudge(WORTH), said("fair", "bad", "best", "good")
-    for options, words in (
-        ({"passes": 0}, "passes is 0"),
-        ({"rubric": "polite \ud800"}, "half of a surrogate pair"),
-        ({"passes": 9}, "passes is 9"),
-        ({"extra_litellm_params": {"temperature": 0}}, "by its LiteLLM name"),
-    ):
-        with pytest.raises(TrajectoriesError, match=words):
-            await ruler_scores(lists, judge, **options)
-    for name in ("", " ", "two\nlines"):
-        with pytest.raises(TrajectoriesError, match="judge"):
-            await ruler_scores(lists, name)
-    assert judge.conversations == []
 
 
 async def test_debug_says_why_there_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,93 +257,32 @@ async def test_debug_writes_the_verdict_as_plain_text(capsys: pytest.CaptureFixt
 
 
 def test_without_await(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = said("fair", "bad", "best", "good")
+    lists = said(*FOUR)
     found = ruler_scores_sync(lists, RankingJudge(WORTH))
     assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
-    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in lists])
+    group = group_of(lists)
     scored = ruler_score_group_sync(group, RankingJudge(WORTH))
     assert [one.reward for one in scored.trajectories] == [0.5, 0.1, 0.9, 0.7]
 
 
 async def test_the_twin_without_await_says_what_to_do_in_a_running_loop() -> None:
     with pytest.raises(RuntimeError, match="await the function without"):
-        ruler_scores_sync(said("fair", "bad", "best", "good"), RankingJudge(WORTH))
+        ruler_scores_sync(said(*FOUR), RankingJudge(WORTH))
 
 
-async def test_the_judges_context_is_an_argument_and_is_not_sent(judge_kit: JudgeKit) -> None:
-    server = judge_kit.serve(
-        lambda body: (200, judge_kit.completion(ranked(body["messages"], WORTH.__getitem__)))
-    )
-    params = {"api_base": server.url, "api_key": "sk-test-key-1"}
-    lists = [
-        [ASK[0], {"role": "user", "content": "long " * 8_000}, *one[1:]]
-        for one in said("fair", "bad", "best", "good")
-    ]
-
-    found = await ruler_scores(
-        lists, "openai/my-judge", extra_litellm_params=params, context_tokens=4_000, passes=1
-    )
-
-    assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
-    (asked,) = server.requests
-    assert "context_tokens" not in asked
-    assert len(str(asked["messages"])) < 16_000
-    with pytest.raises(TrajectoriesError, match="an argument of its own"):
-        await ruler_scores(lists, "openai/my-judge", extra_litellm_params={"context_tokens": 4_000})
-    with pytest.raises(TrajectoriesError, match="by its LiteLLM name"):
-        await ruler_scores(lists, RankingJudge(WORTH), context_tokens=4_000)
-
-
-def test_a_judged_group_leaves_the_programs_warnings_as_they_were() -> None:
-    code = """
-import logging, sys, warnings
-sys.path.insert(0, "tests")
-from ingest import ruler_score_group_sync, ruler_scores_sync
-from ingest.trajectories.records import Trajectory, TrajectoryGroup
-from support.trajectory_judge import RankingJudge
-
-before = warnings.showwarning
-worth = {str(number): number / 20 for number in range(5)}
-lists = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": one}] for one in worth]
-judge = RankingJudge(worth)
-ruler_scores_sync(lists, judge)
-assert warnings.showwarning is before, warnings.showwarning
-ruler_scores_sync(lists[:3], judge)  # here three
-group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in lists[:2]])
-ruler_score_group_sync(group, judge)  # here two
-warnings.warn("one of the user's own")
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = [line for line in ran.stderr.splitlines() if "Warning" in line]
-    assert [line.partition("Warning: ")[2][:28] for line in told] == [
-        "RULER scores 3 trajectories ",
-        "RULER scores 2 trajectories ",
-        "one of the user's own",
-    ]
-    lines = code.splitlines()
-    at = [next(n for n, one in enumerate(lines, 1) if mark in one) for mark in ("three", "two")]
-    assert [line.split(":")[1] for line in told[:2]] == [str(number) for number in at]
-
-
-async def test_a_judge_by_its_litellm_name_gets_the_extra_parameters(judge_kit: JudgeKit) -> None:
-    server = judge_kit.serve(
-        lambda body: (200, judge_kit.completion(ranked(body["messages"], WORTH.__getitem__)))
-    )
+async def test_a_named_judge_gets_the_parameters_and_no_context(judge_kit: JudgeKit) -> None:
+    server = serve(judge_kit)
     params = {"api_base": server.url, "api_key": "sk-test-key-1", "temperature": 0.25, "timeout": 9}
+    lists = [
+        [ASK[0], {"role": "user", "content": "long " * 8_000}, *one[1:]] for one in said(*FOUR)
+    ]
 
     found = await ruler_scores(
-        said("fair", "bad", "best", "good"),
+        lists,
         "openai/my-judge",
         rubric="Be swift.",
         extra_litellm_params=params,
+        context_tokens=4_000,
         passes=1,
     )
 
@@ -377,7 +290,30 @@ async def test_a_judge_by_its_litellm_name_gets_the_extra_parameters(judge_kit: 
     (asked,) = server.requests
     assert (asked["model"], asked["temperature"]) == ("my-judge", 0.25)
     assert "Grading standards:\nBe swift.\n" in asked["messages"][0]["content"]
-    assert "timeout" not in asked
+    assert {"timeout", "context_tokens"}.isdisjoint(asked)
+    assert len(str(asked["messages"])) < 16_000
+    with pytest.raises(TrajectoriesError, match="an argument of its own"):
+        await ruler_scores(lists, "openai/my-judge", extra_litellm_params={"context_tokens": 4_000})
+    with pytest.raises(TrajectoriesError, match="by its LiteLLM name"):
+        await ruler_scores(lists, RankingJudge(WORTH), context_tokens=4_000)
+
+
+def test_a_size_is_warned_of_at_the_callers_line_and_warnings_stay_as_they_were() -> None:
+    before, worth = warnings.showwarning, dict.fromkeys("abcde", 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        shown = warnings.showwarning
+        warnings.simplefilter("always")
+        ruler_scores_sync(said(*"abcde"), RankingJudge(worth))
+        ruler_scores_sync(said(*"abc"), RankingJudge(worth))
+        ruler_score_group_sync(group_of(said(*"ab")), RankingJudge(worth))
+        assert warnings.showwarning is shown
+    assert warnings.showwarning is before
+    told = [one for one in caught if "RULER scores" in str(one.message)]
+    assert [str(one.message)[:27] for one in told] == [
+        "RULER scores 3 trajectories", "RULER scores 2 trajectories",
+    ]  # fmt: skip
+    assert [one.filename for one in told] == [__file__] * 2
+    assert told[1].lineno == told[0].lineno + 1
 
 
 def test_the_package_stays_light_and_names_only_what_it_has() -> None:
@@ -396,60 +332,39 @@ def test_the_package_stays_light_and_names_only_what_it_has() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT, env=environment)
 
 
-def test_the_code_of_the_readme_runs_as_it_is_written(
-    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["README.md", "docs/judge.md"])
+def test_the_code_of_a_page_runs_as_it_is_written(
+    judge_kit: JudgeKit,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
 ) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
-    (code,) = [block for block in blocks if "ruler_scores" in block]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    server = judge_kit.serve(
-        lambda body: (
-            200,
-            judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
-        )
-    )
-
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    (code,) = [block for block in blocks if "ruler_score" in block]
+    server = serve(judge_kit, lambda text: len(text) / 100)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test-key-1")
 
     exec(code, {})
 
     done = capsys.readouterr()
-    assert done.err == ""
     rows = done.out.splitlines()
-    assert len(rows) == 4
-    for row in rows:
-        score, text = re.fullmatch(r"(\d\.\d\d)  (.*?)  \(why a[0-9a-f]{7}\)", row).groups()  # type: ignore[union-attr]
-        assert float(score) == round(len(text) / 100, 2)
-    assert len(server.requests) == 2
-    assert SimpleNamespace(**server.requests[0]).model == "gpt-4.1-mini"
-
-
-def test_the_code_of_the_judges_page_runs_as_it_is_written(
-    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (ROOT / "docs" / "judge.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
-    server = judge_kit.serve(
-        lambda body: (
-            200,
-            judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
-        )
-    )
-    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-
-    exec(code, {})
-
-    done = capsys.readouterr()
-    assert done.err == ""
-    assert done.out.splitlines() == [
-        "0.25 1.0 No, 30 days is the limit.",
-        "0.04 0.0 Yes.",
-        "0.14 0.0 I do not know.",
-        "0.3 1.0 No: returns end after 30 days.",
-    ]
-    assert 'extra_litellm_params={"api_base":' in page
+    assert (done.err, len(rows), server.requests[0]["model"]) == ("", 4, "gpt-4.1-mini")
+    if page == "README.md":
+        assert len([line for line in code.splitlines() if line.strip()]) <= 10
+        for row in rows:
+            score, said = re.findall(r"(\d\.\d\d)  (.*?)  \(why a[0-9a-f]{7}\)", row)[0]
+            assert float(score) == round(len(said) / 100, 2)
+        assert len(server.requests) == 2
+    else:
+        assert rows == [
+            "0.25 1.0 No, 30 days is the limit.",
+            "0.04 0.0 Yes.",
+            "0.14 0.0 I do not know.",
+            "0.3 1.0 No: returns end after 30 days.",
+        ]
+        assert 'extra_litellm_params={"api_base":' in text
 
 
 @pytest.mark.parametrize(
@@ -458,26 +373,33 @@ def test_the_code_of_the_judges_page_runs_as_it_is_written(
         {"tools": "abc"},
         {"tools": [5]},
         {"tools": [{"type": {1}}]},
-        {"rubric": None},
         {"rubric": " "},
+        {"rubric": "polite \ud800"},
         {"passes": "2"},
-        {"passes": 1.5},
-        {"seed": "x"},
+        {"passes": 0},
+        {"passes": 9},
         {"seed": 2**29},
         {"seed": -1},
+        {"extra_litellm_params": {"temperature": 0}},
     ],
     ids=str,
 )
 async def test_an_option_of_the_wrong_kind_is_named(options: dict[str, Any]) -> None:
+    judge = RankingJudge(WORTH)
     with pytest.raises(TrajectoriesError, match=next(iter(options)).removesuffix("s")):
-        await ruler_scores(said(*WORTH), RankingJudge(WORTH), **options)
+        await ruler_scores(said(*WORTH), judge, **options)
+    assert judge.conversations == []
 
-    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in said(*WORTH)])
+    group = group_of(said(*WORTH))
     kept = await ruler_score_group(group, RankingJudge(WORTH), swallow_exceptions=True, **options)
     assert kept.metrics["ruler_failed"] == 1.0
 
 
-@pytest.mark.parametrize("lists", [None, 5, "abc", {"a": []}])
-async def test_what_is_no_list_of_trajectories_is_refused(lists: Any) -> None:
-    with pytest.raises(TrajectoriesError, match="message_lists"):
-        await ruler_scores(lists, RankingJudge(WORTH))
+async def test_what_is_no_list_of_trajectories_and_no_judge_is_refused() -> None:
+    lists: Any
+    for lists in (None, "abc", {"a": []}):
+        with pytest.raises(TrajectoriesError, match="message_lists"):
+            await ruler_scores(lists, RankingJudge(WORTH))
+    for name in (" ", "two\nlines"):
+        with pytest.raises(TrajectoriesError, match="judge"):
+            await ruler_scores(said(*WORTH), name)

@@ -17,6 +17,7 @@ from ingest.verifiers.built_in import (
     ToolCalls,
     why_invalid,
 )
+from ingest.verifiers.checkers import MOST_BYTES, fits
 from ingest.verifiers.records import Case, Failure, Finding, read_result, shown
 
 TOOL = {
@@ -87,9 +88,7 @@ def test_a_call_of_a_request_without_tools_is_wrong_and_no_call_is_not_checked()
         ({"type": "function", "function": {"name": "other"}}, (call({"order": "A"}),), 0.0),
     ],
 )
-def test_a_call_that_the_request_asks_for(
-    choice: Any, calls: tuple[Any, ...], score: float
-) -> None:
+def test_a_call_that_a_request_wants(choice: Any, calls: tuple[Any, ...], score: float) -> None:
     request = {"tools": [TOOL], "tool_choice": choice}
     assert ToolCalls().verify(case("", *calls, **request)).score == score
 
@@ -99,28 +98,13 @@ def test_a_call_that_the_settings_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        {"type": 5},
-        {"$ref": "#/nowhere"},
-        {"$ref": "http://127.0.0.1:9/schema.json"},
-        {"$ref": "#"},
-        [],
-    ],
-)
-def test_a_tool_whose_schema_cannot_be_used_is_no_answers_fault(parameters: Any) -> None:
-    tool = {"type": "function", "function": {"name": "refund", "parameters": parameters}}
-    assert ToolCalls().verify(case("", call({"a": 1}), tools=[tool])).score == 1.0
-
-
-@pytest.mark.parametrize(
     "schema",
     [
         {"$schema": 5},
         {"$schema": ["x"]},
         {"$schema": "http://["},
-        {"$ref": 5},
         {"$ref": "#/nowhere"},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
         {"properties": {"a": {"pattern": "\\p{L}"}}},
         {"properties": {"a": {"pattern": "("}}},
         {"properties": {"a": {"minimum": 10**5000}}},
@@ -307,3 +291,71 @@ def test_what_a_verifier_says_is_one_short_line_without_control_characters() -> 
     assert len(said) == 300
     assert said.startswith("a [31m b")
     assert said.encode()
+
+
+# Texts and schemas of strangers: what does not fit is found, and nothing takes long.
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "Ada", "age": 36}', True),
+        ('{"name": "Ada"}', True),
+        ('{"age": 36}', False),
+        ('{"name": 5}', False),
+        ('{"name": "Ada", "age": -1}', False),
+        ('{"name": "Ada", "more": 1}', False),
+        ("I cannot do that", False),
+        ('{"name": "Ada"', False),
+        ("", False),
+    ],
+)
+def test_a_text_fits_its_schema_or_not(text: str, expected: bool) -> None:
+    assert fits(text, PERSON) is expected
+
+
+def exponential() -> dict[str, Any]:
+    """Each level asks the next one twice."""
+    defs: dict[str, Any] = {
+        f"l{n}": {"anyOf": [{"$ref": f"#/$defs/l{n + 1}"}] * 2} for n in range(40)
+    }
+    return {"$defs": {**defs, "l40": {"type": "string"}}, "$ref": "#/$defs/l0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        exponential(),
+        {"pattern": "(a+)+$"},
+        {"patternProperties": {"(a+)+$": {"type": "string"}}, "additionalProperties": False},
+        {"$ref": "http://127.0.0.1:9/schema"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "#"},
+        {"type": "nothing that is known"},
+        {"$schema": 5},
+        "no schema",
+        5,
+        None,
+        {"enum": ["x" * MOST_BYTES]},
+    ],
+)
+@pytest.mark.parametrize("text", [json.dumps("a" * 5_000 + "!"), json.dumps({"a" * 50 + "!": 1})])
+def test_what_nobody_can_tell_in_time_counts_as_fitting(schema: Any, text: str) -> None:
+    assert fits(text, schema) is True
+
+
+def test_many_equal_items_take_no_square_of_the_time() -> None:
+    text = json.dumps([[]] * 20_000)
+
+    assert fits(text, {"uniqueItems": True}) is True
+
+
+def test_a_text_over_the_limit_is_not_looked_at() -> None:
+    assert fits("x" * (MOST_BYTES + 1), PERSON) is True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -23,10 +23,8 @@ from sidecar.settings.judge import LengthVerifier
 from sidecar.store.database import Database
 from support.clock import Clock
 from support.fake_checker import FakeChecker
+from tests.ingest.conftest import put_group
 from tests.ingest.verifiers.test_rewarding import group
-
-if TYPE_CHECKING:
-    from tests.ingest.conftest import JudgeKit
 
 NOW = 1_000.0
 NOBODY = "http://127.0.0.1:9/check"
@@ -106,10 +104,8 @@ def rewarding(database: Database, checker: FakeChecker, clock: Clock, said: list
 
 
 @pytest.mark.both_stores
-async def test_last_good_and_last_error_are_kept_and_its_end_is_said(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
+async def test_last_good_and_last_error_are_kept_and_its_end_is_said(database: Database) -> None:
+    put_group(database, "g1", "good", "bad")
     clock, said = Clock(NOW), list[str]()
     checker = FakeChecker(lambda _: Failure(reason="unreachable", why="ConnectError"))
     made = rewarding(database, checker, clock, said)
@@ -130,10 +126,8 @@ async def test_last_good_and_last_error_are_kept_and_its_end_is_said(
     ]
 
 
-async def test_one_slow_answer_and_kept_findings_are_no_news_of_the_verifier(
-    database: Database, judge_kit: JudgeKit
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
+async def test_one_slow_answer_and_kept_findings_are_no_news(database: Database) -> None:
+    put_group(database, "g1", "good", "bad")
 
     def find(content: str) -> Result:
         return Failure(reason="error", why="a word") if content == "bad" else Finding(score=1.0)
@@ -148,11 +142,9 @@ async def test_one_slow_answer_and_kept_findings_are_no_news_of_the_verifier(
     assert (one.fails, one.good_at, one.error) == (False, NOW, "error"), "its words quote an answer"
 
 
-def test_the_groups_that_wait_for_a_verifier_are_counted(
-    database: Database, judge_kit: JudgeKit
-) -> None:
+def test_the_groups_that_wait_for_a_verifier_are_counted(database: Database) -> None:
     for name in ("g1", "g2", "g3"):
-        judge_kit.put_group(database, name, "good", "bad")
+        put_group(database, name, "good", "bad")
     judgements = Judgements(database, Clock(NOW), judge_model="j", lease_s=60.0)
     for name, why in (("g1", "v: unreachable"), ("g2", "w: timeout; v: unreachable")):
         judgements.charge([Failed(group_id=name, reason=UNVERIFIED, detail=why)], proven=True)

@@ -113,10 +113,5 @@ def test_the_gate_closes_above_the_limit_of_the_kv_cache_and_opens_at_three_quar
     assert measure(gate, kv=0.79)
 
 
-def test_a_full_engine_that_users_queue_for_gets_no_candidates() -> None:
-    # 8 running, 40 waiting, a cache that is 99% full, with the default limit of 48 requests.
-    assert not measure(gate_of(requests=48), running=8, waiting=40, kv=0.99)
-
-
 def test_a_limit_of_one_lets_the_cache_fill() -> None:
     assert measure(gate_of(kv_cache_usage=1.0), kv=1.0)

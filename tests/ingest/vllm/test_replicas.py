@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -16,9 +18,10 @@ from ingest.errors import (
     NoRoomError,
     SamplingError,
 )
-from ingest.vllm.load import EngineLoad
+from ingest.vllm.load import EngineLoad, EngineWork, LoadLimits
 from ingest.vllm.sampler import SampleRequest
-from ingest.vllm.watch import ReplicaSampler
+from ingest.vllm.throttle import MIN_POINTS
+from ingest.vllm.watch import WAIT_S, ReplicaSampler
 from sidecar.upstreams import Upstreams
 from support.dns_names import Names
 from support.fake_load import LIMITS, LoadedSampler, ScriptedLoad
@@ -86,7 +89,7 @@ async def test_many_at_once_are_spread_over_those_with_room(world: World) -> Non
 
 
 @pytest.mark.parametrize("load", [9, QUEUE, FULL, SamplingError("NaN")])
-async def test_a_replica_that_users_need_or_that_hides_its_load_gets_no_candidate(
+async def test_a_replica_without_room_gets_no_candidate(
     world: World, load: int | EngineLoad | Exception
 ) -> None:
     world.load(a=load)
@@ -134,9 +137,7 @@ async def test_a_replica_whose_load_becomes_unknown_is_named_once(world: World) 
 @pytest.mark.parametrize(
     "error", [EngineDownError("refused"), EngineBusyError("429"), AdapterGoneError("404")]
 )
-async def test_what_another_may_not_have_is_asked_of_the_next(
-    world: World, error: Exception
-) -> None:
+async def test_what_another_may_lack_is_asked_of_the_next(world: World, error: Exception) -> None:
     world.fail("a", error)
 
     assert "by b" in await world.said()
@@ -158,6 +159,39 @@ async def test_when_all_fail_the_first_ones_error_is_raised(world: World) -> Non
 
     with pytest.raises(EngineDownError, match=r"^a$"):
         await world.said()
+
+
+def loads_of(users: Iterable[int]) -> Iterator[EngineLoad]:
+    """What an engine says whose step takes 10 ms and 1 ms for each running request."""
+    work = EngineWork(tokens=0, tokens_s=0, steps=0, ended=0, prefills_s=0)
+    for running in users:
+        work = replace(
+            work,
+            steps=work.steps + 50,
+            tokens=work.tokens + 50 * running,
+            tokens_s=work.tokens_s + 50 * running * (0.010 + 0.001 * running),
+        )
+        yield EngineLoad(running=running, waiting=0, kv_cache_usage=0.0, work=work)
+
+
+async def test_no_more_candidates_are_in_flight_than_the_limit_on_the_slow_down_allows() -> None:
+    sampler, load = FakeSampler(), ScriptedLoad()
+    limits = LoadLimits(requests=48, kv_cache_usage=0.8, max_slowdown=0.2)
+    engine = ReplicaSampler({"a": LoadedSampler(sampler, load)}, limits, interval_s=0.0)
+    # Users come and go until it is known what a request costs; four of them stay.
+    for one in loads_of([*(1 + number % 6 for number in range(MIN_POINTS + 2)), 4]):
+        load.users = [one]
+        await engine.is_open()
+    sampler.hold = asyncio.Event()
+
+    # 2 to 4 of the four are not ours: 20% of (10 + 2..4) ms are 2.4 to 2.8 of 1 ms.
+    tasks = [asyncio.create_task(engine.sample(ASK)) for _ in range(8)]
+    await asyncio.sleep(2.5 * WAIT_S)
+    assert sampler.in_flight == 2
+
+    sampler.hold.set()
+    await asyncio.gather(*tasks)
+    assert len(sampler.requests) == 8
 
 
 async def test_replicas_that_come_are_asked_and_those_that_went_are_not(world: World) -> None:

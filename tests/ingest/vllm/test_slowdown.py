@@ -110,7 +110,7 @@ def test_the_limit_by_hand() -> None:
     users=st.integers(0, 500),
     limit=st.floats(0.001, 2.0),
 )
-def test_never_more_than_the_limit_allows_and_never_fewer(
+def test_as_many_as_the_limit_allows(
     step_s: float, request_s: float, users: int, limit: float
 ) -> None:
     cost = StepCost(step_s=step_s, request_s=request_s)
@@ -155,7 +155,7 @@ def test_noise_that_hides_the_cost_of_a_request_allows_no_candidate() -> None:
     assert worst <= 2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_costs_candidates_and_not_users(seed: int) -> None:
     world = World(Engine(linear(GPU), noise=0.1, seed=seed))
     rng = random.Random(seed)

@@ -80,7 +80,7 @@ def base(tmp_path: Path) -> Any:
         ({"generation_config": '{"top_p": NaN}'}, None),
     ],
 )
-def test_the_base_models_files_say_which_fields_vllm_fills(
+def test_files_say_which_fields_vllm_fills(
     base: Any, files: dict[str, Any], defaults: set[str] | None
 ) -> None:
     assert read_defaults(base(**files)) == defaults
@@ -91,7 +91,7 @@ def test_without_the_base_models_files_it_is_not_known_which_fields_vllm_fills(p
     assert read_defaults(path) is None
 
 
-def test_a_name_of_the_hub_is_read_from_this_machines_cache(
+def test_a_name_of_the_hub_is_read_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "models--some--base" / "snapshots" / "abc"
@@ -104,31 +104,24 @@ def test_a_name_of_the_hub_is_read_from_this_machines_cache(
     assert read_defaults("some/base") == frozenset({"top_k"})
 
 
-def test_what_is_measured_wins_over_the_files_but_for_what_no_measurement_shows(base: Any) -> None:
+@pytest.mark.parametrize(
+    ("measured", "defaults"),
+    [({"min_p"}, {"min_p", "presence_penalty"}), (None, {"temperature", "presence_penalty"})],
+)
+def test_what_is_measured_wins_over_the_files(
+    base: Any, measured: set[str] | None, defaults: set[str]
+) -> None:
     folder = base(generation_config={"temperature": 0.6, "presence_penalty": 1.5})
-    probe = ScriptedProbe(EngineFacts(defaults=frozenset({"min_p"}), grammar="as_asked"))
+    fields = None if measured is None else frozenset(measured)
+    probe = ScriptedProbe(EngineFacts(defaults=fields, grammar="with_tools"))
     watch = watch_of(Serving(base_model_path=folder), ask=probe)
 
     assert watch.poll(0.0)
 
-    assert watch.facts == EngineFacts(
-        defaults=frozenset({"min_p", "presence_penalty"}), grammar="as_asked"
-    )
+    assert watch.facts == EngineFacts(defaults=frozenset(defaults), grammar="with_tools")
 
 
-def test_the_files_speak_where_the_measurement_shows_nothing(base: Any) -> None:
-    folder = base(generation_config={"top_k": 20})
-    probe = ScriptedProbe(EngineFacts(defaults=None, grammar="with_tools"))
-    watch = watch_of(Serving(base_model_path=folder), ask=probe)
-
-    watch.poll(0.0)
-
-    assert watch.facts == EngineFacts(defaults=frozenset({"top_k"}), grammar="with_tools")
-
-
-def test_a_vllm_that_starts_is_asked_every_second_and_one_that_fails_every_minute(
-    base: Any,
-) -> None:
+def test_a_vllm_that_starts_is_asked_each_second_and_one_that_fails_each_minute(base: Any) -> None:
     probe = ScriptedProbe(EngineDownError("refused"), SamplingError("hangs"), PLAIN)
     watch = watch_of(Serving(base_model_path=base()), ask=probe)
 
@@ -155,14 +148,6 @@ def test_what_was_known_holds_while_vllm_is_away_and_over_a_restart(base: Any) -
     again.recall(load_facts(dump_facts(watch.facts)))
     again.poll(0.0)
     assert again.facts == PLAIN
-
-
-def test_before_anything_is_known_nothing_is_taken_for_known() -> None:
-    watch = watch_of(Serving(), ask=ScriptedProbe(EngineDownError("refused")))
-
-    watch.poll(0.0)
-
-    assert watch.facts == UNKNOWN
 
 
 def test_what_the_operator_states_wins_and_spares_the_questions() -> None:
@@ -201,9 +186,7 @@ def test_a_flag_that_cannot_be_read_is_nothing_known() -> None:
     assert load_facts('{"grammar": "of next year"}') == UNKNOWN
 
 
-def test_ingest_decides_when_the_first_poll_has_ended_and_says_in_the_store_what_it_knows(
-    kit: Kit,
-) -> None:
+def test_ingest_decides_when_the_first_poll_has_ended_and_says_what_it_knows(kit: Kit) -> None:
     serving = Serving(model="smollm", upstreams=("http://a",))
     polls: list[Any] = []
     watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)

@@ -20,10 +20,10 @@ from learner.distributed.trainer import RankedTrainer, started
 from learner.grpo import trainer as grpo_trainer
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import packs_of
-from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
 from sidecar.settings import Advanced, Learner
 from support.forking import Fork, Forked, forking
+from tests.learner.conftest import job_of, make_group, make_row, on_policy
 
 VOCABULARY = 48
 LENGTHS = ((3, 4), (9, 2), (5, 5, 5), (2, 3), (12, 1, 6), (4, 4), (3, 7))
@@ -58,31 +58,12 @@ def groups(tiny_base: Path, learner_settings: Learner) -> tuple[TrainingGroup, .
     for number, lengths in enumerate(LENGTHS):
         scores = [draw.random() for _ in lengths]
         mean = sum(scores) / len(scores)
-        rows = tuple(
-            TrainableRow(
-                token_ids=ids(length),
-                logprobs=(0.0,) * length,
-                advantage=score - mean,
-                temperature=1.0,
-                trainable=True,
-            )
+        rows = [
+            make_row(ids(length), score - mean)
             for length, score in zip(lengths, scores, strict=True)
-        )
-        group = TrainingGroup(
-            group_id=f"g{number}",
-            adapter="base",
-            prompt_token_ids=ids(4),
-            rows=rows,
-            scores=tuple(scores),
-        )
-        with torch.no_grad():
-            packs = packs_of(policy, group, 10_000)
-            values = [v for pack in packs for v in policy.logprobs(pack)[0].tolist()]
-        rest = iter(values)
-        rows = tuple(
-            replace(row, logprobs=tuple(next(rest) for _ in row.token_ids)) for row in rows
-        )
-        found.append(replace(group, rows=rows))
+        ]
+        group = make_group(ids(4), rows, group_id=f"g{number}")
+        found.append(on_policy(policy, replace(group, scores=tuple(scores))))
     return tuple(found)
 
 
@@ -149,17 +130,7 @@ def job(tiny_base: Path, tmp_path: Path) -> Callable[..., TrainingJob]:
     def make(groups: tuple[TrainingGroup, ...], settings: Learner, **fields: Any) -> TrainingJob:
         folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
         folder.mkdir()
-        return TrainingJob(
-            **{
-                "base_model_path": str(tiny_base),
-                "parent": Parent(name="base"),
-                "groups": groups,
-                "settings": settings,
-                "folder": folder,
-                "check_stop": lambda: None,
-                **fields,
-            }
-        )
+        return job_of(groups, settings, base_model_path=str(tiny_base), folder=folder, **fields)
 
     return make
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from learner.distributed.exchange import attention_share, deal_by_cost, group_cost
@@ -11,16 +9,14 @@ from learner.distributed.place import Place, given_place
 from learner.distributed.trainer import device_of, threads_of
 from sidecar.errors import SettingsError
 from sidecar.settings import Learner
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row
 
 
-def test_a_group_costs_its_tokens_and_the_square_of_its_packs(
-    group: MakeGroup, row: MakeRow
-) -> None:
+def test_a_group_costs_its_tokens_and_the_square_of_its_packs() -> None:
     """A prompt of 4, answers of 5 and 3 whose last tokens are no input: 4 + 4 + 2 = 10 tokens."""
-    one = group([1, 2, 3, 4], [row([5] * 5), row([6] * 3), row([7] * 9, trainable=False)])
+    one = make_group(
+        [1, 2, 3, 4], [make_row([5] * 5), make_row([6] * 3), make_row([7] * 9, trainable=False)]
+    )
 
     assert group_cost(one, pack_tokens=100, c=0.0) == 10
     assert group_cost(one, pack_tokens=100, c=0.5) == 10 + 0.5 * 100

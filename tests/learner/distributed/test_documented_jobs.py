@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml  # type: ignore[import-untyped]
 from torch.distributed.run import get_args_parser
 
@@ -69,8 +68,3 @@ def test_the_values_of_the_chart_have_a_process_for_each_card() -> None:
 
     assert learn["processes"] == learn["resources"]["limits"]["nvidia.com/gpu"] > 1
     assert set(learn) <= set(chart["learn"])
-
-
-@pytest.mark.parametrize("language", ["bash", "yaml"])
-def test_each_kind_of_job_is_shown_once(language: str) -> None:
-    assert len(blocks(language)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import structlog
@@ -26,10 +27,8 @@ from learner.records import TrainingGroup
 from sidecar.settings import Learner, Settings, Telemetry
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, GroupRow, RunRow
-
-if TYPE_CHECKING:
-    from support.forking import Fork
-    from tests.learner.conftest import MakeAnswer, MakeScoredGroup, PutGroup
+from support.forking import Fork
+from tests.learner.conftest import PutGroup, make_answer, make_scored_group
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -40,51 +39,41 @@ def config(settings: Settings, tmp_path: Path) -> Callable[..., Path]:
     """config(**learner settings): a settings file."""
 
     def write(**learner: object) -> Path:
-        values = {
-            "min_groups": 2,
-            "rank": 4,
-            "alpha": 8,
-            "precision": "float32",
-            "groups_per_step": 4,
-            "learning_rate": 0.02,
-            "threads": 1,
-            "adapters_dir": str(settings.learner.adapters_dir),
-            **learner,
-        }
-        lines = [
-            "[serving]",
-            'model = "m"',
-            f'base_model_path = "{settings.serving.base_model_path}"',
-            "[store]",
-            f'url = "{settings.store.url}"',
-            "[learner]",
-            *(
-                f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-                for name, value in values.items()
-            ),
-        ]
+        values = {"adapters_dir": str(settings.learner.adapters_dir), **learner}
+        more = "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
         path = tmp_path / "together.toml"
-        path.write_text("\n".join(lines))
+        path.write_text(
+            f"""[serving]
+model = "m"
+base_model_path = "{settings.serving.base_model_path}"
+[store]
+url = "{settings.store.url}"
+[learner]
+min_groups = 2
+rank = 4
+alpha = 8
+precision = "float32"
+groups_per_step = 4
+learning_rate = 0.02
+threads = 1
+{more}
+"""
+        )
         return path
 
     return write
 
 
 @pytest.fixture
-def stored_groups(
-    groups: tuple[TrainingGroup, ...],
-    scored_group: MakeScoredGroup,
-    put_group: PutGroup,
-    answer: MakeAnswer,
-) -> None:
+def stored_groups(groups: tuple[TrainingGroup, ...], put_group: PutGroup) -> None:
     """The groups of the other tests, in the store."""
     for group in groups:
         answers = [
-            replace(answer(place), token_ids=row.token_ids, logprobs=row.logprobs)
+            replace(make_answer(place), token_ids=row.token_ids, logprobs=row.logprobs)
             for place, row in enumerate(group.rows)
         ]
         put_group(
-            scored_group(
+            make_scored_group(
                 group.scores,
                 answers=answers,
                 group_id=group.group_id,

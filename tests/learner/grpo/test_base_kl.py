@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +21,12 @@ from learner.grpo.base_kl import (
     penalty,
     sample_answers,
 )
-from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.trainer import kl_weight, run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import Parent
 from sidecar.settings import Advanced, Learner
-from tests.learner.conftest import job_of
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import job_of, make_group, make_row, on_policy, with_effect
 
 P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
 Q = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
@@ -58,22 +53,12 @@ def test_its_gradient_over_the_policy_is_that_of_the_divergence_of_the_base() ->
     assert torch.allclose(estimated, exact, atol=1e-12)
 
 
-def test_a_token_that_the_policy_never_gives_does_not_make_the_mean_infinite() -> None:
-    assert torch.isfinite(k3(torch.tensor([-500.0]), torch.tensor([-1.0]))).all()
-
-
 @pytest.mark.parametrize(
     ("lost", "pull"),
     [
         (-1.0, -0.6321205588),  # the policy gives it more often than the base: e^-1 - 1
-        (0.0, 0.0),
-        (5.0, 147.4131591),  # e^5 - 1
         (9.9, 19929.37044),
-        (10.0, 22025.46579),
-        (10.1, 22025.46579),
-        (14.9, 22025.46579),
-        (20.9, 22025.46579),
-        (24.9, 22025.46579),
+        (10.0, 22025.46579),  # e^10 - 1
         (500.0, 22025.46579),
     ],
 )
@@ -115,35 +100,15 @@ def test_what_is_measured_is_k3_as_far_as_20_nats_and_larger_beyond() -> None:
     assert value(22.0) == pytest.approx(485165174.41 + 2 * 485165194.41, abs=0.1)
 
 
-def test_one_lost_token_does_not_take_the_step_from_the_others() -> None:
-    """Of 6 groups whose gradients are 0.3 one has lost a token of the step's 3,000, by 24.9 nats.
-
-    With a bound of 20 nats its gradient is 16,000, and the step's is scaled down to 1: what the
-    others say would be 2e-5 of it. With 10 nats it is 0.73.
-    """
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = SignalAdamW({"w": weight}, 1.0)
-    for group in range(6):
-        term = penalty(weight - 25.0, torch.tensor([-0.1])).sum() if group == 0 else 0.0
-        (0.1 * term / 3_000 - 0.3 / 6 * weight.sum()).backward()
-        optimizer.add_group(0.3)
-
-    assert optimizer.step().grad_norm == pytest.approx(0.3 + 0.73, abs=0.01)
-
-
 def test_a_policy_that_lost_a_token_for_ever_is_measured_as_far_away(
-    policy: Policy,
-    group: MakeGroup,
-    row: MakeRow,
-    learner_settings: Learner,
-    monkeypatch: pytest.MonkeyPatch,
+    policy: Policy, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(pack: Any) -> tuple[torch.Tensor, float]:
         return torch.full((len(pack.targets),), -float("inf")), 0.0
 
     monkeypatch.setattr("learner.grpo.base_kl.base_logprobs", lambda *_: torch.tensor([-0.1] * 3))
     monkeypatch.setattr(type(policy), "logprobs", lambda self, pack: lost(pack))
-    groups = [group((1, 2), [row((5, 6, 7)), row((8, 9, 10), -1.0)])]
+    groups = [make_group((1, 2), [make_row((5, 6, 7)), make_row((8, 9, 10), -1.0)])]
 
     found = measure_base_kl(policy, groups, job_of(groups, learner_settings), turn=0)
 
@@ -153,18 +118,11 @@ def test_a_policy_that_lost_a_token_for_ever_is_measured_as_far_away(
 
 @pytest.fixture
 def moved(policy: Policy) -> Policy:
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if "lora_B" in name:
-                waves = torch.sin(torch.arange(parameter.numel()).float())
-                parameter.copy_(0.2 * waves.reshape(parameter.shape))
-    return policy
+    return with_effect(policy, 0.2)
 
 
-def test_a_fresh_adapter_is_the_base(
-    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
-) -> None:
-    groups = [group((1, 2), [row((5, 6, 7)), row((8,), -1.0)])]
+def test_a_fresh_adapter_is_the_base(policy: Policy, learner_settings: Learner) -> None:
+    groups = [make_group((1, 2), [make_row((5, 6, 7)), make_row((8,), -1.0)])]
 
     found = measure_base_kl(policy, groups, job_of(groups, learner_settings), turn=1)
 
@@ -174,10 +132,10 @@ def test_a_fresh_adapter_is_the_base(
 
 
 def test_all_first_tokens_weighted_give_the_exact_divergence_of_the_model(
-    moved: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+    moved: Policy, learner_settings: Learner
 ) -> None:
     """The whole vocabulary as answers of one token: the exact sum over the next token."""
-    everything = group((1, 2, 3), [row((token,)) for token in range(moved.vocabulary)])
+    everything = make_group((1, 2, 3), [make_row((token,)) for token in range(moved.vocabulary)])
     (pack,) = packs_of(moved, everything, 10_000)
     with torch.no_grad():
         logp_V = moved.logprobs(pack)[0].double()
@@ -191,46 +149,28 @@ def test_all_first_tokens_weighted_give_the_exact_divergence_of_the_model(
     assert float((logp_V.exp() * k3(logp_V, base_V)).sum()) == pytest.approx(exact, abs=1e-5)
 
 
-def test_measuring_changes_nothing_and_leaves_the_adapter_on(
-    moved: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
-) -> None:
-    groups = [group((1, 2), [row((5, 6, 7)), row((8,), -1.0)])]
-    (pack,) = packs_of(moved, groups[0], 1_000)
-    with torch.no_grad():
-        before = moved.logprobs(pack)[0]
-
-    measure_base_kl(moved, groups, job_of(groups, learner_settings), turn=0)
-
-    with torch.no_grad():
-        assert torch.equal(moved.logprobs(pack)[0], before)
-    assert any(parameter.requires_grad for parameter in moved.model.parameters())
-
-
-def test_the_sample_is_bounded_spread_and_turns(group: MakeGroup, row: MakeRow) -> None:
-    rows = [row((1,)), row((2, 2), trainable=False), row((3, 3, 3))]
-    groups = [group((9,), rows, group_id=str(at)) for at in range(40)]
+def test_the_sample_is_bounded_spread_and_turns() -> None:
+    rows = [make_row((1,)), make_row((2, 2), trainable=False), make_row((3, 3, 3))]
+    groups = [make_group((9,), rows, group_id=str(at)) for at in range(40)]
 
     first, second = sample_answers(groups, 0), sample_answers(groups, 1)
 
     assert [one.group_id for one in first] == [str(5 * at) for at in range(SAMPLED_ANSWERS)]
     assert [len(one.rows[0].token_ids) for one in first] == [1, 3] * 4
     assert [len(one.rows[0].token_ids) for one in second] == [3, 1] * 4
-    assert sample_answers([group((9,), [rows[1]])], 0) == []
+    assert sample_answers([make_group((9,), [rows[1]])], 0) == []
 
 
 @pytest.mark.parametrize(
     ("groups", "taken"),
-    [
-        (3, [0, 1, 2]),
-        (8, [*range(8)]),
-        (9, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (15, [0, 1, 3, 5, 7, 9, 11, 13]),
-    ],
+    [(3, [0, 1, 2]), (9, [*range(8)]), (15, [0, 1, 3, 5, 7, 9, 11, 13])],
 )
 def test_the_sample_reaches_over_all_groups_whatever_their_number(
-    groups: int, taken: list[int], group: MakeGroup, row: MakeRow
+    groups: int, taken: list[int]
 ) -> None:
-    made = [group((9,), [row((1,)), row((2,))], group_id=str(at)) for at in range(groups)]
+    made = [
+        make_group((9,), [make_row((1,)), make_row((2,))], group_id=str(at)) for at in range(groups)
+    ]
 
     assert [one.group_id for one in sample_answers(made, 0)] == [str(at) for at in taken]
 
@@ -245,20 +185,12 @@ def test_the_sample_reaches_over_all_groups_whatever_their_number(
     ],
 )
 def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float) -> None:
+    assert kl_weight(away, Learner()) == 0.0, "nobody asked for it"
     assert kl_weight(away, Learner(advanced=Advanced(kl_coef=0.25))) == weight
 
 
-def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
-    assert Learner().advanced.kl_coef == 0.0
-    assert kl_weight(BaseKl(50.0, 9, 50.0), Learner()) == 0.0
-
-
 def test_the_term_holds_the_policy_nearer_to_the_base(
-    tiny_base: Path,
-    group: MakeGroup,
-    row: MakeRow,
-    learner_settings: Learner,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learner.grpo.trainer.KL_BUDGET", 0.0)
 
@@ -273,17 +205,8 @@ def test_the_term_holds_the_policy_nearer_to_the_base(
         )
         policy = load_policy(str(tiny_base), Parent(name="base"), settings)
         answers = {(10, 11, 12): 0.5, (20, 21): -0.5}
-        groups = []
-        for name in "abcd":
-            one = group((1, 2, 3), [row(ids, way) for ids, way in answers.items()], group_id=name)
-            (pack,) = packs_of(policy, one, 1_000)
-            with torch.no_grad():
-                own = policy.logprobs(pack)[0].tolist()
-            rows = (
-                replace(one.rows[0], logprobs=tuple(own[:3])),
-                replace(one.rows[1], logprobs=tuple(own[3:])),
-            )
-            groups.append(replace(one, rows=rows))
+        rows = [make_row(ids, way) for ids, way in answers.items()]
+        groups = [on_policy(policy, make_group((1, 2, 3), rows, group_id=name)) for name in "abcd"]
         outcome, _ = run_steps(policy, job_of(groups, settings))
         kl = outcome.algorithm["kl_to_base"]
         assert isinstance(kl, float)
@@ -297,12 +220,11 @@ def test_the_term_holds_the_policy_nearer_to_the_base(
     assert 0 < held < free
 
 
-def test_each_step_has_its_divergence(
-    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
-) -> None:
+def test_each_step_has_its_divergence(policy: Policy, learner_settings: Learner) -> None:
     settings = learner_settings.model_copy(update={"groups_per_step": 1, "max_drift": 10.0})
     groups = [
-        group((1, 2), [row((5, 6), 0.5), row((8,), -0.5)], group_id=name) for name in ("a", "b")
+        make_group((1, 2), [make_row((5, 6), 0.5), make_row((8,), -0.5)], group_id=name)
+        for name in ("a", "b")
     ]
 
     outcome, _ = run_steps(policy, job_of(groups, settings))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,10 +14,7 @@ from learner.grpo.trainer import run_steps
 from learner.policy.logprobs import Policy
 from learner.records import TrainingGroup, TrainingOutcome
 from sidecar.settings import Learner
-from tests.learner.conftest import job_of
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import job_of, make_group, make_row
 
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11), (20,)
@@ -26,14 +22,14 @@ CHANCE = (True, True, True, False, False, False)
 """Dealt to three steps: as many groups of each kind in each of them."""
 
 
-def sessions(
-    group: MakeGroup, row: MakeRow, rewards: Sequence[float], name: str = "tg_1"
-) -> TrainingGroup:
+def sessions(rewards: Sequence[float], name: str = "tg_1") -> TrainingGroup:
     """A group whose first session has two rows."""
-    rows = [row((10 + number, 11), reward) for number, reward in enumerate((rewards[0], *rewards))]
+    rows = [
+        make_row((10 + number, 11), reward) for number, reward in enumerate((rewards[0], *rewards))
+    ]
     numbers = (0, *range(len(rewards)))
     return replace(
-        group(PROMPT, rows, group_id=name),
+        make_group(PROMPT, rows, group_id=name),
         scores=(rewards[0], *rewards),
         sessions=numbers,
         weights=(1.0,) * len(numbers),
@@ -41,14 +37,10 @@ def sessions(
     )
 
 
-def test_mean_and_variance_are_those_of_every_deal_of_the_rewards(
-    group: MakeGroup, row: MakeRow
-) -> None:
+def test_mean_and_variance_are_those_of_every_deal_of_the_rewards() -> None:
     rewards, moved = (0.9, 0.1, 0.4, 0.4), (1.0, 0.6, -0.3, 2.0, 0.1)
 
-    dealt = [
-        of_group(sessions(group, row, deal), moved) for deal in itertools.permutations(rewards)
-    ]
+    dealt = [of_group(sessions(deal), moved) for deal in itertools.permutations(rewards)]
 
     totals, variances = zip(*dealt, strict=True)
     assert fmean(totals) == pytest.approx(0.0, abs=1e-12)
@@ -56,10 +48,8 @@ def test_mean_and_variance_are_those_of_every_deal_of_the_rewards(
     assert min(variances) == pytest.approx(max(variances))
 
 
-def test_a_session_moves_by_the_mean_of_its_tokens_and_masked_rows_have_no_part(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    whole = sessions(group, row, (1.0, 0.0))
+def test_a_session_moves_by_the_mean_of_its_tokens_and_masked_rows_have_no_part() -> None:
+    whole = sessions((1.0, 0.0))
     without = replace(
         whole, rows=(whole.rows[0], replace(whole.rows[1], trainable=False), whole.rows[2])
     )
@@ -80,8 +70,6 @@ def test_the_z_of_a_run_and_of_its_line() -> None:
 
 def run(
     policy: Policy,
-    make: MakeGroup,
-    row: MakeRow,
     settings: Learner,
     *,
     liked: Sequence[bool],
@@ -89,13 +77,13 @@ def run(
 ) -> TrainingOutcome:
     """Train on a group of answers, and on a group of sessions for each of `liked`: whether the
     good sessions are those that said `GOOD`."""
-    answers = make(PROMPT, [row((30,), 0.5), row((31,), -0.5)], group_id="ag_1")
+    answers = make_group(PROMPT, [make_row((30,), 0.5), make_row((31,), -0.5)], group_id="ag_1")
     groups = [answers]
     for number, is_liked in enumerate(liked):
         rewards = (1.0, 1.0, 0.0, 0.0) if is_liked else (0.0, 0.0, 1.0, 1.0)
         said = (GOOD, GOOD, BAD, BAD)
-        rows = [row(ids, reward - 0.5) for ids, reward in zip(said, rewards, strict=True)]
-        one = make(PROMPT, rows, group_id=f"tg_{number}")
+        rows = [make_row(ids, reward - 0.5) for ids, reward in zip(said, rewards, strict=True)]
+        one = make_group(PROMPT, rows, group_id=f"tg_{number}")
         weights, steps = (1.0,) * 4, (0.0,) * 4
         groups.append(
             replace(one, scores=rewards, sessions=(0, 1, 2, 3), weights=weights, steps=steps)
@@ -106,9 +94,9 @@ def run(
 
 
 def test_sessions_whose_rewards_agree_are_learned_from(
-    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+    policy: Policy, learner_settings: Learner
 ) -> None:
-    found = run(policy, group, row, learner_settings, liked=[True] * 8)
+    found = run(policy, learner_settings, liked=[True] * 8)
 
     assert found.faults == {}
     assert found.signal is not None
@@ -119,13 +107,9 @@ def test_sessions_whose_rewards_agree_are_learned_from(
 
 @pytest.mark.parametrize("signals", [(), (-0.5, 0.3)])
 def test_sessions_whose_rewards_are_chance_cost_only_themselves(
-    policy: Policy,
-    group: MakeGroup,
-    row: MakeRow,
-    learner_settings: Learner,
-    signals: tuple[float, ...],
+    policy: Policy, learner_settings: Learner, signals: tuple[float, ...]
 ) -> None:
-    found = run(policy, group, row, learner_settings, liked=CHANCE, signals=signals)
+    found = run(policy, learner_settings, liked=CHANCE, signals=signals)
 
     assert {fault.reason for fault in found.faults.values()} == {"by_chance"}
     assert len(found.faults) == len(CHANCE)
@@ -135,24 +119,18 @@ def test_sessions_whose_rewards_are_chance_cost_only_themselves(
 
 @pytest.mark.parametrize("signals", [(4.0,), (-6.0,), None])
 def test_earlier_runs_of_the_line_may_have_told(
-    policy: Policy,
-    group: MakeGroup,
-    row: MakeRow,
-    learner_settings: Learner,
-    signals: tuple[float, ...] | None,
+    policy: Policy, learner_settings: Learner, signals: tuple[float, ...] | None
 ) -> None:
-    found = run(policy, group, row, learner_settings, liked=CHANCE, signals=signals)
+    found = run(policy, learner_settings, liked=CHANCE, signals=signals)
 
     assert found.faults == {}
 
 
-def test_rounding_of_the_server_is_no_move(
-    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
-) -> None:
+def test_rounding_of_the_server_is_no_move(policy: Policy, learner_settings: Learner) -> None:
     """With a rate of nearly 0 the policy stands still, though no recorded value is exact."""
     settings = learner_settings.model_copy(update={"learning_rate": 1e-12})
 
-    found = run(policy, group, row, settings, liked=[True] * 8, signals=None)
+    found = run(policy, settings, liked=[True] * 8, signals=None)
 
     moved = [one.alignment_variance for one in found.metrics]
     assert max(moved) < 1e-12

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import DriftError
@@ -17,15 +15,10 @@ from learner.grpo.answers import NOISE_DEVIATIONS, TOKEN_NOISE, excess, measure
 from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy, save_adapter
 from learner.policy.logprobs import Policy
-from learner.policy.packing import pack_group
-from learner.records import Drift, Parent, TrainableRow, TrainingGroup, TrainingJob
+from learner.records import Drift, Parent, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of, logprobs_of, make_group, make_row, on_policy, with_effect
 
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
-
-
-MODEL = Path(__file__).parents[3] / ".models" / "smollm2-135m"
 PROMPT = (1, 2, 3)
 ANSWERS = tuple(tuple(range(first, first + 12)) for first in (4, 10, 16, 22, 28, 34, 8, 14))
 
@@ -57,51 +50,23 @@ def test_a_ratio_far_from_one_is_too_much_though_the_mean_is_small() -> None:
     assert "before the first step is 1.2000" in (excess(drift, 0.1) or "")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
-def test_differences_that_are_no_numbers_are_too_much(value: float) -> None:
-    assert excess(measure([0.0, value, -value, 0.0]), 0.1) is not None
-
-
-def logprobs_of(
-    policy: Policy, prompt: Sequence[int], answers: Sequence[Sequence[int]]
-) -> list[tuple[float, ...]]:
-    rows = [
-        TrainableRow(
-            token_ids=tuple(ids),
-            logprobs=(0.0,) * len(ids),
-            advantage=0.0,
-            temperature=1.0,
-            trainable=True,
-        )
-        for ids in answers
-    ]
-    group = TrainingGroup(
-        group_id="", adapter="", prompt_token_ids=tuple(prompt), rows=tuple(rows), scores=(0.0,)
-    )
-    (pack,) = pack_group(group, max_tokens=10_000)
-    with torch.no_grad():
-        values = policy.logprobs(pack)[0].split([len(ids) for ids in answers])
-    return [tuple(value.tolist()) for value in values]
-
-
 Sampled = Callable[..., TrainingGroup]
 
 
 @pytest.fixture
-def sampled(group: MakeGroup, row: MakeRow) -> Sampled:
+def sampled() -> Sampled:
     """sampled(policy, group_id, adapter=, shifts=): recorded under this policy, and shifted."""
 
     def make(
         under: Policy, group_id: str, *, adapter: str = "base", shifts: Sequence[float] = (0.0,) * 8
     ) -> TrainingGroup:
-        recorded = logprobs_of(under, PROMPT, ANSWERS)
-        rows = [
-            row(ids, (-1.0) ** place / 2, logprobs=[value + shift for value in values])
-            for place, (ids, values, shift) in enumerate(
-                zip(ANSWERS, recorded, shifts, strict=True)
-            )
+        rows = [make_row(ids, (-1.0) ** place / 2) for place, ids in enumerate(ANSWERS)]
+        found = on_policy(under, make_group(PROMPT, rows, adapter=adapter, group_id=group_id))
+        moved = [
+            replace(one, logprobs=tuple(value + shift for value in one.logprobs))
+            for one, shift in zip(found.rows, shifts, strict=True)
         ]
-        return group(PROMPT, rows, adapter=adapter, group_id=group_id)
+        return replace(found, rows=tuple(moved))
 
     return make
 
@@ -113,15 +78,8 @@ def job(
     parent: Parent | None = None,
     samplers: Sequence[Parent] = (),
 ) -> TrainingJob:
-    return TrainingJob(
-        base_model_path="",
-        parent=parent or Parent(name="base"),
-        groups=tuple(groups),
-        settings=settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-        samplers={one.name: one for one in samplers},
-    )
+    named = {one.name: one for one in samplers}
+    return job_of(groups, settings, parent=parent or Parent(name="base"), samplers=named)
 
 
 def test_the_answer_that_drifts_is_left_out_alone(
@@ -186,11 +144,7 @@ def ancestor(
     other = load_policy(
         str(tiny_base), Parent(name="base"), learner_settings.model_copy(update={"rank": 2})
     )
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in other.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    with_effect(other)
     folder = tmp_path / "ancestor"
     folder.mkdir()
     save_adapter(other, folder)
@@ -231,23 +185,6 @@ def test_a_stale_group_is_compared_with_the_adapter_that_sampled_it(
     assert logprobs_of(policy, PROMPT, ANSWERS) == before
     assert {p.requires_grad for n, p in policy.model.named_parameters() if "lora" in n} == {True}
     assert list(policy.model.peft_config) == ["default"]
-
-
-def test_the_check_of_another_adapter_changes_nothing_of_the_training(
-    tiny_base: Path,
-    policy: Policy,
-    sampled: Sampled,
-    learner_settings: Learner,
-    ancestor: tuple[Policy, Parent],
-) -> None:
-    own = [sampled(policy, "a"), sampled(policy, "b")]
-    foreign = sampled(policy, "drifts", adapter="v1")
-    alone = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-
-    run_steps(policy, job([*own, foreign], learner_settings, samplers=[ancestor[1]]))
-    run_steps(alone, job(own, learner_settings))
-
-    assert logprobs_of(policy, PROMPT, ANSWERS) == logprobs_of(alone, PROMPT, ANSWERS)
 
 
 def test_a_group_of_the_base_is_compared_with_the_base(
@@ -305,46 +242,6 @@ def test_behind_a_grammar_the_free_tokens_are_trained_as_if_they_were_all(
     assert outcome.drift.max_abs < 1e-5
 
 
-def test_logprobs_that_are_missing_are_those_of_the_adapter_that_sampled(
-    policy: Policy,
-    sampled: Sampled,
-    learner_settings: Learner,
-    ancestor: tuple[Policy, Parent],
-) -> None:
-    """The step has the ratio against the ancestor, as if it had been recorded."""
-    under, version = ancestor
-    known = sampled(under, "g", adapter="v1")
-    missing = replace(
-        known,
-        rows=tuple(replace(row, logprobs=(0.0,) * 12, recorded=False) for row in known.rows),
-    )
-    no_steps = learner_settings.model_copy(update={"learning_rate": 1e-30})
-
-    found, _ = run_steps(policy, job([missing], no_steps, samplers=[version]))
-    expected, _ = run_steps(policy, job([known], no_steps, samplers=[version]))
-
-    assert found.answers["g"].recomputed == tuple(range(8))
-    assert found.drift is None
-    assert found.metrics[0].loss == pytest.approx(expected.metrics[0].loss, abs=1e-6)
-    assert found.metrics[0].approx_kl == pytest.approx(expected.metrics[0].approx_kl, abs=1e-5)
-    assert found.metrics[0].approx_kl > 0.01
-
-
-def test_one_foreign_token_id_costs_its_answer_alone(
-    policy: Policy, sampled: Sampled, learner_settings: Learner
-) -> None:
-    group = sampled(policy, "g")
-    no_steps = learner_settings.model_copy(update={"learning_rate": 1e-30})
-    for token in (48, -1, 10**9):
-        bad = replace(group.rows[3], token_ids=(token, *group.rows[3].token_ids[1:]))
-        rows = (*group.rows[:3], bad, *group.rows[4:])
-
-        outcome, _ = run_steps(policy, job([replace(group, rows=rows)], no_steps))
-
-        assert outcome.answers["g"].left_out == {3: "token_out_of_vocabulary"}
-        assert outcome.metrics[0].answers == 7
-
-
 @pytest.mark.parametrize("kind", ["no row", "no folder", "altered", "nonsense"])
 def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
     policy: Policy,
@@ -382,69 +279,3 @@ def test_a_run_without_any_checked_group_trains_on_nothing(
     assert outcome.metrics == ()
     assert outcome.drift is None
     assert len(outcome.faults) == 3
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not MODEL.exists(), reason="the real model is not on this machine")
-def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: MakeRow) -> None:
-    """SmolLM2 in bf16 stands for the server: what it samples passes, group by group and answer by
-    answer. Sampled at temperature 0.7, top_p 0.8, top_k 20 and recorded as 1, it does not."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)  # beside other work a second thread mostly waits
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    sampler = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    server = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-    asked = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for content in ("Write two sentences about rain.", "Write two sentences about bread.")
-    ]
-
-    def answers(prompt: list[int], *, cut: bool) -> TrainingGroup:
-        values = {"temperature": 0.7, "top_p": 0.8, "top_k": 20} if cut else {"top_k": 0}
-        prompt_1P = torch.tensor([prompt])
-        with torch.no_grad():
-            found = sampler.generate(
-                prompt_1P.repeat(4, 1),
-                attention_mask=torch.ones_like(prompt_1P).repeat(4, 1),
-                do_sample=True,
-                max_new_tokens=12,
-                min_new_tokens=12,
-                return_dict_in_generate=True,
-                output_scores=True,
-                pad_token_id=tokenizer.eos_token_id,
-                **values,
-            )
-            ids_GS = found.sequences[:, len(prompt) :]
-            logits_GSV = server(found.sequences).logits[:, len(prompt) - 1 : -1].float()
-        if cut:
-            logits_GSV = torch.stack(found.scores, dim=1)
-        logprobs_GS = logits_GSV.log_softmax(-1).gather(-1, ids_GS[..., None])[..., 0]
-        rows = [
-            row(ids.tolist(), 0.1, logprobs=values.tolist())
-            for ids, values in zip(ids_GS, logprobs_GS, strict=True)
-        ]
-        return TrainingGroup(
-            group_id=f"{'cut' if cut else 'plain'} {prompt[-5]}",
-            adapter="base",
-            prompt_token_ids=tuple(prompt),
-            rows=tuple(rows),
-            scores=(0.0, 1.0, 0.0, 1.0),
-        )
-
-    plain = [replace(answers(prompt, cut=False), group_id=str(prompt)) for prompt in asked]
-    cut = replace(answers(asked[0], cut=True), group_id="cut")
-    settings = Learner(precision="float32", rank=4, groups_per_step=9)
-    policy = load_policy(str(MODEL), Parent(name="base"), settings)
-
-    outcome, _ = run_steps(policy, job([*plain, cut], settings))
-
-    assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [("cut", "drift")]
-    assert not any(found.left_out for found in outcome.answers.values())
-    assert outcome.drift is not None
-    assert 0.01 < outcome.drift.mean_abs < 0.06

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,7 @@ from learner.policy.packing import Pack, pack_group
 from learner.policy.self_test import compile_blocks
 from learner.records import Parent
 from sidecar.settings import Learner
-from tests.learner.conftest import job_of
-from tests.learner.policy.test_attention import card
-from tests.learner.policy.test_memory import drawn
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import job_of, make_group, make_row, with_effect
 
 LENGTHS = [60]
 
@@ -43,11 +37,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def packs(group: MakeGroup, row: MakeRow) -> list[Pack]:
+def policy(policy: Policy) -> Policy:
+    return with_effect(policy)
+
+
+@pytest.fixture
+def packs() -> list[Pack]:
     """Packs of one, three and four segments, and of two groups together."""
-    one = group(range(3, 20), [row(range(20, 30))])
-    two = group(range(5, 35), [row([7, 8, 9, 10]), row([9, 4])])
-    three = group(range(4, 15), [row([7, 8, 9]), row([9, 4, 5]), row([11, 12])])
+    one = make_group(range(3, 20), [make_row(range(20, 30))])
+    two = make_group(range(5, 35), [make_row([7, 8, 9, 10]), make_row([9, 4])])
+    three = make_group(range(4, 15), [make_row([7, 8, 9]), make_row([9, 4, 5]), make_row([11, 12])])
     found = [pack_group(each, max_tokens=100)[0] for each in (one, two, three)]
     assert [len(pack.segments) for pack in found] == [1, 3, 4]
     return [*found, joint_pack([two, three])]
@@ -66,10 +65,9 @@ def graphs() -> int:
 
 
 def test_compiled_blocks_give_the_same_for_all_lengths_by_one_compilation(
-    tiny_base: Path, learner_settings: Learner, packs: list[Pack], monkeypatch: pytest.MonkeyPatch
+    policy: Policy, packs: list[Pack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
-    policy = drawn(tiny_base, learner_settings)
     plain = [passed(policy, pack) for pack in packs]
 
     with capture_logs() as logs:
@@ -88,23 +86,6 @@ def test_compiled_blocks_give_the_same_for_all_lengths_by_one_compilation(
         if not again:
             recompute_layers(policy)
     assert graphs() == before, "no length, no sampler and no second pass compiles anything"
-
-
-def test_the_kernel_of_a_card_is_compiled_with_its_block_for_all_packs(
-    tiny_base: Path, learner_settings: Learner, packs: list[Pack], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = replace(drawn(tiny_base, learner_settings), form="varlen")
-    with card():
-        plain = [passed(policy, pack) for pack in packs]
-
-        assert compile_blocks(policy, LENGTHS)
-
-        before = graphs()
-        for pack, (values, gradients) in zip(packs, plain, strict=True):
-            found, same = passed(policy, pack)
-            torch.testing.assert_close(found, values, atol=1e-6, rtol=1e-6)
-            assert (same - gradients).norm() <= 1e-6 * gradients.norm()
-    assert 0 < graphs() == before
 
 
 def _with_backend(backend: str) -> Callable[..., Any]:
@@ -134,14 +115,12 @@ def _differs(plain: Callable[..., Any], **_: Any) -> Any:
     ("broken", "why"), [(_breaks, "RuntimeError: no compiler"), (_differs, "gradients differ by")]
 )
 def test_blocks_that_do_not_compile_or_differ_stay_as_they_are(
-    tiny_base: Path,
-    learner_settings: Learner,
+    policy: Policy,
     packs: list[Pack],
     monkeypatch: pytest.MonkeyPatch,
     broken: Callable[..., Any],
     why: str,
 ) -> None:
-    policy = drawn(tiny_base, learner_settings)
     plain, _ = passed(policy, packs[0])
     monkeypatch.setattr(torch, "compile", broken)
 
@@ -158,8 +137,6 @@ def test_a_run_that_is_long_enough_compiles_and_says_so(
     tiny_base: Path,
     tmp_path: Path,
     learner_settings: Learner,
-    group: MakeGroup,
-    row: MakeRow,
     monkeypatch: pytest.MonkeyPatch,
     least: int,
     compiled: bool,
@@ -167,7 +144,7 @@ def test_a_run_that_is_long_enough_compiles_and_says_so(
     monkeypatch.setattr(self_test, "COMPILED_TOKENS", {"cpu": least})
     monkeypatch.setattr(torch, "compile", _with_backend("eager"))
     settings = learner_settings.model_copy(update={"max_drift": 100.0})
-    groups = [group([3, 4, 5, 6, 7], [row([9, 10, 11], 0.5), row([12, 13], -0.5)])]
+    groups = [make_group([3, 4, 5, 6, 7], [make_row([9, 10, 11], 0.5), make_row([12, 13], -0.5)])]
     job = job_of(groups, settings, base_model_path=str(tiny_base), folder=tmp_path)
 
     outcome = GrpoTrainer().train(job)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -12,9 +10,7 @@ from learner.policy.architecture import Form
 from learner.policy.costs import Prices, Sizes, cheapest, cost, prices
 from learner.policy.packing import chain, fold, pack_group
 from learner.records import TrainableRow, TrainingGroup
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row
 
 SMOLLM2 = Sizes(layers=30, hidden=576, queries=576, keys=192, inner=1536)
 OF = Prices(pair=0.01, segment=1.0, pack=20.0)
@@ -44,28 +40,22 @@ def test_the_cost_of_a_pack_by_hand() -> None:
     ],
 )
 def test_rows_where_a_dense_mask_outweighs_the_prompt(
-    group: MakeGroup,
-    row: MakeRow,
-    prompt: int,
-    answers: int,
-    length: int,
-    form: Form,
-    packs: int,
+    prompt: int, answers: int, length: int, form: Form, packs: int
 ) -> None:
-    rows = [row([number] * length) for number in range(answers)]
-    members = group([99] * prompt, rows)
+    rows = [make_row([number] * length) for number in range(answers)]
+    members = make_group([99] * prompt, rows)
 
     found = cheapest(members, max_tokens=10_000, of=prices(SMOLLM2), form=form)
 
     assert len(found) == packs
 
 
-def test_answers_that_share_little_are_not_cut_into_segments(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    other = row([20] * 32)
-    few = group([1] * 40, [row([7, 8, *[9] * 30]), row([7, 8, *[10] * 30]), other])
-    many = group([1] * 40, [row([7] * 100 + [9] * 9), row([7] * 100 + [10] * 9), other])
+def test_answers_that_share_little_are_not_cut_into_segments() -> None:
+    other = make_row([20] * 32)
+    few = make_group([1] * 40, [make_row([7, 8, *[9] * 30]), make_row([7, 8, *[10] * 30]), other])
+    many = make_group(
+        [1] * 40, [make_row([7] * 100 + [9] * 9), make_row([7] * 100 + [10] * 9), other]
+    )
 
     (pack,) = cheapest(few, max_tokens=1_000, of=Prices(segment=5.0), form="segments")
     (shared,) = cheapest(many, max_tokens=1_000, of=Prices(segment=5.0), form="segments")
@@ -74,7 +64,7 @@ def test_answers_that_share_little_are_not_cut_into_segments(
     assert [one.length for one in shared.segments] == [40, 100, 8, 8, 31]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.integers(1, 60),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=7),
@@ -110,14 +100,18 @@ def test_it_is_never_dearer_than_rows_and_keeps_the_order(
     assert all(len(pack.input_ids) <= max(max_tokens, longest) for pack in found)
 
 
-def test_the_choice_for_the_same_answers_is_made_once(group: MakeGroup, row: MakeRow) -> None:
+def test_the_choice_for_the_same_answers_is_made_once() -> None:
     """With other advantages and kept tokens; not for fewer answers."""
     costs._chosen.cache_clear()
     answers = [[7, 8, 9], [7, 4], [5, 6]]
-    one = group(range(3, 9), [row(each) for each in answers])
+    one = make_group(range(3, 9), [make_row(each) for each in answers])
     kept = [False, True, True]
-    other = group(range(3, 9), [row(each, 0.1, kept=kept[: len(each)]) for each in answers])
-    less = group(range(3, 9), [*(row(each) for each in answers[:2]), row([5, 6], trainable=False)])
+    other = make_group(
+        range(3, 9), [make_row(each, 0.1, kept=kept[: len(each)]) for each in answers]
+    )
+    less = make_group(
+        range(3, 9), [*(make_row(each) for each in answers[:2]), make_row([5, 6], trainable=False)]
+    )
 
     packs = [
         cheapest(each, max_tokens=100, of=Prices(), form="segments") for each in (one, other, less)

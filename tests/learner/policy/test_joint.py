@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,24 +17,21 @@ from learner.policy.logprobs import Policy, joint_groups, joint_pack
 from learner.policy.packing import Pack
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Advanced, Learner
-from tests.learner.conftest import job_of
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import job_of, make_group, make_row
 
 SYSTEM = [3, 4, 5, 6, 7, 8] * 3
 WITHOUT_EFFECT = 40
 
 
 @pytest.fixture
-def groups(group: MakeGroup, row: MakeRow) -> list[TrainingGroup]:
+def groups() -> list[TrainingGroup]:
     """Two that begin alike, the second with the history of the first; and one that does not."""
     return [
-        group([*SYSTEM, 20], [row([9, 10, 11]), row([12, 13])], group_id="turn 1"),
-        group([30, 31], [row([9, 10]), row([14, 15])], group_id="other"),
-        group(
+        make_group([*SYSTEM, 20], [make_row([9, 10, 11]), make_row([12, 13])], group_id="turn 1"),
+        make_group([30, 31], [make_row([9, 10]), make_row([14, 15])], group_id="other"),
+        make_group(
             [*SYSTEM, 20, 9, 10, 11, 21],
-            [row([16, 17], temperature=0.5), row([18, 19, 20], kept=[True, False, True])],
+            [make_row([16, 17], temperature=0.5), make_row([18, 19, 20], kept=[True, False, True])],
             group_id="turn 2",
         ),
     ]
@@ -54,10 +50,10 @@ def test_groups_that_begin_alike_are_computed_together(groups: list[TrainingGrou
     assert pack.answers == (0, 0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_packs_are_filled_with_groups_up_to_their_tokens(group: MakeGroup, row: MakeRow) -> None:
+def test_packs_are_filled_with_groups_up_to_their_tokens() -> None:
     """Of 5 tokens; the last of 12: it shares too little."""
-    short = [group((number, 2, 3), [row((4, 5, 6))]) for number in range(1, 6)]
-    groups = [*short, group((6, 2, 3, 4), [row((4, 5, 6)), row((5, 6, 7))])]
+    short = [make_group((number, 2, 3), [make_row((4, 5, 6))]) for number in range(1, 6)]
+    groups = [*short, make_group((6, 2, 3, 4), [make_row((4, 5, 6)), make_row((5, 6, 7))])]
 
     assert joint_groups(groups, room=10) == [[0, 1], [2, 3], [4], [5]]
     assert joint_groups(groups, room=22) == [[0, 1, 2, 3], [4, 5]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ from learner.policy.memory import Prepared, estimate, free_bytes, prepare, recom
 from learner.policy.packing import pack_group
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row, with_effect
 
 CPU = torch.device("cpu")
 SMOLLM2 = Sizes(layers=30, hidden=576, queries=576, keys=192, inner=1536)
@@ -42,23 +40,14 @@ QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
 
 @pytest.fixture
 def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
-    return drawn(tiny_base, learner_settings)
-
-
-def drawn(tiny_base: Path, settings: Learner) -> Policy:
-    """A policy whose adapter has an effect."""
-    found = load_policy(str(tiny_base), Parent(name="base"), settings)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in found.model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return found
+    return with_effect(load_policy(str(tiny_base), Parent(name="base"), learner_settings))
 
 
 @pytest.fixture
-def answers(group: MakeGroup, row: MakeRow) -> TrainingGroup:
-    return group(list(range(3, 40)), [row([7, 8, 9, 10]), row([9, 4]), row([40, 41, 42])])
+def answers() -> TrainingGroup:
+    return make_group(
+        list(range(3, 40)), [make_row([7, 8, 9, 10]), make_row([9, 4]), make_row([40, 41, 42])]
+    )
 
 
 def backward(policy: Policy, group: TrainingGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -100,7 +89,8 @@ def test_without_copies_of_its_inputs_lora_has_the_same_gradients_and_keeps_less
     tiny_base: Path, answers: TrainingGroup, learner_settings: Learner
 ) -> None:
     """The types of a card: bf16 weights, an fp32 adapter, bf16 products."""
-    policy = drawn(tiny_base, learner_settings.model_copy(update={"precision": "bfloat16"}))
+    settings = learner_settings.model_copy(update={"precision": "bfloat16"})
+    policy = with_effect(load_policy(str(tiny_base), Parent(name="base"), settings))
     for parameter in policy.model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
@@ -205,17 +195,6 @@ def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool)
         return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
 
     assert needed(found) <= room < needed(found + 1)
-
-
-def test_paths_copy_each_key_for_each_of_its_queries() -> None:
-    """Qwen3-8B: four queries to a key. A gathered key and its value take 4,352 bytes each time."""
-
-    def needed(model: Sizes) -> int:
-        return pack_bytes(
-            model, 100, number_bytes=KEPT_BF16_BYTES, checkpointing=True, gathered=1_000
-        )
-
-    assert needed(replace(QWEN3_8B, repeats=4)) - needed(QWEN3_8B) == 3 * 1_000 * 4_352
 
 
 def test_nothing_fits_where_the_head_does_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,9 +22,7 @@ from learner.policy.memory import pack_estimate
 from learner.policy.packing import Pack, pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -46,18 +44,6 @@ LATENT = {
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Hidden width, experts a token, and widths in the proportions of the models named.
-    "Qwen3-30B-A3B": (
-        "Qwen3MoeConfig",
-        {
-            "intermediate_size": 768,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 128,
-            "num_experts": 16,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 96,
-        },
-    ),
     "Qwen1.5-MoE-A2.7B": (
         "Qwen2MoeConfig",
         {
@@ -70,26 +56,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 704,
         },
     ),
-    "Mixtral-8x7B": (
-        "MixtralConfig",
-        {
-            "intermediate_size": 896,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "OLMoE-1B-7B": (
-        "OlmoeConfig",
-        {
-            "intermediate_size": 128,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "num_experts": 16,
-            "num_experts_per_tok": 8,
-        },
-    ),
     "DeepSeek-V2-Lite": (
         "DeepseekV2Config",
         {
@@ -99,33 +65,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": None,
             "n_shared_experts": 2,
             "num_experts_per_tok": 6,
-        },
-    ),
-    "DeepSeek-V3": (
-        "DeepseekV3Config",
-        {
-            **LATENT,
-            "intermediate_size": 640,
-            "moe_intermediate_size": 72,
-            "q_lora_rank": 56,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "GLM-4.5-Air": (
-        "Glm4MoeConfig",
-        {
-            "intermediate_size": 684,
-            "moe_intermediate_size": 88,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 1,
-            "head_dim": 128,
-            "n_routed_experts": 16,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
         },
     ),
     "gpt-oss-20b": (
@@ -163,9 +102,9 @@ def load(tmp_path: Path, learner_settings: Learner) -> Load:
 
 
 @pytest.fixture
-def pack(group: MakeGroup, row: MakeRow) -> Pack:
-    rows = [row([place * 37 + n for n in range(ANSWER)]) for place in range(ANSWERS)]
-    (found,) = pack_group(group([n % 500 for n in range(PROMPT)], rows), max_tokens=1_000)
+def pack() -> Pack:
+    rows = [make_row([place * 37 + n for n in range(ANSWER)]) for place in range(ANSWERS)]
+    (found,) = pack_group(make_group([n % 500 for n in range(PROMPT)], rows), max_tokens=1_000)
     return found
 
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import pytest
 import torch
 
-from learner.policy.adapter_io import load_policy
 from learner.policy.attention import dense_mask
-from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack, Segment, fold, pack_group, packed_length
-from learner.records import Parent, TrainingGroup
-from sidecar.settings import Learner
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row
 
 
-def test_the_answers_lie_behind_one_prompt(group: MakeGroup, row: MakeRow) -> None:
+def test_the_answers_lie_behind_one_prompt() -> None:
     rows = [
-        row([10, 11, 12], 0.5, logprobs=[-1, -2, -3]),
-        row([20, 21, 22, 23], -0.5, temperature=0.7),
+        make_row([10, 11, 12], 0.5, logprobs=[-1, -2, -3]),
+        make_row([20, 21, 22, 23], -0.5, temperature=0.7),
     ]
 
-    (pack,) = pack_group(group([1, 2, 3], rows, adapter="a"), max_tokens=100)
+    (pack,) = pack_group(make_group([1, 2, 3], rows, adapter="a"), max_tokens=100)
 
     assert pack == Pack(
         group_id="g",
@@ -49,29 +37,29 @@ def test_the_answers_lie_behind_one_prompt(group: MakeGroup, row: MakeRow) -> No
     )
 
 
-def test_an_answer_of_one_token_needs_no_input_of_its_own(group: MakeGroup, row: MakeRow) -> None:
-    (pack,) = pack_group(group([1, 2], [row([10]), row([20])]), max_tokens=100)
+def test_an_answer_of_one_token_needs_no_input_of_its_own() -> None:
+    (pack,) = pack_group(make_group([1, 2], [make_row([10]), make_row([20])]), max_tokens=100)
 
     assert pack.input_ids == (1, 2)
     assert pack.sources == (1, 1)
     assert pack.targets == (10, 20)
 
 
-def test_masked_answers_are_not_packed(group: MakeGroup, row: MakeRow) -> None:
-    rows = [row([10, 11]), row([20, 21], trainable=False), row([30, 31])]
+def test_masked_answers_are_not_packed() -> None:
+    rows = [make_row([10, 11]), make_row([20, 21], trainable=False), make_row([30, 31])]
 
-    (pack,) = pack_group(group([1], rows), max_tokens=100)
+    (pack,) = pack_group(make_group([1], rows), max_tokens=100)
 
     assert pack.targets == (10, 11, 30, 31)
 
 
-def test_a_token_that_is_not_kept_is_read_and_is_no_target(group: MakeGroup, row: MakeRow) -> None:
+def test_a_token_that_is_not_kept_is_read_and_is_no_target() -> None:
     rows = [
-        row([10, 11, 12], 0.5, logprobs=[-1, -2, -3], kept=[False, True, False]),
-        row([20, 21], -0.5, temperature=0.7),
+        make_row([10, 11, 12], 0.5, logprobs=[-1, -2, -3], kept=[False, True, False]),
+        make_row([20, 21], -0.5, temperature=0.7),
     ]
 
-    (pack,) = pack_group(group([1, 2, 3], rows), max_tokens=100)
+    (pack,) = pack_group(make_group([1, 2, 3], rows), max_tokens=100)
 
     assert pack.input_ids == (1, 2, 3, 10, 11, 20)
     assert pack.sources == (3, 2, 5)
@@ -83,13 +71,11 @@ def test_a_token_that_is_not_kept_is_read_and_is_no_target(group: MakeGroup, row
     assert pack.start == (-2, -1, -1)
 
 
-def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt(
-    group: MakeGroup, row: MakeRow
-) -> None:
-    rows = [row([10, 11, 12]), row([20, 21, 22]), row([30, 31, 32])]
+def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt() -> None:
+    rows = [make_row([10, 11, 12]), make_row([20, 21, 22]), make_row([30, 31, 32])]
     assert packed_length(2, [3, 3]) == 6
 
-    packs = pack_group(group([1, 2], rows), max_tokens=6)
+    packs = pack_group(make_group([1, 2], rows), max_tokens=6)
 
     assert [pack.targets for pack in packs] == [(10, 11, 12, 20, 21, 22), (30, 31, 32)]
     assert [pack.input_ids[:2] for pack in packs] == [(1, 2), (1, 2)]
@@ -108,47 +94,3 @@ def test_a_token_sees_the_prompt_and_its_own_past() -> None:
         [1, 1, 1, 1, 0],
         [1, 1, 0, 0, 1],
     ]
-
-
-@pytest.fixture
-def policy(tiny_base: Path, learner_settings: Learner) -> Iterator[Policy]:
-    """The tiny model with a LoRA that changes its answers: B is zero in a fresh one."""
-    loaded = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in loaded.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    yield loaded
-    loaded.model.zero_grad()
-
-
-@pytest.fixture
-def mixed_group(group: MakeGroup, row: MakeRow) -> TrainingGroup:
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(0, 48, (length,), generator=generator).tolist()
-
-    lengths, temperatures = (5, 1, 9, 4), (1.0, 0.5, 1.3, 1.0)
-    rows = [
-        row(ids(length), advantage, temperature=temperature)
-        for length, temperature, advantage in zip(
-            lengths, temperatures, (0.5, -0.2, 0.1, -0.4), strict=True
-        )
-    ]
-    return group(ids(7), rows)
-
-
-def test_the_kept_tokens_have_the_values_of_the_whole_answer(
-    policy: Policy, mixed_group: TrainingGroup
-) -> None:
-    kept = (False, True, True, False, True)
-    rows = (replace(mixed_group.rows[0], kept=kept), *mixed_group.rows[1:])
-    (whole,) = pack_group(mixed_group, max_tokens=100)
-    (part,) = pack_group(replace(mixed_group, rows=rows), max_tokens=100)
-
-    with torch.no_grad():
-        whole_N, part_N = policy.logprobs(whole)[0], policy.logprobs(part)[0]
-
-    torch.testing.assert_close(part_N, whole_N[[1, 2, 4, *range(5, 19)]], atol=1e-6, rtol=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,9 @@ from learner.policy import self_test
 from learner.policy.adapter_io import load_policy
 from learner.policy.architecture import architecture, fix_positions
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import job_of, make_group, make_row
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -62,31 +60,19 @@ def logprobs(policy: Policy, group: TrainingGroup) -> torch.Tensor:
         return torch.cat([policy.logprobs(pack)[0] for pack in packs])
 
 
-def test_the_long_factors_hold_for_short_inputs_too(
-    longrope: Policy, group: MakeGroup, row: MakeRow
-) -> None:
+def test_the_long_factors_hold_for_short_inputs_too(longrope: Policy) -> None:
     """vLLM with a larger `--max-model-len` than the original length, which is the default here."""
     drawn = torch.randint(3, 48, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     scale = math.sqrt(1 + math.log(512 / ORIGINAL) / math.log(ORIGINAL))
 
     expected = PLAIN / torch.tensor(LONG)
     for prompt, length in ((20, 8), (50, 8), (50, 30), (90, 8)):  # within, across, beyond
-        found = logprobs(longrope, group(drawn[:prompt], [row(drawn[-length:]), row([5, 6])]))
+        found = logprobs(
+            longrope, make_group(drawn[:prompt], [make_row(drawn[-length:]), make_row([5, 6])])
+        )
         assert bool(torch.isfinite(found).all())
         torch.testing.assert_close(rotary_of(longrope).inv_freq, expected)
     assert rotary_of(longrope).attention_scaling == pytest.approx(scale)
-
-
-def test_short_answers_do_not_change_beside_a_long_one(
-    longrope: Policy, group: MakeGroup, row: MakeRow
-) -> None:
-    drawn = torch.randint(3, 48, (90,), generator=torch.Generator().manual_seed(3)).tolist()
-    prompt, short = drawn[:50], row(drawn[50:56])
-
-    alone = logprobs(longrope, group(prompt, [short]))
-    beside = logprobs(longrope, group(prompt, [short, row(drawn[56:90])]))[:6]
-
-    torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
 
 
 def test_short_factors_and_their_own_scale(tmp_path: Path, learner_settings: Learner) -> None:
@@ -102,11 +88,11 @@ def test_short_factors_and_their_own_scale(tmp_path: Path, learner_settings: Lea
 
 
 def test_dynamic_frequencies_are_the_plain_ones_at_any_length(
-    tmp_path: Path, learner_settings: Learner, group: MakeGroup, row: MakeRow
+    tmp_path: Path, learner_settings: Learner
 ) -> None:
     base = saved(tmp_path, "Llama", DYNAMIC)
     policy = load_policy(str(base), Parent(name="base"), learner_settings)
-    group_of = group([3] * 600, [row([4, 5])])
+    group_of = make_group([3] * 600, [make_row([4, 5])])
 
     logprobs(policy, group_of)
     torch.testing.assert_close(rotary_of(policy).inv_freq, PLAIN)
@@ -121,31 +107,20 @@ def test_dynamic_frequencies_are_the_plain_ones_at_any_length(
 @pytest.mark.parametrize("stretched", [False, True])
 @pytest.mark.parametrize("name", ["Phi3", "Llama"])
 def test_the_records_tell_which_frequencies_the_server_uses(
-    name: str,
-    stretched: bool,
-    tmp_path: Path,
-    learner_settings: Learner,
-    group: MakeGroup,
-    row: MakeRow,
+    name: str, stretched: bool, tmp_path: Path, learner_settings: Learner
 ) -> None:
     more = {"original_max_position_embeddings": ORIGINAL} if name == "Phi3" else {}
     base = saved(tmp_path, name, LONGROPE if name == "Phi3" else DYNAMIC, **more)
     policy = load_policy(str(base), Parent(name="base"), learner_settings)
     drawn = torch.randint(3, 48, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    asked = group(drawn[:30], [row(drawn[30:])], adapter="base")
+    asked = make_group(drawn[:30], [make_row(drawn[30:])], adapter="base")
     fix_positions(policy.model, stretched=stretched)
     of_server, frequencies = logprobs(policy, asked), rotary_of(policy).inv_freq.clone()
     noisy = tuple((of_server + 0.01).tolist())
     fix_positions(policy.model, stretched=not stretched)
 
-    job = TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=(replace(asked, rows=(replace(asked.rows[0], logprobs=noisy),)),),
-        settings=learner_settings,
-        folder=tmp_path,
-        check_stop=lambda: None,
-    )
+    known = replace(asked, rows=(replace(asked.rows[0], logprobs=noisy),))
+    job = job_of([known], learner_settings)
     follow_server(policy, job)
 
     torch.testing.assert_close(rotary_of(policy).inv_freq, frequencies)

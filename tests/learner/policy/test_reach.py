@@ -23,8 +23,6 @@ from sidecar.store.database import Database, get_flag, set_flag
 from tests.learner.policy.test_architecture import PACKED, saved
 
 CPU = torch.device("cpu")
-QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
-BASE_8B = BaseSize(numbers=8_190_000_000, in_blocks=6_950_000_000, widths=2_727_936)
 
 
 def test_what_the_memory_holds_beside_the_weights_by_hand() -> None:
@@ -45,23 +43,6 @@ def test_what_the_memory_holds_beside_the_weights_by_hand() -> None:
     )
 
     assert found == 800 // 72
-
-
-def test_a_card_of_80_gb_trains_16k_tokens_of_an_8b_model_with_checkpointing_alone() -> None:
-    def found(*, checkpointing: bool) -> int:
-        return longest_input(
-            BASE_8B,
-            QWEN3_8B,
-            int(79e9),
-            rank=8,
-            cuda=True,
-            autocast=True,
-            checkpointing=checkpointing,
-            answers=8,
-        )
-
-    assert found(checkpointing=True) > 16_384 + 8 * 499
-    assert found(checkpointing=False) < 16_384
 
 
 def test_no_model_is_trained_beyond_its_positions(
@@ -85,36 +66,6 @@ def test_masks_and_scores_of_all_pairs_count_where_the_models_own_code_attends(
 
     assert known is not None
     assert (known.sizes.masks, known.sizes.scores) == (masks, scores)
-
-
-def test_such_a_model_reaches_less_far(
-    tmp_path: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 8 million tokens that fit without, 12 numbers of a pair leave some thousand."""
-    monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**11, free=10**11, share=1))
-    name, changes = PACKED["gemma2"]
-    capped = saved(tmp_path / "capped", name, {**changes, "max_position_embeddings": 10**6})
-    plain = saved(tmp_path / "plain", "Llama", {"max_position_embeddings": 10**6})
-
-    found, other = (reach(str(one), learner_settings, CPU, answers=8) for one in (capped, plain))
-
-    assert found is not None
-    assert other is not None
-    assert other.holds == 10**6
-    assert 2_000 < found.holds < 60_000
-
-
-def test_a_card_in_fp32_counts_the_keys_that_paths_copy() -> None:
-    """Of 8 answers; in bf16 a card copies none."""
-
-    def found(*, autocast: bool, answers: int) -> int:
-        return longest_input(
-            BASE_8B, QWEN3_8B, int(79e9), rank=8, cuda=True, autocast=autocast, checkpointing=True,
-            answers=answers,
-        )  # fmt: skip
-
-    assert found(autocast=True, answers=8) == found(autocast=True, answers=1)
-    assert found(autocast=False, answers=8) < found(autocast=False, answers=1)
 
 
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])

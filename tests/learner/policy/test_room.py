@@ -62,21 +62,6 @@ def test_the_budget_is_the_smaller_of_the_share_and_what_is_free() -> None:
     assert Room(total=100, free=60, share=0.25).budget == 25
 
 
-def test_a_run_that_takes_more_than_its_share_is_refused_in_words(
-    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=10**9, free=10**9, share=0.01))
-
-    with pytest.raises(NoRoomError) as refused:
-        check_room(str(tiny_base), learner_settings, CPU)
-
-    assert str(refused.value) == (
-        f"a run needs about {2 * CHUNK_BYTES / 1e9:.1f} GB on cpu, and learner.memory_fraction = "
-        "0.01 allows 0.0 GB of the 1.0 GB; raise it, or use a smaller base or another "
-        "learner.device"
-    )
-
-
 @pytest.mark.parametrize(
     ("share", "free", "lasts"), [(0.01, 10**9, True), (1.0, 10**6, False), (1.0, 10**9, None)]
 )
@@ -138,28 +123,44 @@ def test_a_card_has_its_part_of_a_shared_base(
 
 
 @pytest.mark.parametrize(
-    ("device", "to_do"),
+    ("device", "share", "said"),
     [
-        ("cpu", "free memory, or use a smaller base or another machine"),
+        (
+            "cpu",
+            0.5,
+            "on cpu, and 0.0 of 80.0 GB are free; free memory, or use a smaller base or another "
+            "machine",
+        ),
         (
             "cuda:0",
-            "give vLLM less (--gpu-memory-utilization), or set learner.device to another card",
+            0.5,
+            "on cuda:0, and 0.0 of 80.0 GB are free; give vLLM less (--gpu-memory-utilization), "
+            "or set learner.device to another card",
+        ),
+        (
+            "cpu",
+            1e-5,
+            f"a run needs about {2 * CHUNK_BYTES / 1e9:.1f} GB on cpu, and "
+            "learner.memory_fraction = 1e-05 allows 0.0 GB of the 80.0 GB; raise it, or use a "
+            "smaller base or another learner.device",
         ),
     ],
 )
-def test_a_run_for_which_others_leave_no_room_is_refused_in_words(
+def test_a_run_that_does_not_fit_is_refused_in_words(
     tiny_base: Path,
     learner_settings: Learner,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
-    to_do: str,
+    share: float,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=80 * 10**9, free=10**6, share=0.5))
+    found = Room(total=80 * 10**9, free=10**6, share=share)
+    monkeypatch.setattr(room, "room_of", lambda *_: found)
 
     with pytest.raises(NoRoomError) as refused:
         check_room(str(tiny_base), learner_settings, torch.device(device))
 
-    assert str(refused.value).endswith(f"on {device}, and 0.0 of 80.0 GB are free; {to_do}")
+    assert str(refused.value).endswith(said)
 
 
 def test_a_base_without_sizes_may_begin_and_the_log_says_so(

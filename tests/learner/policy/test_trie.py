@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from learner.policy.attention import dense_mask
-from learner.policy.packing import Segment, Trie, chain, fold, pairs, unique_tokens
+from learner.policy.packing import Segment, Trie, fold, pairs, unique_tokens
 
 ROWS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), min_size=1, max_size=8
@@ -30,24 +30,6 @@ def test_rows_share_what_they_begin_with() -> None:
     )
 
 
-def test_a_row_that_another_begins_with_adds_nothing() -> None:
-    longer_first = fold([(1, 2, 3), (1, 2)])
-    shorter_first = fold([(1, 2), (1, 2, 3)])
-
-    assert longer_first.tokens == shorter_first.tokens == (1, 2, 3)
-    assert longer_first.segments == shorter_first.segments == chain(3)
-    assert longer_first.places == ((0, 1, 2), (0, 1))
-    assert shorter_first.places == ((0, 1), (0, 1, 2))
-
-
-def test_rows_without_a_common_beginning_stand_beside_each_other() -> None:
-    trie = fold([(1, 2), (3,)])
-
-    assert trie.positions == (0, 1, 0)
-    assert [one.parent for one in trie.segments] == [-1, -1]
-    assert pairs(trie.segments) == 3 + 1
-
-
 def test_few_shared_tokens_are_computed_twice_when_asked() -> None:
     rows = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 6, 7)]
 
@@ -64,7 +46,7 @@ def test_pairs_are_what_a_mask_of_all_tokens_allows() -> None:
     assert int(dense_mask(segments, torch.device("cpu")).sum()) == pairs(segments)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows=ROWS, least=st.integers(1, 5))
 def test_each_row_is_in_the_trie_as_it_is_alone(rows: list[tuple[int, ...]], least: int) -> None:
     trie = fold(rows, least=least)
@@ -79,19 +61,3 @@ def test_each_row_is_in_the_trie_as_it_is_alone(rows: list[tuple[int, ...]], lea
     if least == 1:
         beginnings = {row[: stop + 1] for row in rows for stop in range(len(row))}
         assert len(trie.tokens) == len(beginnings)
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows=ROWS)
-def test_segments_stand_in_pre_order_and_cover_all_tokens(rows: list[tuple[int, ...]]) -> None:
-    segments = fold(rows).segments
-
-    assert [one.start for one in segments] == [0, *(one.stop for one in segments[:-1])]
-    for number, one in enumerate(segments):
-        below = [other for other in segments if other.start >= one.stop and other.stop <= one.last]
-        assert sum(other.length for other in below) == one.last - one.stop
-        assert one.parent < number
-        if one.parent >= 0:
-            above = segments[one.parent]
-            assert above.stop <= one.start < one.last <= above.last
-            assert one.position == above.position + above.length

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from learner.progress.watch import Progress, Timed, duration, progress, stage, words
 from learner.records import Part, Stage
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeGroup, MakeRow
+from tests.learner.conftest import make_group, make_row
 
 NOTHING = Timed(work=0.0, seconds=0.0)
 
@@ -22,10 +18,10 @@ def of_tokens(name: str, *tokens: int, step: int = 0) -> Stage:
     return Stage(name=name, parts=parts, steps=step)  # type: ignore[arg-type]  # a literal
 
 
-def test_a_part_counts_the_prompt_once_and_no_masked_answer(group: MakeGroup, row: MakeRow) -> None:
-    rows = [row((4, 5), 1.0), row((6, 7, 8), -1.0), row((9,) * 50, trainable=False)]
+def test_a_part_counts_the_prompt_once_and_no_masked_answer() -> None:
+    rows = [make_row((4, 5), 1.0), make_row((6, 7, 8), -1.0), make_row((9,) * 50, trainable=False)]
 
-    found = stage("training", [group((1, 2, 3), rows)], steps=[1])
+    found = stage("training", [make_group((1, 2, 3), rows)], steps=[1])
 
     assert found == Stage(
         name="training", parts=(Part(group_id="g", answers=2, tokens=8, step=1),), steps=1

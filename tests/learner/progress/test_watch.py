@@ -90,19 +90,6 @@ def test_a_group_of_no_stage_is_no_progress() -> None:
     assert [one.answers_done for one in kept.seen] == [0]
 
 
-def test_steps_of_an_attempt_that_was_given_up_do_not_count() -> None:
-    kept = Kept()
-    watch = RunWatch([kept])
-
-    watch.begin_steps(())
-    watch.step(a_step(1))
-    watch.begin_steps(())
-    watch.step(a_step(1))
-    watch.step(a_step(2))
-
-    assert kept.steps == [1, 2]
-
-
 def test_a_step_is_one_line_at_the_terminal_and_one_event_of_the_log() -> None:
     shown: list[str] = []
     watch = RunWatch([], show=shown.append)
@@ -142,10 +129,10 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
 
     kept.keep_progress(Progress(phase="checking", answers_done=1, answers=4))
     kept.begin_steps(())
-    kept.keep_step(a_step(1, loss=float("nan"), reward_mean=0.5))
+    kept.keep_step(a_step(1, reward_mean=0.5))
     kept.keep_step(a_step(2))
     kept.begin_steps(())
-    kept.keep_step(a_step(1, reward_mean=0.75))
+    kept.keep_step(a_step(1, reward_mean=0.75, loss=float("nan")))
 
     with database.read() as session:
         row = session.get_one(RunRow, "r1")
@@ -155,17 +142,7 @@ def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
         assert row.progress["at"] == clock.now
         (step,) = session.scalars(select(RunStepRow)).all()
         assert (step.step, step.at) == (1, clock.now)
-        assert (step.body["reward_mean"], step.body["loss"]) == (0.75, 0.0)
-
-
-def test_a_figure_that_is_no_number_is_null(database: Database, clock: Clock) -> None:
-    a_run(database)
-
-    StoredRun(database, "r1", clock=clock).keep_step(a_step(1, loss=float("nan")))
-
-    with database.read() as session:
-        (body,) = session.scalars(select(RunStepRow.body)).all()
-    assert body["loss"] is None
+        assert (step.body["reward_mean"], step.body["loss"]) == (0.75, None)
 
 
 def test_a_store_that_refuses_costs_a_report_and_the_step_comes_with_the_next(

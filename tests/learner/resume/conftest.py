@@ -11,21 +11,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
 
 from demo.ports import free_port
 from learner.policy.adapter_io import load_policy
-from learner.policy.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.database import Database
 from support.migrated_store import open_migrated
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
+from tests.learner.conftest import PutGroup, logprobs_of, make_answer, make_scored_group
 
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9), (10, 11, 12), (13, 14), (15, 16, 17), (18, 19))
 ANSWERS = ((10, 11, 12), (20, 21), (30, 31, 32, 33), (40,))
@@ -47,31 +43,21 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def template(
-    tmp_path: Path,
-    tiny_base: Path,
-    database: Database,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-    answer: MakeAnswer,
-    group: MakeGroup,
-    row: MakeRow,
-) -> Path:
+def template(tmp_path: Path, tiny_base: Path, database: Database, put_group: PutGroup) -> Path:
     """A store with six groups that the base sampled, and one that it did not."""
     settings = Learner(rank=4, alpha=8, precision="float32", threads=1)
     base = load_policy(str(tiny_base), Parent(name="base"), settings)
     for number, prompt in enumerate(PROMPTS):
-        training = group(prompt, [row(ids) for ids in ANSWERS])
-        (pack,) = pack_group(training, max_tokens=100)
-        with torch.no_grad():
-            recorded = base.logprobs(pack)[0].split([len(ids) for ids in ANSWERS])
+        recorded = logprobs_of(base, prompt, ANSWERS)
         off = 1.0 if str(number) == FOREIGN else 0.0
         answers = [
-            answer(index, token_ids=ids, logprobs=tuple((values - off).tolist()))
+            make_answer(index, token_ids=ids, logprobs=tuple(v - off for v in values))
             for index, (ids, values) in enumerate(zip(ANSWERS, recorded, strict=True))
         ]
         put_group(
-            scored_group(SCORES, answers=answers, group_id=str(number), prompt_token_ids=prompt)
+            make_scored_group(
+                SCORES, answers=answers, group_id=str(number), prompt_token_ids=prompt
+            )
         )
     path = tmp_path / "whole.db"
     with closing(sqlite3.connect(tmp_path / "template.db")) as connection:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from learner.origin import settings_of_result
 from learner.resume import Death, resumed_words, why_not_again
+from sidecar.settings import Learner
 
 
 def death(checkpoint: int = 0, place: str | None = "", step: int = 0) -> dict[str, Any]:
@@ -34,6 +36,20 @@ def test_a_run_that_dies_ever_elsewhere_and_gets_no_further_is_given_up() -> Non
 
 def test_deaths_between_which_steps_were_done_do_not_add_up() -> None:
     assert why_not_again([death(number, "g") for number in range(50)]) is None
+
+
+def test_stops_count_towards_no_limit() -> None:
+    stopped = {**death(), "stopped": True}
+
+    assert why_not_again([stopped] * 20) is None
+    assert why_not_again([*[stopped] * 20, death(), death()]) is None
+
+
+def test_settings_that_do_not_touch_the_weights_do_not_matter() -> None:
+    other = Learner(schedule="manual", max_groups=5).model_dump(mode="json")
+
+    assert settings_of_result(other) == settings_of_result(Learner().model_dump(mode="json"))
+    assert "processes" in settings_of_result(other), "sums of two processes round otherwise"
 
 
 def test_words() -> None:

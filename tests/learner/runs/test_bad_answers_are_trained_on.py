@@ -121,11 +121,9 @@ async def judged(group: Group) -> ScoredGroup:
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("served", [True, False])
-async def test_each_kind_is_judged_and_pushed_down(name: str, served: bool) -> None:
+async def test_each_kind_is_judged_and_pushed_down(name: str) -> None:
     good = ({"content": GOOD}, "stop")
-    group = group_of(BAD[name], good) if served else group_of(good, BAD[name])
-    bad = 0 if served else 1
+    group = group_of(BAD[name], good)
 
     assert conclude(group.answers, size=2, rounds=0, misses=()).action == "sampled"
     scored = await judged(group)
@@ -134,24 +132,9 @@ async def test_each_kind_is_judged_and_pushed_down(name: str, served: bool) -> N
     (trained,) = selection.groups
     assert selection.dropped == {}
     assert selection.masked_answers == {}
-    assert trained.rows[bad].trainable
-    assert trained.rows[bad].advantage == pytest.approx(-0.4)
-    assert trained.rows[bad].token_ids == group.answers[bad].token_ids
-
-
-async def test_a_group_of_nothing_but_bad_answers_of_several_kinds_is_judged() -> None:
-    group = group_of(*(BAD[name] for name in ("empty", "cut", "no json", "refusal", "repetition")))
-
-    assert conclude(group.answers, size=5, rounds=0, misses=()).action == "sampled"
-    assert len((await judged(group)).scores) == 5
-
-
-def test_only_groups_without_any_difference_are_set_aside() -> None:
-    group = group_of(BAD["empty"], BAD["empty"])
-
-    concluded = conclude(group.answers, size=2, rounds=0, misses=())
-
-    assert (concluded.action, concluded.reason) == ("set_aside", "identical_answers")
+    assert trained.rows[0].trainable
+    assert trained.rows[0].advantage == pytest.approx(-0.4)
+    assert trained.rows[0].token_ids == group.answers[0].token_ids
 
 
 def test_the_cases_cover_every_kind_that_the_watch_knows() -> None:
@@ -163,32 +146,3 @@ def test_the_cases_cover_every_kind_that_the_watch_knows() -> None:
         found |= {kind for kind in KINDS if getattr(traits, kind)}
 
     assert found == set(KINDS)
-
-
-def test_an_answer_without_tokens_is_masked_and_counts_in_the_mean() -> None:
-    """vLLM gives at least the token that ends an answer; one without any has no gradient."""
-    group = group_of(({"content": GOOD}, "stop"), ({"content": "Paris."}, "stop"), BAD["empty"])
-    *others, empty = group.answers
-    bare = Answer(index=2, origin="sampled", message=empty.message)
-    scored = ScoredGroup(
-        group=Group(
-            group_id="g",
-            exchange_id="e",
-            session_key="h:s",
-            adapter="base",
-            request=group.request,
-            prompt_token_ids=group.prompt_token_ids,
-            answers=(*others, bare),
-        ),
-        scores=(0.9, 0.6, 0.0),
-        explanations=("", "", ""),
-        judge_model="scripted",
-        rubric_hash="r",
-    )
-
-    selection = select_groups([scored], pack_tokens=100)
-
-    assert selection.masked_answers == {"no_tokens": 1}
-    (trained,) = selection.groups
-    assert [row.trainable for row in trained.rows] == [True, True, False]
-    assert [row.advantage for row in trained.rows] == pytest.approx([0.4, 0.1, -0.5])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -19,8 +16,8 @@ from learner.errors import (
     ParentError,
 )
 from learner.records import TrainingJob
-from learner.runs.runs import LEASE_S, report_place
-from learner.runs.source import FAILED_RUNS
+from learner.runs.runs import LEASE_S, open_run, report_place
+from learner.runs.source import FAILED_RUNS, claim
 from learner.runs.train import Run
 from learner.schedule.loop import Schedule
 from sidecar.errors import StoreError
@@ -28,78 +25,39 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, RunRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
-
+from tests.learner.conftest import FakeTrainer, NewRun, PutGroup, make_scored_group
 
 BAD = "15"
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from learner.runs.train import Run
-from sidecar.store.database import Database
-from sidecar.settings import Learner, Serving, Settings, Store
-
-class Trainer:
-    def train(self, job):
-        if sys.argv[3] != "silent":
-            job.report("")
-        if sys.argv[3] == "loading":
-            os.kill(os.getpid(), signal.SIGKILL)
-        for group in job.groups:
-            if sys.argv[3] != "silent":
-                job.report(group.group_id)
-            if group.group_id == "15":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-url, run_id, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
-settings = Settings(
-    serving=Serving(model="m"), store=Store(url=url),
-    learner=Learner(min_groups=16, adapters_dir=folder),
-)
-Run(settings, Database(url), Trainer, run_id=run_id, clock=lambda: float(sys.argv[5])).start()
-"""
+KilledRun = Callable[[str, str | None], None]
 
 
 @pytest.fixture
-def sixteen(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
+def sixteen(put_group: PutGroup) -> None:
     for number in range(16):
-        put_group(scored_group([0.0, 1.0], group_id=str(number)))
-
-
-NewRun = Callable[..., Run]
+        put_group(make_scored_group([0.0, 1.0], group_id=str(number)))
 
 
 @pytest.fixture
-def new_run(settings: Settings, database: Database, clock: Clock) -> NewRun:
-    """new_run(run_id, trainer, **learner settings)."""
+def new_run(new_run: NewRun, clock: Clock) -> NewRun:
+    """new_run(run_id, trainer): when the lease of the one before is over."""
 
-    def make(run_id: str, trainer: Any, **changes: Any) -> Run:
+    def make(run_id: str = "r1", trainer: Any = None, **changes: Any) -> Run:
         clock.now += LEASE_S + 1
-        learner = settings.learner.model_copy(update={"min_groups": 16, **changes})
-        return Run(
-            settings.model_copy(update={"learner": learner}),
-            database,
-            lambda: trainer,
-            run_id=run_id,
-            clock=clock,
-        )
+        return new_run(run_id, trainer, **{"min_groups": 16, **changes})
 
     return make
 
 
 @pytest.fixture
-def killed_run(database: Database, tmp_path: Path, clock: Clock) -> Callable[[str, str], None]:
-    """killed_run(run_id, kind): a real process that SIGKILL ends in the middle of its run."""
+def killed_run(database: Database, clock: Clock) -> KilledRun:
+    """killed_run(run_id, place): a run that took all groups, and died there."""
 
-    def start(run_id: str, kind: str) -> None:
+    def start(run_id: str, place: str | None) -> None:
         clock.now += LEASE_S + 1
-        command = [sys.executable, "-c", KILLED, database.url, run_id, kind]
-        command += [str(tmp_path / "adapters"), str(clock.now)]
-        ended = subprocess.run(command, check=False, timeout=60, capture_output=True)
-        assert ended.returncode == -9, ended.stderr.decode()
+        with database.write() as session:
+            open_run(session, run_id=run_id, model="m", parent="base", settings={}, now=clock.now)
+            claim(session, run_id, session.scalars(select(GroupRow.group_id)).all())
+        report_place(database, run_id, place)
 
     return start
 
@@ -113,32 +71,27 @@ def attempts(database: Database) -> dict[str, int]:
     return {name: row.learn_attempts for name, row in rows(database).items() if row.learn_attempts}
 
 
-def statuses(database: Database) -> dict[str, str]:
-    return {name: row.status for name, row in rows(database).items()}
-
-
 @pytest.mark.usefixtures("sixteen")
 def test_a_group_that_kills_its_run_is_found_and_the_others_train(
-    killed_run: Callable[[str, str], None],
+    killed_run: KilledRun,
     new_run: NewRun,
     database: Database,
     fake_trainer: FakeTrainer,
     put_group: PutGroup,
-    scored_group: MakeScoredGroup,
 ) -> None:
-    killed_run("r1", "group")
+    killed_run("r1", BAD)
 
     new_run("r2", fake_trainer).start()  # it finds the dead run, and leaves the suspect out
 
     assert attempts(database) == {BAD: 1}
     assert "was computing it when" in (rows(database)[BAD].detail or "")
-    after = statuses(database)
+    after = {name: row.status for name, row in rows(database).items()}
     assert after.pop(BAD) == "scored"
     assert set(after.values()) == {"trained"}
 
     for number in range(16, 31):
-        put_group(scored_group([0.0, 1.0], group_id=str(number)))
-    killed_run("r3", "group")
+        put_group(make_scored_group([0.0, 1.0], group_id=str(number)))
+    killed_run("r3", BAD)
     fake_trainer.weights = b"others"
     with pytest.raises(NothingToLearnError):  # 15 wait now: the one that killed twice is out
         new_run("r4", fake_trainer).start()
@@ -150,42 +103,38 @@ def test_a_group_that_kills_its_run_is_found_and_the_others_train(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
-    killed_run: Callable[[str, str], None],
+    killed_run: KilledRun,
     new_run: NewRun,
     database: Database,
     fake_trainer: FakeTrainer,
 ) -> None:
-    killed_run("r1", "loading")
+    killed_run("r1", "")
 
     new_run("r2", fake_trainer).start()
 
-    assert set(statuses(database).values()) == {"trained"}
+    assert {row.status for row in rows(database).values()} == {"trained"}
     assert attempts(database) == {}
 
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_them(
-    killed_run: Callable[[str, str], None],
+    killed_run: KilledRun,
     new_run: NewRun,
     database: Database,
     fake_trainer: FakeTrainer,
 ) -> None:
-    killed_run("r1", "silent")
+    killed_run("r1", None)
 
     new_run("r2", fake_trainer).start()
 
     assert len(fake_trainer.jobs[0].groups) == 8
-    assert sorted(statuses(database).values()) == ["scored"] * 8 + ["trained"] * 8
+    assert sorted(row.status for row in rows(database).values()) == ["scored"] * 8 + ["trained"] * 8
     assert set(attempts(database).values()) == {1}
 
 
 @pytest.mark.usefixtures("sixteen")
 def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
-    new_run: NewRun,
-    database: Database,
-    fake_trainer: FakeTrainer,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, put_group: PutGroup
 ) -> None:
     """New groups come in, as long as learning goes on; the bad one is found by halves."""
 
@@ -202,7 +151,7 @@ def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
         with database.read() as session:
             pending = count_pending(session, {"base"})
         for _ in range(16 - pending):  # new exchanges are chosen while fewer wait than may
-            put_group(scored_group([0.0, 1.0], group_id=str(coming)))
+            put_group(make_scored_group([0.0, 1.0], group_id=str(coming)))
             coming += 1
         try:
             new_run(f"r{number}", fake_trainer).start()
@@ -214,7 +163,7 @@ def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
     assert failures <= 7
     dropped = [name for name, row in rows(database).items() if row.status == "dropped"]
     assert dropped == [BAD]
-    assert sum(status == "trained" for status in statuses(database).values()) >= 16
+    assert sum(row.status == "trained" for row in rows(database).values()) >= 16
 
 
 ENVIRONMENT = [
@@ -235,12 +184,11 @@ def test_what_the_environment_does_counts_against_no_group(
 ) -> None:
     fake_trainer.error = error
 
-    for run_id in ("r1", "r2", "r3"):
-        with pytest.raises(type(error)):
-            new_run(run_id, fake_trainer).start()
+    with pytest.raises(type(error)):
+        new_run("r1", fake_trainer).start()
 
     assert attempts(database) == {}
-    assert set(statuses(database).values()) == {"scored"}
+    assert {row.status for row in rows(database).values()} == {"scored"}
 
 
 class Child:

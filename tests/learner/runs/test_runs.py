@@ -7,7 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import select, text, update
@@ -35,12 +35,11 @@ from learner.runs.source import (
     waiting_groups,
 )
 from sidecar.lines import Line
+from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database
-from sidecar.store.models import AnswerRow, CounterRow, GroupRow, RunRow
+from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow, RunRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup, PutGroup, PutVersion
+from tests.learner.conftest import PutGroup, PutVersion, counters, make_scored_group
 
 
 def statuses(database: Database) -> dict[str, str]:
@@ -48,18 +47,12 @@ def statuses(database: Database) -> dict[str, str]:
         return {row.group_id: row.status for row in session.scalars(select(GroupRow))}
 
 
-def counters(database: Database) -> dict[tuple[str, str], int]:
-    with database.read() as session:
-        rows = session.scalars(select(CounterRow))
-        return {(row.stage, row.reason): row.count for row in rows}
-
-
 def begin(database: Database, run_id: str, now: float, model: str = "m") -> None:
     with database.write() as session:
         open_run(session, run_id=run_id, model=model, parent="base", settings={}, now=now)
 
 
-@pytest.mark.parametrize("value", ["9e999", "-9e999", "132.0", "1e15"])
+@pytest.mark.parametrize("value", ["9e999", "-9e999", "132.0"])
 def test_a_run_whose_heartbeat_is_damaged_keeps_no_other_out(
     database: Database, value: str
 ) -> None:
@@ -120,10 +113,8 @@ def test_two_runs_of_one_model_never_overlap(database: Database) -> None:
 
 
 @pytest.mark.both_stores
-def test_a_dead_run_gives_its_groups_to_the_next(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
-) -> None:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
+def test_a_dead_run_gives_its_groups_to_the_next(database: Database, put_group: PutGroup) -> None:
+    put_group(make_scored_group([0.0, 1.0], group_id="a"))
     begin(database, "dead", now=100.0)
     with database.write() as session:
         claim(session, "dead", ["a"])
@@ -184,7 +175,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.both_stores
 def test_groups_wait_newest_first_and_old_ones_are_stale(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup, put_version: PutVersion
+    database: Database, put_group: PutGroup, put_version: PutVersion
 ) -> None:
     first = put_version(1)
     second = put_version(2, first)
@@ -196,7 +187,7 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
         ("two", second),
         ("new", third),
     ]:
-        put_group(scored_group([0.0, 1.0], group_id=group_id, adapter=adapter))
+        put_group(make_scored_group([0.0, 1.0], group_id=group_id, adapter=adapter))
 
     with database.read() as session:
         waiting = waiting_groups(session, line=Line(name="m"), parent=third, max_age=2)
@@ -209,28 +200,24 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
 
 @pytest.mark.both_stores
 def test_of_many_waiting_groups_the_newest_are_looked_at(
-    database: Database,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-    monkeypatch: pytest.MonkeyPatch,
+    database: Database, put_group: PutGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked every few seconds, and groups of best-of-N answers wait without a limit."""
     monkeypatch.setattr(source, "LOOKED_AT", 2)
     for group_id in ("a", "b", "c"):
-        put_group(scored_group([0.0, 1.0], group_id=group_id))
+        put_group(make_scored_group([0.0, 1.0], group_id=group_id))
 
     with database.read() as session:
         assert count_fresh(session, line=Line(name="m"), parent="base", max_age=2) == 2
 
 
 @pytest.mark.both_stores
-def test_a_group_goes_its_way_once(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
-) -> None:
+def test_a_group_goes_its_way_once(database: Database, put_group: PutGroup) -> None:
     for group_id in ("a", "b", "c", "d"):
-        put_group(scored_group([0.0, 1.0], group_id=group_id))
+        put_group(make_scored_group([0.0, 1.0], group_id=group_id))
 
     with database.write() as session:
+        session.execute(update(GroupRow).values(detail="an earlier run failed"))
         claim(session, "r", ["a", "b", "c"])
         mark_trained(session, ["a"])
         drop(session, "r", {"b": "no_spread"}, before="claimed", texts={"b": "x" * 501})
@@ -238,18 +225,19 @@ def test_a_group_goes_its_way_once(
         assert give_back(session, "r") == 1
 
     assert statuses(database) == {"a": "trained", "b": "dropped", "c": "scored", "d": "scored"}
-    assert counters(database) == {("learn", "trained"): 1, ("learn", "no_spread"): 1}
+    assert counters(database) == {"trained": 1, "no_spread": 1}
     with database.read() as session:
-        dropped = session.scalars(select(GroupRow).where(GroupRow.group_id == "b")).one()
+        trained, dropped = session.scalars(select(GroupRow).order_by(GroupRow.seq).limit(2)).all()
+        assert trained.detail is None
         assert (dropped.reason, dropped.run_id) == ("no_spread", "r")
         assert dropped.detail == "x" * 500
 
 
 @pytest.mark.both_stores
 def test_a_claimed_group_is_read_back_as_it_was_scored(
-    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+    database: Database, put_group: PutGroup
 ) -> None:
-    original = scored_group([0.25, 1.0])
+    original = make_scored_group([0.25, 1.0])
     put_group(original)
 
     with database.read() as session:
@@ -258,6 +246,31 @@ def test_a_claimed_group_is_read_back_as_it_was_scored(
     assert groups == [original]
     assert {group_id: fault.reason for group_id, fault in broken.items()} == {
         "nowhere": "no_scores"
+    }
+
+
+BROKEN: dict[str, tuple[type[Any], dict[str, Any], str]] = {
+    "request": (ExchangeRow, {"request_body": b"\x00" * 9}, "unreadable"),
+    "prompt": (ExchangeRow, {"prompt_token_ids": pack_ids([1] * 300_000)}, "too_long"),
+    "ids": (AnswerRow, {"token_ids": b"\x01\x02\x03"}, "unreadable"),
+    "answers": (AnswerRow, {"token_ids": bytes(4 * 600_000)}, "too_long"),
+    "scores": (AnswerRow, {"score": None}, "no_scores"),
+}
+
+
+def test_a_damaged_group_is_told_by_its_reason(database: Database, put_group: PutGroup) -> None:
+    for kind, (table, values, _) in BROKEN.items():
+        put_group(make_scored_group([1.0, 0.0], group_id=kind))
+        mine = table.exchange_id == f"x-{kind}" if table is ExchangeRow else table.group_id == kind
+        with database.write() as session:
+            session.execute(update(table).where(mine).values(**values))
+
+    with database.read() as session:
+        groups, broken = load(session, list(BROKEN), pack_tokens=100)
+
+    assert groups == []
+    assert {one: fault.reason for one, fault in broken.items()} == {
+        kind: reason for kind, (_, _, reason) in BROKEN.items()
     }
 
 
@@ -278,12 +291,12 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_a_damaged_answer_costs_itself_alone(
-    verified: bool, database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+    verified: bool, database: Database, put_group: PutGroup
 ) -> None:
     verifiers = {"checks", "reward", "independent reward"}
     kinds = [kind for kind in DAMAGED if verified or kind not in verifiers]
     for kind in kinds:
-        put_group(scored_group([1.0, 0.0, 0.5], group_id=kind))
+        put_group(make_scored_group([1.0, 0.0, 0.5], group_id=kind))
     with database.write() as session:
         if verified:
             rewards = {"reward": AnswerRow.score, "independent_reward": 0.5, "checks": "[]"}

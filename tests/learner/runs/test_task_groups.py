@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -12,17 +12,13 @@ from sqlalchemy import select
 from learner.adapter_folder import LINEAGE
 from learner.errors import NothingToLearnError
 from learner.replay import SAME, replay
-from learner.runs.train import Run
 from sidecar.records import Sampling
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow, TaskGroupRow
-from support.clock import Clock
 from support.ingest_kit import make_choice
 from support.task_kit import TaskKit
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer
+from tests.learner.conftest import FakeTrainer, NewRun
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -58,19 +54,6 @@ def attempt(kit: TaskKit, name: str, success: bool, **changes: Any) -> list[str]
     return [first, second]
 
 
-def run_of(
-    settings: Settings, database: Database, trainer: FakeTrainer, name: str = "r1", **learner: Any
-) -> Run:
-    own = settings.learner.model_copy(update={"min_groups": 1, **learner})
-    return Run(
-        settings.model_copy(update={"learner": own}),
-        database,
-        lambda: trainer,
-        run_id=name,
-        clock=Clock(),
-    )
-
-
 def statuses(database: Database) -> list[tuple[str, str | None]]:
     with database.read() as session:
         return [
@@ -80,13 +63,13 @@ def statuses(database: Database) -> list[tuple[str, str | None]]:
 
 
 def test_a_run_learns_from_sessions_and_says_so(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+    kit: TaskKit, new_run: NewRun, fake_trainer: FakeTrainer
 ) -> None:
     good, bad = attempt(kit, "a", True), attempt(kit, "b", False)
     assert kit.follow() == 1
     (stored,) = kit.groups()
 
-    candidate = run_of(settings, kit.database, fake_trainer).start()
+    candidate = new_run(min_groups=1).start()
 
     (job,) = fake_trainer.jobs
     (group,) = job.groups
@@ -129,12 +112,12 @@ def learned_from(kit: TaskKit, exchange_id: str, *, run_id: str) -> None:
 
 
 def test_a_replay_trains_on_the_steps_of_the_run_whatever_later_runs_learned_from(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+    kit: TaskKit, settings: Settings, new_run: NewRun, fake_trainer: FakeTrainer
 ) -> None:
     (first, _), (other, _) = attempt(kit, "a", True), attempt(kit, "b", False)
     kit.follow()
     learned_from(kit, first, run_id="r0")
-    candidate = run_of(settings, kit.database, fake_trainer).start()
+    candidate = new_run(min_groups=1).start()
     learned_from(kit, other, run_id="r2")
 
     found = replay(settings, kit.database, candidate.adapter, trainer=lambda _: fake_trainer)
@@ -145,13 +128,13 @@ def test_a_replay_trains_on_the_steps_of_the_run_whatever_later_runs_learned_fro
 
 
 def test_a_step_that_another_run_learned_from_is_context(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+    kit: TaskKit, new_run: NewRun, fake_trainer: FakeTrainer
 ) -> None:
     (first, _), _ = attempt(kit, "a", True), attempt(kit, "b", False)
     kit.follow()
     learned_from(kit, first, run_id="r0")
 
-    run_of(settings, kit.database, fake_trainer).start()
+    new_run(min_groups=1).start()
 
     ((group,),) = [job.groups for job in fake_trainer.jobs]
     kept = {row.token_ids[-1]: row.kept for row in group.rows}
@@ -159,21 +142,18 @@ def test_a_step_that_another_run_learned_from_is_context(
     assert kept[13] == (True, True, False, False, True)
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}])
-def test_answers_that_are_not_exact_are_never_learned_from(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer, changes: dict[str, Any]
-) -> None:
-    attempt(kit, "a", True, **changes), attempt(kit, "b", False, **changes)
+def test_answers_that_are_not_exact_are_never_learned_from(kit: TaskKit, new_run: NewRun) -> None:
+    attempt(kit, "a", True, top_p=0.5), attempt(kit, "b", False, top_p=0.5)
     kit.follow()
 
     with pytest.raises(NothingToLearnError):
-        run_of(settings, kit.database, fake_trainer).start()
+        new_run(min_groups=1).start()
 
     assert statuses(kit.database) == [("dropped", "too_few_trainable")]
 
 
 def test_a_failed_run_gives_its_sessions_back_and_at_last_drops_them(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+    kit: TaskKit, new_run: NewRun, fake_trainer: FakeTrainer
 ) -> None:
     attempt(kit, "a", True), attempt(kit, "b", False)
     kit.follow()
@@ -181,17 +161,17 @@ def test_a_failed_run_gives_its_sessions_back_and_at_last_drops_them(
 
     for number, after in enumerate([("scored", None), ("dropped", "failed_runs")]):
         with pytest.raises(ValueError, match="bad"):
-            run_of(settings, kit.database, fake_trainer, f"r{number}").start()
+            new_run(f"r{number}", min_groups=1).start()
         assert statuses(kit.database) == [after]
 
 
 def test_a_session_that_is_too_long_costs_its_group(
-    kit: TaskKit, settings: Settings, fake_trainer: FakeTrainer
+    kit: TaskKit, new_run: NewRun, fake_trainer: FakeTrainer
 ) -> None:
     attempt(kit, "a", True), attempt(kit, "b", False)
     kit.follow()
 
     with pytest.raises(NothingToLearnError):
-        run_of(settings, kit.database, fake_trainer, pack_tokens=5).start()
+        new_run(min_groups=1, pack_tokens=5).start()
 
     assert statuses(kit.database) == [("dropped", "too_long")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -13,13 +13,9 @@ from learner.progress import export
 from learner.progress.watch import Progress
 from learner.records import End, StepMetrics, TrainingJob
 from learner.runs.train import Run
-from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, RunRow
-from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
+from tests.learner.conftest import FakeTrainer, NewRun
 
 
 class Tracker:
@@ -54,18 +50,8 @@ def tracker(database: Database, monkeypatch: pytest.MonkeyPatch) -> Tracker:
 
 
 @pytest.fixture
-def run(
-    settings: Settings,
-    database: Database,
-    clock: Clock,
-    fake_trainer: FakeTrainer,
-    put_group: PutGroup,
-    scored_group: MakeScoredGroup,
-) -> Run:
-    put_group(scored_group([0.0, 1.0], group_id="a"))
-    put_group(scored_group([0.2, 0.6], group_id="b"))
-    trainer = lambda: fake_trainer  # noqa: E731
-    return Run(settings, database, trainer, run_id="r1", clock=clock, heartbeat_s=0.01)
+def run(new_run: NewRun, two_groups: None) -> Run:
+    return new_run()
 
 
 def test_a_run_ends_well_once_its_version_is_registered(run: Run, tracker: Tracker) -> None:
@@ -89,35 +75,23 @@ def test_a_publication_that_fails_is_a_failure(
     assert tracker.told == [("failed", "", "failed", [])]
 
 
-def stop(run: Run, _database: Database) -> Callable[[TrainingJob], None]:
-    def act(job: TrainingJob) -> None:
-        run.stop()
-        job.check_stop()
-
-    return act
+def stop(run: Run, job: TrainingJob, _: Database) -> None:
+    run.stop()
+    job.check_stop()
 
 
-def lose_a_process(_run: Run, _database: Database) -> Callable[[TrainingJob], None]:
-    def act(job: TrainingJob) -> None:
-        raise RankLostError("process 1 is gone")
-
-    return act
+def lose_a_process(*_: object) -> None:
+    raise RankLostError("process 1 is gone")
 
 
-def diverge(_run: Run, _database: Database) -> Callable[[TrainingJob], None]:
-    def act(job: TrainingJob) -> None:
-        raise NonFiniteError("step 1: its loss is nan")
-
-    return act
+def diverge(*_: object) -> None:
+    raise NonFiniteError("step 1: its loss is nan")
 
 
-def stand_still(_run: Run, database: Database) -> Callable[[TrainingJob], None]:
-    def act(job: TrainingJob) -> None:
-        with database.write() as session:
-            row = session.get_one(RunRow, "r1")
-            row.holder = {**(row.holder or {}), "token": "of another process"}
-
-    return act
+def stand_still(_run: Run, _job: TrainingJob, database: Database) -> None:
+    with database.write() as session:
+        row = session.get_one(RunRow, "r1")
+        row.holder = {**(row.holder or {}), "token": "of another process"}
 
 
 @pytest.mark.parametrize(
@@ -130,14 +104,14 @@ def stand_still(_run: Run, database: Database) -> Callable[[TrainingJob], None]:
     ],
 )
 def test_a_run_that_is_cut_short_says_how(
-    cause: Callable[[Run, Database], Callable[[TrainingJob], None]],
+    cause: Callable[[Run, TrainingJob, Database], None],
     told: tuple[End | None, str, str, list[str]],
     run: Run,
     tracker: Tracker,
     database: Database,
     fake_trainer: FakeTrainer,
 ) -> None:
-    fake_trainer.on_train = cause(run, database)
+    fake_trainer.on_train = lambda job: cause(run, job, database)
 
     with pytest.raises(Exception, match=r"stop|gone|nan|lease"):
         run.start()

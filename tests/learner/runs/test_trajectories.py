@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +21,11 @@ from learner.policy.packing import pack_group
 from learner.records import (
     CheckedAnswers,
     Fault,
-    Parent,
-    TrainableRow,
     TrainingGroup,
-    TrainingJob,
 )
-from learner.runs.selection import MEAN_OF_ANSWERS, alike, task_group
+from learner.runs.selection import alike, task_group
 from sidecar.settings import Learner
+from tests.learner.conftest import job_of, logprobs_of, make_group, make_row
 
 TASK = (1, 2, 3)
 TURNS: dict[str, tuple[str | None, tuple[int, ...], tuple[int, ...]]] = {
@@ -48,31 +45,14 @@ def session(policy: Policy | None, *names: str) -> list[TokenRow]:
         parent, added, answer = TURNS[name]
         prompt = (*said.get(parent or "", ()), *added)
         said[name] = (*prompt, *answer)
-        values = (-1.0,) * len(answer) if policy is None else logprobs_of(policy, prompt, answer)
+        values = (
+            (-1.0,) * len(answer) if policy is None else logprobs_of(policy, prompt, [answer])[0]
+        )
         sampled = SampledAnswer(index=0, token_ids=answer, logprobs=values)
         turns.append(
             TokenTurn(exchange_id=name, parent=parent, prompt_token_ids=prompt, answers=(sampled,))
         )
     return join_rows(turns)
-
-
-def logprobs_of(
-    policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...], temperature: float = 1.0
-) -> tuple[float, ...]:
-    """Return the log-probabilities of one exchange by itself, as the server computed them."""
-    row = TrainableRow(
-        token_ids=answer,
-        logprobs=(0.0,) * len(answer),
-        advantage=0.0,
-        temperature=temperature,
-        trainable=True,
-    )
-    group = TrainingGroup(
-        group_id="", adapter="", prompt_token_ids=prompt, rows=(row,), scores=(0.0,)
-    )
-    (pack,) = pack_group(group, max_tokens=1000)
-    with torch.no_grad():
-        return tuple(policy.logprobs(pack)[0].tolist())
 
 
 def attempt(
@@ -156,15 +136,8 @@ def test_its_log_probabilities_are_those_of_each_exchange_by_itself(
 ) -> None:
     """The check before the first step finds no difference, and takes all of them."""
     group = group_of(*both(policy))
-    job = TrainingJob(
-        base_model_path="",
-        parent=Parent(name="base"),
-        groups=(group,),
-        settings=learner_settings,
-        folder=Path("unused"),
-        check_stop=lambda: None,
-        signals=None,  # one group cannot tell whether its rewards are chance
-    )
+    # One group cannot tell whether its rewards are chance.
+    job = job_of([group], learner_settings, signals=None)
 
     outcome, _ = run_steps(policy, job)
 
@@ -195,22 +168,8 @@ def test_its_gradient_is_that_of_each_exchange_by_itself(policy: Policy) -> None
         (row,) = session(None, *names)
         for answer in row.answers:
             prompt, ids = row.token_ids[: answer.start], row.token_ids[answer.start : answer.stop]
-            made = TrainableRow(
-                token_ids=tuple(ids),
-                logprobs=(0.0,) * len(ids),
-                advantage=advantage,
-                temperature=1.0,
-                trainable=True,
-            )
-            alone.append(
-                TrainingGroup(
-                    group_id="",
-                    adapter="",
-                    prompt_token_ids=tuple(prompt),
-                    rows=(made,),
-                    scores=(0.0,),
-                )
-            )
+            made = make_row(ids, advantage, logprobs=(0.0,) * len(ids))
+            alone.append(make_group(prompt, [made]))
     expected = gradient(alone)
 
     assert len(alone) == 4
@@ -254,19 +213,6 @@ def test_a_step_with_other_answers_has_both_advantages() -> None:
     assert [row.advantage for row in group.rows] == pytest.approx(
         [0.6 * 4 / 5, (0.6 - 0.2) * 4 / 5, -0.6 * 4 / 3]
     )
-
-
-@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"dr_grpo"}))
-def test_each_session_counts_alike_under_every_loss(loss: str) -> None:
-    """As if a session of any length and any number of rows were one answer."""
-    group = group_of(attempt(rewritten(10), 1.0), both()[1], loss=loss)
-
-    of_session = [0.0, 0.0]
-    for row, number in zip(group.rows, group.sessions, strict=True):
-        length = row.kept_tokens if LOSSES[loss].mean == "answer" else 1
-        of_session[number] += row.advantage * row.kept_tokens / length
-    assert (loss in MEAN_OF_ANSWERS) == (LOSSES[loss].mean == "answer")
-    assert of_session[0] == pytest.approx(-of_session[1])
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))

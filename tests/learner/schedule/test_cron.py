@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from learner.schedule.rule import Cron, next_times, read_cron
 from sidecar.errors import SettingsError
@@ -34,17 +33,13 @@ def times(line: str, begin: datetime, end: datetime, zone: str = "UTC") -> list[
         ("0 3 * * 1-5", "Mon Tue Wed Thu Fri"),
         ("0 3 * * 0", "Sun"),
         ("0 3 * * 7", "Sun"),
-        ("0 3 * * 1", "Mon"),
         ("0 3 * * mon", "Mon"),
         ("0 3 * * Fri-SUN", "Fri Sat Sun"),
         ("0 3 * * 5-7", "Fri Sat Sun"),
-        ("0 3 * * 6,0", "Sat Sun"),
         ("0 3 * * */3", "Wed Sat Sun"),  # 0, 3, 6
-        ("0 3 6 * *", "Wed"),
         ("0 3 6 * 1", "Mon Wed"),  # either
         ("0 3 */3 * 1", "Mon"),  # both: the days of the month begin with `*`
         ("0 3 * feb 1", ""),
-        ("@daily", "Mon Tue Wed Thu Fri Sat Sun"),
         ("@weekly", "Sun"),
     ],
 )
@@ -96,7 +91,6 @@ def rule_by_hand(line: str) -> Callable[[datetime], bool]:
     return is_time
 
 
-@settings(deadline=None)
 @given(
     line=st.tuples(*(_field(*limits) for limits in RANGES)).map(" ".join),
     begin=st.datetimes(datetime(2026, 1, 1), datetime(2029, 1, 1)),
@@ -143,40 +137,16 @@ def test_a_time_comes_once_when_the_clock_is_changed_and_hourly_ones_go_by_it(
     assert " ".join(f"{at.astimezone(zone):%H:%M}" for at in found) == walls
 
 
-@settings(deadline=None)
-@given(
-    zone=st.sampled_from(
-        ["America/Sao_Paulo", "Australia/Lord_Howe", "Europe/Berlin", "Pacific/Apia", "Asia/Tehran"]
-    ),
-    begin=st.datetimes(datetime(2011, 1, 1), datetime(2030, 1, 1)),
-    line=st.sampled_from(
-        ["30 2 * * *", "*/20 * * * *", "15 0,23 * * 1-5", "0 12 1 * 0", "59 1 * * *"]
-    ),
-)
-def test_times_go_forward_in_every_zone(zone: str, begin: datetime, line: str) -> None:
-    begin = begin.replace(tzinfo=UTC)
-    found = times(line, begin, begin + timedelta(days=2), zone)
-
-    assert all(at >= begin for at in found)
-    assert all(earlier < later for earlier, later in pairwise(found))
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         ("0 3 * *", "has 4 fields instead of 5"),
         ("@reboot", "has 1 fields instead of 5"),
         ("61 3 * * *", "minute 61 is not in 0 to 59"),
-        ("0 24 * * *", "hour 24 is not in 0 to 23"),
-        ("0 3 0 * *", "day 0 is not in 1 to 31"),
-        ("0 3 * * 8", "weekday 8 is not in 0 to 7"),
         ("0 3 * * 5-1", "weekday '5-1' goes backwards; give two ranges"),
         ("*/0 3 * * *", "minute '*/0' has a step of 0"),
         ("0 3 * * nosuchday", "weekday 'nosuchday' is no number and no name"),
-        ("0 3 mon * *", "day 'mon' is no number and no name"),
         ("0 3 ? * 1", "day '?' is no number, name, range or step"),
-        ("0 3 L * *", "day 'L' is no number and no name"),
-        ("0, 3 * * *", "minute '' is no number, name, range or step"),
         ("0 3 ²  * *", "day '²' is no number, name, range or step"),
         ("0 0 31 2 *", "names a day that never comes"),
     ],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import update
@@ -26,11 +26,10 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import AliasRow, CanaryRow, ExchangeRow, GroupRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup, PutGroup
+from tests.learner.conftest import PutGroup, make_scored_group
 
 OWN = "m@@support"
+Put = Callable[..., None]
 
 
 class FakeChild:
@@ -93,11 +92,11 @@ def device(lines: Settings, database: Database, clock: Clock) -> Device:
 
 
 @pytest.fixture
-def put(put_group: PutGroup, scored_group: MakeScoredGroup, database: Database) -> MakeScoredGroup:
+def put(put_group: PutGroup, database: Database) -> Put:
     """Put a scored group of a project."""
 
     def make(group_id: str, project: str | None, *, of_exchange: str = "shop") -> None:
-        put_group(scored_group([0.0, 1.0], group_id=group_id))
+        put_group(make_scored_group([0.0, 1.0], group_id=group_id))
         with database.write() as session:
             of_group = GroupRow.group_id == group_id
             session.execute(update(GroupRow).where(of_group).values(project=project))
@@ -105,11 +104,11 @@ def put(put_group: PutGroup, scored_group: MakeScoredGroup, database: Database) 
             of_row = ExchangeRow.exchange_id == row.exchange_id
             session.execute(update(ExchangeRow).where(of_row).values(project=of_exchange))
 
-    return make  # type: ignore[return-value]
+    return make
 
 
 def test_a_run_takes_the_groups_of_its_lines_projects_alone(
-    put: MakeScoredGroup, lines: Settings, database: Database
+    put: Put, lines: Settings, database: Database
 ) -> None:
     put("a", "shop")
     put("b", "support", of_exchange="support")
@@ -144,7 +143,7 @@ def test_a_run_takes_the_groups_of_its_lines_projects_alone(
 
 
 def test_without_the_setting_a_run_takes_every_projects_groups(
-    put: MakeScoredGroup, settings: Settings, database: Database
+    put: Put, settings: Settings, database: Database
 ) -> None:
     put("a", "shop")
     put("b", "support", of_exchange="support")
@@ -166,7 +165,7 @@ def test_a_run_continues_the_champion_of_its_line(lines: Settings, database: Dat
             find_parent(session, OWN)
 
 
-def test_lines_take_turns_on_the_device(device: Device, put: MakeScoredGroup) -> None:
+def test_lines_take_turns_on_the_device(device: Device, put: Put) -> None:
     for number in range(3):
         put(f"s{number}", "support", of_exchange="support")
         put(f"d{number}", "shop")
@@ -182,7 +181,7 @@ def test_lines_take_turns_on_the_device(device: Device, put: MakeScoredGroup) ->
 
 
 def test_a_pause_a_failure_and_a_canary_hold_one_line(
-    device: Device, put: MakeScoredGroup, database: Database
+    device: Device, put: Put, database: Database
 ) -> None:
     for number in range(3):
         put(f"s{number}", "support", of_exchange="support")

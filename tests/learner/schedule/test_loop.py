@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -28,16 +23,13 @@ from learner.schedule.loop import (
     TRIES,
     Schedule,
     Worker,
-    start_clock,
 )
 from sidecar.conditions import read, read_all
 from sidecar.settings import Settings
-from sidecar.store.database import Database, count, get_flag, set_flag
-from sidecar.store.models import AdapterRow, CanaryRow, RunRow, ScheduleJobRow
+from sidecar.store.database import Database, count, set_flag
+from sidecar.store.models import AdapterRow, CanaryRow, RunRow
 from support.clock import Clock
-
-if TYPE_CHECKING:
-    from tests.learner.conftest import MakeScoredGroup, PutGroup, PutVersion
+from tests.learner.conftest import PutGroup, PutVersion, make_scored_group
 
 
 class FakeChild:
@@ -96,14 +88,12 @@ def world(settings: Settings, database: Database, clock: Clock) -> MakeWorld:
     return make
 
 
-def test_groups_start_a_run_as_soon_as_enough_wait(
-    world: MakeWorld, put_group: PutGroup, scored_group: MakeScoredGroup
-) -> None:
+def test_groups_start_a_run_as_soon_as_enough_wait(world: MakeWorld, put_group: PutGroup) -> None:
     here = world()
-    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(make_scored_group([0.0, 1.0], group_id="a"))
     assert here.poll() == "too_few_groups"
 
-    put_group(scored_group([0.0, 1.0], group_id="b"))
+    put_group(make_scored_group([0.0, 1.0], group_id="b"))
 
     assert here.poll() == "start"
     assert here.poll() == "running"
@@ -149,18 +139,6 @@ def test_a_turn_that_waits_for_a_canary_is_kept_over_a_restart(
     assert after.poll() == "start"
     after.children[0].code = 0
     assert after.poll() == "not_due"
-    assert world(schedule="cron").poll() == "not_due"
-
-
-def test_a_turn_of_other_settings_is_forgotten(world: MakeWorld, database: Database) -> None:
-    world(schedule="cron").turn()
-    with database.write() as session:
-        session.add(ScheduleJobRow(id="m", next_run_time=1.0, job_state="{}"))
-
-    assert world(schedule="manual").poll() == "not_due"
-
-    with database.read() as session:
-        assert session.get(ScheduleJobRow, "m") is None
     assert world(schedule="cron").poll() == "not_due"
 
 
@@ -315,30 +293,6 @@ def test_the_decision_is_told_when_it_changes_and_each_minute(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_manual_learner_only_runs_on_request(world: MakeWorld, database: Database) -> None:
-    here = world(schedule="manual")
-    assert here.poll() == "not_due"
-
-    here.flag(REQUESTED_FLAG, "1")
-
-    assert here.poll() == "start"
-    with database.read() as session:
-        assert get_flag(session, REQUESTED_FLAG) == "0"
-
-
-@pytest.mark.usefixtures("two_groups")
-def test_a_paused_learner_keeps_the_request_for_later(world: MakeWorld) -> None:
-    here = world(schedule="manual")
-    here.flag(PAUSED_FLAG, "1")
-    here.flag(REQUESTED_FLAG, "1")
-    assert here.poll() == "paused"
-
-    here.flag(PAUSED_FLAG, "0")
-
-    assert here.poll() == "start"
-
-
-@pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize("state", ["loading", "gating", "ramping"])
 def test_an_open_canary_is_waited_for(
     world: MakeWorld, database: Database, put_version: PutVersion, state: str
@@ -466,15 +420,6 @@ def test_a_store_that_is_away_is_waited_for(world: MakeWorld, database: Database
     assert [entry["kind"] for entry in logs] == ["store"]
 
 
-def test_the_clock_of_apscheduler_polls_again_and_again() -> None:
-    polled = threading.Semaphore(0)
-
-    ticking = start_clock(0.02, polled.release)
-
-    assert all(polled.acquire(timeout=60) for _ in range(2))
-    ticking.shutdown(wait=True)
-
-
 def test_a_child_is_asked_before_it_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -494,33 +439,3 @@ def test_a_child_is_asked_before_it_is_killed(
     child.stop()
 
     assert child.exit_code() == -9
-
-
-PARENT = """
-import sys, threading
-from learner import command
-from learner.schedule import loop as schedule
-command.own_python = lambda *_: (sys.executable, "-c", {program!r})
-thread = threading.Thread(
-    target=lambda: (schedule.Worker(None).launch("r"), threading.Event().wait())
-)
-thread.start()
-"""
-RUN = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-
-
-@pytest.mark.tier_2
-def test_a_run_ends_with_a_schedule_that_is_killed() -> None:
-    """The program stands where the learner would train for minutes."""
-    command = [sys.executable, "-c", PARENT.format(program=RUN)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        try:
-            parent.kill()
-            # Only the run holds the pipe now: its end is the end of the run.
-            ended, _, _ = select.select([parent.stdout], [], [], 60)
-            assert ended, "the run lives on without its schedule"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

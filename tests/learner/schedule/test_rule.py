@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from learner.schedule.rule import Situation, decide, hold_s
+from learner.schedule.rule import Situation, UserRate, decide, hold_s
 
 
 def seen(**changes: Any) -> Situation:
@@ -37,35 +35,8 @@ def test_one_group_waits() -> None:
     assert decide(seen(groups=2, min_groups=1)).why == "2 groups wait"
 
 
-def test_nothing_starts_before_its_time() -> None:
-    assert decide(seen(due=False)).kind == "not_due"
-
-
-def test_an_open_canary_is_waited_for_and_named() -> None:
-    decision = decide(seen(canary="m--v3-abc", requested=True))
-
-    assert decision.kind == "canary"
-    assert "m--v3-abc" in decision.why
-    assert not decision.spent
-
-
 def test_a_request_goes_past_the_clock_the_hold_and_the_number_of_groups() -> None:
     assert decide(seen(requested=True, due=False, groups=0, hold_until=200.0)).kind == "start"
-
-
-@pytest.mark.parametrize("requested", [False, True])
-def test_a_pause_holds_everything(requested: bool) -> None:
-    assert decide(seen(paused=True, requested=requested)).kind == "paused"
-
-
-@pytest.mark.parametrize("requested", [False, True])
-def test_there_are_never_two_runs(requested: bool) -> None:
-    assert decide(seen(running=True, requested=requested)).kind == "running"
-
-
-def test_after_a_failure_it_holds_back_for_a_while() -> None:
-    assert decide(seen(hold_until=100.5)).kind == "held_back"
-    assert decide(seen(hold_until=100.0)).kind == "start"
 
 
 def test_a_turn_is_used_up_by_a_start_or_by_too_few_groups() -> None:
@@ -85,3 +56,35 @@ def test_the_hold_doubles_up_to_an_hour() -> None:
         3600.0,
         3600.0,
     ]
+
+
+def test_the_rate_is_unknown_until_the_window_is_seen() -> None:
+    rate = UserRate(60.0)
+    assert rate.per_minute is None
+
+    rate.see(0.0, 100)
+    rate.see(59.0, 110)
+    assert rate.per_minute is None
+
+    rate.see(60.0, 130)
+    assert rate.per_minute == 30.0
+
+
+def test_what_is_older_than_the_window_no_longer_counts() -> None:
+    rate = UserRate(60.0)
+    for at, total in ((0.0, 0), (30.0, 90), (60.0, 90), (90.0, 100)):
+        rate.see(at, total)
+
+    assert rate.per_minute == 10.0
+
+
+def test_it_begins_anew_with_a_smaller_counter_and_an_earlier_time() -> None:
+    rate = UserRate(60.0)
+    rate.see(0.0, 50)
+    rate.see(60.0, 40)
+    assert rate.per_minute is None
+    rate.see(120.0, 46)
+    assert rate.per_minute == 6.0
+
+    rate.see(100.0, 46)
+    assert rate.per_minute is None

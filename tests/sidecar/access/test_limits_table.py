@@ -6,7 +6,8 @@ import fcntl
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,8 +15,6 @@ from sidecar.access.limits import (
     DAY_S,
     LOCK_PAUSE_S,
     MAX_TOKENS,
-    SLOT_BYTES,
-    SLOTS,
     WINDOW,
     Allowance,
     TableLimiter,
@@ -35,11 +34,13 @@ class Seen:
         self.unchecked: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
 
-    def count_unchecked(self, reason: str) -> None:
-        self.unchecked[reason] += 1
-
-    def count_lost(self, reason: str) -> None:
-        self.lost[reason] += 1
+    def limiter(self, memory: int, **named: float) -> TableLimiter:
+        return TableLimiter(
+            memory,
+            unchecked=lambda reason: self.unchecked.update([reason]),
+            lost=lambda reason: self.lost.update([reason]),
+            **named,
+        )
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def memory() -> int:
 @pytest.fixture
 def opened(memory: int, seen: Seen) -> Open:
     """Make one more limiter over the same memory."""
-    return lambda: TableLimiter(memory, unchecked=seen.count_unchecked, lost=seen.count_lost)
+    return lambda: seen.limiter(memory)
 
 
 def child(memory: int, program: str, *arguments: object) -> subprocess.Popen[str]:
@@ -123,16 +124,6 @@ def test_four_processes_together_admit_exactly_the_limit(memory: int, opened: Op
     assert left == [10**9 - 4 * asks * 3] * keys
 
 
-def test_a_worker_that_is_killed_takes_no_count_with_it(memory: int, opened: Open) -> None:
-    dying = child(memory, ASKER, NOON, 1, 1, 1)
-    assert said(dying) == "ready"
-    tell(dying, "go")
-    assert said(dying) == "1"
-    kill(dying)
-
-    assert opened().take("k0", ONE, NOON).refused == "requests_per_minute"
-
-
 HOLDER = """
 import fcntl, sys
 fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX, 0, 0)
@@ -141,17 +132,22 @@ sys.stdin.readline()
 """
 
 
+@contextmanager
+def held(memory: int) -> Iterator[None]:
+    """Another process has the lock, and never gives it back."""
+    holder = child(memory, HOLDER)
+    assert said(holder) == "held"
+    yield
+    kill(holder)
+
+
 def test_a_stopped_holder_of_the_lock_delays_nobody_and_its_death_frees_the_lock(
     memory: int, opened: Open, seen: Seen
 ) -> None:
     limiter = opened()
     limiter.take("k", ONE, NOON)
-    holder = child(memory, HOLDER)
-    assert said(holder) == "held"
-
-    # A blocking lock would never return: only `kill` ends the holder.
-    meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
-    kill(holder)
+    with held(memory):  # a blocking lock would never return: only `kill` ends the holder
+        meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
 
     assert meanwhile == ["requests_per_minute"] * 2, "what the worker saw spent stays spent"
     assert seen.unchecked == {"locked": 2}
@@ -165,13 +161,10 @@ def test_what_a_worker_decided_without_the_lock_is_in_the_table_once_it_has_it(
     allowance = Allowance(requests_per_minute=10, tokens_per_day=1_000)
     limiter, other = opened(), opened()
     limiter.take("k", allowance, NOON)
-    holder = child(memory, HOLDER)
-    assert said(holder) == "held"
-
-    meanwhile = [limiter.take("k", allowance, NOON).refused for _ in range(4)]
-    limiter.charge("k", allowance, 600, NOON)
-    limiter.charge("new", allowance, 70, NOON)
-    kill(holder)
+    with held(memory):
+        meanwhile = [limiter.take("k", allowance, NOON).refused for _ in range(4)]
+        limiter.charge("k", allowance, 600, NOON)
+        limiter.charge("new", allowance, 70, NOON)
     limiter.take("another", allowance, NOON)  # any request brings the debts of all keys
 
     assert meanwhile == [None] * 4
@@ -185,9 +178,7 @@ def test_what_a_worker_decided_without_the_lock_is_in_the_table_once_it_has_it(
 def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
     memory: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limiter = TableLimiter(
-        memory, unchecked=seen.count_unchecked, lost=seen.count_lost, lock_wait_s=0.5
-    )
+    limiter = seen.limiter(memory, lock_wait_s=0.5)
     clock = [100.0]
     waits = 0
 
@@ -198,15 +189,12 @@ def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
 
     monkeypatch.setattr("sidecar.access.limits.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("sidecar.access.limits.os.sched_yield", wait)
-    holder = child(memory, HOLDER)
-    assert said(holder) == "held"
-
-    for _ in range(5):
+    with held(memory):
+        for _ in range(5):
+            limiter.take("k", ONE, NOON)
+        waits_of_five = waits
+        clock[0] += LOCK_PAUSE_S
         limiter.take("k", ONE, NOON)
-    waits_of_five = waits
-    clock[0] += LOCK_PAUSE_S
-    limiter.take("k", ONE, NOON)
-    kill(holder)
 
     assert (waits_of_five, waits) == (2, 4)  # two steps of 0.25 s each time
     assert seen.unchecked == {"locked": 6}
@@ -299,40 +287,15 @@ def test_a_slot_whose_usage_is_spent_goes_to_another_key(opened: Open, seen: See
 def test_a_debt_and_the_request_that_brings_it_get_a_slot_each(memory: int, opened: Open) -> None:
     allowance = Allowance(requests_per_minute=10, tokens_per_day=1_000)
     limiter, other = opened(), opened()
-    holder = child(memory, HOLDER)
-    assert said(holder) == "held"
-    limiter.take("owing", allowance, NOON)
-    limiter.charge("owing", allowance, 300, NOON)
-    kill(holder)
+    with held(memory):
+        limiter.take("owing", allowance, NOON)
+        limiter.charge("owing", allowance, 300, NOON)
 
     limiter.take("another", allowance, NOON)  # the first free slot is the same for both keys
 
     owing, another = (other.take(key, allowance, NOON) for key in ("owing", "another"))
     assert (owing.requests_left, owing.tokens_left) == (8, 700)
     assert (another.requests_left, another.tokens_left) == (8, 1_000)
-
-
-def test_the_slots_fill_the_memory_and_no_more(memory: int) -> None:
-    assert len(map_regions(memory)[0]) == SLOTS * SLOT_BYTES
-
-
-def test_records_restored_into_new_memory_leave_the_same_allowance(
-    opened: Open, seen: Seen
-) -> None:
-    allowance = Allowance(requests_per_minute=2, tokens_per_day=100)
-    first = opened()
-    for key in ("k", "other"):
-        first.take(key, allowance, NOON)
-        first.charge(key, allowance, 60, NOON)
-    records = first.records()
-    second = TableLimiter(shared_memory(1), unchecked=seen.count_unchecked, lost=seen.count_lost)
-    second.restore(records)
-
-    assert sorted(records) == [(key, Usage(NOON, 1.0, 20_000, 60)) for key in ("k", "other")]
-    assert sorted(second.records()) == sorted(records)
-    standing = second.take("k", allowance, NOON)
-    assert (standing.refused, standing.requests_left, standing.tokens_left) == (None, 0, 40)
-    assert (seen.lost, seen.unchecked) == ({}, {})
 
 
 TRIES = """

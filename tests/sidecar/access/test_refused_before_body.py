@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sidecar.relay.client import MAX_UNAUTHENTICATED_BYTES, ClientConnection
-from support import api_keys
 from support.fake_vllm import FakeVllm
-from support.migrated_store import open_migrated
 from support.proxy_kit import Running, StartProxy, Wire
+from tests.sidecar.access.conftest import KeyStore
 
 PIECE = bytes(16 * 1024)
 ANNOUNCED = 10 * 2**20
@@ -27,37 +24,25 @@ CHAT = "/v1/chat/completions"
 UNKNOWN = "sk-sidecar-0123456789ab-x"
 
 
-class KeyStore:
-    def __init__(self, folder: Path) -> None:
-        self.database = open_migrated(folder / "store.db")
+@dataclass
+class Site:
+    """A vLLM that answers as it was recorded, the keys, and proxies that ask for them."""
 
-    def create(self, **changes: Any) -> str:
-        """Returns: the key."""
-        return api_keys.create(self.database, **changes)[1]
+    keys: KeyStore
+    vllm: FakeVllm
+    wire: Wire
+    start_proxy: StartProxy
 
-    def revoke(self, presented: str) -> None:
-        api_keys.revoke(self.database, presented.split("-")[2])
-
-
-@pytest.fixture
-def keys(state_dir: Path) -> Iterator[KeyStore]:
-    store = KeyStore(state_dir)
-    yield store
-    store.database.close()
-
-
-@pytest.fixture
-def guarded(start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire) -> StartProxy:
-    """Start a proxy that asks for keys, before a vLLM that answers as it was recorded; its clock
-    stands at NOW unless it is given one."""
-
-    async def start(clock: Callable[[], float] = lambda: NOW, **sections: Any) -> Running:
-        fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
-        return await start_proxy(
-            clock=clock, access={"mode": "keys"}, capture={"sample_rate": 0.0}, **sections
+    async def start(self, clock: Callable[[], float] = lambda: NOW) -> Running:
+        self.vllm.play(self.wire.recording("chat.plain").reply)
+        return await self.start_proxy(
+            clock=clock, access={"mode": "keys"}, capture={"sample_rate": 0.0}
         )
 
-    return start
+
+@pytest.fixture
+def site(keys: KeyStore, fake_vllm: FakeVllm, wire: Wire, start_proxy: StartProxy) -> Site:
+    return Site(keys, fake_vllm, wire, start_proxy)
 
 
 @dataclass
@@ -137,7 +122,7 @@ def large_body(wire: Wire, size: int = 300_000) -> bytes:
     return json.dumps(asked).encode()
 
 
-UNAUTHENTICATED = ["no_key", "unknown", "expired", "revoked", "two_keys"]
+UNAUTHENTICATED = ["no_key", "unknown", "expired", "revoked", "two_keys", "scope_operate"]
 
 
 def unauthenticated_head(kind: str, keys: KeyStore) -> bytes:
@@ -147,20 +132,21 @@ def unauthenticated_head(kind: str, keys: KeyStore) -> bytes:
     if kind == "unknown":
         return head(ANNOUNCED, UNKNOWN)
     if kind == "expired":
-        return head(ANNOUNCED, keys.create(expires_at=NOW))
-    key = keys.create()
+        return head(ANNOUNCED, keys.create(expires_at=NOW)[1])
+    key_id, key = keys.create()
     if kind == "revoked":
-        keys.revoke(key)
+        keys.revoke(key_id)
         return head(ANNOUNCED, key)
-    return head(ANNOUNCED, key, more="x-api-key: another\r\n")
+    named = {"two_keys": "x-api-key: another", "scope_operate": "x-sidecar-adapter: canary"}
+    return head(ANNOUNCED, key, more=f"{named[kind]}\r\n")
 
 
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
 async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_coming(
-    kind: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
+    kind: str, site: Site
 ) -> None:
-    request_head = unauthenticated_head(kind, keys)
-    running = await guarded()
+    request_head = unauthenticated_head(kind, site.keys)
+    running = await site.start()
     async with dialled(running) as client:
         await client.say(request_head)
         sent = await client.send_slowly(SENT)
@@ -173,77 +159,35 @@ async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_comi
 
         line, headers, body = await client.hear()
 
-        assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
-        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        status = "403 Forbidden" if kind == "scope_operate" else "401 Unauthorized"
+        assert (line, headers["connection"]) == (f"HTTP/1.1 {status}", "close")
+        assert json.loads(body)["error"]["code"].startswith(("invalid_api_key", "insufficient"))
         assert await client.reader.read() == b""
         assert client.held == held
-    assert fake_vllm.requests == []
-    assert running.metric("sidecar_access_denied_total", reason=kind) == 1
-    assert running.metric("sidecar_requests_total", status="401") == 1
-
-
-async def test_an_unauthenticated_client_that_never_stops_sending_is_disconnected(
-    keys: KeyStore, guarded: StartProxy
-) -> None:
-    keys.create()
-    running = await guarded()
-    async with dialled(running) as client:
-        await client.say(head(ANNOUNCED))
-        await client.send_slowly(SENT)
         await client.gone()
+    assert site.vllm.requests == []
+    assert running.metric("sidecar_access_denied_total", reason=kind) == 1
+    assert running.metric("sidecar_requests_total", status=status[:3]) == 1
 
 
-async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
-) -> None:
-    keys.create()
-    running = await guarded()
+async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(site: Site) -> None:
+    site.keys.create()
+    running = await site.start()
     async with dialled(running) as client:
         await client.say(head(None))
         assert await client.send_slowly(SENT, chunked=True) == 5 * len(PIECE)
         line, headers, _ = await client.hear()
 
     assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
-    assert fake_vllm.requests == []
+    assert site.vllm.requests == []
 
 
-async def test_each_surface_is_refused_in_its_own_shape(
-    keys: KeyStore, guarded: StartProxy
-) -> None:
-    keys.create()
-    running = await guarded()
-    async with dialled(running) as client:
-        await client.say(head(ANNOUNCED, UNKNOWN, path="/v1/messages", header="x-api-key: {}"))
-        await client.send_slowly(SENT)
-        line, _, body = await client.hear()
-
-    assert line == "HTTP/1.1 401 Unauthorized"
-    told = json.loads(body)
-    assert (told["type"], told["error"]["type"]) == ("error", "authentication_error")
-
-
-async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
-) -> None:
-    key = keys.create()
-    running = await guarded()
-    async with dialled(running) as client:
-        await client.say(head(ANNOUNCED, key, more="x-sidecar-adapter: canary\r\n"))
-        assert await client.send_slowly(SENT) == 5 * len(PIECE)
-        line, headers, _ = await client.hear()
-
-    assert (line, headers["connection"]) == ("HTTP/1.1 403 Forbidden", "close")
-    assert fake_vllm.requests == []
-
-
-async def test_a_head_that_was_good_before_is_looked_at_again(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
+async def test_a_head_that_was_good_before_is_looked_at_again(site: Site) -> None:
     """Heads that come again are recognised, and what they showed is remembered with them."""
-    key = keys.create(expires_at=NOW)
+    _, key = site.keys.create(expires_at=NOW)
     now = NOW - 1
-    running = await guarded(clock=lambda: now)
-    body = large_body(wire)
+    running = await site.start(clock=lambda: now)
+    body = large_body(site.wire)
     async with dialled(running) as client:
         for _ in range(3):
             await client.say(head(len(body), key))
@@ -257,15 +201,13 @@ async def test_a_head_that_was_good_before_is_looked_at_again(
         assert sent == 5 * len(PIECE)
         line, headers, _ = await client.hear()
     assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
-    assert len(fake_vllm.requests) == 3
+    assert len(site.vllm.requests) == 3
 
 
 @pytest.mark.parametrize("key", ["", UNKNOWN])
-async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
-    key: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
-) -> None:
-    keys.create()
-    running = await guarded()
+async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(key: str, site: Site) -> None:
+    site.keys.create()
+    running = await site.start()
     async with dialled(running) as client:
         await client.say(head(10, key, more="Expect: 100-continue\r\n"))
 
@@ -274,15 +216,13 @@ async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
         assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
         assert await client.reader.read() == b""
         assert client.held == 0
-    assert fake_vllm.requests == []
+    assert site.vllm.requests == []
 
 
-async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
-    key = keys.create(requests_per_minute=3)
-    running = await guarded()
-    body = large_body(wire)
+async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(site: Site) -> None:
+    _, key = site.keys.create(requests_per_minute=3)
+    running = await site.start()
+    body = large_body(site.wire)
     async with dialled(running) as client:
         for left in ("2", "1"):
             await client.say(head(len(body), key, more="Expect: 100-continue\r\n"))
@@ -294,20 +234,14 @@ async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
             line, headers, _ = await client.hear()
 
             assert (line, headers["x-ratelimit-remaining-requests"]) == ("HTTP/1.1 200 OK", left)
-    assert [
-        len(json.loads(seen.body)["messages"][0]["content"]) for seen in fake_vllm.requests
-    ] == [
-        300_000,
-        300_000,
-    ]
+    sent = [json.loads(seen.body)["messages"][0]["content"] for seen in site.vllm.requests]
+    assert list(map(len, sent)) == [300_000] * 2
 
 
 @pytest.mark.parametrize("expects", [False, True])
-async def test_where_nothing_is_no_large_body_is_taken(
-    expects: bool, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
-) -> None:
-    key = keys.create()
-    running = await guarded()
+async def test_where_nothing_is_no_large_body_is_taken(expects: bool, site: Site) -> None:
+    _, key = site.keys.create()
+    running = await site.start()
     more = "Expect: 100-continue\r\n" if expects else ""
     async with dialled(running) as client:
         await client.say(head(ANNOUNCED, key, path="/v1/nowhere", more=more))
@@ -318,17 +252,17 @@ async def test_where_nothing_is_no_large_body_is_taken(
         assert (line, headers["connection"]) == ("HTTP/1.1 404 Not Found", "close")
         assert json.loads(body)["error"]["message"] == "Not Found"
         assert await client.reader.read() == b""
-    assert fake_vllm.requests == []
+    assert site.vllm.requests == []
     assert running.metric("sidecar_requests_total", status="404") == 1
 
 
 @pytest.mark.parametrize("size", [2, MAX_UNAUTHENTICATED_BYTES])
 async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
-    size: int, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
+    size: int, site: Site
 ) -> None:
-    key = keys.create()
-    running = await guarded()
-    request = wire.recording("chat.plain").request
+    _, key = site.keys.create()
+    running = await site.start()
+    request = site.wire.recording("chat.plain").request
     async with dialled(running) as client:
         for path, status in ((CHAT, "401 Unauthorized"), ("/v1/nowhere", "404 Not Found")):
             await client.say(head(size, UNKNOWN, path=path))
@@ -341,22 +275,20 @@ async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
         line, _, _ = await client.hear()
 
     assert line == "HTTP/1.1 200 OK"
-    assert len(fake_vllm.requests) == 1
+    assert len(site.vllm.requests) == 1
     assert running.metric("sidecar_access_denied_total", reason="unknown") == 1
 
 
-async def test_a_good_request_before_a_strangers_is_answered_first(
-    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
-) -> None:
-    key = keys.create()
-    running = await guarded()
-    item, may_answer = wire.recording("chat.plain"), asyncio.Event()
-    fake_vllm.script = lambda _: [may_answer, item.reply]
+async def test_a_good_request_before_a_strangers_is_answered_first(site: Site) -> None:
+    _, key = site.keys.create()
+    running = await site.start()
+    item, may_answer = site.wire.recording("chat.plain"), asyncio.Event()
+    site.vllm.script = lambda _: [may_answer, item.reply]
     async with dialled(running) as client:
         await client.say(head(len(item.request), key) + item.request + head(ANNOUNCED))
         for _ in range(8):
             await client.say(PIECE)
-        while not fake_vllm.requests or client.connection._early.size == 0:
+        while not site.vllm.requests or client.connection._early.size == 0:
             await asyncio.sleep(0.001)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.reader.readexactly(1), 0.1)
@@ -367,7 +299,7 @@ async def test_a_good_request_before_a_strangers_is_answered_first(
         assert (first[0], first[2]) == ("HTTP/1.1 200 OK", item.body)
         assert (second[0], second[1]["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
         assert await client.reader.read() == b""
-    assert len(fake_vllm.requests) == 1
+    assert len(site.vllm.requests) == 1
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])

@@ -25,6 +25,7 @@ from sidecar.records import (
 )
 from sidecar.relay.peek import peek_request
 from sidecar.tracing.telemetry import token_counts
+from support.exchanges import make_raw_capture
 
 REQUEST = {"model": "m", "messages": [], "temperature": 0.7, "seed": 3, "max_tokens": 9}
 ROUTE = Assignment(adapter="m--v1", arm="canary", propensity=0.2, upstream_model="m--v1")
@@ -50,26 +51,13 @@ def _reply(**changes: Any) -> bytes:
 
 
 def _raw(reply: bytes, **changes: Any) -> RawCapture:
-    raw = RawCapture(
-        exchange_id="ex_1",
-        public_model="m",
-        route=ROUTE,
-        replica="http://vllm",
-        session_key="h:s",
-        user="ann",
-        request=json.dumps(REQUEST).encode(),
-        reply=(reply[:10], reply[10:]),
-        streamed=False,
-        status=200,
-        outcome="ok",
-        timings=TIMINGS,
-    )
-    return replace(raw, **changes)
-
-
-def test_the_record_says_which_of_several_choices_the_client_got() -> None:
-    assert assemble(_raw(_reply())).returned_index == 0
-    assert assemble(_raw(_reply(), returned_index=3)).returned_index == 3
+    plain = {
+        "route": ROUTE,
+        "user": "ann",
+        "timings": TIMINGS,
+        "request": json.dumps(REQUEST).encode(),
+    }
+    return make_raw_capture(reply=(reply[:10], reply[10:]), **{**plain, **changes})
 
 
 def test_everything_that_was_seen_is_in_the_exchange() -> None:
@@ -159,7 +147,6 @@ def test_a_stream_that_ends_without_done_is_not_learned_from() -> None:
         ({"temperature": "0.7"}, Sampling(), "unreadable_sampling"),
         ({"seed": 1.5}, Sampling(), "unreadable_sampling"),
         ({"temperature": True}, Sampling(), "unreadable_sampling"),
-        ({"seed": 2**70}, Sampling(), "unreadable_sampling"),
         ({"max_tokens": 10**30, "temperature": 10**400}, Sampling(), "unreadable_sampling"),
     ],
 )
@@ -176,22 +163,6 @@ def test_a_request_that_msgspec_does_not_read_is_not_learned_from(body: bytes) -
     exchange = assemble(_raw(_reply(), request=body))
 
     assert exchange.untrainable_reason == "unreadable_sampling"
-
-
-@pytest.mark.parametrize(
-    ("surface", "body", "reason"),
-    [
-        ("responses", {"output": [{"type": "message", "content": [{"text": "ok"}]}]}, "text_only"),
-        ("messages", {"content": [{"type": "text", "text": "ok"}]}, "text_only"),
-        ("embeddings", {"data": []}, "unreadable_reply"),
-    ],
-)
-def test_each_surface_is_read_in_its_own_way(
-    surface: Any, body: dict[str, Any], reason: str
-) -> None:
-    exchange = assemble(_raw(json.dumps({"model": "m--v1", **body}).encode(), surface=surface))
-
-    assert (exchange.surface, exchange.untrainable_reason) == (surface, reason)
 
 
 def test_the_limit_of_a_responses_request_has_its_own_name() -> None:
@@ -224,15 +195,6 @@ def test_the_time_between_tokens_is_that_of_a_stream(
     assert read.timings == replace(timings, per_token_s=per_token_s)
 
 
-def test_a_single_token_has_no_time_between_tokens() -> None:
-    one = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
-    reply = _reply(choice=one, usage={"completion_tokens": 1}).replace(b'"message"', b'"delta"')
-
-    exchange = assemble(_raw(b"data: " + reply + b"\n\n", streamed=True))
-
-    assert exchange.timings.per_token_s is None
-
-
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
@@ -242,10 +204,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
         (f"00-{TRACE}-b7ad6b7169203331-01", "", TRACE),
         ("", f"00-{TRACE}-b7ad6b7169203331-01", TRACE),
         (f"00-{'a' * 32}-b7ad6b7169203331-01", f"00-{TRACE}-b7ad6b7169203331-01", TRACE),
-        ("", "", ""),
         ("00-short-b7ad6b7169203331-01", "", ""),
-        (f"00-{'0' * 32}-b7ad6b7169203331-01", "", ""),
-        (f"00-{TRACE.upper()}-b7ad6b7169203331-01", "", ""),
     ],
 )
 def test_the_trace_is_the_one_that_went_to_vllm(client: str, own: str, expected: str) -> None:

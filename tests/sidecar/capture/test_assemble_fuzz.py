@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sidecar.capture.assemble import assemble
-from sidecar.records import Assignment, RawCapture, Timings, decode_exchange, encode_exchange
+from sidecar.records import Assignment, decode_exchange, encode_exchange
+from support.exchanges import make_raw_capture
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 NAMES = sorted(
@@ -39,23 +40,10 @@ json_values = st.recursive(
 
 def _check(name: str, body: bytes) -> None:
     surface: Any = next((one for one in SURFACES if name.startswith(one)), "chat")
-    exchange = assemble(
-        RawCapture(
-            exchange_id="ex_1",
-            public_model="smollm2-135m",
-            route=ROUTE,
-            replica="http://vllm",
-            session_key="h:s",
-            user="",
-            request=b"{}",
-            reply=(body,),
-            streamed=name.endswith(".sse"),
-            status=200,
-            outcome="ok",
-            timings=Timings(started_at=0.0),
-            surface=surface,
-        )
+    raw = make_raw_capture(
+        reply=(body,), streamed=name.endswith(".sse"), surface=surface, route=ROUTE
     )
+    exchange = assemble(raw)
     decoded = decode_exchange(encode_exchange(exchange))
     assert decoded.choices or decoded.untrainable_reason is not None
     for choice in decoded.choices:
@@ -85,7 +73,7 @@ def _in_document(body: bytes, stream: bool, at: int, change: Callable[[Any], Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     at=st.integers(0, 1000),
     path=st.lists(st.integers(0, 20), min_size=1, max_size=7),
@@ -103,7 +91,7 @@ def test_a_value_of_another_kind_anywhere(name: str, at: int, path: list[int], n
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(start=st.integers(0, 10_000), length=st.integers(0, 300), new=st.binary(max_size=8))
 def test_bytes_that_were_lost_or_changed_anywhere(
     name: str, start: int, length: int, new: bytes

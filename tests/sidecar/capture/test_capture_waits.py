@@ -18,40 +18,26 @@ from sidecar.capture.outbox import ROWS_AT_ONCE, Outbox, OutboxReader
 from sidecar.capture.recorder import EARLY, Capture, Limits
 from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.metrics.proxy import Metrics
-from sidecar.records import Assignment, Exchange, RawCapture, Timings
+from sidecar.records import Exchange, RawCapture
+from support.exchanges import make_raw_capture
 from support.proxy_kit import Wire
 
 LONG_S = 600.0
 """A flush interval that no test outlives."""
 
 
-def raw(number: int = 0, reply: tuple[bytes, ...] | None = (b'{"model":"m"}',)) -> RawCapture:
-    return RawCapture(
-        exchange_id=f"ex_{number}",
-        public_model="m",
-        route=Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
-        replica="http://vllm",
-        session_key="h:s",
-        user="",
-        request=b"{}",
-        reply=reply,
-        streamed=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=1_000.0, first_byte_s=0.5, total_s=2.0, overhead_s=0.001),
-        traceparent="",
-    )
+def raw(number: int = 0) -> RawCapture:
+    return make_raw_capture(f"ex_{number}", (b'{"model":"m"}',))
 
 
 class SpiedEvent(threading.Event):
-    """Remembers how it was waited for; `before_wait` runs before the wait itself, `after_wake`
-    when the thread was woken and has done nothing yet, `before_clear` before it is cleared."""
+    """Remembers how it was waited for; `after_wake` runs when the thread was woken and has done
+    nothing yet, `before_clear` before it is cleared."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[float | None] = []
         self.began = threading.Semaphore(0)
-        self.before_wait: Callable[[], None] | None = None
         self.after_wake: Callable[[], None] | None = None
         self.before_clear: Callable[[], None] | None = None
         self.was_set = threading.Event()
@@ -69,9 +55,6 @@ class SpiedEvent(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self.waits.append(timeout)
         self.began.release()
-        hook, self.before_wait = self.before_wait, None
-        if hook is not None:
-            hook()
         woken = super().wait(timeout)
         hook, self.after_wake = self.after_wake, None
         if hook is not None:
@@ -101,9 +84,8 @@ class Waiting:
         self.metrics = Metrics()
         self.work = SpiedEvent()
         self.queue = TrickyQueue()
-        self.capture = Capture(
-            Limits(**limits), sink, self.metrics, None, queue=self.queue, work=self.work
-        )
+        self.capture = Capture(Limits(**limits), sink, self.metrics, None)
+        self.capture._queue, self.capture._work = self.queue, self.work
         self.started = False
 
     def start(self) -> None:
@@ -168,29 +150,6 @@ def test_many_captures_do_not_wait_for_the_interval(make: MakeWaiting) -> None:
     assert waiting.names() == [f"ex_{number}" for number in range(EARLY)]
 
 
-def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=LONG_S)
-    waiting.start()
-    for number in range(EARLY - 1):
-        waiting.capture.offer(raw(number))
-    assert waiting.names() == []
-
-    assert waiting.capture.stop(60.0)
-
-    assert waiting.names() == [f"ex_{number}" for number in range(EARLY - 1)]
-    assert waiting.sink.closed
-
-
-def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=LONG_S)
-    waiting.start()
-
-    assert waiting.capture.stop(60.0)
-
-    assert waiting.sink.closed
-    assert waiting.work.waits == [None]
-
-
 @pytest.mark.parametrize("queued", [0, 1])
 def test_a_stop_that_comes_as_the_thread_begins_is_obeyed_and_nothing_is_left(
     queued: int, make: MakeWaiting
@@ -214,36 +173,6 @@ def test_a_stop_that_comes_as_the_thread_begins_is_obeyed_and_nothing_is_left(
 
     assert stopped == [True]
     assert waiting.names() == [f"ex_{number}" for number in range(queued)]
-
-
-def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=LONG_S, max_pending=2)
-    waiting.start()
-    waiting.capture.offer(raw(0))
-    waiting.await_wait()
-
-    waiting.capture.offer(raw(1))
-
-    waiting.sink.wait_for(2, 60.0)
-    assert waiting.names() == ["ex_0", "ex_1"]
-    assert waiting.lost("queue_full") == 0
-
-
-def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=LONG_S, max_pending=2)
-    waiting.sink.go_on.clear()
-    waiting.start()
-    for number in range(2):
-        waiting.capture.offer(raw(number))
-    assert waiting.sink.writing.wait(30), "the full queue did not wake the thread"
-
-    for number in range(2, 5):
-        waiting.capture.offer(raw(number))
-    waiting.sink.go_on.set()
-
-    waiting.sink.wait_for(4, 60.0)
-    assert waiting.names() == ["ex_0", "ex_1", "ex_2", "ex_3"]
-    assert waiting.lost("queue_full") == 1
 
 
 FULL: dict[str, dict[str, int]] = {
@@ -309,24 +238,6 @@ def test_many_losses_make_one_line_an_interval(make: MakeWaiting) -> None:
     assert waiting.lost("reply_too_long") == 1001
 
 
-def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=LONG_S, max_pending_bytes=100)
-    passing = waiting.capture.reply_buffer()
-    passing.add(b"x" * 99)
-    with capture_logs() as logs:
-        waiting.start()
-        waiting.capture.offer(raw(0))
-        waiting.await_wait()
-        for number in range(1, 100):
-            waiting.capture.offer(raw(number))
-            time.sleep(0)
-        assert losses(logs) == []
-
-        assert waiting.capture.stop(60.0)
-
-        assert losses(logs) == [("memory_full", 100)]
-
-
 def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(
     make: MakeWaiting,
 ) -> None:
@@ -337,30 +248,11 @@ def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(
     waiting.sink.wait_for(1, 60.0)
 
 
-def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=0.001)
-    waiting.work.before_wait = lambda: waiting.capture.offer(raw(1))
-    waiting.start()
-
-    waiting.sink.wait_for(1, 60.0)
-
-
 def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.queue.after_length_check = lambda: waiting.capture.lose("reply_too_long", 1)
     with capture_logs() as logs:
         waiting.start()  # it waits for the interval
-        waiting.await_wait()
-
-        assert losses(logs) == [("reply_too_long", 1)]
-
-
-def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: MakeWaiting) -> None:
-    waiting = make(flush_interval_s=0.001)
-    waiting.work.before_wait = lambda: waiting.capture.lose("reply_too_long", 1)
-    with capture_logs() as logs:
-        waiting.start()
-        waiting.await_wait()
         waiting.await_wait()
 
         assert losses(logs) == [("reply_too_long", 1)]
@@ -388,14 +280,12 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
 
 def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -> None:
     waiting_at_yield: list[int] = []
-    queue: deque[tuple[RawCapture, int]] = deque()
     capture = Capture(
         Limits(max_pending=200),
         wire.Sink(),
         Metrics(),
         None,
-        lambda: waiting_at_yield.append(len(queue)),
-        queue=queue,
+        lambda: waiting_at_yield.append(len(capture._queue)),
     )
     for number in range(200):
         capture.offer(raw(number))

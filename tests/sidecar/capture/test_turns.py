@@ -20,12 +20,6 @@ def _name(turns: Turns, exchange_id: str, **changes: Any) -> str:
     return turns.name(exchange_id, **{**PLAIN, **changes})
 
 
-def test_an_original_that_ended_well_is_a_turn_of_its_own() -> None:
-    turns = Turns()
-
-    assert [_name(turns, name) for name in ("ex_1", "ex_2")] == ["ex_1", "ex_2"]
-
-
 def test_the_retries_of_a_failed_original_join_it() -> None:
     turns = Turns()
 

@@ -1,8 +1,5 @@
 """The bus locked, taken away, read-only, full: no request fails for it, and every capture is
-accounted for.
-
-Each with a real proxy process, a real outbox and traffic that never stops.
-"""
+accounted for. Each with a real proxy process, a real outbox and traffic that never stops."""
 
 from __future__ import annotations
 

@@ -96,27 +96,12 @@ async def test_a_clock_that_steps_back_two_hours_changes_no_reply_and_no_account
         assert values[f"sidecar_{name}_seconds_count"] == traffic.sent
 
 
-async def test_captures_in_memory_at_a_stop_are_written_and_at_a_kill_are_few(
+async def test_captures_in_memory_at_a_stop_are_written(
     start_process: Any, answering: Any, faults: Any, state_dir: Path
 ) -> None:
-    """TERM loses none. SIGKILL loses what came in the last flush interval, and the outbox opens."""
     child = await start_process()
     async with faults.traffic(child) as traffic:
         await traffic.more(200)
     child.process.send_signal(signal.SIGTERM)
     await asyncio.wait_for(child.process.wait(), 60)
-    path = state_dir / "outbox.db"
-    assert len(set(faults.rows(path))) == traffic.sent
-
-    child = await start_process()
-    second = faults.Traffic(child.port)
-    for _ in range(50):
-        await second.one()
-    await faults.accounts(child, 50)  # written; what comes now may be lost
-    for _ in range(5):
-        await second.one()
-    child.process.kill()
-    await child.process.wait()
-
-    found = faults.rows(path)
-    assert traffic.sent + 50 <= len(set(found)) <= traffic.sent + 55
+    assert len(set(faults.rows(state_dir / "outbox.db"))) == traffic.sent

@@ -1,8 +1,6 @@
-"""Ingest, scoring, the learner and control, each killed with SIGKILL while requests go on.
-
-All of them are real processes on one temporary store, behind a vLLM that plays a script. No request
-may fail for it, and behind it every capture is in the outbox or in the store, once.
-"""
+"""Ingest, scoring, the learner and control, each killed with SIGKILL while requests go on. All of
+them are real processes on one temporary store, behind a vLLM that plays a script. No request may
+fail for it, and behind it every capture is in the outbox or in the store, once."""
 
 from __future__ import annotations
 
@@ -149,23 +147,3 @@ async def test_any_room_may_die_under_load(
     assert accounts.lost == {}
     found = stored(store)
     assert len(found) == len(set(found)) == accounts.kept == traffic.sent
-
-
-async def test_without_ingest_captures_wait_in_the_outbox(
-    start_process: StartProcess, answering: FakeVllm, faults: Faults, rooms: Any, state_dir: Path
-) -> None:
-    """The bus's reader is away for a while, then back, and finds everything."""
-    child = await start_process()
-    traffic = faults.Traffic(child.port)
-    for _ in range(60):
-        await traffic.one()
-    accounts = await faults.accounts(child, 60)
-    assert len(faults.rows(state_dir / "outbox.db")) == accounts.kept == 60
-
-    running = await rooms("ingest")
-
-    async with asyncio.timeout(60):
-        while len(stored(state_dir / "store.db")) < 60:
-            assert running["ingest"].runs, running["ingest"].said()
-            await asyncio.sleep(0.05)
-    assert len(set(stored(state_dir / "store.db"))) == 60

@@ -1,8 +1,6 @@
-"""vLLM slow, resetting, half-closing, talking rubbish, sending 10 MB in one event.
-
-A request that vLLM alone would serve is served; any other fails as vLLM itself would fail.
-And every request has its place in the accounts.
-"""
+"""vLLM slow, resetting, half-closing, talking rubbish, sending 10 MB in one event. A request that
+vLLM alone would serve is served; any other fails as vLLM itself would fail. And every request has
+its place in the accounts."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 from sidecar.capture.outbox import Outbox, OutboxReader, OutboxRow
 from sidecar.errors import ForwardingError
 from sidecar.feedback import Feedback, encode_feedback
-from sidecar.forwarding.__main__ import forward_until
-from sidecar.forwarding.process import Forwarder, Report, Tally, partition_key
+from sidecar.forwarding.process import Forwarder, Report, Tally, forward_until, partition_key
 from sidecar.forwarding.sender import DeadLetters
 from sidecar.records import encode_exchange
 from support.exchanges import make_plain_exchange

@@ -1,8 +1,6 @@
-"""Where the network cuts the bytes must not matter, in either direction.
-
-Every cut is a read of its own for the relay: the kernel is asked whether the piece before was
-taken (see `say_apart` and `piecewise`).
-"""
+"""Where the network cuts the bytes must not matter, in either direction. Every cut is a read of its
+own for the relay: the kernel is asked whether the piece before was taken (see `say_apart` and
+`piecewise`)."""
 
 from __future__ import annotations
 
@@ -76,16 +74,6 @@ async def test_a_request_cut_anywhere_is_the_same_request(
         assert (await hear_all(client, count), what_vllm_saw(fake_vllm)) == whole, cut
     await client.say_apart(*(sent[at : at + 1] for at in range(len(sent))))
     assert (await hear_all(client, count), what_vllm_saw(fake_vllm)) == whole
-
-
-def framed(body: bytes, *, stream: bool) -> bytes:
-    if not stream:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        return head % len(body) + body
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    events = [event + b"\n\n" for event in body.split(b"\n\n") if event]
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
-    return head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
 async def test_an_event_goes_on_when_its_last_byte_comes(

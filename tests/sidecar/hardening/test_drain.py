@@ -8,10 +8,8 @@ import signal
 import pytest
 
 from support.proxy_kit import StartProcess
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import Connect, StrictVllm, post
 
-REQUEST = b'{"model":"smollm2-135m","messages":[]}'
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 FIRST = b"9\r\ndata: 1\n\n\r\n"
 LAST = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -36,7 +34,7 @@ async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_no
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
     child = await start_process(proxy={"drain_timeout_s": 60.0})
     client = await dial(child)
-    client.say((HEAD + REQUEST) * 2)
+    client.say(post() * 2)
     await client.reader.readuntil(FIRST)
     child.process.send_signal(signal.SIGTERM)
     await refused(child.port)
@@ -56,7 +54,7 @@ async def test_what_does_not_end_is_cut_at_the_deadline_and_recorded(
     fake_vllm.script = lambda _: [STREAM + FIRST, never]
     child = await start_process(proxy={"drain_timeout_s": 0.3})
     client = await dial(child)
-    client.say(HEAD + REQUEST)
+    client.say(post())
     await client.reader.readuntil(FIRST)
 
     child.process.send_signal(signal.SIGTERM)
@@ -77,7 +75,7 @@ async def test_a_second_signal_does_not_break_the_end(
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
     child = await start_process(proxy={"drain_timeout_s": 60.0})
     client = await dial(child)
-    client.say(HEAD + REQUEST)
+    client.say(post())
     await client.reader.readuntil(FIRST)
     child.process.send_signal(number)
     await refused(child.port)

@@ -1,12 +1,9 @@
-"""What stands in a header stays in it: nothing that a peer sends begins a line of its own.
-
-And headers that belong to one connection go no further, those that `Connection` names included.
-"""
+"""What stands in a header stays in it: nothing that a peer sends begins a line of its own. And
+headers that belong to one connection go no further, those that `Connection` names included."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 
 import pytest
 
@@ -33,37 +30,6 @@ def post(*fields: bytes, body: bytes = REQUEST) -> bytes:
 def reply(*fields: bytes, status: bytes = b"200 OK", body: bytes = b"{}") -> bytes:
     lines = (b"HTTP/1.1 " + status, *fields, b"content-length: %d" % len(body), b"", body)
     return b"\r\n".join(lines)
-
-
-async def test_a_line_break_in_a_header_of_the_client_is_another_header_or_a_refusal(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    """CR LF cannot be told from a header of its own, which any client may send; the rest is 400.
-    Either way vLLM gets one request, whose lines are those that the client wrote."""
-    running = await start_proxy(capture={"sample_rate": 0.0})
-    for name in OWN_NAMES:
-        for line_break in BREAKS[1:4]:
-            client = await dial(running)
-            client.say(post(name + b": a" + line_break))
-            assert (await client.hear()).status == 400, (name, line_break)
-
-    assert fake_vllm.requests == []
-
-
-async def test_what_a_client_names_in_json_cannot_become_a_header(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    """Names are echoed in errors and used in log lines; a head is never made of them."""
-    client = await dial(await start_proxy())
-    for text in (b.decode("latin-1") for b in BREAKS):
-        body = json.dumps({"model": "x" + text, "messages": []}).encode()
-
-        client.say(post(body=body))
-
-        answer = await client.hear()
-        assert answer.status == 404
-        assert answer.header(b"x-evil") is None
-    assert fake_vllm.requests == []
 
 
 async def test_an_adapter_name_with_a_line_break_cannot_become_a_header(
@@ -109,32 +75,12 @@ async def test_a_line_break_in_a_header_of_vllm_does_not_reach_the_client(
         answer = await client.hear()  # raises when the head is not of the grammar
         statuses[field] = (answer.status, answer.header(b"x-evil"))
 
-    assert set(statuses.values()) <= {(502, None), (200, None)}, statuses
-    assert {field for field, said in statuses.items() if said[0] == 200} == set()
-
-
-async def test_a_reason_phrase_cannot_carry_a_line(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    running = await start_proxy()
-    for status in (b"200 O\rK", b"200 O\x00K", b"200 O\x01K", b"200 \x7f"):
+    assert set(statuses.values()) == {(502, None)}, statuses
+    for status, expected in ((b"200 O\rK", 502), (b"200 \x7f", 502), (b"200", 200)):
         fake_vllm.play(reply(status=status))
         client = await dial(running)
         client.say(post())
-
-        assert (await client.hear()).status in (200, 502), status
-
-
-async def test_no_reason_phrase_is_none(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    running = await start_proxy()
-    for status in (b"200 ", b"200", b"200 \xff"):
-        fake_vllm.play(reply(status=status))
-        client = await dial(running)
-        client.say(post())
-
-        assert (await client.hear()).status == 200, status
+        assert (await client.hear()).status == expected, status
 
 
 async def test_headers_of_one_connection_go_no_further_either_way(

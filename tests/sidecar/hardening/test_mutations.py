@@ -1,9 +1,7 @@
-"""Valid requests, damaged at random, over a real connection to a running relay.
-
-Whatever came of it: no exception reached the loop (`nothing_unhandled`), vLLM got only requests of
-the grammar (`fake_vllm`), the client got whole replies and then the end, and where a strict second
-parser reads the same bytes, it reads the same requests.
-"""
+"""Valid requests, damaged at random, over a real connection to a running relay. Whatever came of
+it: no exception reached the loop (`nothing_unhandled`), vLLM got only requests of the grammar
+(`fake_vllm`), the client got whole replies and then the end, and where a strict second parser reads
+the same bytes, it reads the same requests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Replies of vLLM in every framing there is, and in some that must not be.
-
-The client gets one whole reply or a broken connection, and the reply of one request is never
-another's.
-"""
+"""Replies of vLLM in every framing there is, and in some that must not be. The client gets one
+whole reply or a broken connection, and the reply of one request is never another's."""
 
 from __future__ import annotations
 

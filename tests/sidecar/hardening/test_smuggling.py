@@ -1,9 +1,7 @@
-"""Requests that two servers could read in two ways: refused, or passed on as exactly one.
-
-Each is followed by a request for a path that must never be reached. A refusal must end the
-connection, so that nothing behind it is read; an odd but legal request must be answered, and the
-one behind it must get a 404 of its own.
-"""
+"""Requests that two servers could read in two ways: refused, or passed on as exactly one. Each is
+followed by a request for a path that must never be reached. A refusal must end the connection, so
+that nothing behind it is read; an odd but legal request must be answered, and the one behind it
+must get a 404 of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ from sidecar.relay.context import ClientRequest
 from sidecar.relay.refusals import Refusal
 from sidecar.relay.request_parser import RequestParser
 from support.proxy_kit import Running, StartProxy
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import REQUEST, Connect, StrictVllm
 
-REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HEAD = LINE + b"Host: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
@@ -46,8 +43,7 @@ async def not_refused(
     running: Running,
     dial: Connect,
     fake_vllm: StrictVllm,
-    *,
-    statuses: tuple[int, ...] = (400,),
+    statuses: tuple[int, ...],
 ) -> dict[bytes, str]:
     """Those of `sent` that did not get one refusal and then the end, or of which vLLM heard."""
     wrong: dict[bytes, str] = {}
@@ -73,210 +69,101 @@ async def not_refused(
 LENGTHS = [
     b"",
     b" ",
-    b" \t ",
-    b" 38 38",
     b" 38,38",
     b" 38\r\nContent-Length: 38",
-    b" 38;",
     b" 38.0",
-    b" 3e1",
-    b" 0b10",
-    b" 0o46",
     b" 3_8",
-    b' "38"',
-    b" ++38",
     b" \xb2",
-    b" \xef\xbc\x93\xef\xbc\x98",
-    b" 38\x0b",
     b" \x0c38",
     b" 38\x00",
     b" 99999999999999999999999999",
-    b" 18446744073709551654",
-    b" nan",
 ]
-
-
-async def test_a_content_length_that_is_no_plain_number_is_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    sent = map(length, LENGTHS)
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
-
-
-async def test_a_content_length_that_is_too_large_is_refused_before_the_body(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    sent = map(length, (b" 33554433", b" 9223372036854775807", b" 0000000000000099999999"))
-
-    wrong = await not_refused(sent, await start_proxy(), dial, fake_vllm, statuses=(413,))
-
-    assert wrong == {}
 
 
 CODINGS = [
     b"",
     b" ",
     b" chunked, chunked",
-    b" chunked,chunked",
     b" chunked,",
     b" ,chunked",
     b" chunked;q=1",
-    b' "chunked"',
     b" x chunked",
-    b" chunked x",
     b" chunkedx",
-    b" chunke",
     b" \x0bchunked",
-    b" chunked\x0b",
     b" chunked\x00",
-    b" \xffchunked",
     b" identity",
     b" identity, chunked",
-    b" deflate",
     b" chunked\r\nTransfer-Encoding: identity",
     b" identity\r\nTransfer-Encoding: chunked",
     b"\r\nTransfer-Encoding: chunked",
     b" chunked\r\nTransfer-Encoding:",
-    b" chunked\r\ntransfer-encoding: x",
     b"\r\n chunked",
     b" chunked\r\nContent-Length: 4",
     b"\r\nContent-Length: 4",
-    b" x\r\nContent-Length: 4",
 ]
-
-
-async def test_a_transfer_coding_other_than_one_plain_chunked_is_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    older = coding(b" chunked").replace(b"HTTP/1.1", b"HTTP/1.0")
-    sent = [*map(coding, CODINGS), older]
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
 
 FIELDS = [
     b"Transfer-Encoding : chunked",
     b" Transfer-Encoding: chunked",
-    b"\tTransfer-Encoding: chunked",
     b"Transfer-Encoding\x00: chunked",
-    b"Transfer-Encoding\x0b: chunked",
     b"X: y\rTransfer-Encoding: chunked",
     b"X: y\nTransfer-Encoding: chunked",
     b"X: y\r\r\nTransfer-Encoding: chunked",
-    b"X: y\n\rTransfer-Encoding: chunked",
     b"X: y\x00Transfer-Encoding: chunked",
     b"X\r\nTransfer-Encoding: chunked",
     b"X: y\n\n",
     b"X: y\r\n\tfolded",
-    b"X: y\r\n folded",
     b"X:\r\n y",
     b"X",
     b": y",
-    b" : y",
     b"X Y: z",
-    b"X(Y): z",
-    b"X\x7f: z",
     b"X\xc3\xa9: z",
-    b"X\x01: z",
-    b'"X": z',
-    b"X: \x01",
     b"X: a\x00b",
-    b"X: a\x0bb",
-    b"X: a\x1fb",
     b"X: a\x7fb",
-    b"X: a\rb",
     b"Host: other",
 ]
-
-
-async def test_a_field_that_is_not_of_the_grammar_is_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    sent = map(sized, FIELDS)
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
 
 STARTS = [
     b"POST /v1/chat/completions HTTP/1.1\nHost: x\r\n",
     b"POST /v1/chat/completions HTTP/1.1\rHost: x\r\n",
-    b"POST\t/v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
     b"POST /v1/chat/completions\tHTTP/1.1\r\nHost: x\r\n",
     b"POST /v1/chat/completions HTTP/1.1 x\r\nHost: x\r\n",
     b"POST /v1/chat/completions\r\nHost: x\r\n",
     b"POST /v1/chat/completions HTTP/0.9\r\nHost: x\r\n",
-    b"POST /v1/chat/completions HTTP/1.2\r\nHost: x\r\n",
-    b"POST /v1/chat/completions HTTP/1.10\r\nHost: x\r\n",
-    b"POST /v1/chat/completions HTTP/01.1\r\nHost: x\r\n",
     b"POST /v1/chat/completions HTTP/2.0\r\nHost: x\r\n",
-    b"POST /v1/chat/completions HTTP/1,1\r\nHost: x\r\n",
     b"POST /v1/chat/completions http/1.1\r\nHost: x\r\n",
-    b"POST /v1/chat/completions ICE/1.0\r\nHost: x\r\n",
     b"POST /v1/chat/completions RTSP/1.0\r\nHost: x\r\n",
     b"post /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
-    b"POST\x00 /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
     b"POST /v1/chat/completions\x00 HTTP/1.1\r\nHost: x\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\n Host: x\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\n",
     b" POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
-    b"\x00POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n",
 ]
 
 
-async def test_a_request_line_that_is_not_of_the_grammar_is_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    sent = (start + b"Content-Length: %d\r\n\r\n" % len(REQUEST) + REQUEST for start in STARTS)
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
-
-
-async def test_other_line_ends_are_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    head = HEAD + b"Content-Length: %d\r\n\r\n" % len(REQUEST)
-    sent = (head.replace(b"\r\n", end) + REQUEST for end in (b"\n", b"\r", b"\n\r", b"\r\r\n"))
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
-
-
 CHUNKS = [
     b"ffffffffffffffff1\r\n{}\r\n0\r\n\r\n",
-    b"10000000000000002\r\n{}\r\n0\r\n\r\n",
     b"0x2\r\n{}\r\n0\r\n\r\n",
-    b"+2\r\n{}\r\n0\r\n\r\n",
     b"-2\r\n{}\r\n0\r\n\r\n",
     b" 2\r\n{}\r\n0\r\n\r\n",
-    b"\t2\r\n{}\r\n0\r\n\r\n",
-    b"2 2\r\n{}\r\n0\r\n\r\n",
     b"g\r\n{}\r\n0\r\n\r\n",
     b"\r\n{}\r\n0\r\n\r\n",
     b";a=b\r\n{}\r\n0\r\n\r\n",
     b"2\n{}\r\n0\r\n\r\n",
-    b"2\r{}\r\n0\r\n\r\n",
     b"2;a\n{}\r\n0\r\n\r\n",
-    b"2;a\r{}\r\n0\r\n\r\n",
     b"2;\x00\r\n{}\r\n0\r\n\r\n",
     b"2\r\n{}0\r\n\r\n",
     b"2\r\n{}\n0\r\n\r\n",
-    b"2\r\n{}\r0\r\n\r\n",
     b"1\r\n{}\r\n0\r\n\r\n",
     b"2\r\n{}\r\n0\n\r\n",
     b"2\r\n{}\r\n0\r\nX: a\x00\r\n\r\n",
     b"2\r\n{}\r\n0\r\nX : a\r\n\r\n",
     b"2\r\n{}\r\n0\r\nX: a\n\r\n",
 ]
-
-
-async def test_a_chunk_that_is_not_of_the_grammar_is_refused(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    sent = map(chunks, CHUNKS)
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
 
 ENDLESS = [
@@ -288,16 +175,54 @@ ENDLESS = [
 ]
 
 
-async def test_what_stands_around_the_chunks_is_bounded(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+UPGRADES = [
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n",
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+    b"Upgrade: h2c\r\n",
+]
+
+
+def upgrading(sent: bytes, fields: bytes) -> bytes:
+    """The same request, with the wish to upgrade in its head."""
+    line, _, rest = sent.partition(b"Host: x\r\n")
+    return line + b"Host: x\r\n" + fields + rest
+
+
+PLAIN = b"Content-Length: %d\r\n\r\n" % len(REQUEST) + REQUEST
+AMBIGUOUS = [*map(length, LENGTHS), *map(coding, CODINGS), *map(chunks, CHUNKS)]
+REFUSED: dict[str, tuple[list[bytes], tuple[int, ...]]] = {
+    "ambiguous": (AMBIGUOUS, (400,)),
+    "ambiguous with a wish to upgrade": (
+        [upgrading(one, UPGRADES[0]) for one in AMBIGUOUS],
+        (400,),
+    ),
+    "coded in HTTP/1.0": ([coding(b" chunked").replace(b"HTTP/1.1", b"HTTP/1.0")], (400,)),
+    "too long": (
+        [length(b" 33554433"), length(b" 9223372036854775807"), length(b" 0000000000000099999999")],
+        (413,),
+    ),
+    "fields": ([sized(field) for field in FIELDS], (400,)),
+    "request lines": ([start + PLAIN for start in STARTS], (400,)),
+    "line ends": (
+        [
+            (HEAD + PLAIN).replace(REQUEST, b"").replace(b"\r\n", end) + REQUEST
+            for end in (b"\n", b"\r", b"\n\r", b"\r\r\n")
+        ],
+        (400,),
+    ),
+    # Extensions and trailers are thrown away, so nothing but a limit of their own ends them: that
+    # of heads and 16 bytes a chunk, which is Go's rule too, however large `max_body_bytes` is.
+    "endless around chunks": ([chunks(one) for one in ENDLESS], (400, 413, 431)),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_what_two_servers_could_read_in_two_ways_is_refused(
+    kind: str, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
-    """Extensions and trailers are thrown away, so nothing but a limit of their own ends them: that
-    of heads and 16 bytes a chunk, which is Go's rule too, however large `max_body_bytes` is."""
-    sent, statuses = map(chunks, ENDLESS), (400, 413, 431)
+    sent, statuses = REFUSED[kind]
 
-    wrong = await not_refused(sent, await start_proxy(), dial, fake_vllm, statuses=statuses)
-
-    assert wrong == {}
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm, statuses) == {}
 
 
 LEGAL = [
@@ -359,19 +284,6 @@ async def test_a_trailer_is_never_taken_for_a_header(
     assert second is None or second.status == 404
 
 
-UPGRADES = [
-    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n",
-    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
-    b"Upgrade: h2c\r\n",
-]
-
-
-def upgrading(sent: bytes, fields: bytes) -> bytes:
-    """The same request, with the wish to upgrade in its head."""
-    line, _, rest = sent.partition(b"Host: x\r\n")
-    return line + b"Host: x\r\n" + fields + rest
-
-
 @pytest.mark.parametrize("fields", UPGRADES)
 async def test_a_wish_to_upgrade_is_ignored_and_changes_no_framing(
     fields: bytes, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
@@ -389,17 +301,6 @@ async def test_a_wish_to_upgrade_is_ignored_and_changes_no_framing(
         assert [seen.body for seen in fake_vllm.requests] == [REQUEST], sent
         names = {name for name, _ in fake_vllm.requests[0].headers}
         assert names.isdisjoint({b"upgrade", b"connection", b"http2-settings"})
-
-
-async def test_ambiguous_framing_is_refused_with_a_wish_to_upgrade_too(
-    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
-) -> None:
-    bodies = [length(value) for value in LENGTHS] + [coding(value) for value in CODINGS]
-    bodies += [sized(b"Content-Length: 80"), sized(b"Transfer-Encoding: chunked")]
-    bodies += [chunks(one) for one in CHUNKS]
-    sent = [upgrading(one, UPGRADES[0]) for one in bodies]
-
-    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
 
 def test_a_request_that_wishes_to_upgrade_reads_the_same_wherever_it_is_cut() -> None:

@@ -6,9 +6,7 @@ import asyncio
 import socket
 
 from support.proxy_kit import StartProxy
-from support.strict_peers import Connect, StrictVllm, Tools
-
-REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+from support.strict_peers import REQUEST, Connect, StrictVllm, Tools, post
 
 
 async def test_small_pieces_are_sent_at_once_on_both_sides(
@@ -19,11 +17,8 @@ async def test_small_pieces_are_sent_at_once_on_both_sides(
     fake_vllm.script = lambda _: [go_on, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
     running = await start_proxy()
     client = await dial(running)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
-    client.say(head + REQUEST)
-    async with asyncio.timeout(60):
-        while not fake_vllm.requests:
-            await asyncio.sleep(0.001)
+    client.say(post())
+    await fake_vllm.asked()
 
     sockets = tools.own_sockets()
     to_clients = [sock for ((_, port), _), sock in sockets if port == running.port]
@@ -43,8 +38,7 @@ async def test_no_connection_is_left_behind(
 ) -> None:
     """After 60 clients that came and went in all manners, the relay holds none of their sockets."""
     running = await start_proxy(capture={"sample_rate": 0.0})
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
-    for sent in (b"", b"POST", b"rubbish\r\n\r\n", head, head + REQUEST, (head + REQUEST) * 2):
+    for sent in (b"", b"POST", b"rubbish\r\n\r\n", post()[: -len(REQUEST)], post(), post() * 2):
         for number in range(10):
             client = await dial(running)
             client.say(sent)

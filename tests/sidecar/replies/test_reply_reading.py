@@ -116,36 +116,11 @@ def test_arguments_that_hold_two_objects_are_of_one_call_unless_a_name_begins_an
     assert calls(f'"name":"f",{first}', f'"name":"f",{second}') == ['{"a":1}', '{"b":2}']
 
 
-def test_reasoning_and_content_grow_apart() -> None:
-    stream = [
-        _event('{"reasoning":"a"}'),
-        _event('{"reasoning":"b"}'),
-        _event('{"content":"c"}'),
-        _event('{"content":"d","reasoning":null}'),
-    ]
-
-    message = json.loads(message_json(read_stream(stream).choices[0].message))
-
-    assert message == {"role": "assistant", "content": "cd", "reasoning": "ab"}
-
-
 def test_a_stream_has_ended_only_with_done(recorded: Recorded) -> None:
     stream = recorded("whole_stream_asked.sse")
 
     assert read_stream([stream]).ended
     assert not read_stream([stream.replace(b"data: [DONE]\n\n", b"")]).ended
-
-
-def test_the_error_event_of_a_broken_stream_is_seen() -> None:
-    error = b'data: {"error":{"message":"x","type":"InternalServerError","code":500}}\n\n'
-
-    assert read_stream([_event("{}"), error, b"data: [DONE]\n\n"]).error == "InternalServerError"
-
-
-def test_comments_are_not_data(recorded: Recorded) -> None:
-    stream = recorded("whole_stream_asked.sse")
-
-    assert read_stream([b": keep-alive\n\n", stream]) == read_stream([stream])
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"choices":3}', b'{"model":1}'])
@@ -269,37 +244,20 @@ def test_an_odd_event_among_usual_ones_reads_as_one_by_one(odd: bytes) -> None:
 
 
 @pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize(
-    "more",
-    [
-        b'"error":"x",',
-        b'"prompt_token_ids":[1],',
-        b'"usage":{"completion_tokens":3},',
-        b'"choices":[{}],',
-        b'"x":[{"choices":[{}]}],',
-        b'"model":0,',
-        b"0,",
-    ],
-)
-def test_what_all_events_say_before_their_choice_is_read(more: bytes) -> None:
-    events = [HEAD.replace(b'"id"', more + b'"id"') + USUAL + b"}]}\n\n"] * 9
-
-    assert _said(events) == _said([b"".join(events)])
-
-
-@pytest.mark.usefixtures("short_runs")
 @settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is the same for all
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],  # it is the same for all
 )
 @given(events=_streams | st.lists(_recorded_events | _changed(_recorded_events), max_size=40))
 def test_events_read_the_same_at_once_and_one_by_one(events: list[bytes]) -> None:
     assert _said(events) == _said([b"".join(events)])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(events=_streams, cuts=st.lists(st.integers(0, 6_000), max_size=6), joined=st.integers(0, 40))
 def test_a_stream_reads_the_same_however_it_was_cut(
     events: list[bytes], cuts: list[int], joined: int

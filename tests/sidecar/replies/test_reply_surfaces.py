@@ -95,13 +95,6 @@ def test_a_completion_has_ids_and_log_probabilities(recorded: Recorded) -> None:
     assert untrainable(reply, "completions", "smollm2-135m") is None
 
 
-def test_a_completion_of_several_prompts_says_so(recorded: Recorded) -> None:
-    reply = _stream("completions", recorded("completions_list_stream.sse"))
-
-    assert reply.several_prompts
-    assert untrainable(reply, "completions", "smollm2-135m") == "several_prompts"
-
-
 def test_the_echoed_prompts_log_probabilities_are_not_taken_for_the_answers() -> None:
     body = (
         b'{"model":"m","choices":[{"text":"b","token_ids":[2],"prompt_token_ids":[1],"logprobs":'
@@ -111,17 +104,6 @@ def test_the_echoed_prompts_log_probabilities_are_not_taken_for_the_answers() ->
     assert untrainable(_whole("completions", body), "completions", "m") == "text_mismatch"
     two = body.replace(b"null", b"-0.1")
     assert untrainable(_whole("completions", two), "completions", "m") == "count_mismatch"
-
-
-@pytest.mark.parametrize("name", ["responses", "messages"])
-def test_surfaces_without_token_ids_are_text_only(name: str, recorded: Recorded) -> None:
-    surface: Any = name
-    reply = _whole(surface, recorded(f"{name}_reply.json"))
-
-    assert _message(reply) == {"role": "assistant", "content": "The capital of France is Paris."}
-    assert (reply.choices[0].finish_reason, reply.completion_tokens) == ("stop", 8)
-    assert untrainable(reply, surface, "smollm2-135m") == "text_only"
-    assert untrainable(reply, surface, "other") == "model_mismatch"
 
 
 def test_the_input_of_a_tool_use_is_merged_from_its_pieces(recorded: Recorded) -> None:
@@ -277,3 +259,10 @@ def test_an_event_longer_than_a_block_is_put_together() -> None:
 
     assert reply.ended
     assert reply.choices[0].message["content"] == text
+
+
+def test_a_completion_of_several_prompts_says_so(recorded: Recorded) -> None:
+    reply = _stream("completions", recorded("completions_list_stream.sse"))
+
+    assert reply.several_prompts
+    assert untrainable(reply, "completions", "smollm2-135m") == "several_prompts"

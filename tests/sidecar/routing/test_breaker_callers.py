@@ -25,7 +25,7 @@ def a_breaker() -> tuple[Breaker, list[str]]:
 
 
 @pytest.mark.parametrize("bad", [CUT, EMPTY, SHORT, SLOW])
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.10, 0.20])
+@pytest.mark.parametrize("share", [0.05, 0.20])
 def test_a_caller_with_a_fifth_of_the_requests_takes_no_canary_out(share: float, bad: int) -> None:
     rng = random.Random(1)
     for _ in range(5):

@@ -256,20 +256,3 @@ async def test_readiness_names_the_lines(
     state = json.loads(body)
     assert state["routing"] == {"model": MODEL, "generation": 5}
     assert state["project_routing"] == {"support": {"generation": 4}}
-
-
-async def test_without_the_setting_the_projects_traffic_is_of_the_default_line(
-    database: Database,
-    keys: dict[str, str],
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    free_port: FreePort,
-    wire: Wire,
-) -> None:
-    fake_vllm.script = lambda _: [reply(wire, "Hello.")]
-    fake_vllm.models = [MODEL, DEFAULT_CHAMPION, OWN_CHAMPION]
-    put(database, RoutingTable(model=OWN, champion=OWN_CHAMPION, generation=1))
-
-    running = await start_proxy(access={"mode": "keys"}, proxy={"port": free_port()})
-
-    assert await answering(running, wire, keys) == dict.fromkeys(PROJECTS, DEFAULT_CHAMPION)

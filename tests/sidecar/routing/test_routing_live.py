@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,51 +83,6 @@ async def test_a_new_table_is_obeyed_by_all_proxies_after_one_poll(
 
     seen = [json.loads(request.body)["model"] for request in fake_vllm.requests]
     assert seen[-1] == f"{BASE}--v4-0123456789ab"
-
-
-async def test_a_life_from_nine_to_one_to_all_and_back_under_traffic_without_an_error(
-    store: Store, two: list[Any], wire: Wire
-) -> None:
-    """Each reply is by the arm of its session under the table of then, from the first request that
-    is sent after the proxies took it: none strays."""
-    weights = (1_000, 3_000, 9_000, 10_000, 0)
-    phase, replies, enough = -1, list[tuple[int, str, str, str]](), asyncio.Event()
-
-    async def client(number: int) -> None:
-        asked = 0
-        while phase < len(weights):
-            sent_in, session, asked = phase, f"c{number}-{asked}", asked + 1
-            sent = wire.post(REQUEST, headers=f"x-sidecar-session: {session}\r\n")
-            line, headers, _ = wire.split(await two[number % 2].send(sent))
-            replies.append((sent_in, session, line, headers.get("x-sidecar-adapter", "")))
-            if [one[0] for one in replies].count(phase) >= 24:
-                enough.set()
-
-    store.write(champion=CHAMPION)
-    for running in two:
-        running.proxy.lines.source.poll()
-    clients = [asyncio.create_task(client(number)) for number in range(6)]
-    for at, weight in enumerate((*weights, None)):
-        await enough.wait()
-        if weight is not None:
-            canary = {"canary": CANARY, "canary_weight_bp": weight, "salt": "salt"}
-            store.write(champion=CHAMPION, **(canary if weight else {}))
-            for running in two:
-                running.proxy.lines.source.poll()
-        phase = at
-        enough.clear()
-    phase = len(weights)
-    await asyncio.gather(*clients)
-
-    assert {line for _, _, line, _ in replies} == {"HTTP/1.1 200 OK"}
-    for sent_in, session, _, adapter in replies:
-        # The table is the one of its phase, or of the next when it was changed in mid-request.
-        known = [weights[one] for one in (sent_in, sent_in + 1) if 0 <= one < len(weights)]
-        inside = [bucket("salt", f"h:{session}") < weight for weight in known]
-        assert adapter in {CANARY if one else CHAMPION for one in inside} or sent_in == -1
-    after = [adapter for sent_in, _, _, adapter in replies if sent_in == len(weights) - 1]
-    assert set(after) == {CHAMPION}, "none strays after the way back"
-    assert all([one[0] for one in replies].count(at) >= 24 for at in range(len(weights)))
 
 
 @given(

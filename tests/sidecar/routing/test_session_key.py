@@ -54,13 +54,6 @@ def test_a_name_counts_for_its_project_key_and_user() -> None:
     assert {len(name) for name in names} == {34}
 
 
-def test_a_name_stays_apart_from_an_opening_and_says_more_than_it() -> None:
-    named = session_key(header=None, user="", name="s1", opening=OPENING)
-
-    assert named == session_key(header=None, user="", name="s1")
-    assert named != session_key(header=None, user="", hint="s1", opening=OPENING)
-
-
 def test_a_name_of_more_than_eight_openings_is_shared() -> None:
     known = KnownSessions()
     few = [known.is_shared("n:1", bytes([one]), goes_on=False) for one in range(MOST_OPENINGS)]
@@ -110,36 +103,6 @@ def test_an_id_that_was_drawn_is_told_from_the_name_of_an_application() -> None:
 def test_the_header_wins() -> None:
     assert session_key(header="s-1", user="ann", opening=OPENING) == "h:s-1"
     assert session_key(header="s-1", user="", project="p") == "h:p/s-1"
-
-
-def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
-    keys = {
-        session_key(header=None, user=user, opening=OPENING, project=project)
-        for user in ("", "ann", "bob")
-        for project in ("default", "p")
-    }
-
-    assert len(keys) == 6
-
-
-def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> None:
-    keys = {
-        session_key(header=None, user=user, key_id=key)
-        for user in ("", "ann")
-        for key in ("k1", "k2")
-    }
-
-    assert len(keys) == 4
-    with_opening = {
-        session_key(header=None, user="", opening=OPENING, key_id=key) for key in ("k1", "k2")
-    }
-    assert len(with_opening) == 2
-
-
-def test_a_header_of_one_project_names_no_session_of_another() -> None:
-    assert by_header("acme/s1") == "h:default/acme/s1"
-    assert by_header("s1", "acme") == "h:acme/s1"
-    assert by_header("a/b") != by_header("b", "a")
 
 
 @given(PROJECTS, HEADERS, PROJECTS, HEADERS)

@@ -102,34 +102,6 @@ def test_a_read_that_failed_is_tried_again_at_the_next_poll(tmp_path: Path) -> N
     assert "no such table" in reader.away[0]
 
 
-class StepLock:
-    """Stands for the lock that the thread waits for; it is had at the third attempt."""
-
-    def __init__(self) -> None:
-        self.timeouts: list[float] = []
-        self.released = False
-
-    def acquire(self, timeout: float) -> bool:
-        self.timeouts.append(timeout)
-        return len(self.timeouts) == 3
-
-    def release(self) -> None:
-        self.released = True
-
-
-def test_the_thread_polls_each_time_the_interval_has_passed(tmp_path: Path) -> None:
-    path, reader = tmp_path / "store.db", Reader()
-    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=0.2)
-    lock = StepLock()
-    watch._serves = lock  # type: ignore[assignment]
-
-    watch._run()
-
-    assert lock.timeouts == [0.2, 0.2, 0.2]
-    assert len(reader.away) == 2  # a poll after each wait but the last
-    assert lock.released
-
-
 @contextmanager
 def watched(path: Path, reader: Reader) -> Iterator[StoreWatch]:
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
@@ -184,39 +156,6 @@ def test_every_change_is_seen_by_the_look_behind_it(
     assert reader.away == []
 
 
-def test_changes_of_writers_that_come_and_go_are_seen(tmp_path: Path) -> None:
-    """Each checkpoints the log when it goes, if it is the last, and begins a new one."""
-    path, reader = tmp_path / "store.db", Reader()
-    write(path, 0)
-    with watched(path, reader) as watch:
-        for value in range(1, 41):
-            write(path, value)
-            watch.poll()
-            assert reader.read_values[-1] == value
-            if value % 10 == 0:
-                age(path, 10)
-                watch.poll()
-
-
-@pytest.mark.parametrize("checkpoints", [0, 1])
-def test_a_change_that_has_settled_before_anybody_looks_is_seen(
-    checkpoints: int, tmp_path: Path
-) -> None:
-    """Without checkpoints nothing but the log's own time and length tells of it."""
-    path, reader = tmp_path / "store.db", Reader()
-    with writer(path) as connection, watched(path, reader) as watch:
-        connection.execute(f"PRAGMA wal_autocheckpoint={checkpoints}")
-        for value in range(1, 21):
-            file_ns = os.stat(path).st_mtime_ns
-            put(connection, value)
-            assert (os.stat(path).st_mtime_ns == file_ns) is (checkpoints == 0)
-            age(path, 1000 - value)
-            if not checkpoints:
-                os.utime(path, ns=(10**18, 10**18))
-            watch.poll()
-            assert reader.read_values[-1] == value
-
-
 def test_a_change_is_seen_whose_file_times_a_poll_has_seen_before(tmp_path: Path) -> None:
     """As on a slow disk: a transaction is in the log for a while before it can be read."""
     path, reader = tmp_path / "store.db", Reader()
@@ -235,37 +174,6 @@ def test_a_change_is_seen_whose_file_times_a_poll_has_seen_before(tmp_path: Path
             watch.poll()
             assert reader.read_values[-1] == -value
     assert reader.away == []
-
-
-def test_a_settled_file_that_was_replaced_by_one_as_old_is_read(tmp_path: Path) -> None:
-    """What is in it, with the log of the other beside it, is for SQLite to say."""
-    path, other, reader = tmp_path / "store.db", tmp_path / "other.db", Reader()
-    write(path, 1)
-    with writer(path) as connection, watched(path, reader) as watch:
-        put(connection, 1)
-        age(path, 10)
-        for _ in range(3):
-            watch.poll()
-        write(other, 2)
-        times = os.stat(path)
-        os.utime(other, ns=(times.st_mtime_ns, times.st_mtime_ns))
-
-        other.replace(path)
-        watch.poll()
-
-    assert len(reader.read_values) == 2
-
-
-def test_a_settled_file_whose_reading_failed_is_read_again(tmp_path: Path) -> None:
-    path, reader = tmp_path / "store.db", Reader()
-    with writer(path) as connection, watched(path, reader) as watch:
-        connection.execute("ALTER TABLE t RENAME TO u")
-        age(path, 10)
-
-        for _ in range(4):
-            watch.poll()
-
-    assert len(reader.away) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from sidecar.metrics.proxy import Metrics
 from sidecar.routing import source as taken_report
-from sidecar.routing.source import NAME_CHARACTERS, RoutingSource, TakenReporter, proxy_name
-from sidecar.routing.table import RoutingTable, encode_table
+from sidecar.routing.source import NAME_CHARACTERS, TakenReporter, proxy_name
+from sidecar.routing.table import RoutingTable
 from sidecar.store.database import Database
-from sidecar.store.models import RoutingRow, TableTakenRow
+from sidecar.store.models import TableTakenRow
 from support.clock import Clock
 from support.stores import NewStore
 
@@ -50,27 +49,6 @@ def test_each_process_has_one_row_with_its_newest_table(new_store: NewStore) -> 
     other.stop()
 
     assert rows(database) == [("a:1", "m", 8, 103.5), ("a:2", "m", 8, 103.5)]
-
-
-def test_a_table_that_a_poll_takes_is_told(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    with database.write() as session:
-        session.add(
-            RoutingRow(model="m", generation=3, body=encode_table(table(3)), updated_at=0.0)
-        )
-    reporter = TakenReporter(f"sqlite:///{tmp_path}/store.db", "a:1", Clock(5.0))
-    source = RoutingSource(
-        f"sqlite:///{tmp_path}/store.db", "m", poll_s=60.0, metrics=Metrics(), taken=reporter.report
-    )
-
-    source.poll()
-    source.poll()
-    reporter.stop()
-    source.stop()
-
-    assert rows(database) == [("a:1", "m", 3, 5.0)]
-    database.close()
 
 
 def test_a_store_that_comes_later_is_told_with_the_time_of_the_table(

@@ -36,7 +36,6 @@ def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
             "groups.sampling_upstreams",
             "which sample without it",
         ),
-        ("[judge]\nbudget = 5", "judge.model", "so judge.budget would not be used"),
         ('[judge]\nrubric = "Be kind."', "judge.model", "so judge.rubric would not be used"),
         (f"{JUDGE}timeout_s = 0.2", "judge.timeout_s", "end without a score; give 60 s"),
         (f"{JUDGE}params = {{max_tokens = 100}}", "judge.params", "about 480 tokens"),
@@ -119,6 +118,8 @@ def test_a_learner_setting_that_is_read_is_not_warned_of(tmp_path: Path, text: s
     assert advised(tmp_path, f"[learner]\n{text}") == {}
 
 
-@pytest.mark.parametrize("pattern", ["^[^a]*$", "^$", r"\\d", "^.{0,200}$", r"\\A.*\\z"])
+@pytest.mark.parametrize(
+    "pattern", ["^[^a]*$", "^$", r"\\d", "^.{0,200}$", r"^[ -~\\n]*$", r"\\A.*\\z"]
+)
 def test_a_pattern_that_tells_texts_apart_is_not_warned_of(tmp_path: Path, pattern: str) -> None:
     assert advised(tmp_path, f'{REGEX}pattern = "{pattern}"') == {}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
 from sidecar.settings.checks import advice
 
@@ -35,25 +32,6 @@ def test_settings_of_a_line_differ_in_the_line_alone(tmp_path: Path) -> None:
     assert settings.of_line(shop).serving == settings.serving
     assert settings.of_line(shop).of_line(default).line == settings.line == default
     assert list(advice(settings)) == []
-
-
-@pytest.mark.parametrize(
-    ("serving", "why"),
-    [
-        ('own_adapters = ["a", "a"]', "names one project twice"),
-        ('own_adapters = ["default"]', "leave it out"),
-        ('own_adapters = ["a b"]', "is no name that a project may have"),
-        ('own_adapters = ["a@@b"]', "is no name that a project may have"),
-        ('model = "m@@a"', "choose another name"),
-        (f'model = "{"m" * 250}"\nown_adapters = ["a"]', "is too long"),
-        ('own_adapter = ["a"]', "serving.own_adapters"),
-    ],
-)
-def test_what_cannot_be_told_apart_is_refused(serving: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError) as error:
-        load(tmp_path, serving)
-
-    assert why in str(error.value)
 
 
 def test_lines_that_get_no_traffic_or_do_not_fit_are_warned_of(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sidecar.toml"
-    path.write_text("[learner]\nkl_limit = 3\nrank = 4\n")
+    path.write_text("[learner]\nkl_limit = 3\nrank = 4\n[learner.advanced]\nwarmup_steps = 3\n")
     monkeypatch.setenv("SIDECAR_LEARNER__MASK_TOLERANCE", "nonsense")
+    monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__TIS_CAP", "3")
 
     with caplog.at_level(logging.WARNING):
         settings = load_settings(path)
@@ -41,26 +42,13 @@ def test_a_file_and_an_environment_with_removed_keys_are_read_and_told(
     assert settings.learner.rank == 4
     said = "is no longer a setting: {} in learner.grpo.{} is {}"
     assert sorted(caplog.messages) == [
+        "learner.advanced.tis_cap is no longer a setting: no token or answer is weighed or left "
+        "out for its age",
+        "learner.advanced.warmup_steps is no longer a setting: the rate is whole from the first "
+        "step",
         f"learner.kl_limit {said.format('KL_LIMIT', 'base_kl', 10.0)}",
         f"learner.mask_tolerance {said.format('MASK_TOLERANCE', 'answers', 0.2)}",
     ]
-
-
-@pytest.mark.parametrize("by", ["file", "environment"])
-def test_a_removed_key_of_a_table_within_a_section_is_read_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by: str
-) -> None:
-    path = tmp_path / "sidecar.toml"
-    removed = "warmup_steps = 3\n" if by == "file" else ""
-    path.write_text(f"[learner.advanced]\n{removed}kl_coef = 0.5\n")
-    if by == "environment":
-        monkeypatch.setenv("SIDECAR_LEARNER__ADVANCED__WARMUP_STEPS", "3")
-
-    with caplog.at_level(logging.WARNING):
-        assert load_settings(path).learner.advanced.kl_coef == 0.5
-
-    said = "learner.advanced.warmup_steps is no longer a setting: the rate is whole from the first"
-    assert caplog.messages == [f"{said} step"]
 
 
 def test_a_key_that_moved_keeps_its_value(

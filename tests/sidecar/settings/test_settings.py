@@ -30,82 +30,12 @@ def test_the_environment_wins_over_the_file(
     assert settings.judge.passes == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[judge]\nmodl = "x"\n', "unknown setting judge.modl; did you mean judge.model?"),
-        ("[learnr]\nrank = 4\n", "unknown setting learnr; did you mean learner?"),
-        (
-            "[groups]\nsize = 17\n",
-            "setting groups.size: 17 is out of range; give 2 to 16: "
-            "one answer has nothing to differ from, and a judge compares no more",
-        ),
-    ],
-    ids=["unknown key", "unknown section", "out of range"],
-)
-def test_what_is_wrong_is_named_with_the_nearest_known_name(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load_settings(write(tmp_path, text))
-
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "message"),
-    [
-        ("alpha = 16", "alpha", "which has this alpha for every adapter; give 32"),
-        ("processes = 2", "processes", "which has its own processes; give 1"),
-        ("shard_base = true", "shard_base", "is true and learner.tinker_url"),
-        ("[learner.advanced]\nkl_coef = 0.5", "advanced.kl_coef", "no divergence from the base"),
-        ('tinker_url = "trainer:8000"', "tinker_url", "is not a URL such as http://trainer:8000"),
-        ('tinker_url = "http://me:secret@t"', "tinker_url", "without a user or password"),
-    ],
-)
-def test_what_a_tinker_server_cannot_do_is_refused(
-    tmp_path: Path, text: str, key: str, message: str
-) -> None:
-    url = "" if "tinker_url" in text else 'tinker_url = "http://trainer:8000"\n'
-
-    with pytest.raises(SettingsError) as caught:
-        load_settings(write(tmp_path, f"[learner]\n{url}{text}\n"))
-
-    assert f"learner.{key}" in str(caught.value)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "cispo"])
-def test_a_tinker_server_takes_every_loss(tmp_path: Path, loss: str) -> None:
-    text = f'tinker_url = "http://trainer:8000"\nloss = "{loss}"\n'
-
-    assert load_settings(write(tmp_path, f"[learner]\n{text}")).learner.loss == loss
-
-
-def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDECAR_PROXY__PROT", "1")
-
-    with pytest.raises(SettingsError, match=r"SIDECAR_PROXY__PROT; did you mean proxy\.port\?"):
-        load_settings()
-
-
 def test_what_the_installation_was_told_may_stay_in_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SIDECAR_COMPILE", "1")
 
     load_settings()
-
-
-def test_a_list_in_the_environment_that_is_not_json_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SIDECAR_ADMIN__TOKENS", "ab")
-
-    with pytest.raises(
-        SettingsError, match="variable SIDECAR_ADMIN__TOKENS: lists and tables are JSON"
-    ):
-        load_settings()
 
 
 def test_a_file_that_is_not_toml_says_which_line(tmp_path: Path) -> None:
@@ -118,22 +48,9 @@ def test_listening_to_the_world_without_keys_must_be_said_in_words(tmp_path: Pat
 
     with pytest.raises(SettingsError, match="allow_remote_without_keys"):
         load_settings(write(tmp_path, open_proxy))
-    allowed = load_settings(write(tmp_path, open_proxy + "allow_remote_without_keys = true\n"))
-
-    assert allowed.proxy.host == "0.0.0.0"
-
-
-@pytest.mark.parametrize("mode", ["keys", "upstream"])
-def test_listening_to_the_world_is_fine_when_somebody_asks_for_keys(
-    tmp_path: Path, mode: str
-) -> None:
-    text = f'[proxy]\nhost = "0.0.0.0"\n[access]\nmode = "{mode}"\n'
-
-    assert load_settings(write(tmp_path, text)).access.mode == mode
-
-
-def test_on_the_loopback_nobody_need_have_a_key(tmp_path: Path) -> None:
-    assert load_settings(write(tmp_path, "[serving]\n")).access.mode == "open"
+    for allowed in ("allow_remote_without_keys = true", '[access]\nmode = "keys"'):
+        settings = load_settings(write(tmp_path, f"{open_proxy}{allowed}\n"))
+        assert settings.proxy.host == "0.0.0.0"
 
 
 def test_admin_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
@@ -141,31 +58,9 @@ def test_admin_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
         load_settings(write(tmp_path, '[admin]\nhost = "192.0.2.1"\n'))
 
 
-def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", "s3cret-value")
-
-    settings = load_settings()
-
-    assert "s3cret-value" not in settings.model_dump_json()
-    assert "s3cret-value" not in repr(settings)
-    assert settings.judge.api_key is not None
-    assert settings.judge.api_key.get_secret_value() == "s3cret-value"
-
-
 def test_loopback_addresses_are_known() -> None:
-    answers = {
-        host: is_loopback(host)
-        for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "example.org")
-    }
-
-    assert answers == {
-        "127.0.0.1": True,
-        "127.8.8.8": True,
-        "::1": True,
-        "localhost": True,
-        "0.0.0.0": False,
-        "example.org": False,
-    }
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "example.org")))
 
 
 def test_what_vllm_fills_is_stated_in_the_file_or_the_environment(
@@ -242,7 +137,7 @@ def test_defaults_begin_there_too_and_a_name_of_the_hub_stays(
     assert load_settings().store.url == "sqlite:///.sidecar/store.db"
 
 
-@pytest.mark.parametrize("name", ["feature%2Fnew", "a?b", "a#b", "ü x"])
+@pytest.mark.parametrize("name", ["feature%2Fnew", "a?b", "ü x"])
 def test_a_folder_of_any_name_holds_the_store_that_a_command_in_it_finds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 
 import pytest
@@ -18,7 +19,10 @@ from sidecar.store.codec import (
     decoded_ids,
     decompress,
     decompress_array,
+    pack_floats,
     pack_ids,
+    unpack_floats,
+    unpack_ids,
 )
 
 LONG = random.Random(1).randbytes(3_000_000)
@@ -84,6 +88,8 @@ def test_what_claims_to_be_long_takes_no_memory() -> None:
         decompress(bomb, limit=1_000_000)
     with pytest.raises(ValueError, match="longer than 1000000 bytes"):
         decompress(zlib.compress(bytes(2_000_000)), limit=1_000_000)
+    with pytest.raises(ValueError, match="longer than 0 bytes"):  # zlib takes 0 for no limit
+        decompress(zlib.compress(bytes(10_000)), limit=0)
     with pytest.raises(ValueError, match="does not say how long"):
         decompress(zstandard.ZstdCompressor(write_content_size=False).compress(b"a" * 99))
 
@@ -106,7 +112,17 @@ def test_the_length_of_a_value_is_known_from_its_head() -> None:
     assert decoded_bytes(zlib.compress(b"x" * 9)[:HEAD_BYTES], 17) == 170
 
 
-def test_a_zlib_stream_is_not_read_where_there_is_no_room_left() -> None:
-    """zlib takes a limit of 0 for none at all."""
-    with pytest.raises(ValueError, match="longer than 0 bytes"):
-        decompress(zlib.compress(bytes(10_000)), limit=0)
+@given(st.lists(st.integers(min_value=0, max_value=2**31 - 1)))
+def test_token_ids_come_back_from_their_packing(ids: list[int]) -> None:
+    assert unpack_ids(pack_ids(ids)) == tuple(ids)
+    assert len(pack_ids(ids)) == 4 * len(ids)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_log_probabilities_come_back_from_their_packing(values: list[float]) -> None:
+    assert unpack_floats(pack_floats(values)) == tuple(values)
+
+
+def test_the_packing_is_little_endian_everywhere() -> None:
+    assert pack_ids([1, 256]) == b"\x01\x00\x00\x00\x00\x01\x00\x00"
+    assert pack_floats([-0.5]) == struct.pack("<f", -0.5)

@@ -29,7 +29,8 @@ from sqlalchemy import (
 )
 
 from sidecar.errors import StoreOlderError
-from sidecar.store.database import MIGRATIONS, Database
+from sidecar.store.database import Database
+from sidecar.store.engines import MIGRATIONS
 from support.migrated_store import LATER, add_revision
 from support.stores import NewStore
 

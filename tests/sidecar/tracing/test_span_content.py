@@ -7,30 +7,14 @@ from typing import Any
 
 import pytest
 
-from sidecar.records import Choice, Exchange, Sampling, Surface, Timings
+from sidecar.records import Choice, Exchange, Surface
 from sidecar.tracing.spans import content_attributes
+from support.exchanges import make_plain_exchange
 
 
 def exchange(surface: Surface, request: bytes, message: dict[str, Any]) -> Exchange:
-    return Exchange(
-        exchange_id="ex_1",
-        surface=surface,
-        public_model="m",
-        adapter="base",
-        arm="champion",
-        propensity=1.0,
-        replica="http://127.0.0.1:8000",
-        session_key="s",
-        request=request,
-        choices=(
-            Choice(index=0, message=json.dumps(message).encode(), finish_reason="tool_calls"),
-        ),
-        sampling=Sampling(),
-        stream=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=0.0),
-    )
+    choice = Choice(index=0, message=json.dumps(message).encode(), finish_reason="tool_calls")
+    return make_plain_exchange("ex_1", surface=surface, request=request, choices=(choice,))
 
 
 def text(said: str) -> dict[str, str]:
@@ -39,6 +23,12 @@ def text(said: str) -> dict[str, str]:
 
 CALL = {"type": "tool_call", "id": "c1", "name": "weather", "arguments": {"city": "Paris"}}
 RESULT = {"type": "tool_call_response", "id": "c1", "response": "rainy"}
+CHAT_CALL: dict[str, Any] = {
+    "id": "c1",
+    "function": {"name": "weather", "arguments": '{"city":"Paris"}'},
+}
+TOOL_USE = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Paris"}}
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "rainy"}
 EXPECTED = [
     {"role": "system", "parts": [text("Be short.")]},
     {"role": "user", "parts": [text("Weather?")]},
@@ -56,16 +46,7 @@ EXPECTED = [
                 "messages": [
                     {"role": "system", "content": "Be short."},
                     {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
-                    {
-                        "role": "assistant",
-                        "content": None,
-                        "tool_calls": [
-                            {
-                                "id": "c1",
-                                "function": {"name": "weather", "arguments": '{"city":"Paris"}'},
-                            }
-                        ],
-                    },
+                    {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]},
                     {"role": "tool", "tool_call_id": "c1", "content": "rainy"},
                 ]
             },
@@ -77,12 +58,7 @@ EXPECTED = [
                 "instructions": "Be short.",
                 "input": [
                     {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-                    {
-                        "type": "function_call",
-                        "call_id": "c1",
-                        "name": "weather",
-                        "arguments": '{"city":"Paris"}',
-                    },
+                    {"type": "function_call", "call_id": "c1", **CHAT_CALL["function"]},
                     {"type": "function_call_output", "call_id": "c1", "output": "rainy"},
                 ],
             },
@@ -94,23 +70,8 @@ EXPECTED = [
                 "system": "Be short.",
                 "messages": [
                     {"role": "user", "content": "Weather?"},
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {
-                                "type": "tool_use",
-                                "id": "c1",
-                                "name": "weather",
-                                "input": {"city": "Paris"},
-                            }
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "c1", "content": "rainy"}
-                        ],
-                    },
+                    {"role": "assistant", "content": [TOOL_USE]},
+                    {"role": "user", "content": [TOOL_RESULT]},
                 ],
             },
             [*EXPECTED[:3], {"role": "user", "parts": [RESULT]}],

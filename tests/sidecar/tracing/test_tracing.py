@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from sidecar.records import Exchange
 from sidecar.settings import Telemetry
 from sidecar.tracing import telemetry
 from sidecar.tracing.spans import GivenIds
 from sidecar.tracing.telemetry import Tracing, configure_tracing, content_by_environment
 from support.fake_vllm import FakeVllm
+from support.outside_server import OutsideServer, outside_server
 from support.proxy_kit import Recorded, StartProxy, Wire
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -35,8 +37,14 @@ CHAT = b'{"model":"smollm2-135m","temperature":0.5,"messages":[{"role":"user","c
 class Collector:
     """What an OpenTelemetry collector was sent."""
 
-    port: int
-    bodies: list[tuple[str, bytes]] = field(default_factory=list)
+    server: OutsideServer
+
+    @property
+    def bodies(self) -> list[tuple[str, bytes]]:
+        return [
+            (one.path, gzip.decompress(one.body) if "content-encoding" in one.headers else one.body)
+            for one in self.server.asked
+        ]
 
     @property
     def spans(self) -> list[Any]:
@@ -61,7 +69,7 @@ class Collector:
         }
 
     def tracing(self, **telemetry: Any) -> Tracing:
-        url = f"http://127.0.0.1:{self.port}/v1"
+        url = f"{self.server.url}/v1"
         asked = {
             "otlp_endpoint": f"{url}/traces",
             "otlp_metrics_endpoint": f"{url}/metrics",
@@ -74,56 +82,45 @@ class Collector:
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setattr("opentelemetry.trace.set_tracer_provider", lambda provider: None)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
-            found.bodies.append((self.path, body))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Collector(server.server_address[1])
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with outside_server() as server:
+        server.headers["content-type"] = "application/x-protobuf"
+        server.body = b""
+        yield Collector(server)
 
 
 def values(attributes: Any) -> dict[str, Any]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
 
 
+Ask = Callable[..., Awaitable[tuple[dict[str, str], Exchange]]]
+
+
+@pytest.fixture
+def ask(recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire) -> Ask:
+    """Send a chat through a proxy with this tracing, and end the tracing. Returns: the headers that
+    vLLM got, and what was captured."""
+
+    async def ask(tracing: Tracing, headers: str = "") -> tuple[dict[str, str], Exchange]:
+        fake_vllm.play(wire.whole_reply(recorded("whole_reply_asked.json")))
+        running = await start_proxy(tracing=tracing)
+        await running.send(wire.post(CHAT, headers=headers))
+        (exchange,) = await running.captured(1)
+        tracing.shutdown()
+        return fake_vllm.requests[0].headers, exchange
+
+    return ask
+
+
 async def test_the_span_that_is_exported_is_the_one_that_vllm_was_told_of(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    collector: Collector,
+    fake_vllm: FakeVllm, ask: Ask, collector: Collector
 ) -> None:
-    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
-    tracing = collector.tracing()
-    running = await start_proxy(tracing=tracing)
     headers = (
         f"traceparent: 00-{TRACE}-{SPAN}-01\r\ntracestate: vendor=1\r\n"
         "Authorization: Bearer top-secret-key\r\n"
     )
 
-    await running.send(wire.post(CHAT, headers=headers))
-    (exchange,) = await running.captured(1)
-    tracing.shutdown()
+    seen, exchange = await ask(collector.tracing(), headers)
 
-    seen = fake_vllm.requests[0].headers
     version, trace_id, span_id, flags = seen["traceparent"].split("-")
     assert (version, trace_id, flags) == ("00", TRACE, "01")
     assert span_id != SPAN
@@ -137,84 +134,39 @@ async def test_the_span_that_is_exported_is_the_one_that_vllm_was_told_of(
     assert attributes["gen_ai.operation.name"] == "chat"
     assert attributes["gen_ai.request.temperature"] == 0.5
     assert attributes["gen_ai.usage.output_tokens"] == exchange.completion_tokens
-    assert (attributes["server.address"], attributes["server.port"]) == (
-        "127.0.0.1",
-        fake_vllm.port,
-    )
+    server = (attributes["server.address"], attributes["server.port"])
+    assert server == ("127.0.0.1", fake_vllm.port)
     everything = b"".join(body for _, body in collector.bodies)
     assert b"secret" not in everything, "neither content nor keys"
 
 
 async def test_a_trace_that_the_client_does_not_sample_goes_on_unsampled_and_unexported(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    collector: Collector,
+    ask: Ask, collector: Collector
 ) -> None:
-    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     tracing = collector.tracing(otlp_metrics_endpoint="")
-    running = await start_proxy(tracing=tracing)
 
-    await running.send(wire.post(CHAT, headers=f"traceparent: 00-{TRACE}-{SPAN}-00\r\n"))
-    (exchange,) = await running.captured(1)
-    tracing.shutdown()
+    seen, exchange = await ask(tracing, f"traceparent: 00-{TRACE}-{SPAN}-00\r\n")
 
-    sent = fake_vllm.requests[0].headers["traceparent"]
-    assert sent.startswith(f"00-{TRACE}-")
-    assert sent.endswith("-00")
-    assert SPAN not in sent
+    assert seen["traceparent"].startswith(f"00-{TRACE}-")
+    assert seen["traceparent"].endswith("-00")
+    assert SPAN not in seen["traceparent"]
     assert exchange.trace_id == TRACE
     assert collector.bodies == []
 
 
-async def test_a_request_without_a_trace_begins_one(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    collector: Collector,
-) -> None:
-    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
-    tracing = collector.tracing()
-    running = await start_proxy(tracing=tracing)
+async def test_a_request_without_a_trace_begins_one(ask: Ask, collector: Collector) -> None:
+    seen, _ = await ask(collector.tracing(), "traceparent: 00-rubbish\r\n")
 
-    await running.send(wire.post(CHAT, headers="traceparent: 00-rubbish\r\n"))
-    await running.captured(1)
-    tracing.shutdown()
-
-    _, trace_id, span_id, _ = fake_vllm.requests[0].headers["traceparent"].split("-")
+    _, trace_id, span_id, _ = seen["traceparent"].split("-")
     chat = next(span for span in collector.spans if span.name.startswith("chat"))
     assert (chat.trace_id.hex(), chat.span_id.hex()) == (trace_id, span_id)
     assert chat.parent_span_id == b""
 
 
-async def test_without_an_exporter_the_clients_trace_passes_untouched(
-    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy(tracing=configure_tracing(Telemetry(), "proxy"))
-
-    await running.send(wire.post(CHAT, headers=f"traceparent: 00-{TRACE}-{SPAN}-01\r\n"))
-    await running.send(wire.post(CHAT))
-
-    assert fake_vllm.requests[0].headers["traceparent"] == f"00-{TRACE}-{SPAN}-01"
-    assert "traceparent" not in fake_vllm.requests[1].headers
-
-
 async def test_content_is_in_the_span_only_when_asked_for(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    collector: Collector,
+    recorded: Recorded, ask: Ask, collector: Collector
 ) -> None:
-    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
-    tracing = collector.tracing(content=True)
-    running = await start_proxy(tracing=tracing)
-
-    await running.send(wire.post(CHAT, headers="Authorization: Bearer top-key\r\n"))
-    await running.captured(1)
-    tracing.shutdown()
+    await ask(collector.tracing(content=True), "Authorization: Bearer top-key\r\n")
 
     chat = next(span for span in collector.spans if span.name.startswith("chat"))
     attributes = values(chat.attributes)
@@ -241,38 +193,20 @@ def test_the_standard_variable_asks_for_content_too(value: str, expected: bool) 
     assert content_by_environment(value) is expected
 
 
-async def test_metrics_have_the_names_of_the_conventions(
-    recorded: Recorded,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-    collector: Collector,
-) -> None:
-    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
-    tracing = collector.tracing(otlp_endpoint="")
-    running = await start_proxy(tracing=tracing)
+async def test_metrics_have_the_names_of_the_conventions(ask: Ask, collector: Collector) -> None:
+    seen, exchange = await ask(collector.tracing(otlp_endpoint=""))
 
-    await running.send(wire.post(CHAT))
-    (exchange,) = await running.captured(1)
-    tracing.shutdown()
-
-    metrics = collector.metrics
-    assert "traceparent" not in fake_vllm.requests[0].headers, "no spans, no trace of ours"
-    prompt, completion = len(exchange.prompt_token_ids), exchange.completion_tokens
-    assert set(metrics) == {
-        "gen_ai.client.inference.duration",
-        "gen_ai.client.inference.usage.input_tokens",
-        "gen_ai.client.inference.usage.output_tokens",
-    }
-    counted = [
-        metrics[f"gen_ai.client.inference.usage.{kind}_tokens"].sum.data_points[0].as_int
-        for kind in ("input", "output")
-    ]
-    duration = metrics["gen_ai.client.inference.duration"]
-    assert counted == [prompt, completion]
+    assert "traceparent" not in seen, "no spans, no trace of ours"
+    duration, *tokens = (
+        collector.metrics.pop(f"gen_ai.client.inference.{name}")
+        for name in ("duration", "usage.input_tokens", "usage.output_tokens")
+    )
+    counted = [one.sum.data_points[0].as_int for one in tokens]
+    assert counted == [len(exchange.prompt_token_ids), exchange.completion_tokens]
     (point,) = duration.histogram.data_points
     assert (point.count, duration.unit) == (1, "s")
     assert values(point.attributes)["gen_ai.response.model"] == "smollm2-135m"
+    assert len(collector.metrics) == 3
 
 
 def test_a_collector_that_never_answers_does_not_hold_the_end_and_what_it_missed_is_counted(

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,11 +18,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sidecar.access.keys import make_key
-from sidecar.backoff import Waits
 from sidecar.metrics.families import MetricTable, mark_dead, private_region, signs_of_life
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
-from sidecar.workers.parent import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Silence, takers
+from sidecar.workers.parent import CHECK_INTERVAL_S, HUNG_AFTER_S, Silence, takers
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import Wire
 
@@ -68,15 +66,11 @@ class Service:
     port: int = 0
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = self.log.read_text().splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        return [item for item in found if item.get("event") == name]
+        return [item for item in self.logged() if item.get("event") == name]
 
-    def errors(self) -> set[str]:
-        """Events that the log has as errors."""
+    def logged(self) -> list[dict[str, Any]]:
         lines = self.log.read_text().splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        return {item["event"] for item in found if item["level"] in {"error", "critical"}}
+        return [json.loads(line) for line in lines if line.startswith("{")]
 
     def workers(self) -> dict[int, int]:
         """Process id -> slot, of the children that live."""
@@ -414,17 +408,16 @@ async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
     assert all(b"[DONE]" in rest for rest in finished)
 
 
-@pytest.mark.parametrize("workers", [2])
 async def test_replacing_every_worker_under_load_fails_no_request(
-    workers: int, held: asyncio.Event, start: StartService
+    held: asyncio.Event, start: StartService
 ) -> None:
-    service = await start(workers)
+    service = await start(2)
     old = set(service.workers())
     load = Load(service.port)
     load.begin(2, kept=2)
 
     service.process.send_signal(signal.SIGHUP)
-    await service.serving(2 * workers)
+    await service.serving(4)
     await until(lambda: not any(map(alive, old)), "the old workers end")
     await load.more(20)
     await load.end()
@@ -432,33 +425,10 @@ async def test_replacing_every_worker_under_load_fails_no_request(
     assert load.failed == []
     totals = await service.metrics()
     assert totals["sidecar_exchanges_total/ok"] == load.answered
-    assert totals["sidecar_workers_alive"] == workers
+    assert totals["sidecar_workers_alive"] == 2
     assert "sidecar_worker_restarts_total/ended" not in totals
     assert service.events("worker_ended") == []
-    assert service.errors() == set()
-
-
-async def test_any_worker_shows_the_numbers_of_all(
-    held: asyncio.Event, start: StartService, state_dir: Path
-) -> None:
-    service = await start(2)
-    load = Load(service.port)
-    load.begin(2)
-    await load.more(30)
-    await load.end()
-
-    seen = [await service.metrics() for _ in range(12)]  # on one worker each, of two
-
-    assert {one["sidecar_exchanges_total/ok"] for one in seen} == {load.answered}
-    assert {one["sidecar_request_duration_seconds_count"] for one in seen} == {load.answered}
-    service.process.terminate()
-    await asyncio.to_thread(service.process.wait, WAIT_S)
-    # Both write one outbox, and neither loses anything to the other.
-    with sqlite3.connect(state_dir / "outbox.db") as outbox:
-        assert outbox.execute("SELECT COUNT(DISTINCT exchange_id) FROM outbox").fetchone() == (
-            load.answered,
-        )
-    outbox.close()
+    assert {item["level"] for item in service.logged()}.isdisjoint({"error", "critical"})
 
 
 async def test_term_lets_streams_finish_and_ends_with_0(
@@ -563,15 +533,6 @@ def test_a_listener_without_its_worker_is_taken_by_the_first_that_serves(
     serving: list[bool], expected: list[int | None]
 ) -> None:
     assert takers(serving) == expected
-
-
-def test_a_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
-    waits = Waits(RESTARTS)
-
-    waited = [waits.restart_s(lived_s=1.0) for _ in range(9)]
-
-    assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert waits.restart_s(lived_s=60.0) == 0.1
 
 
 def test_signs_of_life_grow_while_the_writer_serves_and_are_gone_with_it() -> None:

@@ -88,9 +88,7 @@ def shape(event: bytes) -> Any:
     return lines, told, list(told), list(told["error"])
 
 
-@pytest.mark.parametrize(
-    ("surface", "capture"), [*((one, "on") for one in SURFACES), ("chat", "off")]
-)
+@pytest.mark.parametrize(("surface", "capture"), KINDS)
 async def test_a_stream_lost_inside_an_event_gives_no_half_event_that_reads_as_whole(
     surface: str, capture: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
@@ -113,9 +111,7 @@ async def test_a_stream_lost_inside_an_event_gives_no_half_event_that_reads_as_w
     assert running.metric("sidecar_exchanges_total", outcome="upstream_error") == 1
 
 
-@pytest.mark.parametrize(
-    ("surface", "capture"), [*((one, "on") for one in SURFACES), ("chat", "off")]
-)
+@pytest.mark.parametrize(("surface", "capture"), KINDS)
 async def test_a_failure_that_vllm_tells_itself_is_passed_on_and_never_learned_from(
     surface: str, capture: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from sidecar.capture.assemble import assemble
-from sidecar.records import Assignment, RawCapture, Surface, Timings, encode_exchange
+from sidecar.records import Surface, encode_exchange
 from sidecar.relay.best_of import plan_best_of
 from sidecar.relay.heads import RequestHeaders
-from sidecar.relay.plan import Plan, RequestContext, plan_request
+from sidecar.relay.plan import Plan, plan_request
 from sidecar.relay.refusals import names_unknown_model
 from sidecar.relay.reply_edit import STRIP_USUAL, strip_event, strip_reply
 from sidecar.relay.surfaces import BY_PATH
 from sidecar.routing.assignment import CompiledRouting
+from sidecar.routing.session_key import KnownSessions
 from sidecar.routing.table import RoutingTable
+from support.exchanges import make_raw_capture
 from support.fake_vllm import FakeVllm
-from support.proxy_kit import Running, StartProxy, Wire
+from support.proxy_kit import StartProxy, Wire
 
 MODEL = "smollm2-135m"
 PATHS = [path.decode() for path in BY_PATH]
@@ -64,45 +64,11 @@ def body_with(value: bytes, *, size: int = 0, more: bytes = b"NaN") -> bytes:
     ) % (MODEL.encode(), more, padding, value)
 
 
-class Connection:
-    """One client that stays."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def ask(self, sent: bytes) -> tuple[bytes, bytes]:
-        """Returns: the head and the body of the reply."""
-        head_end = sent.index(b"\r\n\r\n") + 4
-        self.writer.write(sent[: head_end + 10])
-        await asyncio.sleep(0)
-        for at in range(head_end + 10, len(sent), 100_000):
-            self.writer.write(sent[at : at + 100_000])
-            await self.writer.drain()
-        async with asyncio.timeout(60):
-            head = await self.reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-            return head, await self.reader.readexactly(length)
-
-
-@pytest.fixture
-async def connect() -> Any:
-    opened: list[Connection] = []
-
-    async def connect(running: Running) -> Connection:
-        opened.append(Connection(*await asyncio.open_connection("127.0.0.1", running.port)))
-        return opened[-1]
-
-    yield connect
-    for one in opened:
-        one.writer.transport.abort()
-
-
 @pytest.mark.parametrize(("path", "size"), [(PATHS[0], 0), (PATHS[0], LONG), (PATHS[3], LONG)])
 async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_logged_once(
-    path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+    path: str, size: int, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
-    client = await connect(running)
     context = running.proxy._relay._context
     context.rate_limited_log._clock = lambda: 0.0
     bodies = [(body_with(value, size=size), reason) for value, reason in REFUSED.values()]
@@ -112,12 +78,10 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
     with capture_logs() as logs:
         for sent_body, reason in bodies:
             before = running.metric("sidecar_bodies_unreadable_total", reason=reason)
-            sent = wire.post(sent_body, path=path, close=False)
 
-            head, body = await client.ask(sent)
+            line, _, body = wire.split(await running.send(wire.post(sent_body, path=path)))
 
-            assert (head[:12], body) == (b"HTTP/1.1 400", PARSING)
-            assert b"connection: close" not in head.lower()
+            assert (line, body) == ("HTTP/1.1 400 Bad Request", PARSING)
             now = running.metric("sidecar_bodies_unreadable_total", reason=reason)
             assert now == before + 1
 
@@ -129,37 +93,17 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
     assert running.metric("sidecar_requests_in_flight") == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"{", "not_json"),
-        (b"", "not_an_object"),
-        (b"[]", "not_an_object"),
-        (b"NaN", "not_an_object"),
-    ],
-)
-async def test_a_body_of_other_faults_is_counted_by_its_reason(
-    body: bytes, reason: str, start_proxy: StartProxy, wire: Wire
-) -> None:
-    running = await start_proxy()
-
-    assert (await running.send(wire.post(body))).startswith(b"HTTP/1.1 400")
-
-    assert running.metric("sidecar_bodies_unreadable_total", reason=reason) == 1
-
-
 @pytest.mark.parametrize(("path", "size"), [(one, LONG) for one in PATHS[:4]] + [(PATHS[0], 0)])
 async def test_what_vllm_reads_goes_on_to_it_whatever_a_stricter_reader_thinks(
-    path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+    path: str, size: int, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
-    client = await connect(running)
 
     for value in LEFT_TO_VLLM.values():
         sent = body_with(value, size=size)
-        head, _ = await client.ask(wire.post(sent, path=path, close=False))
+        reply = await running.send(wire.post(sent, path=path))
 
-        assert head.startswith(b"HTTP/1.1 200")
+        assert reply.startswith(b"HTTP/1.1 200")
         assert fake_vllm.requests[-1].body.endswith(sent[sent.index(b'"messages"') :])
 
     # What was asked for can be stored: nothing is lost for its odd text.
@@ -204,8 +148,7 @@ def test_no_part_of_the_plan_fails_on_any_value_at_any_depth(member: str, more: 
     ]
     for rule in BY_PATH.values():
         for body in bodies:
-            around = RequestContext(TABLE, None, metered=True)
-            plan = plan_request(rule, body, RequestHeaders(), around)
+            plan = plan_request(rule, body, RequestHeaders(), TABLE, KnownSessions(), metered=True)
             if not isinstance(plan, Plan):
                 assert plan.status in (400, 404)
                 continue
@@ -280,53 +223,11 @@ def test_an_odd_reply_is_kept_as_one_that_cannot_be_read(surface: Surface, strea
             said[place] = value
             reply = REPLIES[surface][streamed] % tuple(said)
 
-            exchange = assemble(raw(surface, (reply,), streamed))
+            exchange = assemble(
+                make_raw_capture(reply=(reply,), surface=surface, streamed=streamed)
+            )
 
             assert encode_exchange(exchange)
             assert exchange.untrainable_reason is not None
             for choice in exchange.choices:
                 json.loads(choice.message)
-
-
-def raw(surface: Surface, reply: tuple[bytes, ...], streamed: bool) -> RawCapture:
-    return RawCapture(
-        exchange_id="ex_1",
-        public_model="m",
-        route=Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
-        replica="http://vllm",
-        session_key="h:s",
-        user="",
-        request=b"{}",
-        reply=reply,
-        streamed=streamed,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=1_000.0, first_byte_s=0.5, total_s=2.0),
-        surface=surface,
-    )
-
-
-@pytest.mark.parametrize("path", PATHS[:4])
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_reply_nested_too_deep_reaches_its_client_and_is_recorded(
-    path: str,
-    streamed: bool,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
-) -> None:
-    reply = b'{"choices":[{"index":0,"message":{"content":"a","z":%b},"token_ids":[1]}]}'
-    body = reply % nested(20_000)
-    event = b"data: %b\n\n" % body
-    whole, stream = wire.whole_reply(body), [wire.STREAM_HEAD, wire.chunk(event), wire.LAST_CHUNK]
-    fake_vllm.script = lambda _: stream if streamed else [whole]
-    running = await start_proxy()
-
-    line, _, got = wire.split(await running.send(wire.post(body_with(b"1"), path=path)))
-
-    ours = "completions" in path
-    expected = edited(body) if ours else body
-    assert (line, got) == ("HTTP/1.1 200 OK", b"data: %b\n\n" % expected if streamed else expected)
-    exchange = (await running.captured(1))[0]
-    assert exchange.untrainable_reason == "unreadable_reply"
-    assert running.metric("sidecar_captures_lost_total", reason="unreadable") == 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sidecar.relay.context import ClientRequest
-from sidecar.relay.heads import ReplyHeaders, RequestHeaders, reply_head, reply_lines, request_lines
-from sidecar.relay.reply_parser import ReplyHead, ReplyParser, ReplyReader
+from sidecar.relay.heads import RequestHeaders, request_lines
 from sidecar.relay.request_parser import RequestParser
 
 
@@ -17,29 +16,6 @@ def sorted_request(*headers: tuple[bytes, bytes]) -> RequestHeaders:
     request = parser.ready.popleft()
     assert isinstance(request, ClientRequest)
     return request.head.headers
-
-
-def sorted_reply(*headers: tuple[bytes, bytes]) -> ReplyHeaders:
-    heads: list[ReplyHead] = []
-
-    class Reader(ReplyReader):
-        def reply_head(self, head: ReplyHead) -> None:
-            heads.append(head)
-
-        def reply_body(self, data: bytes) -> None: ...
-
-        def pass_chunks(self, framed: bytes, received_at: float) -> bool:
-            return False
-
-        def batch_end(self, *, complete: bool, received_at: float) -> None: ...
-
-        def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
-
-    parser = ReplyParser()
-    parser.expect(Reader(), head_only=False)
-    lines = (name + b": " + value for name, value in headers)
-    parser.feed(b"\r\n".join((b"HTTP/1.1 200 OK", *lines, b"\r\n")))
-    return heads[-1].headers
 
 
 def test_of_the_names_of_a_session_the_one_of_the_lowest_rank_counts_and_all_are_passed_on() -> (
@@ -77,14 +53,11 @@ def test_a_request_head_keeps_order_and_spelling_and_drops_what_is_the_connectio
         (b"x-dup", b"2"),
     )
 
-    head = request_lines(
-        b"POST", b"/v1/x?y", headers.lines, host=b"vllm:8000",
-        sent_on_demand=[b"Authorization: Bearer a"],
-    )  # fmt: skip
+    head = request_lines(b"POST", b"/v1/x?y", headers.lines, host=b"vllm:8000")
 
     assert head == (
         b"POST /v1/x?y HTTP/1.1\r\nHost: vllm:8000\r\nUser-AGENT: me\r\nidempotency-key: k\r\n"
-        b"x-dup: 1\r\nx-dup: 2\r\nAuthorization: Bearer a"
+        b"x-dup: 1\r\nx-dup: 2"
     )
     assert headers.text(b"idempotency-key") == "k"
 
@@ -106,30 +79,6 @@ def test_headers_about_which_somebody_decides_are_kept_aside_and_a_doubled_key_s
         b"x-api-key": b"k",
         b"traceparent": b"00-1-2-01",
     }
-
-
-def test_a_reply_head_gets_our_headers_and_the_framing() -> None:
-    headers = sorted_reply(
-        (b"server", b"uvicorn"),
-        (b"transfer-encoding", b"chunked"),
-        (b"connection", b"keep-alive, x-hop"),
-        (b"x-hop", b"1"),
-        (b"x-sidecar-adapter", b"forged"),
-    )
-
-    head = reply_head(
-        reply_lines(200, b"OK", headers.lines),
-        own=(b"x-sidecar-adapter: base",),
-        content_length=None,
-        chunked=True,
-        close=True,
-    )
-
-    assert head == (
-        b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nx-sidecar-adapter: base\r\n"
-        b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-    )
-    assert (headers.content_length, headers.chunked) == (None, True)
 
 
 def test_headers_are_read_without_regard_to_case_and_never_raise() -> None:

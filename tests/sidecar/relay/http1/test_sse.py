@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, strategies as st
 
@@ -35,21 +33,3 @@ def test_the_pieces_do_not_matter_and_no_byte_is_lost(pieces: list[bytes]) -> No
 
     assert (events, rest) == _feed([stream])
     assert b"".join(events) + rest == stream
-
-
-def test_a_recorded_stream_byte_by_byte(recorded: Callable[[str], bytes]) -> None:
-    stream = recorded("tools_stream_asked.sse")
-
-    events, rest = _feed([bytes([byte]) for byte in stream])
-
-    assert events == [part + b"\n\n" for part in stream.split(b"\n\n")[:-1]]
-    assert rest == b""
-
-
-def test_what_has_not_ended_is_pending() -> None:
-    splitter = EventSplitter()
-
-    assert splitter.feed(b"data: 1\n\ndata: 2") == [b"data: 1\n\n"]
-    assert splitter.pending_bytes == 7
-    assert splitter.rest() == b"data: 2"
-    assert splitter.pending_bytes == 0

@@ -25,7 +25,7 @@ def test_a_whole_reply_becomes_byte_for_byte_the_one_not_asked_for(
 
 
 @pytest.mark.parametrize("name", ["whole", "tools", "two"])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 100_000])
+@pytest.mark.parametrize("size", [1, 64, 100_000])
 def test_a_stream_becomes_byte_for_byte_the_one_not_asked_for(
     name: str, size: int, recorded: Recorded
 ) -> None:
@@ -104,18 +104,10 @@ HELD_BACK = (
 
 def test_an_event_that_exists_only_because_of_us_is_left_out() -> None:
     assert strip_event(HELD_BACK, ALL) == b""
-
-
-def test_an_empty_event_stays_when_the_client_asked_for_either_field() -> None:
-    assert strip_event(HELD_BACK, Strip(token_ids=True, logprobs=False)) == HELD_BACK.replace(
-        b"[3]", b"null"
-    )
-
-
-def test_an_empty_event_with_a_finish_reason_stays() -> None:
-    event = HELD_BACK.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
-
-    assert json.loads(strip_event(event, ALL)[6:])["choices"][0]["finish_reason"] == "stop"
+    asked = strip_event(HELD_BACK, Strip(token_ids=True, logprobs=False))
+    assert asked == HELD_BACK.replace(b"[3]", b"null")
+    ended = HELD_BACK.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
+    assert json.loads(strip_event(ended, ALL)[6:])["choices"][0]["finish_reason"] == "stop"
 
 
 PIECES = (
@@ -146,14 +138,6 @@ def is_no_json(data: bytes) -> bool:
 def test_bytes_that_are_no_reply_come_back_as_they_are(data: bytes) -> None:
     assert strip_reply(data, ALL) == data
     assert strip_event(b"data: " + data, ALL) == b"data: " + data
-
-
-def test_a_reply_cut_anywhere_comes_back_as_it_is() -> None:
-    reply = b'{"prompt_token_ids":[1],"choices":[{"token_ids":[2],"logprobs":{"content":[]}}]}'
-    beginnings = [reply[:at] for at in range(len(reply))]
-
-    assert [strip_reply(one, ALL) for one in beginnings] == beginnings
-    assert strip_reply(reply, ALL) != reply
 
 
 def test_a_held_reply_that_grows_too_long_goes_on_unedited(

@@ -40,7 +40,7 @@ def event(value: Any, name: str = "") -> bytes:
 
 
 @pytest.mark.parametrize(("name", "told"), TOLD.items())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_the_usage_of_a_recorded_reply_is_found_however_it_is_cut(
     name: str, told: int | None, data: st.DataObject, wire: Wire

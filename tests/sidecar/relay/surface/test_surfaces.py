@@ -23,16 +23,17 @@ PAIRED = {
     "completions_usage_stream": "😏",
 }
 """Those of which both questions are recorded, the client's and the sidecar's -> the answer."""
-TEXT_ONLY = [
-    "responses",
-    "responses_stream",
-    "responses_tools",
-    "responses_tools_stream",
-    "messages",
-    "messages_stream",
-    "messages_tools",
-    "messages_tools_stream",
-]
+TEXT_ONLY = {
+    "responses": (8, "stop"),
+    "responses_stream": (8, "stop"),
+    "responses_tools": (36, "tool_calls"),
+    "responses_tools_stream": (36, "tool_calls"),
+    "messages": (8, "stop"),
+    "messages_stream": (8, "stop"),
+    "messages_tools": (60, "length"),
+    "messages_tools_stream": (60, "length"),
+}
+"""Tokens and finish reason of each."""
 NOT_RECORDED = ["count_tokens", "embeddings"]
 FOUR = ["chat", "completions", "responses", "messages"]
 ADAPTER = "smollm2-135m--v3-0123456789ab"
@@ -90,6 +91,7 @@ async def test_with_capture_on_the_client_gets_its_own_reply_and_exact_ids_are_r
     assert sent == json.loads(asked.request)
     assert fake_vllm.requests[0].body.endswith(plain.request[1:])
     exchange = (await running.captured(1))[0]
+    assert headers["x-sidecar-exchange-id"] == exchange.exchange_id
     assert (exchange.surface, exchange.stream) == (name.split("_")[0], "stream" in name)
     assert (exchange.outcome, exchange.untrainable_reason) == ("ok", None)
     assert exchange.request == plain.request
@@ -102,27 +104,11 @@ async def test_with_capture_on_the_client_gets_its_own_reply_and_exact_ids_are_r
     assert exchange.reply_bytes == len(asked.body)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "finish_reason"),
-    [
-        ("responses", 8, "stop"),
-        ("responses_stream", 8, "stop"),
-        ("responses_tools", 36, "tool_calls"),
-        ("responses_tools_stream", 36, "tool_calls"),
-        ("messages", 8, "stop"),
-        ("messages_stream", 8, "stop"),
-        ("messages_tools", 60, "length"),
-        ("messages_tools_stream", 60, "length"),
-    ],
-)
+@pytest.mark.parametrize("name", TEXT_ONLY)
 async def test_an_exchange_of_a_text_surface_is_recorded_and_kept_from_learning(
-    name: str,
-    tokens: int,
-    finish_reason: str,
-    fake_vllm: FakeVllm,
-    start_proxy: StartProxy,
-    wire: Wire,
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
+    tokens, finish_reason = TEXT_ONLY[name]
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
     running = await start_proxy()
@@ -147,42 +133,6 @@ async def test_an_exchange_of_a_text_surface_is_recorded_and_kept_from_learning(
         assert message["content"] == "The capital of France is Paris."
     else:  # cut in the middle of the call: vLLM gives the text
         assert message["content"].startswith("<tool_call>")
-
-
-@pytest.mark.parametrize("name", NOT_RECORDED)
-async def test_what_samples_nothing_is_not_recorded(
-    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    item = wire.recording(f"{name}.plain")
-    fake_vllm.script = lambda _: [item.reply]
-    running = await start_proxy()
-
-    line, headers, body = await ask(running, wire, item)
-
-    assert (line, body) == (wire.split(item.reply)[0], item.body)
-    assert fake_vllm.requests[0].body == item.request
-    assert headers["x-sidecar-adapter"] == "base"
-    assert running.metric("sidecar_captures_skipped_total", reason="surface") == 1
-    assert running.sink.exchanges == []
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_completions_that_echo_the_prompt_are_asked_nothing(
-    streamed: bool, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    """vLLM then leaves the prompt out of the text, and computes its log-probabilities."""
-    item = wire.recording("completions_echo.plain")
-    fake_vllm.script = lambda _: [item.reply]
-    running = await start_proxy()
-    request = item.request if not streamed else item.request[:-1] + b', "stream": true}'
-
-    _, _, body = await ask(running, wire, item, request)
-
-    assert body == item.body
-    assert fake_vllm.requests[0].body == request
-    assert b"return_token_ids" not in request
-    exchange = (await running.captured(1))[0]
-    assert exchange.untrainable_reason in ("ids_missing", "stream_incomplete")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +194,7 @@ async def test_the_routed_adapter_is_written_into_the_request_of_every_surface_t
 
 
 @pytest.mark.parametrize("surface", NOT_RECORDED)
-async def test_the_base_answers_what_no_adapter_can(
+async def test_the_base_answers_what_no_adapter_can_and_it_is_not_recorded(
     surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
@@ -252,10 +202,13 @@ async def test_the_base_answers_what_no_adapter_can(
     running = await start_proxy()
     running.proxy.routing.table = adapted()
 
-    _, headers, _ = await ask(running, wire, item)
+    line, headers, body = await ask(running, wire, item)
 
+    assert (line, body) == (wire.split(item.reply)[0], item.body)
     assert fake_vllm.requests[0].body == item.request
     assert headers["x-sidecar-adapter"] == "base"
+    assert running.metric("sidecar_captures_skipped_total", reason="surface") == 1
+    assert running.sink.exchanges == []
 
 
 @pytest.mark.parametrize("said", [b"", b'"model": null, ', b'"model": "", '])
@@ -307,4 +260,5 @@ async def test_an_unknown_model_is_refused_in_the_words_of_that_surface(
     assert (list(ours), list(ours["error"])) == (list(real), list(real["error"]))
     assert ours["error"]["message"].startswith("The model `nope` does not exist.")
     assert {**ours["error"], "message": ""} == {**real["error"], "message": ""}
+    assert running.metric("sidecar_models_unknown_total") == 1
     assert fake_vllm.requests == []

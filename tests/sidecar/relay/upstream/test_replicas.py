@@ -126,18 +126,6 @@ def test_an_answer_between_failures_starts_the_count_and_the_times_anew() -> Non
     assert replica.ejected_until == 102.0
 
 
-def test_an_ejected_replica_is_left_alone_and_gets_its_sessions_back() -> None:
-    pool = replicas(3)
-    before = homes(pool)
-    eject(pool.all[0], 10.0)
-
-    during = homes(pool, 11.9)
-    after = homes(pool, 12.0)
-
-    assert pool.all[0].url not in during.values()
-    assert after == before
-
-
 def test_when_none_is_in_health_all_are_asked_rather_than_none() -> None:
     pool = replicas(2)
     before = homes(pool)
@@ -166,17 +154,6 @@ def test_requests_that_fail_while_it_is_ejected_do_not_eject_it_for_longer() -> 
     assert replica.usable(2.0)
     eject(replica, 2.0)
     assert replica.ejected_until == 6.0
-
-
-def test_a_replica_that_came_back_is_usable_at_once() -> None:
-    replica = replicas(2).all[0]
-    eject(replica, 0.0)
-
-    replica.came_back()
-
-    assert replica.usable(0.0)
-    eject(replica, 10.0)
-    assert replica.ejected_until == 12.0
 
 
 def test_one_in_health_is_preferred_to_one_that_has_the_adapter_and_is_not() -> None:

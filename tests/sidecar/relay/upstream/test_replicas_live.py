@@ -111,20 +111,6 @@ def fleet(wire: Wire, more_vllms: MoreVllms, start_proxy: StartProxy) -> Fleet:
     return Fleet(wire, more_vllms, start_proxy)
 
 
-async def test_a_session_stays_with_one_replica_and_sessions_are_spread(fleet: Fleet) -> None:
-    await fleet.start([BASE], [BASE], [BASE])
-
-    homes = {f"s{number}": await fleet.who_answers(f"s{number}") for number in range(24)}
-    for _ in range(2):
-        for session, home in homes.items():
-            assert await fleet.who_answers(session) == home
-
-    assert set(homes.values()) == {0, 1, 2}
-    exchanges = await fleet.running.captured(72)
-    recorded = {exchange.session_key: exchange.replica for exchange in exchanges}
-    assert recorded == {f"h:{session}": fleet.url(home) for session, home in homes.items()}
-
-
 async def test_a_replica_that_refuses_connections_is_replaced_unseen_and_soon_left_alone(
     fleet: Fleet,
 ) -> None:
@@ -160,82 +146,6 @@ async def test_when_all_refuse_the_client_is_told_once_each_was_tried(fleet: Fle
     assert b"Check that vLLM is running" in body
     assert fleet.failovers() == 2
     assert fleet.running.metric("sidecar_requests_in_flight") == 0
-
-
-async def test_after_an_outage_of_all_the_first_one_back_is_used_at_once(fleet: Fleet) -> None:
-    """However long the outage was and however many requests failed in it."""
-    await fleet.start([BASE], [BASE])
-    # Ports are drawn, and with them the home of each session: 8 may all have one home.
-    sessions = [f"s{number}" for number in range(32)]
-    for fake in fleet.fakes:
-        await fake.stop()
-    for _ in range(5):
-        for session in sessions:
-            assert (await fleet.ask(session))[0] == "HTTP/1.1 502 Bad Gateway"
-        fleet.now += 1.0
-
-    await fleet.fakes[0].start(fleet.fakes[0].port)
-    assert [await fleet.who_answers(session) for session in sessions] == [0] * 32
-    # Ejected at 0 s for 2 s and at 2 s for 4 s, and not once more by the requests in between.
-    for number in (0, 1):
-        url = fleet.url(number)
-        assert fleet.running.metric("sidecar_replica_ejections_total", replica=url) == 2
-    await fleet.fakes[1].start(fleet.fakes[1].port)
-    fleet.now += 1.0
-
-    assert {await fleet.who_answers(session) for session in sessions} == {0, 1}
-
-
-async def test_a_replica_that_dies_fails_the_streams_that_it_had_and_no_others(
-    fleet: Fleet, wire: Wire
-) -> None:
-    await fleet.start([BASE], [BASE])
-    sessions = {number: (await fleet.sessions_of(number, 1))[0] for number in (0, 1)}
-    plain, asked = wire.recording("chat_stream.plain"), wire.recording("chat_stream.asked")
-    go_on = asyncio.Event()
-    for fake in fleet.fakes:
-        fake.script = lambda _: [asked.head, *asked.chunks[:3], go_on, *asked.chunks[3:]]
-
-    async def stream(session: str, begun: asyncio.Event) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.running.port)
-        writer.write(wire.post(plain.request, headers=f"x-sidecar-session: {session}\r\n"))
-        first = await reader.readuntil(b'"content":"The"')
-        begun.set()
-        rest = await reader.read()
-        writer.close()
-        return first + rest
-
-    begun = {number: asyncio.Event() for number in sessions}
-    tasks = {
-        number: asyncio.create_task(stream(session, begun[number]))
-        for number, session in sessions.items()
-    }
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(event.wait() for event in begun.values()))
-        await fleet.fakes[0].stop()
-        failed = await tasks[0]
-        go_on.set()
-        whole = await tasks[1]
-
-    assert b'data: {"error": {"message": "The sidecar lost vLLM' in failed
-    assert wire.split(whole)[2] == plain.body
-    fleet.fakes[1].script = fleet._answers([BASE])
-    assert await fleet.who_answers(sessions[0]) == 1
-    assert fleet.running.metric("sidecar_exchanges_total", outcome="upstream_error") == 1
-
-
-async def test_the_watch_takes_a_sick_replica_out_and_back_in(fleet: Fleet) -> None:
-    await fleet.start([BASE], [BASE], proxy={"health_interval_s": 0.05})
-    [session] = await fleet.sessions_of(0, 1)
-
-    fleet.fakes[0].healthy = False
-    await fleet.up(0, 0)
-    assert await fleet.who_answers(session) == 1
-    assert fleet.failovers() == 0
-
-    fleet.fakes[0].healthy = True
-    await fleet.up(0, 1)
-    assert await fleet.who_answers(session) == 0
 
 
 async def test_a_replica_that_is_started_again_serves_before_its_ejection_ends(

@@ -1,4 +1,5 @@
-"""The gate's judge in the settings: its own, or that of the reward; a rubric as text or file."""
+"""The judges in the settings: the gate's own or the reward's; rubrics as texts or files, of
+single projects too."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.errors import SettingsError
-from sidecar.settings import Judge, Settings, load_settings, shown_settings
+from sidecar.settings import Judge, Settings, load_settings
+from sidecar.settings.checks import advice
 from sidecar.settings.judge import GateJudge
 
 REWARD = """
@@ -52,25 +54,6 @@ def test_another_model_gets_neither_key_nor_address_nor_parameters_of_the_reward
     assert (gate.rubric, gate.passes, gate.timeout_s) == ("reward rubric", 3, 7.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("api_base = 'http://127.0.0.1:9/v1'", "gate_judge.api_base is set without"),
-        ("api_key = 'k'", "gate_judge.api_key is set without"),
-        ("params = {temperature = 1}", "gate_judge.params is set without"),
-        ("model = 'x/y'\nparams = {stream = true}", "gate_judge.params holds stream"),
-        ("rubric = 'file:gone.txt'", "gone.txt cannot be read"),
-    ],
-)
-def test_what_would_not_be_used_or_cannot_be_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    with pytest.raises(SettingsError, match=r"^setting ") as caught:
-        load(tmp_path, f"[gate_judge]\n{text}\n")
-
-    assert message in str(caught.value)
-
-
 def test_a_rubric_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "reward.txt").write_text("be brief")
     (tmp_path / "exam.txt").write_text("be right\n")
@@ -107,21 +90,68 @@ def test_a_file_that_is_no_rubric_is_refused(tmp_path: Path, content: bytes, mes
         load(tmp_path, "[judge]\nrubric = 'file:rubric.txt'\n")
 
 
-def test_its_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDECAR_GATE_JUDGE__MODEL", "openai/exam")
-    monkeypatch.setenv("SIDECAR_GATE_JUDGE__API_KEY", "s3cret-value")
-    monkeypatch.setenv("SIDECAR_GATE_JUDGE__PARAMS", '{"token": "s3cret-value"}')
-
-    settings = load_settings(None)
-
-    assert settings.gate_judge.api_key is not None
-    assert settings.gate_judge.api_key.get_secret_value() == "s3cret-value"
-    assert "s3cret-value" not in str(shown_settings(settings))
-
-
 def test_the_context_of_one_judge_is_not_taken_for_that_of_another() -> None:
     judge = Judge(model="openai/a", context_tokens=32_768)
     unknown = GateJudge(model="hosted_vllm/b")
 
     assert Settings(judge=judge).judge_of_gate.context_tokens == 32_768
     assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.context_tokens == 0
+
+
+PROJECTS = """
+[access]
+mode = "keys"
+[judge]
+model = "openai/reward"
+rubric = "base"
+[judge.projects.shop]
+rubric = "shop"
+[judge.projects.desk]
+rubric = "desk"
+"""
+
+
+def exams(settings: Settings) -> dict[str, str]:
+    """What the gate asks by, of each project."""
+    return {name: settings.judge_of_gate.of(name).rubric for name in ("shop", "desk", "bank")}
+
+
+def test_a_project_without_a_rubric_of_its_own_has_the_default(tmp_path: Path) -> None:
+    judge = load(tmp_path, PROJECTS).judge
+
+    assert [judge.of(name).rubric for name in ("shop", "desk", "bank", "")] == [
+        "shop", "desk", "base", "base",
+    ]  # fmt: skip
+    assert judge.of("shop").model_copy(update={"rubric": "base"}) == judge
+
+
+def test_the_gate_takes_its_own_then_the_rewards(tmp_path: Path) -> None:
+    assert exams(load(tmp_path, PROJECTS)) == {"shop": "shop", "desk": "desk", "bank": "base"}
+    # A rubric of the gate's own stands before the rewards' rubrics of projects.
+    assert exams(load(tmp_path, f'{PROJECTS}[gate_judge]\nrubric = "exam"\n')) == {
+        "shop": "exam", "desk": "exam", "bank": "exam",
+    }  # fmt: skip
+
+
+def test_a_projects_rubric_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "shop.txt").write_text("shop, by a file")
+
+    settings = load(
+        tmp_path,
+        f"[judge]\nmodel = 'x/y'\nrubric = 'base'\n"
+        f"[judge.projects.shop]\nrubric = 'file:{tmp_path}/shop.txt'\n",
+    )
+
+    assert settings.judge.of("shop").rubric == "shop, by a file"
+    assert exams(settings) == {"shop": "shop, by a file", "desk": "base", "bank": "base"}
+
+
+def test_without_keys_there_is_one_project_and_rubrics_of_others_are_warned_of(
+    tmp_path: Path,
+) -> None:
+    text = PROJECTS + "[judge.projects.default]\nrubric = 'd'\n"
+
+    warned = [".".join(key) for key, _ in advice(load(tmp_path, text.replace('"keys"', '"open"')))]
+
+    assert warned == ["judge.projects.shop", "judge.projects.desk"]
+    assert not [key for key, _ in advice(load(tmp_path, text)) if "projects" in key]

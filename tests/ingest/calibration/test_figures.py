@@ -1,9 +1,10 @@
-"""Position bias and noise of runs that were made by hand."""
+"""Agreement with a known order: figures worked by hand, and those of another implementation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,68 @@ from ingest.calibration.figures import (
     Run,
     first_minus_last_parts,
     flip_parts,
+    kendall_tau,
     noise_sd,
+    over_groups,
+    pairs_right,
     position_parts,
     repeat_parts,
 )
+
+
+@pytest.mark.parametrize(
+    ("known", "judged", "tau"),
+    [
+        ([1, 2, 3], [0.1, 0.5, 0.6], 1.0),
+        ([1, 2, 3], [0.5, 0.5, 0.5], 0.0),  # scipy: nan
+        ([1, 1], [0.2, 0.9], None),
+        ([2, 1, 3, 0, 0], [4, 0, 2, 4, 0], 0.117851130198),
+        ([4, 1, 0, 0, 3, 3], [0, 1, 0, 4, 3, 0], -0.32025630761),
+        ([4, 0, 1, 4, 0, 4, 4, 3], [0, 1, 0, 4, 1, 2, 3, 1], 0.35634832255),
+        (
+            [0.541, 0.571, 0.56, 0.682, 0.103, 0.571, 0.188, 0.097, 0.712, 0.564, 0.619, 0.496],
+            [0.5, 0.8, 0.5, 0.9, 0.4, 0.2, 0.2, 0.8, 0.1, 0.3, 0.5, 0.3],
+            -0.016012815381,
+        ),
+    ],
+)
+def test_tau_is_that_of_scipy(known: list[float], judged: list[float], tau: Any) -> None:
+    """The values are those of `scipy.stats.kendalltau` 1.17.1."""
+    assert kendall_tau(known, judged) == (tau and pytest.approx(tau, abs=1e-11))
+
+
+def test_a_tie_is_half_a_pair_right() -> None:
+    pairs = [(0, 1), (0, 2), (1, 2)]
+
+    assert pairs_right(pairs, [0.9, 0.4, 0.4]) == 2.5
+    assert pairs_right(pairs, [0.1, 0.4, 0.5]) == 0.0
+
+
+def test_a_group_with_more_pairs_weighs_more() -> None:
+    found = over_groups([(3, 10), (1, 2)], seed=0)
+
+    assert found is not None
+    assert found.groups == 2
+    assert [found.value, found.low, found.high] == pytest.approx([4 / 12, 0.3, 0.5])
+
+
+def test_the_interval_is_as_wide_as_theory_says_and_the_same_for_one_seed() -> None:
+    # A hundred groups, half right: the mean has a standard error of 0.5 / sqrt(100).
+    parts = [(float(number % 2), 1.0) for number in range(100)]
+
+    found = over_groups(parts, seed=1)
+
+    assert found is not None
+    assert found == over_groups(parts, seed=1)
+    assert found.low == pytest.approx(0.5 - 1.96 * 0.05, abs=0.015)
+    assert found.high == pytest.approx(0.5 + 1.96 * 0.05, abs=0.015)
+
+
+def test_no_groups_have_no_interval() -> None:
+    assert over_groups([], seed=0) is None
+
+
+# Position bias and noise of runs that were made by hand.
 
 
 def run(*passes: tuple[Sequence[float], Sequence[int]], repeat: int = 0) -> Run:

@@ -1,7 +1,9 @@
-"""Text logs are for people: short numbers, and nothing that a terminal is told in words already."""
+"""Logs: short numbers for people, nothing that a terminal is told in words already; a stream that
+refuses lines costs these lines, never the process."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ import sys
 
 import pytest
 
-from sidecar.logs import rounded
+from sidecar.logs import Lines, rounded
 
 PROGRAM = """
 import sys
@@ -20,6 +22,7 @@ configure_logging(Telemetry(log_json=sys.argv[1] == "json"), "test")
 log = structlog.get_logger()
 log.info("in_words_too", loss=0.01569626131780535, **{IN_WORDS: True})
 log.info("last", loss=0.01569626131780535)
+sys.stdout.write("alive")
 """
 
 
@@ -75,3 +78,42 @@ def test_numbers_have_four_digits_and_lose_none_before_the_point(
     value: object, shown: object
 ) -> None:
     assert rounded(value) == shown
+
+
+def test_a_process_whose_log_is_on_a_full_disk_goes_on() -> None:
+    command = [sys.executable, "-c", PROGRAM, "text"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=60)
+
+    assert done.stdout == b"alive"
+
+
+class _Refusing(io.StringIO):
+    refuses = True
+
+    def write(self, text: str) -> int:
+        if self.refuses:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_the_next_line_says_how_many_are_missing_and_why() -> None:
+    stream = _Refusing()
+    lines = Lines(stream)
+    lines.msg("first")
+    lines.msg("second")
+    stream.refuses = False
+    lines.msg("third")
+    lines.msg("fourth")
+
+    account, *others = stream.getvalue().splitlines()
+    assert json.loads(account)["lines"] == 2
+    assert "No space left" in json.loads(account)["error"]
+    assert others == ["third", "fourth"]
+
+
+def test_a_closed_stream_raises_nothing() -> None:
+    stream = io.StringIO()
+    stream.close()
+
+    Lines(stream).msg("a line at the end of a process")
