@@ -22,7 +22,7 @@ CONFIG = """
 import json, os, subprocess, sys, yaml
 
 os.environ.update(json.loads(sys.argv[2]))
-command = [sys.executable, "-m", "podman_compose", "-f", sys.argv[1], "config"]
+command = [sys.executable, "-m", "podman_compose", "--dry-run", "-f", sys.argv[1], "config"]
 done = subprocess.run(command, capture_output=True, text=True)
 made = yaml.safe_load(done.stdout)
 print(json.dumps({"code": done.returncode, "said": done.stderr, "made": made}))
