@@ -260,9 +260,8 @@ def run_checks(
 
 
 FINDERS = (
-    *("places", "the store's server", "Kafka", "vLLM", "judge", "verifiers", "learner"),
-    "settings",
-)
+    "places", "the store's server", "Kafka", "vLLM", "judge", "verifiers", "learner", "settings",
+)  # fmt: skip
 """Checks that return findings, the first stage first."""
 ASK_S = 3.0
 """Longest wait for a process of this machine."""

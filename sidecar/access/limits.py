@@ -289,8 +289,11 @@ class TableLimiter:
         place = self._enter(key_id, now)
         if place == _NO_SLOT:
             return self._memory.take(key_id, allowance, now)
-        usage, standing = take(self._found(place, key_id, allowance, now), allowance, now)
-        self._keep(place, key_id, usage)
+        try:
+            usage, standing = take(self._found(place, key_id, allowance, now), allowance, now)
+            self._keep(place, key_id, usage)
+        finally:
+            self._unlock(place)
         if place == _NO_LOCK and standing.refused is None:
             self._owe(key_id, allowance, requests=1)
         return standing
@@ -301,8 +304,11 @@ class TableLimiter:
         if place == _NO_SLOT:
             self._memory.charge(key_id, allowance, tokens, now)
             return
-        usage = self._found(place, key_id, allowance, now)
-        self._keep(place, key_id, charge(usage, allowance, tokens, now))
+        try:
+            usage = self._found(place, key_id, allowance, now)
+            self._keep(place, key_id, charge(usage, allowance, tokens, now))
+        finally:
+            self._unlock(place)
         if place == _NO_LOCK:
             self._owe(key_id, allowance, tokens=tokens)
 
@@ -312,10 +318,9 @@ class TableLimiter:
         return known or fresh(allowance, now)
 
     def _keep(self, place: int, key_id: str, usage: Usage) -> None:
-        """Write the usage into the table and unlock it, if it is locked; and remember it."""
+        """Write the usage into the table, if it is locked; and remember it."""
         if place >= 0:
             self._write(place, _owner(key_id), usage)
-            self._unlock()
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[key_id] = usage
@@ -360,9 +365,12 @@ class TableLimiter:
     def restore(self, records: Iterable[tuple[str, Usage]]) -> None:
         """Take over what `records` of an earlier process returned."""
         for key_id, usage in records:
-            if (place := self._enter(key_id, usage.at)) >= 0:
-                self._write(place, _owner(key_id), usage)
-                self._unlock()
+            place = self._enter(key_id, usage.at)
+            try:
+                if place >= 0:
+                    self._write(place, _owner(key_id), usage)
+            finally:
+                self._unlock(place)
 
     # The lock
 
@@ -385,8 +393,10 @@ class TableLimiter:
                 return "locked"
             os.sched_yield()
 
-    def _unlock(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
+    def _unlock(self, place: int = 0) -> None:
+        """place: what `_enter` returned: without a slot it holds no lock."""
+        if place >= 0:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
 
     # The slots
 

@@ -112,6 +112,7 @@ COPIED_BYTES = 2**20
 STEP_PAGES = 8
 STEPS_S = 0.02
 """The steps of one call end after this time; each is a transaction of its own."""
+_INCREMENTAL = 2
 _LATER = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
@@ -153,8 +154,11 @@ def _shrink(connection: sqlite3.Connection, kept_bytes: int) -> None:
     if free * size <= kept_bytes:
         return
     if (pages - free) * size <= COPIED_BYTES:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a file of an older version
         connection.execute("VACUUM")
         return
+    if _number(connection, "auto_vacuum") != _INCREMENTAL:
+        return  # until little is left in it
     end = time.monotonic() + STEPS_S
     while free * size > kept_bytes and time.monotonic() < end:
         # The pages are moved while the (empty) result is read.

@@ -331,3 +331,16 @@ def test_no_lock_is_left_behind(memory: int, opened: Open) -> None:
     tried = child(memory, TRIES)
 
     assert tried.communicate(timeout=60)[0] == "free\n"
+
+
+def test_an_error_leaves_the_table_unlocked(memory: int, opened: Open) -> None:
+    limiter, odd = opened(), Allowance(requests_per_minute="many")  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        limiter.take("k1", odd, NOON)
+    program = (
+        "import fcntl, sys\n"
+        "fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0); print('free')"
+    )
+
+    with child(memory, program) as other:
+        assert said(other) == "free"

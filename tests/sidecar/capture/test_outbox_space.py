@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.capture import outbox as outbox_space
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
 from support.exchanges import make_plain_exchange
@@ -101,6 +102,28 @@ def test_it_shrinks_while_it_is_never_empty(
 
     assert path.stat().st_size < 23 * MB  # 5 MB that wait, and what a file in use keeps
     assert len(reader.read(0, 100)) == 50
+
+
+def test_a_file_of_an_older_version_shrinks_too(
+    path: Path, outbox: Outbox, reader: OutboxReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_space, "prepare", lambda _: None)  # as it was made before
+    fill(outbox, 100)
+    monkeypatch.undo()
+    assert auto_vacuum(path) == 0
+
+    drain(reader)
+
+    assert max(sizes(path)) < MB
+    assert auto_vacuum(path) == 2
+    assert outbox.write([_exchange("next")]) == 1
+    assert [row.seq for row in reader.read(0, 9)] == [101]  # numbers are not used again
+
+
+def auto_vacuum(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as other:
+        found: int = other.execute("PRAGMA auto_vacuum").fetchone()[0]
+        return found
 
 
 def test_a_lock_delays_the_shrinking_only(outbox: Outbox, reader: OutboxReader, path: Path) -> None:
