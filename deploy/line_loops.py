@@ -25,7 +25,7 @@ from ingest.privacy.texts import JudgeView
 from ingest.ruler.judge import Judge
 from ingest.vllm.watch import ReplicaSampler
 from learner.shared_folders import shared_folders
-from sidecar.settings import Settings
+from sidecar.settings import Serving, Settings
 from sidecar.store.database import Database
 
 POLL_S = 0.5  # how often the controller polls the canary
@@ -113,6 +113,16 @@ def make_folder_of(settings: Settings) -> Callable[[str, str], str]:
     return lambda digest, path: str(shared.local(digest, path))
 
 
+def serving_limits(serving: Serving) -> ServingLimits:
+    """Return what an adapter folder must fit."""
+    base = serving.base_model_path
+    return ServingLimits(
+        max_rank=serving.max_lora_rank,
+        bases=frozenset({base, serving.model} if base else ()),
+        base_model_path=base,
+    )
+
+
 def make_controller(
     settings: Settings,
     database: Database,
@@ -121,18 +131,12 @@ def make_controller(
     on_change: Callable[[], None],
 ) -> Controller:
     """Build the controller of a line from the line's settings."""
-    rules, serving = settings.canary, settings.serving
-    bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(
         database=database,
         replicas=replicas,
         gate=gate,
-        rules=rules,
-        limits=ServingLimits(
-            max_rank=serving.max_lora_rank,
-            bases=frozenset(bases),
-            base_model_path=serving.base_model_path,
-        ),
+        rules=settings.canary,
+        limits=serving_limits(settings.serving),
         line=settings.line,
         approval=settings.approval,
         on_change=on_change,

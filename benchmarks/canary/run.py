@@ -1,7 +1,7 @@
 """`make bench BENCH=canary`: levels, power and the anchor, on simulated canaries; exit 1 when a
 target does not hold.
 
-    python -m benchmarks canary [--canaries 1000] [--parts equal limits power stopped slides small]
+    python -m benchmarks canary [--canaries 1000] [--parts replay equal limits power stopped ...]
 
 Each part is written to `benchmarks/results/canary-PART.json` as soon as it has ended.
 """
@@ -23,12 +23,15 @@ import structlog
 
 from benchmarks import results
 from benchmarks.canary import breaker, limits, ratchet, small
-from benchmarks.canary.play import Ended, Told, play
+from benchmarks.canary.play import Ended, Told, compared, play
 from benchmarks.canary.rivals import Peeking, Shares, asymptotic_half_width
-from benchmarks.canary.traffic import World
+from benchmarks.canary.traffic import World, differences
 from benchmarks.results import Target, at_least, at_most
+from deploy.canary.replay import verdict_of
 from deploy.evidence.live import GUARDS
-from deploy.evidence.quality import FLAWS, OF_GROUPS
+from deploy.evidence.quality import FLAWS, OF_GROUPS, Quality
+from deploy.registry import proof_rule
+from deploy.registry.canary_rule import quality_of
 from deploy.registry.proof_rule import (
     GUARD_LEVEL,
     GUARD_RATIO,
@@ -54,6 +57,7 @@ COLUMNS = (
     "part", "case", "canaries", "promoted", "rolled_back", "inconclusive", "held", "better",
     "peeking_better", "peeking_rollback", "shares_rollback", "groups", "canary_sessions",
     "most_sessions", "end", "worst", "proven", "in_time", "days", "days_90",
+    "agreed", "undecided",
 )  # fmt: skip
 
 
@@ -370,7 +374,50 @@ def small_sites(pool: ProcessPoolExecutor, canaries: int) -> Part:
     return rows, targets
 
 
+PLANTED = tuple(
+    sign * size
+    for size in (0.06, 0.08, 0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.35)
+    for sign in (1.0, -1.0)
+)
+"""Mean differences of twenty candidates to their champion."""
+REPLAYED = 200
+"""Prompts of a replay, as the command has it."""
+AGREEING = 18
+"""Candidates of twenty on which a replay's verdict is the one of the canary that follows."""
+
+
+def replayed(effect: float, seed: int) -> tuple[str, str]:
+    """Return the verdict of a replay of one candidate, and how its canary ends with other
+    prompts."""
+    world, rng = World(effect=effect), random.Random(f"replay-{effect}-{seed}")
+    scores, quality = differences(world, rng), Quality()
+    while quality.groups + quality.unknown < REPLAYED and proof_rule.harm(quality) is None:
+        one = compared(world, scores, rng)
+        quality = quality_of([one], proof_rule.limits_of(PLAIN), anchored=False, start=quality)
+    return verdict_of(quality, PLAIN)[0], play(world, PLAIN, seed=seed).phase
+
+
+def replays(pool: ProcessPoolExecutor, canaries: int) -> Part:
+    """Twenty planted candidates, first in a replay and then in a canary."""
+    rounds = max(5, canaries // 20)
+    ends = {"promoted": ("better", "no worse"), "rolled_back": ("worse",)}
+    rows: list[results.Row] = []
+    agreed = 0.0
+    for effect in PLANTED:
+        played = list(pool.map(partial(replayed, effect), range(rounds), chunksize=4))
+        same = sum(verdict in ends.get(phase, ("undecided",)) for verdict, phase in played)
+        agreed += same / rounds
+        row = {"part": "replay", "case": f"{effect:+.2f}", "canaries": rounds}
+        phases, verdicts = Counter(end for _, end in played), Counter(one for one, _ in played)
+        row |= {name: phases[name] / rounds for name in ("promoted", "rolled_back")}
+        row |= {"agreed": same / rounds, "undecided": verdicts["undecided"] / rounds}
+        rows.append(row)
+    what = f"replay and canary agree, of {len(PLANTED)} candidates"
+    return rows, [at_least(what, agreed, AGREEING)]
+
+
 PARTS = {
+    "replay": replays,
     "equal": equal,
     "limits": at_limits,
     "power": power,

@@ -1,7 +1,8 @@
 """Authenticate callers of the admin API. Pure: `reception` calls it before it reads a body.
 
 With tokens configured (`<SHA-256 hex>` or `<SHA-256 hex>:<scope>+<scope>`) a caller must send one
-of them as a bearer token. It has the scopes named there; a digest alone has every scope.
+of them as a bearer token. It has the scopes named there; a digest alone has every scope. With
+`@<project>+<project>` behind the scopes it may ask what takes `?project=`, for these alone.
 Without tokens the listener is loopback only (the settings refuse anything else), and every local
 process may call. A web page in a local browser may not: requests with a foreign `Origin`, or with a
 `Host` that is not a loopback name (DNS rebinding), are refused.
@@ -9,6 +10,7 @@ process may call. A web page in a local browser may not: requests with a foreign
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable
@@ -25,6 +27,10 @@ from sidecar.settings.kinds import AdminScope, is_loopback
 LOCAL = "local"
 """Actor in the audit when no token is configured."""
 
+GUESS_S = 1.0
+"""How long a wrong token waits for its reply: one guess a second on each of the `wire.MOST`
+connections."""
+
 RefusalReason = Literal[
     "no_token", "unknown_token", "foreign_host", "foreign_origin", "unreadable", "too_large",
     "too_slow", "no_scope",
@@ -40,6 +46,8 @@ class Grant:
     name: str
     """For the audit: the start of the token's digest, or `local`."""
     scopes: frozenset[AdminScope]
+    projects: frozenset[str] = frozenset()
+    """Whose lines of adapters alone it may ask about; empty: everything."""
 
 
 class RefusedError(DeployError):
@@ -115,18 +123,34 @@ def grant_of(authorization: bytes | None, tokens: Collection[str]) -> Grant:
         raise UnauthorizedError(
             "unknown_token", "unknown token; admin.tokens lists the digests of valid ones"
         )
-    named = [words for (_, _, words), found in zip(known, matches, strict=True) if found]
-    scopes = [scopes_of(cast(list[AdminScope], words.split("+"))) for words in named if words]
+    entries = [words for (_, _, words), found in zip(known, matches, strict=True) if found]
+    named = [words.partition("@") for words in entries]
+    scopes = [scopes_of(cast(list[AdminScope], words.split("+"))) for words, _, _ in named if words]
     # A digest that is listed twice has what both entries say.
-    every = EVERY_SCOPE if "" in named else frozenset[AdminScope]().union(*scopes)
-    return Grant(f"token:{digest[:8]}", every)
+    every = EVERY_SCOPE if "" in entries else frozenset[AdminScope]().union(*scopes)
+    of = [frozenset(projects.split("+")) for _, at, projects in named if at]
+    everywhere = len(of) < len(named)
+    return Grant(f"token:{digest[:8]}", every, frozenset() if everywhere else of[0].union(*of))
+
+
+async def slow_down(error: Exception) -> None:
+    """Wait before a guessed token is answered; right ones never wait."""
+    if isinstance(error, RefusedError) and error.reason == "unknown_token":
+        await asyncio.sleep(GUESS_S)
 
 
 async def allowed(request: Request) -> None:
-    """Check the caller's scopes: a dependency of every route. Raises: ScopeError."""
+    """Check the caller's scopes and projects: a dependency of every route. Raises: ScopeError."""
     grant: Grant | None = request.scope.get("grant")
-    template = request.scope["route"].path
-    check_scope(request.method, template, grant.scopes if grant is not None else ())
+    route = request.scope["route"]
+    check_scope(request.method, route.path, grant.scopes if grant is not None else ())
+    if grant is None or not grant.projects:
+        return
+    takes = any(one.alias == "project" for one in route.dependant.query_params)
+    if not takes or not grant.projects.issuperset(request.query_params.getlist("project") or {""}):
+        theirs = " or ".join(f"?project={one}" for one in sorted(grant.projects))
+        what = "send" if takes else f"{route.path} is not about one project alone; it may ask with"
+        raise ScopeError(f"this token is of a project: {what} {theirs} (admin.tokens)")
 
 
 async def caller(request: Request) -> str:

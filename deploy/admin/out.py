@@ -8,9 +8,9 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from sqlalchemy.orm import Session
 
-from deploy.admin.progress import Cost, Kind, Running
+from deploy.admin.progress import Cost, Running
 from deploy.evidence.live import Approval, Check, MetricState
-from deploy.evidence.progress import Estimate, Point
+from deploy.evidence.progress import Estimate, Kind, Point
 from deploy.examiner import Examiner
 from deploy.funnel import Stage
 from deploy.outside.telling import HookState

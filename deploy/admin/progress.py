@@ -12,12 +12,14 @@ from sqlalchemy.orm import Session
 
 from deploy.evidence.progress import (
     Estimate,
+    Kind,
     Link,
     Point,
     counts_as,
     curve,
     difference_words,
     estimate,
+    kinds_of,
 )
 from deploy.records import Canary, version_of
 from deploy.registry import canaries, proof_rule, versions
@@ -46,15 +48,6 @@ class Running:
     """E-value of the claim that a promotion still lacks most; None: it waits for no proof."""
     wanted: float | None
     """E-value that proves it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """How the champion compared with the one before it, on one kind of requests."""
-
-    name: str
-    """Openings of sessions, later turns, or a project's requests."""
-    difference: Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +249,12 @@ def read_kinds(session: Session, canary_id: str) -> tuple[Kind, ...]:
         .where(one.canary_id == canary_id)
         .order_by(one.place)
     )
-    turns, projects = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    turns, projects = list[tuple[str, float]](), list[tuple[str, float]]()
     for turn, project, difference, fault in found:
         if (value := counts_as(difference, fault)) is not None:
-            turns["later turns" if turn else "openings"].append(value)
-            projects[f"project {project}"].append(value)
-    several = [named for named in (turns, projects) if len(named) > 1]
-    kinds = [(name, estimate(tuple(by_name[name]))) for by_name in several for name in by_name]
-    return tuple(Kind(name=name, difference=of) for name, of in sorted(kinds) if of is not None)
+            turns.append(("later turns" if turn else "openings", value))
+            projects.append((f"project {project}", value))
+    return (*kinds_of(turns), *kinds_of(projects))
 
 
 def _told(low: object, high: object, groups: object) -> Estimate | None:

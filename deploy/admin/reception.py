@@ -27,6 +27,7 @@ from deploy.admin.auth import (
     TooSlowError,
     admit,
     reason_of,
+    slow_down,
 )
 from deploy.admin.problems import refusal
 from deploy.admin.wire import NEEDED, OPEN, UnreadableError, check_quoted, read_json
@@ -110,6 +111,7 @@ class Reception:
                 body = await self._read_body(scope, receive)
         except (RefusedError, UnreadableError) as error:
             self._refusals.note(reason_of(error), scope)
+            await slow_down(error)
             await _answer_and_close(refusal(scope["path"], error), scope, receive, send)
             return
         except ConnectionAbortedError:

@@ -229,6 +229,7 @@ def held_out_prompts(
     without: str | None = None,
     salt: str = "",
     until: float | None = None,
+    since: float | None = None,
     first: bool = False,
 ) -> list[HeldOutPrompt]:
     """List one good turn of each of a line's newest held-out sessions, the newest session first.
@@ -236,7 +237,8 @@ def held_out_prompts(
     The turn is drawn by `drawn_turn`. known: sessions to leave out. without: an adapter; sessions
     in which it answered are left out too: the prompts of their later turns have its own words in
     them. salt: the canary's. until: Unix seconds; a session with a later exchange goes on, and is
-    left out; None: none is for that. first: no turn but the session's first is taken.
+    left out; None: none is for that. since: Unix seconds; older exchanges are not taken. first: no
+    turn but the session's first is taken.
 
     Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
     """
@@ -245,8 +247,9 @@ def held_out_prompts(
     left_out = set(known)
     unfit = [] if until is None else [row.stored_at > until]
     unfit += [] if without is None else [row.adapter == without]
-    good = (row.public_model == line.model, text(EXAMINED), *(FIRST if first else ()))
-    for session_id in _newest_examined(session, line, until):
+    good = [row.public_model == line.model, text(EXAMINED), *(FIRST if first else ())]
+    good += [] if since is None else [row.stored_at >= since]
+    for session_id in _newest_examined(session, line, since, until):
         if session_id in left_out or session_id in found:
             continue
         lacks = first and not _any_in(session, session_id, [and_(*good)])
@@ -298,18 +301,21 @@ def _prompts(
     ]
 
 
-def _newest_examined(session: Session, line: Line, until: float | None) -> Iterator[str]:
+def _newest_examined(
+    session: Session, line: Line, since: float | None, until: float | None
+) -> Iterator[str]:
     """Yield the session of each exchange that the gate may ask again, the newest first.
 
     Those of other lines count among the `EXAMINED_AT_MOST`: a rare project must not make it read
-    them all. until: as of `held_out_prompts`.
+    them all. since, until: as of `held_out_prompts`.
     """
     row, read, page = ExchangeRow, 0, PAGE
+    span = [] if since is None else [row.stored_at >= since]
     before = [] if until is None else [row.stored_at <= until]
     while read < EXAMINED_AT_MOST:
         rows = session.execute(
             select(row.seq, row.session_id, row.project)
-            .where(text(EXAMINED), row.public_model == line.model, *before)
+            .where(text(EXAMINED), row.public_model == line.model, *span, *before)
             .order_by(row.seq.desc())
             .limit(page)
         ).all()
@@ -368,7 +374,7 @@ def save_comparison(session: Session, canary: Canary, prompt: HeldOutPrompt, kep
             anchor_difference=kept.anchor_difference,
             fault=kept.fault,
             place=kept.place,
-            flaws=_excess(kept.answers),
+            flaws=excess_of(kept.answers),
             answers=[
                 seal_answer(keyring_of(session), comparison_id(canary, prompt), place, answer)
                 for place, answer in enumerate(kept.answers)
@@ -475,7 +481,11 @@ def live_prompts(
     return _prompts(session, line, found, good, canary.salt)
 
 
-def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+def excess_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how much more often the candidate's answers of a group are flawed, by kind.
+
+    answers: with `arm`, `flaws`, `nats` and `tokens` of each.
+    """
     ours, theirs = (
         [one for one in answers if one["arm"] == arm] for arm in ("candidate", "champion")
     )

@@ -321,8 +321,9 @@ def import_adapter(
         StoreError.
     """
     from deploy.adapters.prune import put_back, with_documents
-    from deploy.engine.validation import Registered, ServingLimits, validate_folder
+    from deploy.engine.validation import Registered, validate_folder
     from deploy.errors import InvalidAdapterError
+    from deploy.line_loops import serving_limits
     from deploy.registry import aliases as bans
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
     from learner.resume import remove_folder
@@ -330,13 +331,7 @@ def import_adapter(
     from learner.shared_folders import shared_folders
     from sidecar.records import BASE
 
-    serving = settings.serving
-    bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
-    limits = ServingLimits(
-        max_rank=serving.max_lora_rank,
-        bases=frozenset(bases),
-        base_model_path=serving.base_model_path,
-    )
+    limits = serving_limits(settings.serving)
     adapters_dir = settings.learner.adapters_dir.resolve()
     adapters_dir.mkdir(parents=True, exist_ok=True)
     _sweep(adapters_dir, now=now)

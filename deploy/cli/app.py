@@ -44,6 +44,7 @@ from deploy.cli.output import (
     say_either,
 )
 from deploy.cli.rehearsals import rehearsals_app
+from deploy.cli.replay import replay
 from deploy.cli.store import audit_app, store_app
 from deploy.supervisor_rules import MODULES
 from deploy.text import paused_words
@@ -87,6 +88,7 @@ EXAMPLES: dict[str, str] = {
     "status": "sidecar status",
     "progress": "sidecar progress",
     "doctor": "sidecar doctor --offline",
+    "replay": "sidecar replay v7 --since 7d",
     "rollback": 'sidecar rollback --to v7 --reason "replies got worse"',
     "lineage": "sidecar lineage v7",
     "forget": "sidecar forget --user 4711 --yes",
@@ -183,6 +185,7 @@ EXITS: dict[str, str] = {
     "canary wait": ENDED,
     "canary watch": f"{ENDED}, 130 interrupted",
     "doctor": "0 records come through, 1 something stops them, 2 bad use",
+    "replay": "0 proven no worse or better, 1 proven worse or not scored, 2 bad use, 3 undecided",
     "learn": "0 done, 1 failed, 2 bad use; with --once also 3 nothing to learn from, 4 held, "
     "5 no room, 6 stopped (the next start goes on with it)",
     "audit verify": "0 whole, 1 broken or not read, 2 bad use",
@@ -385,6 +388,9 @@ def status(context: typer.Context, project: Project = None, output: Output = "te
 def progress(context: typer.Context, project: Project = None, output: Output = "text") -> None:
     """Whether the model got better, by version, with intervals, and what that has cost."""
     show(admin_client(context, project), output, "/progress")
+
+
+app.command()(replay)
 
 
 @app.command()

@@ -17,7 +17,7 @@ changed between two canaries is another scale too, and is not noticed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,6 +82,29 @@ class Point:
     """Over the origin; None: a link of the chain is not known."""
     links: int
     """Comparisons that the gain is the sum of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How an adapter compared with its champion, on one kind of requests."""
+
+    name: str
+    """Openings of sessions, later turns, a project's requests, or hours of the day."""
+    difference: Estimate
+
+
+def kinds_of(values: Iterable[tuple[str, float]], *, least: int = 2) -> tuple[Kind, ...]:
+    """Return the mean difference by the name of its kind, sorted.
+
+    values: (kind, difference) in the order in which they count. least: with fewer kinds, nothing.
+    """
+    by_name: dict[str, list[float]] = {}
+    for name, value in values:
+        by_name.setdefault(name, []).append(value)
+    if len(by_name) < least:
+        return ()
+    kinds = [(name, estimate(tuple(found))) for name, found in sorted(by_name.items())]
+    return tuple(Kind(name=name, difference=of) for name, of in kinds if of is not None)
 
 
 def counts_as(difference: float | None, fault: str | None) -> float | None:

@@ -22,6 +22,7 @@ from deploy.admin.auth import (
     ForbiddenError,
     Grant,
     RefusedError,
+    UnauthorizedError,
     admit,
     grant_of,
     reason_of,
@@ -148,9 +149,11 @@ class Logins:
         return self._anonymous(request, None)
 
     def log_in(self, token: str) -> Session:
-        """Raises: UnauthorizedError."""
+        """Raises: UnauthorizedError, also for a token of a project: pages show all of them."""
         given = token.strip().encode("utf-8", "replace")
         grant = grant_of(b"Bearer " + given, self._tokens)
+        if grant.projects:
+            raise UnauthorizedError("no_scope", "this token is of a project: ask by the command")
         who = reference(self._key, hashlib.sha256(given).hexdigest())
         self._grants[who] = grant
         return self._new(who=who)

@@ -201,11 +201,14 @@ def matching(pattern: str, why: str) -> AfterValidator:
 
 def _admin_token(value: str) -> str:
     digest, colon, words = value.partition(":")
+    scopes, at, projects = words.partition("@")
     known = get_args(AdminScope)
-    if colon and not set(words.split("+")) <= set(known):
+    if colon and not set(scopes.split("+")) <= set(known):
         raise ValueError(
             "names an unknown scope; after the colon write scopes, joined by +: " + ", ".join(known)
         )
+    if at and not all(projects.split("+")):
+        raise ValueError("has no project behind its @; write projects, joined by +")
     return _digest(digest) + colon + words
 
 
@@ -323,7 +326,7 @@ Device = Annotated[
     ),
 ]
 AdminToken = Annotated[str, AfterValidator(_admin_token)]
-"""A digest, or a digest and its scopes: `<64 hex digits>:read+content`."""
+"""A digest, or a digest and its scopes, and projects: `<64 hex digits>:read+content@support`."""
 Key = Annotated[SecretStr, AfterValidator(_key)]
 
 Price = Mapping[

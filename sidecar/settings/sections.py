@@ -187,7 +187,8 @@ class Admin(Section):
     and `port`."""
     tokens: tuple[AdminToken, ...] = ()
     """SHA-256 hex digests of the accepted bearer tokens, each with its scopes after a colon
-    (`<digest>:read+content`) or with every scope. None: only a loopback host is allowed."""
+    (`<digest>:read+content`) or with every scope; `<digest>:operate@support` is for what takes
+    `?project=` with that project alone. None: only a loopback host is allowed."""
 
     @property
     def base_url(self) -> str:

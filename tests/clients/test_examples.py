@@ -27,6 +27,7 @@ from support.migrated_store import open_migrated
 from tests.clients.conftest import CLIENTS_PYTHON
 
 EXAMPLES = ROOT / "examples" / "agents"
+NODE_PACKAGES = CLIENTS_PYTHON.parents[1] / "node_modules"
 CUSTOMERS = ("ada", "bob", "eve")
 MOST_TURNS = 6
 MODEL = "support"
@@ -97,12 +98,22 @@ async def watched_way_out() -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
 
 
-async def run(example: str, url: str, way_out: str) -> list[str]:
+def command(example: str, folder: Path) -> tuple[str | Path, ...]:
+    """How to run an example. Node looks for packages beside the script, so that is copied there."""
+    if not example.endswith(".js"):
+        return CLIENTS_PYTHON, EXAMPLES / example
+    script = folder / example
+    script.write_bytes((EXAMPLES / example).read_bytes())
+    (folder / "package.json").write_bytes((EXAMPLES / "package.json").read_bytes())
+    (folder / "node_modules").symlink_to(NODE_PACKAGES)
+    return "node", script
+
+
+async def run(example: str, folder: Path, url: str, way_out: str) -> list[str]:
     """What the example prints for the three customers."""
     own = {"PROXY_URL": url, "MODEL": MODEL, "OPENAI_API_KEY": "sk-test", "https_proxy": way_out}
     child = await asyncio.create_subprocess_exec(
-        CLIENTS_PYTHON,
-        EXAMPLES / f"{example}.py",
+        *command(example, folder),
         *CUSTOMERS,
         env={**os.environ, **own, "no_proxy": "127.0.0.1"},
         stdout=asyncio.subprocess.PIPE,
@@ -126,15 +137,26 @@ def stored(folder: Path) -> tuple[list[ExchangeRow], list[FeedbackRow]]:
             return list(exchanges), list(outcomes)
 
 
-@pytest.mark.parametrize("example", ["openai_agents", "langgraph_agent", "pydantic_ai_agent"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        "openai_agents.py",
+        "langgraph_agent.py",
+        "pydantic_ai_agent.py",
+        "openai_node.js",
+        "vercel_ai.js",
+    ],
+)
 async def test_an_agent_keeps_its_session_over_all_turns_and_reports_how_it_ended(
     example: str, tmp_path: Path
 ) -> None:
     if not CLIENTS_PYTHON.exists():
         pytest.skip(f"no {CLIENTS_PYTHON.relative_to(ROOT)} here: `make test` makes it")
+    if example.endswith(".js") and not NODE_PACKAGES.exists():
+        pytest.skip("no npm was here when scripts/setup made .venv-clients")
 
     async with running_proxy(tmp_path) as (url, vllm), watched_way_out() as (way_out, asked):
-        said = await run(example, url, way_out)
+        said = await run(example, tmp_path, url, way_out)
     exchanges, outcomes = stored(tmp_path)
 
     assert (said[0], len(said)) == ("Done.", 3)

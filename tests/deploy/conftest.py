@@ -534,6 +534,11 @@ MakeApi = Callable[..., Api]
 """make_api(*tokens, host=, scopes=): the admin API over the world's store, behind these tokens."""
 
 
+@pytest.fixture(autouse=True)
+def no_wait_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.admin.auth.GUESS_S", 0.0)
+
+
 @pytest.fixture
 def make_api(world: World) -> MakeApi:
     def make(

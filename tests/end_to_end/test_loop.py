@@ -338,6 +338,26 @@ def test_the_running_stack_passes_its_own_check(story: Story) -> None:
     assert checked.returncode == 0
 
 
+def test_recorded_prompts_are_asked_again_of_a_version_that_was_rolled_back(story: Story) -> None:
+    version = story.rounds[1].champion
+    made = story.rows("SELECT count(*) FROM gate_comparison")
+    done = subprocess.run(
+        story.stack.command("replay", version, "--prompts", "3", "-o", "json"),
+        env=story.stack.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 3, done.stderr  # so few prompts prove nothing
+    report = json.loads(done.stdout)
+    assert (report["candidate"], report["champion"]) == (version, story.rounds[0].champion)
+    assert report["prompts"] == report["difference"]["groups"] == 3
+    assert report["judge_calls"] >= 3
+    assert story.rows("SELECT count(*) FROM gate_comparison") == made
+
+
 def test_adapter_endpoints_of_vllm_cannot_be_reached_through_the_proxy(story: Story) -> None:
     url = f"{story.stack.addresses.proxy_url}/v1/load_lora_adapter"
 

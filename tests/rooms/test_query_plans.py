@@ -137,6 +137,7 @@ NOT_RUN = {
     "ingest/store/rotation.py:_rotate_rows": ROTATION,
     "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/admin/changes.py:_etag_in": "one row by its key",
+    "deploy/canary/replay.py:draw": "at most 2,000 rows by their key",
     "ingest/store/groups.py:retry_judging": "one row by its key",
     "deploy/conditions.py:_paused": "one row by its index, while a learner is paused",
     "sidecar/store/quarantine.py:_delete": DAMAGED,

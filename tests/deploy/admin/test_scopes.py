@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
+from deploy.admin import auth
 from deploy.admin.auth import grant_of
 from deploy.admin.wire import NEEDED, scopes_of
 from sidecar.settings.kinds import AdminScope
@@ -81,13 +83,68 @@ async def test_the_server_holds_a_token_to_its_scopes(
         assert api.refusals.counts["no_scope"] == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/status?project=shop", True),
+        ("GET", "/status", False),
+        ("GET", "/status?project=other", False),
+        ("GET", "/status?project=shop&project=other", False),
+        ("POST", "/rollback?project=shop", True),
+        ("POST", "/rollback", False),
+        ("GET", "/audit?project=shop", False),
+        ("GET", "/exchanges/x?project=shop", False),
+    ],
+)
+async def test_a_token_of_a_project_asks_about_that_alone(
+    make_api: MakeApi, method: str, path: str, allowed: bool
+) -> None:
+    api = make_api("t", scopes="admin@shop+sales")
+
+    reply = await api.client.request(method, f"/admin/v1{path}", headers=AS_T)
+
+    assert (reply.status_code != 403) is allowed, reply.text
+    if not allowed:
+        assert "of a project" in reply.json()["detail"]
+        assert "?project=sales or ?project=shop" in reply.json()["detail"]
+
+
+def test_a_digest_that_is_listed_twice_has_what_both_entries_say() -> None:
+    narrow, other = f"{DIGEST}:read@shop", f"{DIGEST}:operate@sales"
+
+    assert grant_of(b"Bearer t", [narrow, other]).projects == {"shop", "sales"}
+    assert grant_of(b"Bearer t", [narrow, DIGEST]).projects == frozenset()
+
+
+async def test_a_guess_waits_and_a_right_token_does_not(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(auth, "GUESS_S", 1.5)
+    monkeypatch.setattr("deploy.admin.auth.asyncio.sleep", sleep)
+    api = make_api("t")
+
+    await api.client.get("/admin/v1/status", headers=AS_T)
+    assert 1.5 not in waited
+    await api.client.get("/admin/v1/status", headers={"authorization": "Bearer guess"})
+    assert 1.5 in waited
+
+
 def test_the_setting_takes_digests_with_and_without_scopes() -> None:
-    words = (DIGEST, f"{DIGEST}:read+content")
+    words = (DIGEST, f"{DIGEST}:read+content", f"{DIGEST}:read@shop+sales")
 
     assert Admin(tokens=words).tokens == words
-    for wrong in (f"{DIGEST}:", f"{DIGEST}:write", f"{DIGEST}:read+", f"{DIGEST[1:]}:read"):
-        with pytest.raises(ValueError, match=r"scope|digest"):
-            Admin(tokens=(wrong,))
+    for wrong in ("", "write", "read+", "read@", "@shop"):
+        with pytest.raises(ValueError, match=r"scope|project"):
+            Admin(tokens=(f"{DIGEST}:{wrong}",))
+    with pytest.raises(ValueError, match="digest"):
+        Admin(tokens=(f"{DIGEST[1:]}:read",))
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST"])

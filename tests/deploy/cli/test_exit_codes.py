@@ -98,6 +98,7 @@ ELSEWHERE = {
     "exchanges import": "tests/deploy/cli/test_exchanges_import.py",
     "exchanges show": "tests/deploy/cli/test_exchanges.py",
     "tasks show": "tests/deploy/admin/test_task_groups.py",
+    "replay": "tests/deploy/canary/test_replay.py",
     "store rotate-key": "tests/deploy/cli/test_store.py",
     "store restore": "tests/deploy/test_backup.py",
 }
@@ -209,6 +210,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "exchanges show": ("ex_1",),
     "tasks show": ("tg_1",),
     "learner override": ("--reason", "x"),
+    "replay": ("v1",),
     "store rotate-key": (),
     "store backup": ("{folder}/backup",),
     "store restore": ("{folder}/none",),

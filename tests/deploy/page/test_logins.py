@@ -60,6 +60,16 @@ async def test_a_wrong_token_opens_nothing_and_is_counted(make_browser: MakeBrow
     assert (await browser.get("/")).status_code == 303
 
 
+async def test_a_token_of_a_project_opens_nothing(make_browser: MakeBrowser) -> None:
+    browser = make_browser("secret:read@shop")
+
+    reply = await browser.log_in("secret")
+
+    assert reply.status_code == 401
+    assert browser.context.refusals.counts["no_scope"] == 1
+    assert (await browser.get("/")).status_code == 303
+
+
 async def test_a_session_ends_after_twelve_hours(world: World, make_browser: MakeBrowser) -> None:
     browser = make_browser("secret")
     await browser.log_in("secret")

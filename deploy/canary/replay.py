@@ -1,0 +1,425 @@
+"""Replay: an adapter and the champion answer recorded prompts again, and are judged blind.
+
+A replay asks what the gate asks (`deploy.canary.gate`), of any adapter at any time, and decides
+nothing: no user meets the adapter, and neither an answer nor a judge's reply is stored. Its prompts
+are of held-out sessions, from which nothing is learned. The evidence is that of the canary's judged
+groups, read in the order in which the prompts were drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from deploy.canary import gate_store
+from deploy.canary.gate import WAITS
+from deploy.canary.gate_answers import Answered, ArmFailedError, FreshAnswers, NextAnswers, seed_of
+from deploy.canary.gate_store import HeldOutPrompt
+from deploy.errors import DeployError, EngineError
+from deploy.evidence.progress import Estimate, Kind, counts_as, difference_words, estimate, kinds_of
+from deploy.evidence.quality import Fault, Quality
+from deploy.records import Canary, version_of
+from deploy.registry import proof_rule
+from deploy.registry.canary_rule import Comparison, mean_difference, quality_of
+from ingest.errors import (
+    AWAY,
+    JudgeBusyError,
+    JudgeRefusalError,
+    JudgeReplyError,
+    JudgeUnavailableError,
+    JudgeWithheldError,
+    SamplingError,
+)
+from ingest.privacy.texts import JudgeView, NotRedactedError
+from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
+from ingest.ruler.judge import Judge
+from ingest.ruler.ruler import JudgeCall, score_answers
+from ingest.vllm.sampler import Room, Sampler
+from sidecar.lines import Line
+from sidecar.records import BASE
+from sidecar.settings import Canary as CanarySettings, Judge as JudgeSettings
+from sidecar.store.models import ExchangeRow
+from sidecar.visible import counted
+
+log = structlog.get_logger()
+
+HOURS = 4
+"""Hours of a day (UTC) that are shown together."""
+GIVE_UP_AFTER = 10
+"""Prompts without a scored one after which a replay ends: a wrong key fails all."""
+LONGEST_AWAY_S = 600.0
+"""How long a replay waits for vLLM, users' load or the judge until it ends with what it has."""
+_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError)
+Load = Callable[[], Awaitable[None]]
+"""Loads the candidate into the vLLMs that lack it. Raises: EngineError."""
+
+
+class ReplayError(DeployError):
+    """A replay cannot be made, or not be made further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One recorded request that is asked again."""
+
+    held_out: HeldOutPrompt
+    turn: int
+    asked_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a replay found."""
+
+    candidate: str
+    champion: str
+    since: float
+    """Unix seconds of the oldest prompt that may be drawn."""
+    judge: str
+    prompts: int
+    """Prompts that were asked."""
+    verdict: str
+    """`worse`, `better`, `no worse` (each proven at its level of the canary) or `undecided`."""
+    why: str
+    difference: Estimate | None
+    """Candidate minus champion; None: nothing was scored."""
+    flaws: Mapping[str, float]
+    """Kind of flaw -> the candidate's share of such answers minus the champion's, in the mean."""
+    kinds: Sequence[Kind]
+    """The difference of openings and later turns, and of projects; empty where there is one."""
+    hours: Sequence[Kind]
+    """The difference by the hour of the day (UTC) of the recorded request."""
+    set_aside: Mapping[str, int]
+    """Why prompts were not scored -> how many."""
+    judge_calls: int
+    judge_tokens: int
+    judge_usd: float | None
+    """None: of some calls no price is known."""
+    stopped: str = ""
+    """Why it ended before all prompts were asked; empty: it did not."""
+
+
+def draw(
+    session: Session, line: Line, *, trial: Canary, since: float, now: float, limit: int
+) -> list[Prompt]:
+    """Draw a turn of each of the newest held-out sessions in a span of time, in random order.
+
+    Sessions that have ended come first, as at the gate; none has an answer of the candidate.
+    since, now: Unix seconds. limit: most prompts.
+    """
+    found: list[HeldOutPrompt] = []
+    for until in (now - gate_store.SETTLED_S, None):
+        found += gate_store.held_out_prompts(
+            session,
+            line,
+            limit=limit - len(found),
+            known={one.session_id for one in found},
+            without=None if trial.candidate == BASE else trial.candidate,
+            salt=trial.salt,
+            until=until,
+            since=since,
+        )
+        if len(found) == limit:
+            break
+    row = ExchangeRow
+    ids = [one.exchange_id for one in found]
+    asked = session.execute(
+        select(row.exchange_id, row.turn, row.started_at).where(row.exchange_id.in_(ids))
+    )
+    facts = {name: (turn, at) for name, turn, at in asked}
+    drawn = [
+        Prompt(held_out=one, turn=facts[one.exchange_id][0], asked_at=facts[one.exchange_id][1])
+        for one in found
+    ]
+    random.Random(seed_of(trial, "replay")).shuffle(drawn)
+    return drawn
+
+
+def trial_of(line: Line, candidate: str, champion: str) -> Canary:
+    """Describe a comparison as the gate's parts take it: a canary that is nowhere stored."""
+    salt = secrets.token_hex(16)
+    return Canary(
+        canary_id=f"replay-{salt}",
+        model=line.name,
+        candidate=candidate,
+        champion=champion,
+        phase="gating",
+        paused=False,
+        reason=None,
+        step=0,
+        steps=(),
+        salt=salt,
+        created_at=0.0,
+        step_started_at=0.0,
+        stopped_s=0.0,
+        stopped_at=None,
+        ended_at=None,
+        generation=0,
+        anchor=champion,
+    )
+
+
+class Replay:
+    """Asks prompts of one candidate and its champion."""
+
+    def __init__(
+        self,
+        trial: Canary,
+        *,
+        sampler: Sampler,
+        room: Room,
+        judge: Judge,
+        rules: CanarySettings,
+        judging: JudgeSettings,
+        view: JudgeView,
+        parallel: int,
+        load: Load,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """judging: the settings of the gate's judge. parallel: comparisons at once. load: loads the
+        candidate where it is not loaded; called again after vLLM was away. sleep: for tests."""
+        # It ends at a number of prompts, so nothing is decided by the mean alone.
+        self._rules = rules.model_copy(update={"promote_on": "no_worse"})
+        self._trial = trial
+        self._room = room
+        self._judge = judge
+        self._judging = judging
+        self._view = view
+        self._parallel = parallel
+        self._load = load
+        self._sleep = sleep
+        self._answers = FreshAnswers(NextAnswers(sampler, self._rules).ask, self._rules)
+        self._made: list[tuple[Prompt, Comparison]] = []
+        self._set_aside: Counter[str] = Counter()
+        self._calls: list[JudgeCall] = []
+        self._stopped = ""
+
+    async def run(self, prompts: Sequence[Prompt], told: Callable[[int], None]) -> None:
+        """Ask the prompts, until all are asked or harm is proven. told: how many are, after each
+        batch. What was found until it is cancelled stays in `report`."""
+        for start in range(0, len(prompts), self._parallel):
+            batch = prompts[start : start + self._parallel]
+            try:
+                ends = await asyncio.gather(*(self._compare(one.held_out) for one in batch))
+            except ReplayError as error:
+                self._stopped = str(error)
+                return
+            self._made += [
+                (one, replace(end, place=start + number))
+                for number, (one, end) in enumerate(zip(batch, ends, strict=True), start=1)
+            ]
+            told(len(self._made))
+            left = len(prompts) - len(self._made)
+            if left and proof_rule.harm(self._quality()) is not None:
+                self._stopped = f"it is proven worse: {counted(left, 'prompt')} not asked"
+                return
+            if len(self._made) >= GIVE_UP_AFTER and not any(
+                end.difference is not None for _, end in self._made
+            ):
+                why = ", ".join(sorted(self._set_aside))
+                self._stopped = f"none of {len(self._made)} prompts could be scored ({why})"
+                return
+
+    def report(self, *, since: float) -> Report:
+        """Sum up what was asked so far."""
+        quality = self._quality()
+        values = [
+            (one, value)
+            for one, end in self._made
+            if (value := counts_as(end.difference, end.fault)) is not None
+        ]
+        kinds = [(_turn(one), value) for one, value in values]
+        projects = [(f"project {one.held_out.project}", value) for one, value in values]
+        verdict, why = verdict_of(quality, self._rules)
+        costs = [call.reply.cost_usd for call in self._calls]
+        return Report(
+            candidate=self._trial.candidate,
+            champion=self._trial.champion,
+            since=since,
+            judge=self._judge.model,
+            prompts=len(self._made),
+            verdict=verdict,
+            why=why,
+            difference=estimate(tuple(value for _, value in values)),
+            flaws=_mean_flaws(end for _, end in self._made),
+            kinds=(*kinds_of(kinds), *kinds_of(projects)),
+            hours=kinds_of([(_hours(one.asked_at), value) for one, value in values], least=1),
+            set_aside=dict(self._set_aside),
+            judge_calls=len(self._calls),
+            judge_tokens=sum(
+                (call.reply.prompt_tokens or 0) + (call.reply.completion_tokens or 0)
+                for call in self._calls
+            ),
+            judge_usd=sum(cost for cost in costs if cost is not None)
+            if all(cost is not None for cost in costs)
+            else None,
+            stopped=self._stopped,
+        )
+
+    def _quality(self) -> Quality:
+        limits = proof_rule.limits_of(self._rules)
+        return quality_of((end for _, end in self._made), limits, anchored=False)
+
+    async def _compare(self, prompt: HeldOutPrompt) -> Comparison:
+        """Ask one prompt; wait while vLLM or the judge is away or users need the capacity.
+
+        Raises: ReplayError after `LONGEST_AWAY_S`.
+        """
+        waited_s = wait_s = 0.0
+        while True:
+            try:
+                if await self._room.is_open():
+                    return await self._ask(prompt)
+                why = "users need the capacity of every vLLM"
+            except _AWAY as error:
+                why = str(error)
+            if waited_s >= LONGEST_AWAY_S:
+                raise ReplayError(f"waited {waited_s:.0f} s: {why}")
+            wait_s = WAITS.after_s(wait_s)
+            log.info("replay_waits", reason=why, wait_s=wait_s)
+            await self._sleep(wait_s)
+            waited_s += wait_s
+            with suppress(EngineError):  # vLLM is away; the next try says so
+                await self._load()
+
+    async def _ask(self, prompt: HeldOutPrompt) -> Comparison:
+        if not prompt.request:
+            return self._aside("unreadable")
+        trial = self._trial
+        try:
+            answered = await self._answers.get(trial, prompt)
+            judged = await score_answers(
+                self._judge,
+                context=prompt.request["messages"],
+                tools=prompt.request.get("tools") or (),
+                answers=[one.message for one in answered],
+                rubric=self._judging.of(prompt.project).rubric,
+                passes=self._judging.passes,
+                seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
+                on_call=self._calls.append,
+                subject=gate_store.comparison_id(trial, prompt),
+                view=self._view,
+            )
+        except _AWAY:
+            raise
+        except ArmFailedError as error:
+            fault: Fault = "candidate" if error.arm == "candidate" else "champion"
+            return replace(self._aside(f"sampling_failed_{fault}"), fault=fault)
+        except SamplingError:
+            return self._aside("sampling_failed")
+        except (JudgeUnavailableError, JudgeRefusalError) as error:
+            return self._aside(refusal_of(error))
+        except JudgeReplyError:
+            return self._aside(RUBBISH)
+        except NotRedactedError:
+            return self._aside(NOT_REDACTED)
+        self._answers.forget(trial, prompt)
+        return _scored(answered, judged.scores, prompt.request)
+
+    def _aside(self, why: str) -> Comparison:
+        self._set_aside[why] += 1
+        return Comparison(difference=None)
+
+
+def _scored(
+    answered: Sequence[Answered], scores: Sequence[float], request: Mapping[str, Any]
+) -> Comparison:
+    by_arm = {
+        arm: [score for one, score in zip(answered, scores, strict=True) if one.arm == arm]
+        for arm in ("candidate", "champion")
+    }
+    return Comparison(
+        difference=mean_difference(by_arm["candidate"], by_arm["champion"]),
+        flaws=gate_store.excess_of(
+            [
+                {
+                    "arm": one.arm,
+                    "flaws": gate_store.flaws_of(one.message, one.finish_reason, request),
+                    "nats": one.nats,
+                    "tokens": one.tokens,
+                }
+                for one in answered
+            ]
+        ),
+    )
+
+
+def verdict_of(quality: Quality, rules: CanarySettings) -> tuple[str, str]:
+    """Return the verdict of a report and its reason, by the canary's levels."""
+    if (harm := proof_rule.harm(quality)) is not None:
+        return "worse", harm
+    doubt = proof_rule.gate_doubt(quality, rules) or proof_rule.lacking(quality, frozenset(), rules)
+    if doubt is not None:
+        return "undecided", doubt
+    claims = proof_rule.proven(quality, rules)
+    verdict, claim = ("better", "better") if "better" in claims else ("no worse", "no_worse")
+    peak = getattr(quality, claim).peak
+    return verdict, f"evidence {proof_rule.odds(peak)}, {1 / proof_rule.PROMOTE_LEVEL:g} is needed"
+
+
+def _turn(one: Prompt) -> str:
+    return "later turns" if one.turn else "openings"
+
+
+def _hours(at: float) -> str:
+    first = datetime.fromtimestamp(at, UTC).hour // HOURS * HOURS
+    return f"{first:02d}-{first + HOURS:02d} h"
+
+
+def _mean_flaws(made: Iterable[Comparison]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for one in made:
+        for kind, share in one.flaws.items():
+            found.setdefault(kind, []).append(share)
+    return {kind: fmean(shares) for kind, shares in sorted(found.items())}
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON."""
+    return asdict(report)
+
+
+def lines_of(report: Report) -> list[str]:
+    """Return the report in lines."""
+    ours, theirs = version_of(report.candidate), version_of(report.champion)
+    since = datetime.fromtimestamp(report.since, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    lines = [
+        f"{ours} against {theirs}: {counted(report.prompts, 'held-out prompt')} since {since}, "
+        f"judged by {report.judge}",
+        f"verdict: {report.verdict} ({report.why})",
+    ]
+    if report.stopped:
+        lines.append(f"ended early: {report.stopped}")
+    if report.difference is not None:
+        lines.append(f"{ours} {difference_words(report.difference, theirs)}")
+    for title, kinds in (("by kind of request", report.kinds), ("by hour (UTC)", report.hours)):
+        if kinds:
+            lines += ["", title, *(_kind_line(one) for one in kinds)]
+    worse = [f"{kind} {share:+.0%}" for kind, share in report.flaws.items() if abs(share) >= 0.005]
+    if worse:
+        lines += ["", f"flawed answers, more (+) or fewer than {theirs}: {', '.join(worse)}"]
+    if report.set_aside:
+        aside = ", ".join(f"{why} {number}" for why, number in sorted(report.set_aside.items()))
+        lines += ["", f"not scored: {aside}"]
+    usd = "price not known" if report.judge_usd is None else f"${report.judge_usd:,.3f}"
+    calls = counted(report.judge_calls, "judge call")
+    return [*lines, "", f"{calls}, {report.judge_tokens:,} tokens, {usd}"]
+
+
+def _kind_line(kind: Kind) -> str:
+    one = kind.difference
+    interval = f"[{one.low:+.3f}, {one.high:+.3f}]"
+    return f"  {kind.name:<24} {one.mean:+.3f} {interval}  {counted(one.groups, 'prompt')}"

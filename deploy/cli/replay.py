@@ -1,0 +1,230 @@
+"""`sidecar replay`: an adapter answers recorded traffic beside the champion, before any user."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.cli.context import Project, open_store, settings_of
+from deploy.cli.output import Output, note, read_length, say_either
+
+if TYPE_CHECKING:
+    from deploy.canary.replay import Load, Prompt, Replay
+    from deploy.engine.vllm_control import VllmControl
+    from deploy.records import Canary
+    from sidecar.settings import Settings
+    from sidecar.store.database import Database
+
+UNDECIDED = 3
+FOLDER_NAME = "replay-"
+"""Beginning of the name under which vLLM has a folder that is no version."""
+TELL_EVERY = 10
+
+
+def replay(
+    context: typer.Context,
+    candidate: Annotated[
+        str,
+        typer.Argument(help="a version, an alias, `base`, or a PEFT folder that vLLM can read"),
+    ],
+    against: Annotated[str, typer.Option(help="a version, an alias or `base`")] = "champion",
+    since: Annotated[str, typer.Option(help="how far back: 12h, 7d, 8w")] = "7d",
+    prompts: Annotated[
+        int, typer.Option(min=1, max=2_000, help="most prompts; each costs a group of the gate")
+    ] = 200,
+    project: Project = None,
+    output: Output = "text",
+) -> None:
+    """Ask recorded prompts again, of an adapter and the champion, and judge both blind.
+
+    It runs on a host that reaches the store, vLLM and the judge. Users go before it, and no user
+    meets the adapter. It decides nothing. Ctrl-C ends it with what it has."""
+    from deploy.canary.replay import ReplayError, as_json, lines_of
+    from deploy.examiner import examiner_of
+    from sidecar.logs import configure_logging
+
+    settings = settings_of(context, project)
+    length_s = read_length(since)
+    if length_s is None:
+        raise typer.BadParameter(f"{since}: give a number and m, h, d or w, such as 7d")
+    if settings.tasks_are_examined:
+        raise ReplayError(
+            "candidates are examined by whole tasks (rehearsals.url): single answers say nothing "
+            "of them; see `sidecar canary get`"
+        )
+    if not examiner_of(settings).model:
+        raise ReplayError("no judge is set: name one in judge.model")
+    configure_logging(settings.telemetry, "replay")  # to stderr
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun_at = time.time()
+    with open_store(settings, contents=True) as database:
+        drawn, trial, path, digest = _drawn(
+            settings, database, candidate, against, begun_at - length_s, prompts
+        )
+        made = asyncio.run(_play(settings, database, trial, drawn, path, digest))
+    report = made.report(since=begun_at - length_s)
+    say_either(output, as_json(report), lines_of(report))
+    if report.difference is None:
+        raise typer.Exit(1)
+    raise typer.Exit({"worse": 1, "undecided": UNDECIDED}.get(report.verdict, 0))
+
+
+def _drawn(
+    settings: Settings,
+    database: Database,
+    candidate: str,
+    against: str,
+    since: float,
+    limit: int,
+) -> tuple[list[Prompt], Canary, str, str]:
+    """Draw the prompts. Returns: them, what is compared, and the folder of the candidate with its
+    digest; both empty for the base.
+
+    Raises: ReplayError; UnknownAdapterError; InvalidAdapterError.
+    """
+    from deploy.canary.replay import ReplayError, draw, trial_of
+    from deploy.engine.validation import Registered, validate_folder
+    from deploy.line_loops import make_folder_of, serving_limits
+    from deploy.registry import versions
+    from learner.adapter_folder import folder_digest
+    from sidecar.records import BASE
+
+    line, path, digest = settings.line, "", ""
+    with database.read() as session:
+        champion = versions.resolve(session, line.name, against)
+        if Path(candidate).is_dir():
+            folder = Path(candidate).resolve()
+            path, digest = str(folder), folder_digest(folder)
+            validate_folder(folder, Registered(digest=digest), serving_limits(settings.serving))
+            name = f"{FOLDER_NAME}{digest[:12]}"
+        elif (name := versions.resolve(session, line.name, candidate)) != BASE:
+            found = versions.find(session, name)
+            path, digest = make_folder_of(settings)(found.digest, found.path), found.digest
+        if name == champion:
+            raise ReplayError(f"{candidate} is {against}: name another version by --against")
+        trial = trial_of(line, name, champion)
+        drawn = draw(
+            session,
+            line,
+            trial=trial,
+            since=since,
+            now=time.time(),
+            limit=limit,
+        )
+    if not drawn:
+        raise ReplayError(
+            "there is no held-out session of this time: give a longer --since, or raise "
+            "groups.held_out_rate"
+        )
+    if len(drawn) < limit:
+        note(f"{len(drawn)} held-out sessions are of this time; --prompts asks for {limit}")
+    return drawn, trial, path, digest
+
+
+async def _play(
+    settings: Settings,
+    database: Database,
+    trial: Canary,
+    drawn: list[Prompt],
+    path: str,
+    digest: str,
+) -> Replay:
+    from deploy.canary.replay import Replay
+    from ingest.judges.build import ProcessJudges
+    from ingest.privacy.texts import JudgeView
+    from ingest.vllm.watch import open_replicas
+
+    serving, rules = settings.serving, settings.canary
+    judges = ProcessJudges(settings.judge_of_gate, database)
+    key = serving.api_key.get_secret_value() if serving.api_key else None
+    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})  # as control has it
+    sampler = open_replicas(serving.upstreams, key, unlimited)
+    asked = len(drawn)
+
+    parallel = max(1, settings.groups.concurrency // (2 * rules.gate_answers))
+
+    def told(done: int) -> None:
+        if done // TELL_EVERY > (done - parallel) // TELL_EVERY or done == asked:
+            note(f"{done} of {asked} prompts asked")
+
+    try:
+        async with _loaded(settings, database, trial.candidate, path, digest) as load:
+            made = Replay(
+                trial,
+                sampler=sampler,
+                room=sampler,
+                judge=judges.patient,
+                rules=rules,
+                judging=settings.judge_of_gate,
+                view=JudgeView(settings.privacy),
+                parallel=parallel,
+                load=load,
+            )
+            try:
+                await made.run(drawn, told)
+            except asyncio.CancelledError:
+                note("interrupted: what follows is what was found until now")
+            return made
+    finally:
+        await sampler.aclose()
+        await judges.aclose()
+
+
+@asynccontextmanager
+async def _loaded(
+    settings: Settings, database: Database, name: str, path: str, digest: str
+) -> AsyncIterator[Load]:
+    """Have every vLLM that serves users load the candidate; at the end those that loaded it for
+    this alone unload it. Yields: what loads it again where it is lacking."""
+    from deploy.canary.replay import ReplayError
+    from deploy.engine.engines import vllm_client
+    from deploy.engine.reconcile import read_desired
+    from deploy.engine.vllm_control import VllmControl, load_checked
+    from deploy.errors import EngineError
+    from sidecar.upstreams import Upstreams
+
+    ours: dict[str, VllmControl] = {}
+    one_at_a_time = asyncio.Lock()
+    async with AsyncExitStack() as clients:
+        controls = {
+            url: VllmControl(await clients.enter_async_context(vllm_client(settings, url)))
+            for url in Upstreams(settings.serving.upstreams).now()
+        }
+
+        async def load() -> None:
+            async with one_at_a_time:
+                for url, control in controls.items() if path else ():
+                    if name not in await control.loaded():
+                        ours[url] = control
+                        await load_checked(control, name, path, digest)
+
+        try:
+            await load()
+            yield load
+        except EngineError as error:
+            raise ReplayError(
+                f"a vLLM cannot load {name} ({error}): see that it answers, and that it reads "
+                f"{path}"
+            ) from error
+        finally:
+            wanted = await asyncio.to_thread(
+                lambda: (
+                    read_desired(
+                        database,
+                        settings.serving.model,
+                        own=[line.name for line in settings.lines[1:]],
+                    ).wanted
+                )
+            )
+            for url, control in ours.items() if name not in wanted else ():
+                try:
+                    await control.unload(name)
+                except EngineError as error:
+                    note(f"{url} still has {name} loaded: {error}")

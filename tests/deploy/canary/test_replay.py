@@ -1,0 +1,177 @@
+"""A replay: which prompts are asked, what is proven, what stands in the report, who waits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from deploy.canary.replay import (
+    GIVE_UP_AFTER,
+    Prompt,
+    Replay,
+    Report,
+    as_json,
+    draw,
+    lines_of,
+    trial_of,
+)
+from deploy.errors import EngineError
+from ingest.errors import EngineDownError, JudgeRefusalError, SamplingError
+from ingest.privacy.texts import JudgeView
+from sidecar.store.models import GateComparisonRow, JudgeCallRow
+from tests.deploy.conftest import World
+
+NEW, OLD = "m--v2-000000000002", "m--v1-000000000001"
+DAY_S = 86_400.0
+
+
+def prompts_of(world: World, *, since: float = 0.0, limit: int = 200) -> list[Prompt]:
+    with world.database.read() as session:
+        return draw(
+            session,
+            world.line,
+            trial=replace(trial_of(world.line, NEW, OLD), salt="salt"),
+            since=since,
+            now=world.clock.now,
+            limit=limit,
+        )
+
+
+async def played(world: World, prompts: list[Prompt], *, loads: list[str] | None = None) -> Report:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def load() -> None:
+        if loads is not None:
+            loads.append("load")
+        raise EngineError("still away")
+
+    replay = Replay(
+        replace(trial_of(world.line, NEW, OLD), salt="salt"),
+        sampler=world.sampler,
+        room=world.room,
+        judge=world.judge,
+        rules=world.rules,
+        judging=world.judging,
+        view=JudgeView(world.privacy),
+        parallel=2,
+        load=load,
+        sleep=sleep,
+    )
+    await replay.run(prompts, lambda done: None)
+    return replay.report(since=0.0)
+
+
+def scores(world: World, *, new: float, old: float) -> None:
+    world.judge.scores = {f"says {NEW}": new, f"says {OLD}": old}
+
+
+async def test_a_better_candidate_is_proven_better_and_nothing_is_stored(world: World) -> None:
+    world.hold_out(40)
+    scores(world, new=0.9, old=0.4)
+
+    report = await played(world, prompts_of(world))
+
+    assert (report.verdict, report.prompts, report.stopped) == ("better", 40, "")
+    assert report.difference is not None
+    assert report.difference.mean == pytest.approx(0.5)
+    assert report.difference.low > 0.2
+    assert report.judge_calls == 40 * world.judging.passes
+    with world.database.read() as session:
+        assert session.query(GateComparisonRow).count() == 0
+        assert session.query(JudgeCallRow).count() == 0
+
+
+async def test_a_worse_one_is_proven_worse_before_all_prompts_are_paid_for(world: World) -> None:
+    world.hold_out(60)
+    scores(world, new=0.2, old=0.8)
+
+    report = await played(world, prompts_of(world))
+
+    assert report.verdict == "worse"
+    assert report.prompts < 30
+    assert report.stopped == f"it is proven worse: {60 - report.prompts} prompts not asked"
+    assert report.why.startswith("worse than the champion in")
+
+
+async def test_an_equal_one_is_undecided_by_few_prompts(world: World) -> None:
+    world.hold_out(6)
+    report = await played(world, prompts_of(world))
+    assert report.verdict == "undecided"
+    assert "no worse than the champion" in report.why
+
+
+async def test_the_report_shows_kinds_and_hours(world: World) -> None:
+    start = world.clock.now - world.clock.now % DAY_S + DAY_S
+    with world.together():
+        for number in range(12):
+            world.clock.now = start + number * 7_200.0
+            world.serve(f"s{number}", held_out=True, project="shop" if number % 2 else "default")
+    world.clock.now += DAY_S
+    scores(world, new=0.6, old=0.5)
+
+    report = await played(world, prompts_of(world))
+
+    assert [kind.name for kind in report.kinds] == ["project default", "project shop"]
+    assert [(one.name, one.difference.groups) for one in report.hours] == [
+        (f"{first:02d}-{first + 4:02d} h", 2) for first in range(0, 24, 4)
+    ]
+    text = "\n".join(lines_of(report))
+    for words in ("v2 against v1: 12 held-out prompts", "by hour (UTC)", "project shop"):
+        assert words in text
+    assert json.loads(json.dumps(as_json(report)))["verdict"] == report.verdict
+
+
+def test_prompts_are_of_the_span_of_time_and_of_no_session_of_the_candidate(world: World) -> None:
+    old = world.serve("old", held_out=True)
+    world.clock.now += 1_000.0
+    since = world.clock.now
+    wanted = {world.serve(f"new-{number}", held_out=True) for number in range(5)}
+    world.serve("its", held_out=True, adapter=NEW)
+    world.serve("learned-from")
+    world.clock.now += 1_000.0
+
+    assert {one.held_out.exchange_id for one in prompts_of(world, since=since)} == wanted
+    assert {one.held_out.exchange_id for one in prompts_of(world)} == wanted | {old}
+    assert len(prompts_of(world, limit=2)) == 2
+
+
+async def test_what_the_judge_cannot_score_is_counted_and_ends_it(world: World) -> None:
+    world.hold_out(40)
+    world.judge.script = [JudgeRefusalError("no")]
+
+    report = await played(world, prompts_of(world))
+
+    assert report.prompts == GIVE_UP_AFTER
+    assert report.stopped.startswith("none of 10 prompts could be scored")
+    assert sum(report.set_aside.values()) == GIVE_UP_AFTER
+    assert report.difference is None
+    assert lines_of(report)
+
+
+async def test_answers_that_one_arm_fails_to_give_count_against_it(world: World) -> None:
+    world.hold_out(30)
+    world.sampler.errors[NEW] = SamplingError("500 in its kernel")
+
+    report = await played(world, prompts_of(world))
+
+    assert report.verdict == "worse"
+    assert set(report.set_aside) == {"sampling_failed_candidate"}
+
+
+async def test_it_waits_for_users_and_for_vllm_and_gives_up_in_the_end(world: World) -> None:
+    world.hold_out(4)
+    world.room.open = False
+    report = await played(world, prompts_of(world))
+    assert (report.prompts, report.difference) == (0, None)
+    assert "users need the capacity" in report.stopped
+
+    world.room.open, world.room.error = True, EngineDownError("vLLM is down")
+    loads: list[str] = []
+    report = await played(world, prompts_of(world), loads=loads)
+    assert "vLLM is down" in report.stopped
+    assert loads
