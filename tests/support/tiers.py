@@ -16,6 +16,7 @@ TIER_2 = (
     "tests/deploy/supervise/",
     "tests/deploy/test_process.py/",
     "tests/end_to_end/test_sabotage.py/",
+    "tests/end_to_end/test_upgrade.py/",
     "tests/ingest/intake/test_consume_killed.py/",
     "tests/ingest/intake/test_power_cut.py/",
     "tests/ingest/intake/test_same_on_both.py/",
