@@ -24,12 +24,18 @@ from benchmarks.sabotage.stalling import Stalling, stalling
 from benchmarks.sabotage.visitors import MAX_TOKENS, Visit, Visitors
 from demo.ports import free_port
 from demo.stack import ROOT, Addresses, Stack
+from deploy.cli.replay import FOLDER_NAME
+from learner.adapter_folder import folder_digest
 
 ENDED = ("promoted", "rolled_back", "inconclusive")
 LONGEST_S = 900.0
 """For one candidate; then the benchmark fails."""
 WARM_UP_S = 300.0
 """vLLM compiles its kernels with the first request."""
+RECORDED = 120
+"""Users' requests before the first replay; half of them are held out."""
+PROMPTS = 40
+"""Of a replay."""
 SETTLE_S = 3.0
 """Ingest stores the last replies of a candidate within this."""
 BASIC: Mapping[str, Mapping[str, Any]] = {
@@ -79,6 +85,9 @@ class Played:
     ended_at: float
     groups: int
     """Judged groups that the decision rests on."""
+    replay: str = ""
+    """What `sidecar replay` said of its folder before; empty: it was not asked."""
+    replay_prompts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +118,13 @@ def play(
     *,
     patience_s: float = 30.0,
     max_tokens: int = MAX_TOKENS,
+    replayed: bool = False,
     say: Callable[[str], None] = print,
 ) -> Told:
     """Try the candidates, (case, PEFT folder), one after the other.
 
-    patience_s: after so long without a whole answer a user leaves. max_tokens: of a user's answer.
+    replayed: each is first asked recorded prompts by `sidecar replay`. patience_s: after so long
+    without a whole answer a user leaves. max_tokens: of a user's answer.
     """
     addresses = Addresses(
         engine=free_port(), proxy=free_port(), admin=free_port(), judge=free_port()
@@ -125,7 +136,7 @@ def play(
         stalling(relay_port, addresses.engine) as relay,
         Stack(folder=folder, overrides=overrides, addresses=addresses) as stack,
     ):
-        return asyncio.run(_play(stack, relay, candidates, patience_s, max_tokens, say))
+        return asyncio.run(_play(stack, relay, candidates, patience_s, max_tokens, replayed, say))
 
 
 async def _play(
@@ -134,6 +145,7 @@ async def _play(
     candidates: Sequence[tuple[str, Path]],
     patience_s: float,
     max_tokens: int,
+    replayed: bool,
     say: Callable[[str], None],
 ) -> Told:
     await Visitors(base_url=stack.addresses.proxy_url, patience_s=WARM_UP_S).warm_up()
@@ -144,10 +156,15 @@ async def _play(
     coming = asyncio.create_task(visitors.run(stop))
     played = []
     try:
+        while replayed and len(visitors.visits) < RECORDED:
+            await asyncio.sleep(1.0)
         for case, path in candidates:
-            played.append(await _try(stack, relay, case, path))
+            found = await _replay(stack, relay, case, path) if replayed else ("", 0)
+            played.append(await _try(stack, relay, case, path, found))
             one = played[-1]
             say(f"{case}: {one.state} after {one.decided_s:.0f} s: {one.reason}")
+            if replayed:
+                say(f"  its replay said before: {found[0]}, by {found[1]} prompts")
     finally:
         relay.stalled = None
         stop.set()
@@ -174,7 +191,30 @@ async def _play(
     )
 
 
-async def _try(stack: Stack, relay: Stalling, case: str, path: Path) -> Played:
+async def _replay(stack: Stack, relay: Stalling, case: str, path: Path) -> tuple[str, int]:
+    """Ask recorded prompts of a folder. Returns: the verdict, and how many were asked."""
+    if case == HANGING:
+        relay.stalled = f"{FOLDER_NAME}{folder_digest(path)[:12]}"
+    words = ("replay", str(path), "--prompts", str(PROMPTS), "-o", "json")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        stack.command(*words),
+        env=stack.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    relay.stalled = None
+    if not done.stdout:
+        raise RuntimeError(f"the replay failed: {done.stderr}")
+    report = json.loads(done.stdout)
+    return str(report["verdict"]), int(report["prompts"])
+
+
+async def _try(
+    stack: Stack, relay: Stalling, case: str, path: Path, replayed: tuple[str, int]
+) -> Played:
     began_at = time.time()
     name = await asyncio.to_thread(_import, stack, path, case)
     ramped_at = 0.0
@@ -206,6 +246,8 @@ async def _try(stack: Stack, relay: Stalling, case: str, path: Path) -> Played:
         began_at=began_at,
         ended_at=ended_at,
         groups=evidence.get("quality", {}).get("groups", 0),
+        replay=replayed[0],
+        replay_prompts=replayed[1],
     )
 
 

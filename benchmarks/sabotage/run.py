@@ -1,7 +1,8 @@
 """`make bench BENCH=sabotage`: what becomes of a good candidate and of sabotaged ones.
 
 The real vLLM and the shipped model, with users all the time. Each candidate is tried twice: by the
-default rule, where the gate should stop a bad one before it meets a user; and behind a gate that
+default rule, where the gate should stop a bad one before it meets a user, and where a replay of its
+folder should say so before; and behind a gate that
 lets everything pass, where only users' sessions and the proxy's breaker speak. The judge is the
 demo's stand-in. exit 1 when a sabotaged candidate is promoted, the good one is not, or a request
 fails that no sabotage explains.
@@ -32,6 +33,7 @@ MOST_EXPOSED = 100
 """As of a canary with 30% errors, which must be stopped within so many of its sessions."""
 COLUMNS = (
     "part", "case", "state", "decided_s", "ramp_s", "groups", "exposed_sessions", "failed",
+    "replay", "replay_prompts",
 )  # fmt: skip
 
 
@@ -49,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
         adapters = make(folder / "candidates", CASES)
         for part in asked.parts:
             print(f"{part}:", flush=True)
-            told = play(folder / part, list(adapters.items()), PARTS[part])
+            cases = list(adapters.items())
+            told = play(folder / part, cases, PARTS[part], replayed=part == "gated")
             rows += rows_of(part, told)
             targets += targets_of(part, told)
     print(results.table(rows, COLUMNS))
@@ -73,6 +76,8 @@ def rows_of(part: str, told: Told) -> list[results.Row]:
             "groups": one.groups,
             "exposed_sessions": told.exposed[one.case].sessions,
             "failed": told.exposed[one.case].failed,
+            "replay": one.replay,
+            "replay_prompts": one.replay_prompts,
         }
         for one in told.played
     ]
@@ -94,6 +99,9 @@ def targets_of(part: str, told: Told) -> list[Target]:
             most = 0 if part == "gated" and one.case in GATE_STOPS else MOST_EXPOSED
             what = f"{part}, {one.case}: sessions exposed"
             targets.append(at_most(what, exposed.sessions, most))
+        if one.replay:
+            caught, bad = float(one.replay == "worse"), float(one.case != GOOD)
+            targets.append(at_most(f"{part}, {one.case}: replay is wrong", abs(caught - bad), 0.0))
         if one.case != HANGING:
             innocent += exposed.failed
     what = f"{part}: failed requests that no sabotage explains"
