@@ -160,12 +160,13 @@ def believed(tokens: int, lost: Count) -> int:
 
 def _brought_to(usage: Usage, allowance: Allowance, now: float) -> Usage:
     at, requests = usage.at, usage.requests
+    per_minute = allowance.requests_per_minute or 0
     if now > at:
-        per_minute = allowance.requests_per_minute or 0
-        requests = min(float(per_minute), requests + (now - at) * per_minute / MINUTE_S)
+        requests += (now - at) * per_minute / MINUTE_S
         at = now
     elif at - now > CLOCK_SKEW_S:
         at = now
+    requests = min(float(per_minute), requests)  # also where the limit was lowered
     today, day, tokens = _day(now), usage.day, usage.tokens
     if day < today:
         day, tokens = today, 0

@@ -63,6 +63,14 @@ def test_a_standing_says_what_is_left_of_this_key(limiter: Limiter) -> None:
     assert limiter.take("other", allowance, NOON) == (None, 59, 1.0, 10**13, 43_200.0, 0.0)
 
 
+def test_a_lowered_limit_holds_at_the_same_instant(limiter: Limiter) -> None:
+    limiter.take("k", Allowance(requests_per_minute=100), NOON)
+
+    standing = limiter.take("k", Allowance(requests_per_minute=10), NOON)
+
+    assert standing == (None, 9, 6.0, 0, 43_200.0, 0.0)
+
+
 def test_tokens_of_the_day_end_at_midnight_utc(limiter: Limiter) -> None:
     allowance = Allowance(tokens_per_day=100)
     limiter.charge("k", allowance, 100, NOON)
