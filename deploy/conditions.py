@@ -26,7 +26,7 @@ from ingest.judge_noise import read_noise_state
 from ingest.judge_watch import JUDGE, NANO, advice_on, newest_scored
 from ingest.judges.spending import read_spending
 from ingest.reward_watch.store import ask
-from ingest.store.groups import SAMPLED
+from ingest.store.groups import PENDING, SAMPLED
 from ingest.tasks.grouping import STAGE as TASKS, WITHOUT_OUTCOME
 from ingest.verifiers.state import KIND as VERIFIER, held_groups, waiting_for
 from learner.schedule.loop import SCHEDULE
@@ -39,6 +39,8 @@ from sidecar.visible import counted
 
 TASKS_SEEN = 100
 """Exchanges, or finished sessions, from which what whole tasks lack is said."""
+SCORE_AWAY_S = 180.0
+"""Score tells of its judge every 30 s, and may wait for the store meanwhile."""
 LATE_S = 60.0
 """Ingest looks at the bus every 10 s: a report that is older has no ingest behind it."""
 
@@ -83,7 +85,9 @@ def _stored(
     judge = known.get(JUDGE)
     verifiers = waiting_for(session) if any(kind.startswith(VERIFIER) for kind in known) else {}
     for one in known.values():
-        if one.kind == JUDGE:
+        if one.kind == JUDGE and now - one.at > SCORE_AWAY_S and _any_waits(funnel):
+            yield _silent(one, "score_down", "score", "score", "groups")
+        elif one.kind == JUDGE:
             yield _judge(session, one, funnel, now)
         elif one.kind == BUS and now - one.at > LATE_S:
             yield _silent(one, "ingest_down", "ingest", "ingest", "records")
@@ -94,6 +98,12 @@ def _stored(
     if BUS not in known and funnel.stage("bus").entered:
         missing = Condition(kind=BUS, code="ingest_down")
         yield _silent(missing, "ingest_down", "ingest", "ingest", "records")
+
+
+def _any_waits(funnel: Funnel) -> bool:
+    """Return True where groups wait for score: for answers, or for scores."""
+    found = groups_by_status(funnel.stages)
+    return any(found.get(status) for status in PENDING)
 
 
 def _silent(one: Condition, code: str, who: str, command: str, waiting: str) -> Condition:
@@ -158,7 +168,8 @@ def _of_line(
     if run is None or run.status != "held":
         yield from _would_hold(session, line, watch)
     if (schedule := known.get(SCHEDULE)) is not None:
-        runs = run is not None and run.ended_at is None
+        beat = run.heartbeat_at if run is not None and run.ended_at is None else 0.0
+        runs = now - beat <= LEARNER_AWAY_S
         if now - schedule.at <= LEARNER_AWAY_S or runs:
             yield schedule
         else:
@@ -405,10 +416,12 @@ def _engine(engine: EngineView, champion: str) -> Iterator[Condition]:
                 kind=f"vllm {url}",
                 state="act",
                 code="vllm_away",
-                message=f"vLLM at {shown} does not answer: {replica.away}",
+                message=f"vLLM at {shown} does not answer: "
+                f"{str(replica.away).removeprefix(f'vLLM at {shown} ')}",
                 to_do="start it again; the other replicas answer its users"
                 if others
-                else "start vLLM again: no replica answers; a rollback works all the same",
+                else "start vLLM again, or wait while it loads: no replica answers; a rollback "
+                "works all the same",
             )
         for name, why in replica.refused.items():
             yield Condition(

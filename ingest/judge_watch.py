@@ -257,6 +257,9 @@ def why_sampling_holds(session: Session) -> tuple[str, str] | None:
 
 
 Failing = Literal["away", "rejected", "no_credit"]
+TELL_S = 30.0
+"""Interval in which a state that does not change is written again: an older one has no score behind
+it."""
 TELL_AFTER_S = 30.0
 """An outage while the judge works is told on the terminal when it has lasted so long: most pass."""
 
@@ -279,6 +282,7 @@ class JudgeReport:
         self._announce = announce
         self._state = JudgeState(since=clock())
         self._told: JudgeState | None = self._state
+        self._told_at = 0.0
         """What the store says."""
         self._announced = False
         self.logged: str | None = None
@@ -382,11 +386,12 @@ class JudgeReport:
         """Write the state, if the store does not know it yet. A refusal is logged."""
         judges = tuple(msgspec.structs.replace(one, error=one.reason) for one in self._seen())
         state = msgspec.structs.replace(self._state, judges=judges)
-        if state == self._told:
+        now = self._clock()
+        if state == self._told and 0.0 <= now - self._told_at < TELL_S:
             return
         try:
             await asyncio.to_thread(self._write, state)
-            self._told = state
+            self._told, self._told_at = state, now
         except StoreError as error:
             log.warning("judge_state_not_stored", error=str(error))
 

@@ -39,7 +39,7 @@ from deploy.admin.wire import UnreadableError
 from deploy.engine.reconcile import EngineView
 from deploy.engine.validation import check_digest
 from deploy.errors import InvalidAdapterError, TransitionError, UnknownAdapterError, error_line
-from deploy.records import Canary
+from deploy.records import Canary, short
 from deploy.registry import audit, canaries, switches as learner_switches, transitions, versions
 from deploy.registry.rollback import rollback
 from ingest.store.groups import CLAIMED, SAMPLED, SCORED, SET_ASIDE, retry_judging
@@ -115,6 +115,8 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
         context.on_change()
         note = until_loaded(result.after, context.engine)
         note = with_files(note, context.database, result.after)
+        if note is None and not result.changed:
+            note = f"nothing to undo: {short(result.after)} was champion already"
         log.info(
             "rolled_back",
             before=result.before,

@@ -79,7 +79,7 @@ class RollbackOut(Out):
     generation: int
     """Generation of the routing table, which every proxy applies at its next poll."""
     note: str | None
-    """Says who answers until vLLM has loaded the target; null when it is loaded."""
+    """Says who answers until vLLM has loaded the target, or that nothing changed; else null."""
 
     @classmethod
     def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:

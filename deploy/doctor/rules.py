@@ -68,7 +68,9 @@ OF_CONDITIONS: Final[Mapping[str, Name]] = {
     "run": "learning",
 }
 """First word of a condition's kind -> the stage that it stops."""
-PILE_UP, SPENT = "pile_up", "judge_spent"
+PILE_UP = "pile_up"
+OF_SCORE = ("judge_spent", "score_down")
+"""What the judge's condition says that asking the judge now does not."""
 """Codes of conditions that have a rule of their own."""
 REFUSED: Final[Mapping[str, str]] = {
     "refused_unknown_model": "have agents name `serving.model` as their `model`",
@@ -429,7 +431,7 @@ def _conditions(
         if (
             stage is None
             or one.state == "ok"
-            or (kind == "judge" and (" " in one.kind or (judge_asked and one.code != SPENT)))
+            or (kind == "judge" and (" " in one.kind or (judge_asked and one.code not in OF_SCORE)))
             or one.data.get("judge_model", model) != model
             or (kind == "verifier" and facts.verifiers_tried)
             or (kind == "fields" and one.data["exchanges"] < FEW)

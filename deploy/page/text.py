@@ -304,7 +304,7 @@ def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | 
     return ", ".join(parts)
 
 
-SILENT = ("ingest_down", "learner_away")
+SILENT = ("ingest_down", "learner_away", "score_down")
 """Codes of processes that have not been heard of: what the page says of the rest may be old."""
 
 

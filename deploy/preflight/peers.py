@@ -202,7 +202,7 @@ async def _check_serving(settings: Settings) -> list[Finding]:
     for url in Upstreams(serving.upstreams).now():
         async with _client(serving, url) as client:
             try:
-                found += await _check(client, url, serving)
+                await _check(client, url, serving, found)
             except httpx.HTTPError as problem:
                 if settings.engine.command:
                     said = (
@@ -223,7 +223,7 @@ async def _check_sampling(settings: Settings) -> list[Finding]:
             try:
                 names = _names(await client.get("/v1/models"))
                 if names is not None and serving.model in names:
-                    found += await _check_adapters(client, url, SAMPLING)
+                    await _check_adapters(client, url, SAMPLING, found)
                     continue
                 said = f"serves no {serving.model!r}, so no candidates are sampled; name a vLLM"
                 said = f"{url} {said} that does"
@@ -250,26 +250,32 @@ def _client(serving: Serving, url: str) -> httpx.AsyncClient:
     )
 
 
-async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> list[Finding]:
+async def _check(
+    client: httpx.AsyncClient, url: str, serving: Serving, found: list[Finding]
+) -> None:
+    """Add what is wrong. A vLLM that breaks off half way keeps what was found before."""
     models = await client.get("/v1/models")
     if models.status_code in (401, 403):
         said = (
             f"{url} refuses the key ({models.status_code}); set SIDECAR_SERVING__API_KEY to vLLM's "
             "--api-key"
         )
-        return [error("serving.api_key", said, "vllm_key")]
+        found.append(error("serving.api_key", said, "vllm_key"))
+        return
     names = _names(models)
     if names is None:
         status = models.status_code
         said = f"{url}/v1/models answers {status} without a list of models; name a vLLM"
-        return [error(SERVING, said)]
+        found.append(error(SERVING, said))
+        return
     if serving.model not in names:
         said = (
             f"{url} does not serve {serving.model!r} but {', '.join(names) or 'no model'}; set it "
             "to vLLM's --served-model-name"
         )
-        return [error("serving.model", said, "vllm_model")]
-    found = await _check_adapters(client, url, SERVING)
+        found.append(error("serving.model", said, "vllm_model"))
+        return
+    await _check_adapters(client, url, SERVING, found)
     found += await _check_tokens(client, url, serving.model)
     # Last: a vLLM that just started tells it after its first request.
     told = read_room((await client.get("/metrics")).text).max_loras
@@ -279,11 +285,11 @@ async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> list[
             "or set serving.max_loras to what it has"
         )
         found.append(error("serving.max_loras", said))
-    return found
 
 
-async def _check_adapters(client: httpx.AsyncClient, url: str, setting: str) -> list[Finding]:
-    found = []
+async def _check_adapters(
+    client: httpx.AsyncClient, url: str, setting: str, found: list[Finding]
+) -> None:
     load = await client.post("/v1/load_lora_adapter", json={})  # no name: nothing is loaded
     if load.status_code in (404, 405):
         said = (
@@ -301,7 +307,6 @@ async def _check_adapters(client: httpx.AsyncClient, url: str, setting: str) -> 
     elif LORA_METRIC not in metrics.text:
         said = f"{url} runs without --enable-lora; start vLLM with it"
         found.append(error(setting, said, "no_lora"))
-    return found
 
 
 async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> list[Finding]:

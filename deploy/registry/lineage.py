@@ -391,7 +391,9 @@ def _render_quality(quality: dict[str, Any]) -> str:
 def _render_guards(guards: dict[str, Any]) -> str:
     met = guards["sessions"]
     bad = ", ".join(
-        f"{kind} {guards[kind]['canary']}:{guards[kind]['champion']}" for kind in GUARDS
+        f"{kind} {guards[kind]['canary']}:{guards[kind]['champion']}"
+        for kind in GUARDS
+        if kind in guards  # a canary of an older release had fewer
     )
     return (
         f"{counted(met['canary'], 'session')} of the canary, {met['champion']} of the champion; "

@@ -114,7 +114,7 @@ def withdraw_abandonments(session: Session, began: Mapping[str, Collection[float
     wrong = [
         (exchange_id, ABANDONMENT)
         for exchange_id, name, at, evidence in rows
-        if any(evidence["began_at"] < one <= at for one in began[name])
+        if any(_began_at(evidence, at) < one <= at for one in began[name])
     ]
     if wrong:
         _delete(session, wrong)
@@ -128,6 +128,13 @@ def _delete(session: Session, keys: Collection[tuple[str, str]]) -> None:
         .where(tuple_(SignalRow.exchange_id, SignalRow.kind).in_(keys))
         .execution_options(synchronize_session=False)
     )
+
+
+def _began_at(evidence: Mapping[str, Any], at: float) -> float:  # Any: JSON
+    """When the abandoned exchange began; of damaged evidence the signal's own time, so that the
+    signal stays."""
+    found = evidence.get("began_at")
+    return found if isinstance(found, int | float) else at
 
 
 SESSIONS: Final = ("session", "task")

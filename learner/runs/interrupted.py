@@ -12,7 +12,7 @@ runs have on disk is removed once they will not go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -174,11 +174,12 @@ def _record(
     findings = [asdict(one) for one in answer.holding]
     if (
         row is not None
-        and row.held is not None
+        and row.status == HELD
         and row.parent == answer.verdict.champion
-        and {one["check"] for one in row.held["findings"]} == {one.check for one in answer.holding}
+        and _checks(row.held) == {one.check for one in answer.holding}
     ):
-        row.held = {"findings": findings, "checks": row.held["checks"] + 1}
+        times = row.held.get("checks") if row.held else None
+        row.held = {"findings": findings, "checks": (times if isinstance(times, int) else 1) + 1}
         row.reason, row.heartbeat_at, row.ended_at = answer.reason, now, now
         return False
     session.add(
@@ -211,3 +212,10 @@ def _record(
     for one in answer.holding:
         count(session, STAGE, f"held_{one.check}")
     return True
+
+
+def _checks(held: Mapping[str, Any] | None) -> set[object]:  # Any: JSON
+    """Return the checks of a held run's findings, as far as they can be read."""
+    findings = (held or {}).get("findings")
+    found = findings if isinstance(findings, list) else []
+    return {one.get("check") for one in found if isinstance(one, dict)}

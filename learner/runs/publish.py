@@ -37,6 +37,8 @@ REGISTERED = "adapter.registered"
 PUBLISH_S = 600.0
 """How long a finished run asks a store that is locked or away."""
 PUBLISH_PAUSE_S = 1.0
+VERSIONS = 10**9
+"""A version is smaller than this: a larger one is damage, and may have no successor."""
 
 
 def when_free(
@@ -175,7 +177,8 @@ def register(
 ) -> Candidate:
     """Add the next version of a line. run_id: None: no run made it. actor, reason: for the audit;
     by default the run's."""
-    newest = session.scalar(select(func.max(AdapterRow.version)).where(AdapterRow.model == model))
+    of_line = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
+    newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_line))
     version = (newest or 0) + 1
     digest = sealed.digest
     continued = session.get(AdapterRow, parent)

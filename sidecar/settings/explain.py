@@ -177,6 +177,7 @@ def shown_settings(settings: Settings) -> dict[str, Any]:  # Any: JSON
         one["params"] = hide_in_params(fallback.params)
     shown["engine"]["command"] = hide_in_command(settings.engine.command)
     shown["engine"]["env"] = dict.fromkeys(settings.engine.env, SET)
+    shown["tasks"]["key"] = settings.tasks.key  # no secret, though its name is like one's
     shown["admin"]["tokens"] = [SET for _ in settings.admin.tokens]
     for name in ("otlp_endpoint", "otlp_metrics_endpoint"):
         shown["telemetry"][name] = hide_beside_path(getattr(settings.telemetry, name))

@@ -109,7 +109,7 @@ def _anchored(value: Anchored, folder: Path, name: str = "") -> Anchored:
         if name == _STORE_URL:  # which SQLAlchemy decodes
             begin = begin.replace("%", "%25").replace("?", "%3F")
         found = f"{parts[1]}{begin}/{parts[2]}"
-    elif name == "base_model_path" and found and (folder / found).is_dir():  # else a hub's name
+    elif name == "base_model_path" and found and os.path.isdir(folder / found):  # else a hub's name
         found = str(folder / found)
     kept: Anchored = found
     return kept

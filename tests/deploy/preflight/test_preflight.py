@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from sidecar.processes import only_one
 from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
+from support.fake_vllm import CLOSE, SeenRequest, Step
 from support.postgres import OVERRIDE, Databases
 from tests.ingest.conftest import ScriptedServer
 
@@ -113,6 +114,25 @@ def test_what_vllm_lacks_is_an_error(
     assert error[:2] == ("error", setting)
     assert words in error[2]
     assert judge[1] == "judge.model"
+
+
+def test_what_was_found_before_a_vllm_breaks_off_is_told(
+    checked: Checked, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm[1].overrides["/v1/load_lora_adapter"] = (404, b"")
+    answer = AdapterEndpoints.__call__
+
+    def break_off(self: AdapterEndpoints, request: SeenRequest) -> Sequence[Step]:
+        return [CLOSE] if "/metrics" in request.line else answer(self, request)
+
+    monkeypatch.setattr(AdapterEndpoints, "__call__", break_off)
+
+    words = [one[2] for one in checked() if one[1] == "serving.upstreams"]
+
+    assert ["VLLM_ALLOW_RUNTIME_LORA_UPDATING" in words[0], "does not answer" in words[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_a_vllm_that_is_not_there_is_an_error_unless_up_starts_it(tmp_path: Path) -> None:

@@ -317,6 +317,21 @@ def test_a_session_that_was_left_in_the_middle_is_abandoned_after_the_window(
     assert pass_over(kit, 2_000.0) == abandoned
 
 
+@pytest.mark.parametrize("evidence", [{}, {"began_at": "x"}])
+def test_a_damaged_abandonment_stays_and_stops_nothing(kit: Kit, evidence: dict[str, str]) -> None:
+    sessions = Sessions(held_out_rate=0.0)
+    for one in (FIRST, CUT):
+        kit.take(one, sessions=sessions, now=1_000.0)
+    left = pass_over(kit, 2_000.0)
+    with kit.database.write() as session:
+        session.scalars(select(SignalRow)).one().evidence = evidence
+
+    kit.take(EDITED, sessions=sessions, now=1_000.0)
+
+    assert left <= found(kit)
+    assert kit.counts("signal")["abandonment"] == 1
+
+
 @both_stores
 def test_a_record_that_comes_late_withdraws_the_abandonment(kit: Kit) -> None:
     sessions = Sessions(held_out_rate=0.0)

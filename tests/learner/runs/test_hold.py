@@ -101,6 +101,23 @@ def test_asked_again_it_keeps_one_row_and_one_alarm(
     assert counters(database, "watch") == {"held_refusal": 1}
 
 
+@pytest.mark.parametrize(
+    "held", [{}, {"findings": 1, "checks": "x"}, {"findings": [{}], "checks": 1}]
+)
+def test_a_damaged_row_of_a_held_run_holds_all_the_same(
+    refusing: str, database: Database, new_run: NewRun, held: dict[str, object]
+) -> None:
+    with pytest.raises(HeldError):
+        new_run("r1").start()
+    with database.write() as session:
+        session.get_one(RunRow, "r1").held = held
+
+    with pytest.raises(HeldError):
+        new_run("r2").start()
+
+    assert {row.run_id for row in rows(database)} == {"r1", "r2"}
+
+
 def test_it_goes_on_when_the_figures_are_good_again(
     refusing: str, database: Database, new_run: NewRun, clock: Clock
 ) -> None:

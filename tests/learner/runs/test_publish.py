@@ -148,6 +148,7 @@ def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
 ) -> None:
     put_version(1)
     put_version(7, state="rejected")
+    put_version(2**31 - 1, state="rejected")  # damage, which has no successor
     sealed = seal(write_folder(tmp_path / "adapters" / ".run-1"))
     digest, path = sealed.digest, place(sealed, tmp_path / "adapters")
 
