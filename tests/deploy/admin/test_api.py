@@ -519,6 +519,7 @@ async def test_rollback_needs_no_precondition_and_may_be_repeated(world: World, 
     assert first.json()["changed"] is True
     assert second.json()["changed"] is False
     assert second.json()["to"] == "base"
+    assert second.json()["note"] == "nothing to undo: the base model was champion already"
 
 
 async def test_a_rollback_waits_for_no_vllm_that_hangs(

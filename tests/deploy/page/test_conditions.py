@@ -78,6 +78,18 @@ def late(session: Session) -> None:
     write(session, one, now=NOON - 600.0)
 
 
+def died(session: Session) -> None:
+    """In a run, which has no end."""
+    late(session)
+    gone = {"started_at": NOON - 900.0, "heartbeat_at": NOON - 600.0}
+    session.add(finished_run("r1", status="running", **gone))
+
+
+def scoreless(session: Session) -> None:
+    write_judge_state(session, JudgeState(since=1.0).works(NOON - 600.0), now=NOON - 600.0)
+    count(session, "selection", "chosen")  # a group that waits for answers
+
+
 def lost(session: Session) -> None:
     count(session, "consume", "poison", 2)
 
@@ -98,6 +110,8 @@ def silent(session: Session) -> None:
         (held, "act", "held", "the reward watch holds the learner: refusals"),
         (lack, "act", "learner_cannot_run", "learner.device: it cannot be used"),
         (late, "act", "learner_away", "the learner has not been heard of"),
+        (died, "act", "learner_away", "the learner has not been heard of"),
+        (scoreless, "act", "score_down", "score has not been heard of"),
         (lost, "look", "dead_letters", "2 records could not be stored"),
         (silent, "act", "ingest_down", "ingest has not been heard of yet"),
     ],

@@ -143,7 +143,8 @@ async def test_of_one_thing_the_text_speaks_in_the_singular(world: World) -> Non
     met = {"canary": 1, "champion": 4}
     evidence: dict[str, Any] = {
         "quality": quality,
-        "guards": {"sessions": met, **{kind: {"canary": 0, "champion": 0} for kind in GUARDS}},
+        # Of an older release, which had one guard less.
+        "guards": {"sessions": met, **{kind: {"canary": 0, "champion": 0} for kind in GUARDS[1:]}},
         "step_1": {"weight_bp": 2_000, "candidate": arm, "champion": arm},
     }
     judged = tuple(map(str, range(SHOWN_PROMPTS + 1)))

@@ -48,3 +48,4 @@ def test_a_token_comes_from_the_environment_and_is_never_shown(
     shown = str(shown_settings(settings)["reward"])
     assert "tok-12345" not in shown
     assert "pw" not in shown
+    assert shown_settings(settings)["tasks"]["key"] == "header", "no secret, for all its name"
