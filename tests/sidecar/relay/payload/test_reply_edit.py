@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import example, given, strategies as st
 
+from sidecar.relay import reply_edit
 from sidecar.relay.reply import EventBody, HeldBody, PassedBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING, Strip, strip_event, strip_reply
 
@@ -115,6 +116,38 @@ PIECES = (
     b'"choices":', b'"delta":', b'"token_ids":[1]', b'"logprobs":[1]', b'"prompt_token_ids":[1]',
 )  # fmt: skip
 """Pieces of replies: bytes made of them are nearly a reply."""
+
+
+IDS = st.lists(st.integers(0, 150_000), max_size=3).map(lambda few: few * 2_000)
+KEYS = st.sampled_from(["prompt_token_ids", "token_ids", "logprobs", "other"])
+ODD = st.one_of(
+    IDS,
+    st.none(),
+    st.just([[1], [2]]),
+    st.just(["]", '"prompt_token_ids":[1]']),
+    st.dictionaries(KEYS, IDS, max_size=2),
+    st.text(max_size=5).map(lambda text: text + '"prompt_token_ids":[1,2]'),
+)
+MEMBERS = st.dictionaries(KEYS, ODD, max_size=3)
+
+
+@given(
+    first=MEMBERS,
+    choice=MEMBERS,
+    last=MEMBERS,
+    strip=st.sampled_from([ALL, Strip(token_ids=True, logprobs=False)]),
+)
+@example(first={}, choice={}, last={"prompt_token_ids": list(range(9_000))}, strip=ALL)
+@example(first={"other": {"prompt_token_ids": [7] * 9_000}}, choice={}, last={}, strip=ALL)
+def test_long_ids_of_a_prompt_are_taken_out_as_member_by_member(
+    first: dict[str, object], choice: dict[str, object], last: dict[str, object], strip: Strip
+) -> None:
+    reply = {**first, "choices": [{"index": 0, **choice}], **last}
+    body = json.dumps(reply, separators=(",", ":")).encode()
+    event = b"data: %s\n\n" % body
+
+    assert strip_reply(body, strip) == reply_edit._strip_any_reply(body, strip)
+    assert strip_event(event, strip) == reply_edit._strip_any_event(event, strip)
 
 
 def is_no_json(data: bytes) -> bool:
