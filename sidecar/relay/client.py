@@ -465,7 +465,9 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Enforce the timeouts; called periodically. now: `time.perf_counter()`."""
-        if self._writing_paused and self._transport is not None:
+        if self._transport is None:
+            return  # accepted, and not yet connected: a close now would close nothing
+        if self._writing_paused:
             unsent = self._transport.get_write_buffer_size()
             if unsent != self._unsent_bytes:
                 self._unsent_bytes, self._progress = unsent, now

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import pytest
 
+from sidecar.relay.client import ClientConnection
 from support.proxy_kit import StartProxy
 from support.strict_peers import REQUEST, Connect, Dial, StrictVllm, Tools, other_end, post
 
@@ -152,6 +153,25 @@ async def test_a_client_whose_bytes_are_not_read_yet_is_not_idle(
         assert not connection.make_room()
 
     assert (await first.hear()).status == 200
+
+
+async def test_no_limit_ends_a_connection_that_is_accepted_and_not_made_yet(
+    start_proxy: StartProxy, fake_vllm: StrictVllm
+) -> None:
+    """A busy loop may check the limits between the two; nothing could be closed then."""
+    relay = (await start_proxy()).proxy._relay
+    ours, theirs = socket.socketpair()
+    accepted = relay._accept()
+    assert isinstance(accepted, ClientConnection)
+
+    accepted.tick(perf_counter() + 1e6)
+
+    await asyncio.get_running_loop().create_connection(lambda: accepted, sock=theirs)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    client = Dial(reader, writer)
+    client.say(post())
+    assert (await client.hear()).status == 200
+    client.hang_up()
 
 
 async def test_a_client_that_never_reads_is_cut_and_counted(
