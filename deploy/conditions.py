@@ -169,8 +169,7 @@ def _of_line(
         yield from _would_hold(session, line, watch)
     if (schedule := known.get(SCHEDULE)) is not None:
         beat = run.heartbeat_at if run is not None and run.ended_at is None else 0.0
-        runs = now - beat <= LEARNER_AWAY_S
-        if now - schedule.at <= LEARNER_AWAY_S or runs:
+        if now - max(schedule.at, beat) <= LEARNER_AWAY_S:
             yield schedule
         else:
             of = words_of(line.project)[0]

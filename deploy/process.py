@@ -32,7 +32,7 @@ from deploy.registry.leases import BEAT_S, Lease, own_id
 from deploy.supervise import Loop
 from ingest.judges.build import ProcessJudges
 from ingest.ruler.judge import Judge
-from ingest.vllm.watch import ReplicaSampler, open_replicas
+from ingest.vllm.watch import ReplicaSampler, gate_engine_of
 from learner.shared_folders import shared_folders
 from sidecar.errors import StoreError
 from sidecar.processes import connections_that_fit, tell_ready
@@ -94,13 +94,7 @@ async def serve(settings: Settings, database: Database) -> int:
         for line in settings.lines:
             routing_writer.initialise(session, line.name, now=time.time(), actor=audit.CONTROL)
     _say_room(settings)
-    key = settings.serving.api_key
-    # Not under the limit on the slow-down of users: each side would take the other's candidates for
-    # users', and a canary would wait for its gate for as long as groups are sampled.
-    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})
-    sampler = open_replicas(
-        settings.serving.upstreams, key.get_secret_value() if key else None, unlimited
-    )
+    sampler = gate_engine_of(settings)
     judges = ProcessJudges(settings.judge_of_gate, database)
     _say_examiner(settings)
     try:

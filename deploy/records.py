@@ -146,6 +146,30 @@ class Canary:
         return 0 <= self.step < len(self.steps) and is_adapter_name(self.candidate)
 
 
+def trial_of(line: str, candidate: str, champion: str, salt: str) -> Canary:
+    """Describe a comparison as the gate's parts take it: a canary that is nowhere stored, and whose
+    clock stands at 0. line: its name. salt: what seeds and the id are drawn from."""
+    return Canary(
+        canary_id=f"trial-{salt}",
+        model=line,
+        candidate=candidate,
+        champion=champion,
+        anchor=champion,
+        phase="gating",
+        paused=False,
+        reason=None,
+        step=0,
+        steps=(),
+        salt=salt,
+        created_at=0.0,
+        step_started_at=0.0,
+        stopped_s=0.0,
+        stopped_at=None,
+        ended_at=None,
+        generation=0,
+    )
+
+
 def version_of(adapter: str) -> str:
     """`v12` of `<model>--v12-<digest>`; another name as it is. Pure."""
     match = _VERSION.fullmatch(adapter)

@@ -282,8 +282,8 @@ class JudgeReport:
         self._announce = announce
         self._state = JudgeState(since=clock())
         self._told: JudgeState | None = self._state
-        self._told_at = 0.0
         """What the store says."""
+        self._told_at = 0.0
         self._announced = False
         self.logged: str | None = None
         """The kind of the present outage that was last logged."""

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from deploy.records import Canary
+from dataclasses import replace
+
+from deploy.records import Canary, trial_of
+from sidecar.records import BASE
 
 
 def begun_canary(*, steps: tuple[int, ...], number: int = 1) -> Canary:
     """Return one whose clock begins at 0. steps: basis points. number: in its id and its salt."""
-    return Canary(
-        canary_id=f"c{number}",
-        model="m",
-        candidate="m--v2",
-        champion="m--v1",
-        phase="gating",
-        paused=False,
-        reason=None,
-        step=0,
-        steps=steps,
-        salt=f"salt-{number}",
-        created_at=0.0,
-        step_started_at=0.0,
-        stopped_s=0.0,
-        stopped_at=None,
-        ended_at=None,
-        generation=1,
-    )
+    trial = trial_of("m", "m--v2", "m--v1", f"salt-{number}")
+    return replace(trial, canary_id=f"c{number}", steps=steps, generation=1, anchor=BASE)

@@ -1,11 +1,10 @@
 """`make bench BENCH=sabotage`: what becomes of a good candidate and of sabotaged ones.
 
 The real vLLM and the shipped model, with users all the time. Each candidate is tried twice: by the
-default rule, where the gate should stop a bad one before it meets a user, and where a replay of its
-folder should say so before; and behind a gate that
-lets everything pass, where only users' sessions and the proxy's breaker speak. The judge is the
-demo's stand-in. exit 1 when a sabotaged candidate is promoted, the good one is not, or a request
-fails that no sabotage explains.
+default rule, where a replay of its folder should say what it is, and the gate should stop a bad one
+before it meets a user; and behind a gate that lets everything pass, where only users' sessions and
+the proxy's breaker speak. The judge is the demo's stand-in. exit 1 when a sabotaged candidate is
+promoted, the good one is not, a replay is wrong, or a request fails that no sabotage explains.
 
     python -m benchmarks sabotage [--parts gated open] [--keep FOLDER]
 """

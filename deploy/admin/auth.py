@@ -10,7 +10,6 @@ process may call. A web page in a local browser may not: requests with a foreign
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable
@@ -26,10 +25,6 @@ from sidecar.settings.kinds import AdminScope, is_loopback
 
 LOCAL = "local"
 """Actor in the audit when no token is configured."""
-
-GUESS_S = 1.0
-"""How long a wrong token waits for its reply: one guess a second on each of the `wire.MOST`
-connections."""
 
 RefusalReason = Literal[
     "no_token", "unknown_token", "foreign_host", "foreign_origin", "unreadable", "too_large",
@@ -131,12 +126,6 @@ def grant_of(authorization: bytes | None, tokens: Collection[str]) -> Grant:
     of = [frozenset(projects.split("+")) for _, at, projects in named if at]
     everywhere = len(of) < len(named)
     return Grant(f"token:{digest[:8]}", every, frozenset() if everywhere else of[0].union(*of))
-
-
-async def slow_down(error: Exception) -> None:
-    """Wait before a guessed token is answered; right ones never wait."""
-    if isinstance(error, RefusedError) and error.reason == "unknown_token":
-        await asyncio.sleep(GUESS_S)
 
 
 async def allowed(request: Request) -> None:

@@ -27,7 +27,6 @@ from deploy.admin.auth import (
     TooSlowError,
     admit,
     reason_of,
-    slow_down,
 )
 from deploy.admin.problems import refusal
 from deploy.admin.wire import NEEDED, OPEN, UnreadableError, check_quoted, read_json
@@ -49,6 +48,11 @@ LINGER_S = 1.0
 closing a connection with unread bytes resets it, and the client loses the reply."""
 LOG_INTERVAL_S = 10.0
 _LOGGED_PATH_CHARACTERS = 200
+GUESS_S = 1.0
+"""How long a wrong token waits for its reply."""
+GUESSES = 20
+"""Most that wait at once, a tenth of the connections (`wire.MOST`): more would keep people with a
+right token out. The others are refused at once, and counted."""
 
 
 class Refusals:
@@ -58,6 +62,18 @@ class Refusals:
         self.counts: Counter[RefusalReason] = Counter()
         self._clock = clock
         self._logged: dict[RefusalReason, tuple[float, int]] = {}
+
+        self._guesses = 0
+
+    async def slow_down(self, reason: RefusalReason) -> None:
+        """Wait before a guessed token is answered; right ones never wait."""
+        if reason != "unknown_token" or self._guesses >= GUESSES:
+            return
+        self._guesses += 1
+        try:
+            await asyncio.sleep(GUESS_S)
+        finally:
+            self._guesses -= 1
 
     def note(self, reason: RefusalReason, scope: Scope) -> None:
         """Count a refusal, and log it unless the same reason was logged within LOG_INTERVAL_S."""
@@ -111,7 +127,7 @@ class Reception:
                 body = await self._read_body(scope, receive)
         except (RefusedError, UnreadableError) as error:
             self._refusals.note(reason_of(error), scope)
-            await slow_down(error)
+            await self._refusals.slow_down(reason_of(error))
             await _answer_and_close(refusal(scope["path"], error), scope, receive, send)
             return
         except ConnectionAbortedError:

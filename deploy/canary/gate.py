@@ -24,7 +24,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,15 @@ from ingest.errors import (
 from ingest.privacy.screen import Screen, default_screen
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.ruler.calls import count_call, save_judge_calls
-from ingest.ruler.group import NOT_REDACTED, SUBJECT, TOO_LONG, Scored, ask_probe, refusal_of
+from ingest.ruler.group import (
+    NOT_REDACTED,
+    RUBBISH,
+    SUBJECT,
+    TOO_LONG,
+    Scored,
+    ask_probe,
+    refusal_of,
+)
 from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
@@ -176,8 +184,8 @@ class Keeper:
         )
         kept = Kept(
             status=ended.status,
-            difference=_difference(rows, "champion") if ended.status == SCORED else None,
-            anchor_difference=_difference(rows, "anchor") if ended.status == SCORED else None,
+            difference=difference_to(rows, "champion") if ended.status == SCORED else None,
+            anchor_difference=difference_to(rows, "anchor") if ended.status == SCORED else None,
             fault=ended.fault,
             place=ended.place,
             answers=rows,
@@ -241,7 +249,7 @@ class Keeper:
         save_judge_calls(session, subject, calls, rubric_hash=rubric_hash, now=self._clock())
 
 
-def _difference(rows: Sequence[dict[str, Any]], other: str) -> float | None:
+def difference_to(rows: Sequence[Mapping[str, Any]], other: str) -> float | None:
     """Return the mean score of the candidate minus another arm's; None without its answers."""
     scores = {
         arm: [one["score"] for one in rows if one["arm"] == arm and one["score"] is not None]
@@ -256,21 +264,53 @@ WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
 """Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
-_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError, LostLeaseError)
+TRY_LATER = (*AWAY, JudgeBusyError, JudgeWithheldError, LostLeaseError)
 """Errors that concern no answer: retry later. The reconciler reloads a lost adapter; a budget that
 is spent is renewed; another control may have the lease."""
 
 _NO_SCORE = (JudgeUnavailableError, JudgeRefusalError, NotRedactedError, JudgeReplyError)
 """Errors by which the judge gives no score for some answers."""
-_SET_ASIDE: dict[type[Exception], str] = {
+SET_ASIDE: dict[type[Exception], str] = {
     SamplingError: "sampling_failed",
     NoOutcomeError: "no_outcome",
     NotRedactedError: NOT_REDACTED,
-    JudgeReplyError: "judge_rubbish",
+    JudgeReplyError: RUBBISH,
 }
 """Errors that set a prompt aside at once -> its status."""
-_ARM_FAULT: dict[str, Fault] = {"candidate": "candidate", "champion": "champion"}
+ARM_FAULT: dict[str, Fault] = {"candidate": "candidate", "champion": "champion"}
 """Arm whose answers vLLM fails to give -> whose fault it is; of another arm, nobody's."""
+
+
+def status_of(error: Exception) -> str:
+    """Return the status of a prompt that one of the errors of `SET_ASIDE` sets aside."""
+    return next(name for kind, name in SET_ASIDE.items() if isinstance(error, kind))
+
+
+async def score_prompt(
+    judge: Judge,
+    canary: Canary,
+    prompt: HeldOutPrompt,
+    answered: Sequence[Answered],
+    *,
+    judging: JudgeSettings,
+    view: JudgeView | None,
+    on_call: Callable[[JudgeCall], None],
+    part: str = "",
+) -> Judgement:
+    """Have the answers to a prompt scored blind, by its project's rubric. part: names the subset of
+    the answers, when it is one. Raises: as `score_answers`."""
+    return await score_answers(
+        judge,
+        context=prompt.request["messages"],
+        tools=prompt.request.get("tools") or (),
+        answers=[one.message for one in answered],
+        rubric=judging.of(prompt.project).rubric,
+        passes=judging.passes,
+        seed=seed_of(canary, f"judge\x00{prompt.exchange_id}{part}"),
+        on_call=on_call,
+        subject=comparison_id(canary, prompt),
+        view=view,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,7 +524,7 @@ class Gate:
             self._check_lease()
             answered = await self._answers.get(canary, prompt)
             judgement = await self._score(canary, prompt, answered)
-        except _AWAY as error:
+        except TRY_LATER as error:
             return str(error)
         except (JudgeUnavailableError, JudgeRefusalError) as error:
             if not isinstance(error, JudgeTooLongError) or error.asked:
@@ -497,10 +537,10 @@ class Gate:
                 )
             status = TOO_LONG
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except (SamplingError, NoOutcomeError, NotRedactedError, JudgeReplyError) as error:
-            status = next(name for kind, name in _SET_ASIDE.items() if isinstance(error, kind))
+        except tuple(SET_ASIDE) as error:
+            status = status_of(error)
             if isinstance(error, ArmFailedError):
-                fault = _ARM_FAULT.get(error.arm)
+                fault = ARM_FAULT.get(error.arm)
             elif isinstance(error, NoOutcomeError):
                 fault = "unknown"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
@@ -534,17 +574,15 @@ class Gate:
 
         self._check_lease()
         with replies_kept_for(prompt.exchange_id):
-            return await score_answers(
+            return await score_prompt(
                 self._judge,
-                context=prompt.request["messages"],
-                tools=prompt.request.get("tools") or (),
-                answers=[one.message for one in answered],
-                rubric=self._judging.of(prompt.project).rubric,
-                passes=passes,
-                seed=seed_of(canary, f"judge\x00{prompt.exchange_id}{part}"),
-                on_call=note,
-                subject=comparison_id(canary, prompt),
+                canary,
+                prompt,
+                answered,
+                judging=self._judging,
                 view=self._view,
+                on_call=note,
+                part=part,
             )
 
     async def _fault(
@@ -563,7 +601,7 @@ class Gate:
                 works[arm] = True
             except LostLeaseError:
                 raise
-            except _AWAY:
+            except TRY_LATER:
                 return "unknown"
             except _NO_SCORE:
                 works[arm] = False

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -24,28 +23,28 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.canary import gate_store
-from deploy.canary.gate import WAITS
+from deploy.canary.gate import (
+    ARM_FAULT,
+    SET_ASIDE,
+    TRY_LATER,
+    WAITS,
+    difference_to,
+    score_prompt,
+    status_of,
+)
 from deploy.canary.gate_answers import Answered, ArmFailedError, FreshAnswers, NextAnswers, seed_of
 from deploy.canary.gate_store import HeldOutPrompt
 from deploy.errors import DeployError, EngineError
 from deploy.evidence.progress import Estimate, Kind, counts_as, difference_words, estimate, kinds_of
-from deploy.evidence.quality import Fault, Quality
+from deploy.evidence.quality import Quality
 from deploy.records import Canary, version_of
 from deploy.registry import proof_rule
-from deploy.registry.canary_rule import Comparison, mean_difference, quality_of
-from ingest.errors import (
-    AWAY,
-    JudgeBusyError,
-    JudgeRefusalError,
-    JudgeReplyError,
-    JudgeUnavailableError,
-    JudgeWithheldError,
-    SamplingError,
-)
-from ingest.privacy.texts import JudgeView, NotRedactedError
-from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
+from deploy.registry.canary_rule import Comparison, quality_of
+from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.privacy.texts import JudgeView
+from ingest.ruler.group import refusal_of
 from ingest.ruler.judge import Judge
-from ingest.ruler.ruler import JudgeCall, score_answers
+from ingest.ruler.ruler import JudgeCall
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -61,7 +60,6 @@ GIVE_UP_AFTER = 10
 """Prompts without a scored one after which a replay ends: a wrong key fails all."""
 LONGEST_AWAY_S = 600.0
 """How long a replay waits for vLLM, users' load or the judge until it ends with what it has."""
-_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError)
 Load = Callable[[], Awaitable[None]]
 """Loads the candidate into the vLLMs that lack it. Raises: EngineError."""
 
@@ -148,30 +146,6 @@ def draw(
     return drawn
 
 
-def trial_of(line: Line, candidate: str, champion: str) -> Canary:
-    """Describe a comparison as the gate's parts take it: a canary that is nowhere stored."""
-    salt = secrets.token_hex(16)
-    return Canary(
-        canary_id=f"replay-{salt}",
-        model=line.name,
-        candidate=candidate,
-        champion=champion,
-        phase="gating",
-        paused=False,
-        reason=None,
-        step=0,
-        steps=(),
-        salt=salt,
-        created_at=0.0,
-        step_started_at=0.0,
-        stopped_s=0.0,
-        stopped_at=None,
-        ended_at=None,
-        generation=0,
-        anchor=champion,
-    )
-
-
 class Replay:
     """Asks prompts of one candidate and its champion."""
 
@@ -202,6 +176,8 @@ class Replay:
         self._load = load
         self._sleep = sleep
         self._answers = FreshAnswers(NextAnswers(sampler, self._rules).ask, self._rules)
+        self._limits = proof_rule.limits_of(self._rules)
+        self._quality = Quality()
         self._made: list[tuple[Prompt, Comparison]] = []
         self._set_aside: Counter[str] = Counter()
         self._calls: list[JudgeCall] = []
@@ -217,13 +193,11 @@ class Replay:
             except ReplayError as error:
                 self._stopped = str(error)
                 return
-            self._made += [
-                (one, replace(end, place=start + number))
-                for number, (one, end) in enumerate(zip(batch, ends, strict=True), start=1)
-            ]
+            self._made += zip(batch, ends, strict=True)
+            self._quality = quality_of(ends, self._limits, anchored=False, start=self._quality)
             told(len(self._made))
             left = len(prompts) - len(self._made)
-            if left and proof_rule.harm(self._quality()) is not None:
+            if left and proof_rule.harm(self._quality) is not None:
                 self._stopped = f"it is proven worse: {counted(left, 'prompt')} not asked"
                 return
             if len(self._made) >= GIVE_UP_AFTER and not any(
@@ -235,7 +209,6 @@ class Replay:
 
     def report(self, *, since: float) -> Report:
         """Sum up what was asked so far."""
-        quality = self._quality()
         values = [
             (one, value)
             for one, end in self._made
@@ -243,7 +216,7 @@ class Replay:
         ]
         kinds = [(_turn(one), value) for one, value in values]
         projects = [(f"project {one.held_out.project}", value) for one, value in values]
-        verdict, why = verdict_of(quality, self._rules)
+        verdict, why = verdict_of(self._quality, self._rules)
         costs = [call.reply.cost_usd for call in self._calls]
         return Report(
             candidate=self._trial.candidate,
@@ -269,10 +242,6 @@ class Replay:
             stopped=self._stopped,
         )
 
-    def _quality(self) -> Quality:
-        limits = proof_rule.limits_of(self._rules)
-        return quality_of((end for _, end in self._made), limits, anchored=False)
-
     async def _compare(self, prompt: HeldOutPrompt) -> Comparison:
         """Ask one prompt; wait while vLLM or the judge is away or users need the capacity.
 
@@ -284,7 +253,7 @@ class Replay:
                 if await self._room.is_open():
                     return await self._ask(prompt)
                 why = "users need the capacity of every vLLM"
-            except _AWAY as error:
+            except TRY_LATER as error:
                 why = str(error)
             if waited_s >= LONGEST_AWAY_S:
                 raise ReplayError(f"waited {waited_s:.0f} s: {why}")
@@ -301,31 +270,24 @@ class Replay:
         trial = self._trial
         try:
             answered = await self._answers.get(trial, prompt)
-            judged = await score_answers(
+            judged = await score_prompt(
                 self._judge,
-                context=prompt.request["messages"],
-                tools=prompt.request.get("tools") or (),
-                answers=[one.message for one in answered],
-                rubric=self._judging.of(prompt.project).rubric,
-                passes=self._judging.passes,
-                seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
-                on_call=self._calls.append,
-                subject=gate_store.comparison_id(trial, prompt),
+                trial,
+                prompt,
+                answered,
+                judging=self._judging,
                 view=self._view,
+                on_call=self._calls.append,
             )
-        except _AWAY:
+        except TRY_LATER:
             raise
-        except ArmFailedError as error:
-            fault: Fault = "candidate" if error.arm == "candidate" else "champion"
-            return replace(self._aside(f"sampling_failed_{fault}"), fault=fault)
-        except SamplingError:
-            return self._aside("sampling_failed")
         except (JudgeUnavailableError, JudgeRefusalError) as error:
             return self._aside(refusal_of(error))
-        except JudgeReplyError:
-            return self._aside(RUBBISH)
-        except NotRedactedError:
-            return self._aside(NOT_REDACTED)
+        except ArmFailedError as error:
+            fault = ARM_FAULT[error.arm]
+            return replace(self._aside(f"{status_of(error)}_{fault}"), fault=fault)
+        except tuple(SET_ASIDE) as error:
+            return self._aside(status_of(error))
         self._answers.forget(trial, prompt)
         return _scored(answered, judged.scores, prompt.request)
 
@@ -337,24 +299,17 @@ class Replay:
 def _scored(
     answered: Sequence[Answered], scores: Sequence[float], request: Mapping[str, Any]
 ) -> Comparison:
-    by_arm = {
-        arm: [score for one, score in zip(answered, scores, strict=True) if one.arm == arm]
-        for arm in ("candidate", "champion")
-    }
-    return Comparison(
-        difference=mean_difference(by_arm["candidate"], by_arm["champion"]),
-        flaws=gate_store.excess_of(
-            [
-                {
-                    "arm": one.arm,
-                    "flaws": gate_store.flaws_of(one.message, one.finish_reason, request),
-                    "nats": one.nats,
-                    "tokens": one.tokens,
-                }
-                for one in answered
-            ]
-        ),
-    )
+    rows = [
+        {
+            "arm": one.arm,
+            "score": score,
+            "flaws": gate_store.flaws_of(one.message, one.finish_reason, request),
+            "nats": one.nats,
+            "tokens": one.tokens,
+        }
+        for one, score in zip(answered, scores, strict=True)
+    ]
+    return Comparison(difference=difference_to(rows, "champion"), flaws=gate_store.excess_of(rows))
 
 
 def verdict_of(quality: Quality, rules: CanarySettings) -> tuple[str, str]:
@@ -385,11 +340,6 @@ def _mean_flaws(made: Iterable[Comparison]) -> dict[str, float]:
         for kind, share in one.flaws.items():
             found.setdefault(kind, []).append(share)
     return {kind: fmean(shares) for kind, shares in sorted(found.items())}
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON."""
-    return asdict(report)
 
 
 def lines_of(report: Report) -> list[str]:

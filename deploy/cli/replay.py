@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -46,7 +47,9 @@ def replay(
 
     It runs on a host that reaches the store, vLLM and the judge. Users go before it, and no user
     meets the adapter. It decides nothing. Ctrl-C ends it with what it has."""
-    from deploy.canary.replay import ReplayError, as_json, lines_of
+    from dataclasses import asdict
+
+    from deploy.canary.replay import ReplayError, lines_of
     from deploy.examiner import examiner_of
     from sidecar.logs import configure_logging
 
@@ -70,7 +73,7 @@ def replay(
         )
         made = asyncio.run(_play(settings, database, trial, drawn, path, digest))
     report = made.report(since=begun_at - length_s)
-    say_either(output, as_json(report), lines_of(report))
+    say_either(output, asdict(report), lines_of(report))
     if report.difference is None:
         raise typer.Exit(1)
     raise typer.Exit({"worse": 1, "undecided": UNDECIDED}.get(report.verdict, 0))
@@ -89,9 +92,11 @@ def _drawn(
 
     Raises: ReplayError; UnknownAdapterError; InvalidAdapterError.
     """
-    from deploy.canary.replay import ReplayError, draw, trial_of
+    from deploy.canary.replay import ReplayError, draw
     from deploy.engine.validation import Registered, validate_folder
+    from deploy.errors import UnknownAdapterError
     from deploy.line_loops import make_folder_of, serving_limits
+    from deploy.records import trial_of
     from deploy.registry import versions
     from learner.adapter_folder import folder_digest
     from sidecar.records import BASE
@@ -99,17 +104,22 @@ def _drawn(
     line, path, digest = settings.line, "", ""
     with database.read() as session:
         champion = versions.resolve(session, line.name, against)
-        if Path(candidate).is_dir():
+        try:
+            name = versions.resolve(session, line.name, candidate)
+        except UnknownAdapterError:
             folder = Path(candidate).resolve()
+            if not folder.is_dir():
+                raise
             path, digest = str(folder), folder_digest(folder)
             validate_folder(folder, Registered(digest=digest), serving_limits(settings.serving))
             name = f"{FOLDER_NAME}{digest[:12]}"
-        elif (name := versions.resolve(session, line.name, candidate)) != BASE:
-            found = versions.find(session, name)
-            path, digest = make_folder_of(settings)(found.digest, found.path), found.digest
+        else:
+            if name != BASE:
+                found = versions.find(session, name)
+                path, digest = make_folder_of(settings)(found.digest, found.path), found.digest
         if name == champion:
             raise ReplayError(f"{candidate} is {against}: name another version by --against")
-        trial = trial_of(line, name, champion)
+        trial = trial_of(line.name, name, champion, secrets.token_hex(16))
         drawn = draw(
             session,
             line,
@@ -139,15 +149,11 @@ async def _play(
     from deploy.canary.replay import Replay
     from ingest.judges.build import ProcessJudges
     from ingest.privacy.texts import JudgeView
-    from ingest.vllm.watch import open_replicas
+    from ingest.vllm.watch import gate_engine_of
 
-    serving, rules = settings.serving, settings.canary
+    rules, asked = settings.canary, len(drawn)
     judges = ProcessJudges(settings.judge_of_gate, database)
-    key = serving.api_key.get_secret_value() if serving.api_key else None
-    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})  # as control has it
-    sampler = open_replicas(serving.upstreams, key, unlimited)
-    asked = len(drawn)
-
+    sampler = gate_engine_of(settings)
     parallel = max(1, settings.groups.concurrency // (2 * rules.gate_answers))
 
     def told(done: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.responses import RedirectResponse, Response
 
-from deploy.admin.auth import UnauthorizedError, slow_down
+from deploy.admin.auth import UnauthorizedError
 from deploy.admin.changes import RollbackOut, TargetOut
 from deploy.admin.events import Streams, newest_change
 from deploy.admin.models import (
@@ -64,7 +64,7 @@ def changing_views(server: PageServer) -> dict[str, View]:
             session = server.logins.log_in(asked.form.get("token", ""))
         except UnauthorizedError as error:
             server.context.refusals.note(error.reason, asked.request.scope)
-            await slow_down(error)
+            await server.context.refusals.slow_down(error.reason)
             known = error.reason == "no_scope"
             why = "is of a project: use the command" if known else "is not known"
             return server.html(asked, "login.html", code=401, error=f"This token {why}.")

@@ -300,6 +300,18 @@ def engine_of(settings: Settings) -> ReplicaSampler:
     return open_replicas(urls, api_key, groups)
 
 
+def gate_engine_of(settings: Settings) -> ReplicaSampler:
+    """Open the vLLMs that serve users, for answers that are compared.
+
+    Not under the limit on the slow-down of users: score and control would each take the other's
+    candidates for users', and a canary would wait for its gate for as long as groups are sampled.
+    """
+    serving = settings.serving
+    api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
+    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})
+    return open_replicas(serving.upstreams, api_key, unlimited)
+
+
 def open_replicas(
     urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = CANDIDATE_S
 ) -> ReplicaSampler:

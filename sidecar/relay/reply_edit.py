@@ -22,18 +22,15 @@ from msgspec import UNSET, Raw, UnsetType
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.fields import REPLY, ReplyFields
 from sidecar.relay.request_edit import Member, elements, members
+from sidecar.replies.choices import cut_prompts
 
 MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
 CHECKED_BYTES: Final = 2**20
 """A reply that msgspec cannot read is checked to be JSON up to this length: 10 ms and 20 MB."""
-LONG_BYTES: Final = 2**13
-"""In a longer reply the ids of the prompt are taken out before it is read: of 1 MB of prompt they
-are 1.5 MB, and reading and comparing them took half of the proxy's time (docs/log.md)."""
 NULL: Final = b"null"
 _PROMPT_IDS: Final = b'"prompt_token_ids"'
-_PROMPT_IDS_ARRAY: Final = b'"prompt_token_ids":['
 _IDS: Final = b'"token_ids"'
 _LOGPROBS: Final = b'"logprobs"'
 _COLON: Final = ord(":")
@@ -74,32 +71,18 @@ class _NotCertainError(Exception):
 
 def strip_reply(body: bytes, strip: Strip) -> bytes:
     """Return a whole reply without what `strip` names. Other bytes are returned unchanged."""
-    short = _without_prompt_ids(body, strip)
+    short = _shortened(body, strip)
     try:
         return _replace(short, _spans(short, REPLY.decode(short), strip))
     except (_NotCertainError, *UNREADABLE_JSON):
         return _strip_any_reply(body, strip)
 
 
-def _without_prompt_ids(data: bytes, strip: Strip) -> bytes:
-    """Return long data with `null` for the first array of a prompt's ids; other data as it is.
-
-    The array is taken for one of numbers: it has no array, object or text in it. Whether it was
-    the right one, `_spans` finds out as it does of `null` that vLLM wrote.
-    """
-    if len(data) < LONG_BYTES or not strip.token_ids:
-        return data
-    start = data.find(_PROMPT_IDS_ARRAY) + len(_PROMPT_IDS_ARRAY)
-    end = data.find(b"]", start)
-    if (
-        start < len(_PROMPT_IDS_ARRAY)
-        or end < 0
-        or data.find(b'"', start, end) >= 0
-        or data.find(b"[", start, end) >= 0
-        or data.find(b"{", start, end) >= 0
-    ):
-        return data
-    return b"".join((data[: start - 1], NULL, data[end + 1 :]))
+def _shortened(data: bytes, strip: Strip) -> bytes:
+    """Take the ids of the prompt out unread: of 1 MB of prompt they are 1.5 MB, and reading and
+    comparing them took half of the proxy's time (docs/log.md). Whether they were the right ones,
+    `_spans` finds out, as of a `null` that vLLM wrote."""
+    return cut_prompts(data)[0] if strip.token_ids else data
 
 
 def _strip_any_reply(body: bytes, strip: Strip) -> bytes:
@@ -115,7 +98,7 @@ def strip_event(event: bytes, strip: Strip) -> bytes:
     """Return an event, blank line included; b"" when it exists only because the sidecar asked.
     Comments, `[DONE]`, and events of more than one data line, which vLLM does not write, stay."""
     if event[:7] == b"data: {" and event[-3:] == b"}\n\n" and event.find(b"\n", 0, -2) < 0:
-        short = _without_prompt_ids(event, strip)
+        short = _shortened(event, strip)
         try:
             reply = REPLY.decode(short[6:-2])
             if _exists_for_us(reply, strip):

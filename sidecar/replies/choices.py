@@ -93,18 +93,23 @@ class ReplyFields(msgspec.Struct, gc=False):
     """An object when a stream failed; a string from vLLM's own key check."""
 
 
-_PROMPT = b'"prompt_token_ids":'
+_PROMPT = b'"prompt_token_ids":['
 
 
-def cut_prompts(document: bytes) -> tuple[bytes, list[bytes]]:
+def cut_prompts(document: bytes) -> tuple[bytes, list[tuple[int, int]]]:
     """Take the prompts' token ids out of a reply or an event, unread: null stands there. Reading
     the 25,000 ids of a prompt of 100 kB takes 0.5 ms, finding them 0.01 ms. The key with its
-    bracket stands in no JSON string, where each quote has a backslash.
-    Returns: the rest, and each prompt as a JSON array."""
-    first, *others = document.split(_PROMPT + b"[")
-    parts = [other.partition(b"]") for other in others]
-    rest = (_PROMPT + b"null").join([first, *(after for _, _, after in parts)])
-    return rest, [b"[%b]" % ids for ids, _, _ in parts]
+    bracket stands in no JSON string, where each quote has a backslash. What is no array of numbers
+    is cut too early, so the rest is no JSON.
+    Returns: the rest, and where each prompt stands in the document as a JSON array."""
+    spans: list[tuple[int, int]] = []
+    pieces: list[bytes] = []
+    begin, at = 0, document.find(_PROMPT)
+    while at >= 0 and (end := document.find(b"]", at) + 1) > 0:
+        spans.append((at + len(_PROMPT) - 1, end))
+        pieces.append(document[begin : spans[-1][0]])
+        begin, at = end, document.find(_PROMPT, end)
+    return (b"null".join((*pieces, document[begin:])) if spans else document), spans
 
 
 REPLY = msgspec.json.Decoder(ReplyFields)
@@ -435,8 +440,8 @@ class _Reader:
         reply = self._reply
         rest, prompts = cut_prompts(document)
         part = decode(REPLY, rest)
-        for prompt in prompts:
-            self._add_prompt(prompt)
+        for start, end in prompts:
+            self._add_prompt(document[start:end])
         if part.model is not None:
             reply.models.add(part.model)
         if part.error is not None:

@@ -536,7 +536,7 @@ MakeApi = Callable[..., Api]
 
 @pytest.fixture(autouse=True)
 def no_wait_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.admin.auth.GUESS_S", 0.0)
+    monkeypatch.setattr("deploy.admin.reception.GUESS_S", 0.0)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from deploy.admin import auth
+from deploy.admin import reception
 from deploy.admin.auth import grant_of
-from deploy.admin.wire import NEEDED, scopes_of
+from deploy.admin.wire import MOST, NEEDED, scopes_of
 from sidecar.settings.kinds import AdminScope
 from sidecar.settings.sections import Admin
 from sidecar.store.models import AuditRow
@@ -126,14 +126,31 @@ async def test_a_guess_waits_and_a_right_token_does_not(
         waited.append(seconds)
         await real(0)
 
-    monkeypatch.setattr(auth, "GUESS_S", 1.5)
-    monkeypatch.setattr("deploy.admin.auth.asyncio.sleep", sleep)
+    monkeypatch.setattr(reception, "GUESS_S", 1.5)
+    monkeypatch.setattr("deploy.admin.reception.asyncio.sleep", sleep)
     api = make_api("t")
 
     await api.client.get("/admin/v1/status", headers=AS_T)
     assert 1.5 not in waited
     await api.client.get("/admin/v1/status", headers={"authorization": "Bearer guess"})
     assert 1.5 in waited
+
+
+async def test_a_flood_of_guesses_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "GUESS_S", 3_600.0)
+    refusals = reception.Refusals()
+
+    waiting = [
+        asyncio.create_task(refusals.slow_down("unknown_token"))
+        for _ in range(reception.GUESSES + 5)
+    ]
+    done, held = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for one in held:
+        one.cancel()
+    await asyncio.wait(held)
+
+    assert (len(done), len(held)) == (5, reception.GUESSES)
+    assert reception.GUESSES <= MOST // 10
 
 
 def test_the_setting_takes_digests_with_and_without_scopes() -> None:

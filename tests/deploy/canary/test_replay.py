@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
@@ -12,12 +12,11 @@ from deploy.canary.replay import (
     Prompt,
     Replay,
     Report,
-    as_json,
     draw,
     lines_of,
-    trial_of,
 )
 from deploy.errors import EngineError
+from deploy.records import trial_of
 from ingest.errors import EngineDownError, JudgeRefusalError, SamplingError
 from ingest.privacy.texts import JudgeView
 from sidecar.store.models import GateComparisonRow, JudgeCallRow
@@ -32,7 +31,7 @@ def prompts_of(world: World, *, since: float = 0.0, limit: int = 200) -> list[Pr
         return draw(
             session,
             world.line,
-            trial=replace(trial_of(world.line, NEW, OLD), salt="salt"),
+            trial=trial_of(world.line.name, NEW, OLD, "salt"),
             since=since,
             now=world.clock.now,
             limit=limit,
@@ -51,7 +50,7 @@ async def played(world: World, prompts: list[Prompt], *, loads: list[str] | None
         raise EngineError("still away")
 
     replay = Replay(
-        replace(trial_of(world.line, NEW, OLD), salt="salt"),
+        trial_of(world.line.name, NEW, OLD, "salt"),
         sampler=world.sampler,
         room=world.room,
         judge=world.judge,
@@ -123,7 +122,7 @@ async def test_the_report_shows_kinds_and_hours(world: World) -> None:
     text = "\n".join(lines_of(report))
     for words in ("v2 against v1: 12 held-out prompts", "by hour (UTC)", "project shop"):
         assert words in text
-    assert json.loads(json.dumps(as_json(report)))["verdict"] == report.verdict
+    assert json.loads(json.dumps(asdict(report)))["verdict"] == report.verdict
 
 
 def test_prompts_are_of_the_span_of_time_and_of_no_session_of_the_candidate(world: World) -> None:
